@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError, Problem
@@ -46,9 +46,9 @@ ROWWISE_RATE = 0.95
 """Rate of products by the row-wise kernel, which computes the forward pass, over those with one scale: 0.9 to 1 for most
 shapes on H100 (pytorch/pytorch issue 147971, with fast accumulation)."""
 
-_RECIPES: Mapping[str, Mapping[str, float]] = MappingProxyType(
+_RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "tensorwise": {"casts_per_operand": CASTS_PER_OPERAND},
+        "tensorwise": {"casts_per_operand": CASTS_PER_OPERAND, "gathered": True},
         # Two of three products are scaled after.
         "rowwise": {
             "casts_per_operand": CASTS_PER_OPERAND + RESCALED * 2 / 3,

@@ -25,7 +25,7 @@ from atorch_ns.sharding import (
     parameter_dims,
     trace_layers,
 )
-from atorch_ns.strategy import Plan
+from atorch_ns.strategy import NarrowProducts, Plan
 from atorch_ns.text import error_text, first_few
 from atorch_ns.torch_compat import plain_name, share_memory_along
 from opt_lib._model_axes.sample_batch import common_sample
@@ -128,8 +128,7 @@ class TensorParallel(Method[TensorParallelConfig]):
                     self.name, f"it is whole between chains of blocks, where other code may see it: {chains}"
                 )
         if config.asynchronous and chosen.stream is not None:
-            in_fp8 = job.plan.precision.narrow is not None
-            job.explain(self.name, _exchanged(chosen, in_fp8=in_fp8))
+            job.explain(self.name, _exchanged(chosen, job.plan.precision.narrow))
         if config.overlap:
             job.explain(self.name, "layers reduce the first half of a batch while they compute the second")
         if not config.self_test:
@@ -140,11 +139,16 @@ class TensorParallel(Method[TensorParallelConfig]):
             job.explain(self.name, f"whole on every rank: {shown}")
 
 
-def _exchanged(chosen: ChosenPlan, *, in_fp8: bool) -> str:
+def _exchanged(chosen: ChosenPlan, narrow: NarrowProducts | None) -> str:
     """Which layers exchange asynchronously."""
     assert chosen.stream is not None
     joined = [spec for spec in chosen.regions if spec.one_input and chosen.stream.tight]
-    rest = "; those of layers in fp8 are waited for" if in_fp8 else ""
+    gathered = [spec for spec in joined if spec.one_use]
+    rest = ""
+    if narrow is not None and not narrow.gathered:
+        rest = "; gathers of layers in fp8 with one scale a row are waited for"
+    elif narrow is not None:
+        rest = f"; what layers in fp8 gather travels in float8 in {len(gathered)} of them"
     if len(joined) < len(chosen.regions):
         rest += "; the others read more than the input of the module around them"
     return (

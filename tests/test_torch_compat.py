@@ -36,8 +36,10 @@ from atorch_ns.torch_compat import (
     flatten_mesh,
     found_inf_tensors,
     functional_all_gather,
+    functional_maximum,
     functional_reduce_scatter,
     graph_breaks,
+    group_named,
     group_timeout,
     has_gradient_hooks,
     in_backward,
@@ -515,12 +517,17 @@ def _functional() -> list[bool]:
     return [
         torch.equal(functional_all_gather(pieces, 1, group), torch.cat(received, 1)),
         torch.equal(functional_reduce_scatter(pieces, 1, group), summed.chunk(2, 1)[dist.get_rank()]),
+        torch.equal(functional_maximum(pieces, group), received[1]),
+        group_named(group.group_name) is group,
+        torch.equal(
+            functional_all_gather(pieces.to(torch.float8_e4m3fn), 1, group).float(), torch.cat(received, 1)
+        ),
         is_symm_mem_enabled_for_group(group.group_name) is not before,
     ]
 
 
 def test_functional_collectives_are_those_of_the_group() -> None:
-    assert run_ranks(_functional, 2) == [[True] * 3] * 2
+    assert run_ranks(_functional, 2) == [[True] * 6] * 2
 
 
 def test_inductor_pipelines_exchanges_by_an_option_of_one_compilation() -> None:

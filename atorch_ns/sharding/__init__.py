@@ -1,5 +1,6 @@
 """Dividing layers, samples and experts over ranks: plans, collectives, checks."""
 
+from atorch_ns.sharding.collectives import traced_gather, traced_scatter
 from atorch_ns.sharding.divided_tensor import LogitUses
 from atorch_ns.sharding.expert.balance import GlobalBalance
 from atorch_ns.sharding.expert.check import why_not_answerable, why_not_dividable
@@ -62,6 +63,8 @@ __all__ = [
     "study_tail",
     "style_named",
     "trace_layers",
+    "traced_gather",
+    "traced_scatter",
     "why_not_answerable",
     "why_not_dividable",
 ]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +29,8 @@ from atorch_ns.sharding.collectives import (
 
 T = TypeVar("T")
 
+Gather = Callable[[torch.Tensor, int, ProcessGroup], torch.Tensor]
+"""``(piece, dim, group) -> whole``."""
 
 _REGION_STRIDE = 7_919
 """Between the seeds of two ranks in a region."""
@@ -127,12 +130,16 @@ class TensorGroup:
             return x.chunk(self.size, dim)[0]
         return scatter_to(x, dim, self.process_group)
 
-    def enter_whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """The pieces of all ranks joined along ``dim``, as the input of divided layers; gradients are summed."""
+    def enter_whole(self, x: torch.Tensor, dim: int, gather: Gather | None = None) -> torch.Tensor:
+        """The pieces of all ranks joined along ``dim``, as the input of divided layers; gradients are summed.
+
+        Args:
+            gather: in a compiler's graphs, by what instead of :func:`traced_gather`.
+        """
         if self.process_group is None:
             return torch.cat([x] * self.size, dim)
         if self.traced and not isinstance(self.process_group, SimulatedGroup):
-            return traced_gather(x, dim, self.process_group)
+            return (gather or traced_gather)(x, dim, self.process_group)
         return all_gather(x, dim, self.process_group)
 
     def leave_in_pieces(self, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -50,6 +50,7 @@ class NarrowProducts:
             writes.
         share: of a layer's products, forward and backward, that are in fewer bits.
         rate: of these products, over that of the device's best ones in this dtype.
+        gathered: whether asynchronous gathers along ``tensor``, too, are in fewer bits.
     """
 
     dtype: str
@@ -59,6 +60,7 @@ class NarrowProducts:
     casts_per_operand: float = 0.0
     share: float = 1.0
     rate: float = 1.0
+    gathered: bool = False
 
 
 def _only_where(condition: str, default: Any) -> Any:

@@ -30,6 +30,9 @@ def share_memory_along(group: dist.ProcessGroup) -> None:
 
 def functional_all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """The pieces of all ranks joined along ``dim``, in the form that inductor looks for (``_c10d_functional``)."""
+    if x.dtype.is_floating_point and x.dtype.itemsize == 1 and dist.get_backend(group) == "gloo":
+        # which sends no float8
+        return functional_all_gather(x.view(torch.uint8), dim, group).view(x.dtype)
     collectives, size = torch.ops._c10d_functional, group.size()
     whole: torch.Tensor = collectives.wait_tensor(
         collectives.all_gather_into_tensor(x.contiguous(), size, group.group_name)
@@ -45,6 +48,21 @@ def functional_reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGrou
         collectives.reduce_scatter_tensor(pieces.contiguous(), "sum", size, group.group_name)
     )
     return piece
+
+
+def functional_maximum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The largest of each element over the group, which a compiler takes into a graph."""
+    collectives = torch.ops._c10d_functional
+    found: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(x, "max", group.group_name))
+    return found
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group with this name (``distributed_c10d._resolve_process_group``)."""
+    from torch.distributed import distributed_c10d
+
+    found: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    return found
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -235,8 +235,10 @@ class Run:
     def _substitutes(self) -> Iterator[tuple[bool, str]]:
         with_masters = self["precision"].endswith("_master") and self.num_sharding > 1
         yield self["zero"] == "1" and with_masters, "zero2 for ZeRO 1 with sharded masters"
-        yield self["kernels"] == "fused", "compile for hand-fused kernels"
-        yield self["fp8"] != "0" and self["kernels"] == "fused", "torchao for Transformer Engine"
+        fused = self["kernels"] == "fused"
+        yield fused, "compile for hand-fused kernels"
+        yield fused and self["sp"] == "async", "asynchronous tensor parallelism for user buffers"
+        yield self["fp8"] != "0" and fused, "torchao for Transformer Engine"
 
     @property
     def options(self) -> list[str]:

@@ -13,10 +13,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from atorch_ns.job import Job, ParameterStates, make_user_optimizer
+from atorch_ns.sharding import traced_gather, traced_scatter
 from opt_lib._config_checks import require
 from opt_lib._fp8.config import Fp8Config
 
@@ -87,18 +89,34 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
 
 @functools.cache
 def _switchable(kind: Any) -> type[nn.Module]:
-    """torchao's class, with a switch to the dtype of the weights, and with autocast on CPUs as on GPUs."""
+    """torchao's class, with a switch to the dtype of the weights, with autocast on CPUs as on GPUs, and as a
+    :class:`~atorch_ns.sharding.RoundingLinear`."""
+    from opt_lib._fp8 import exchanges
 
     def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
         if module.is_exact:
             return F.linear(x, module.weight, module.bias)
-        if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-            x = x.to(torch.get_autocast_dtype("cpu"))
-        out: torch.Tensor = kind.forward(module, x)
-        return out
+        out: torch.Tensor = module.product(x, module.weight)
+        return out if module.bias is None else out + module.bias.to(out.dtype)
+
+    def product(module: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight) if module.is_exact else exchanges.multiply(module, _autocast(x), weight)
+
+    def gathered(module: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        if module.is_exact:
+            return traced_gather(x, dim, group)
+        return exchanges.gathered(module, _autocast(x), dim, group)
+
+    def scattered(module: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return traced_scatter(x, 0, group) if module.is_exact else exchanges.scattered(module, x, group)
 
     body = {"__doc__": kind.__doc__, "__module__": __name__, "is_exact": False, "forward": forward}
-    return type("Float8Linear", (kind,), body)
+    return type("Float8Linear", (kind,), {**body, **{f.__name__: f for f in (product, gathered, scattered)}})
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def __getattr__(name: str) -> Any:

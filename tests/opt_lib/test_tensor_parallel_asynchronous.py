@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,19 +16,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from atorch_ns.cluster import cluster_from_spec
 from atorch_ns.errors import StrategyError
 from atorch_ns.estimate import Workload
+from atorch_ns.job import Job
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.planning import profile
 from atorch_ns.search import SearchSettings, explore
 from atorch_ns.sharding import Layout, TensorGroup, divide
 from atorch_ns.sharding.tensor.plan import LayerStyle, RegionSpec
 from atorch_ns.sharding.tensor.sequence import StreamSpec
-from atorch_ns.strategy import Strategy
+from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing.models import CASES
-from atorch_ns.testing.parity import accelerate_case
+from atorch_ns.testing.parity import accelerate_case, assert_parity, assert_ranks_agree, compare
 from atorch_ns.testing.workers import run_ranks
 from atorch_ns.torch_compat import join_fake_group, micro_pipelined
+from opt_lib._fp8 import torchao
+from opt_lib.fp8 import Fp8Config
 from opt_lib.tensor_parallel import TensorParallel, TensorParallelConfig
-from tests.opt_lib.tensor_cases import TENSOR, check
+from tests.opt_lib.tensor_cases import SEQUENCE, TENSOR, check, trajectories
 
 ASYNCHRONOUS = ("tensor_parallel", {"sequence": True, "asynchronous": True})
 NODES = cluster_from_spec("8xH100-80GB, 2 nodes, ib400")
@@ -53,8 +57,40 @@ def test_training_is_that_of_one_process(name: str) -> None:
     check(CASES[name], 2, strategies)
 
 
-def _report(name: str) -> str:
-    return str(accelerate_case(CASES[name], [TENSOR, ASYNCHRONOUS]).report)
+def _fp8(recipe: str, **settings: Any) -> Any:
+    return ("fp8", {"backend": "torchao", "emulate": True, "recipe": recipe, **settings})
+
+
+@pytest.mark.usefixtures("_anywhere")
+@pytest.mark.parametrize(
+    ("rest", "param_tol", "loss_tol"),
+    [
+        ([_fp8("tensorwise")], 2e-4, 1e-5),
+        pytest.param([_fp8("rowwise")], 2e-4, 1e-5, marks=pytest.mark.slow),
+        # Weights so near to the middle of two numbers in fp8 that they are rounded to the other one after a step.
+        pytest.param([_fp8("tensorwise", fsdp_all_gather=True), "fsdp"], 0.8, 0.05, marks=pytest.mark.slow),
+    ],
+    ids=["tensorwise", "rowwise", "weights gathered in fp8"],
+)
+def test_layers_in_fp8_compute_what_they_do_where_exchanges_are_waited_for(
+    rest: list[Any], param_tol: float, loss_tol: float
+) -> None:
+    """One scale for what all ranks gather, as for the whole; samples and tokens change places in row layers."""
+    pytest.importorskip("torchao")
+    strategies = {
+        "waited for": [TENSOR, SEQUENCE, *rest],
+        "asynchronous": [TENSOR, ASYNCHRONOUS, *rest, ("compile", "aot_eager")],
+        "in full": [TENSOR, SEQUENCE],
+    }
+    runs = run_ranks(trajectories, 2, args=(CASES["tied_llama"], strategies, {}), timeout_s=200)
+    waited, asynchronous, plain = (runs[0][name] for name in strategies)
+    assert_parity(compare(waited, asynchronous), param_tol=param_tol, loss_tol=loss_tol)
+    assert compare(plain, asynchronous).max_param_error > 0.01, "nothing was rounded"
+    assert_ranks_agree([run["asynchronous"] for run in runs])
+
+
+def _report(name: str, *methods: Any) -> str:
+    return str(accelerate_case(CASES[name], [TENSOR, ASYNCHRONOUS, *methods]).report)
 
 
 @pytest.mark.usefixtures("_anywhere")
@@ -64,11 +100,21 @@ def test_the_report_says_where_exchanges_are_asynchronous() -> None:
     assert "groups of layers; the others read more than the input of the module around them" in text
 
 
+@pytest.mark.usefixtures("_anywhere")
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [("tensorwise", "travels in float8 in 8 of them"), ("rowwise", "with one scale a row are waited for")],
+)
+def test_the_report_says_what_travels_in_float8(recipe: str, told: str) -> None:
+    pytest.importorskip("torchao")
+    assert told in " ".join(run_ranks(_report, 2, args=("tied_llama", _fp8(recipe)))[0].split())
+
+
 class _Inner(nn.Module):
     def __init__(self, num_columns: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.gate = nn.Linear(16, 32) if num_columns > 1 else nn.Identity()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.gate = nn.Linear(32, 64) if num_columns > 1 else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         up = F.silu(self.up(x))
@@ -81,7 +127,7 @@ class _Block(nn.Module):
 
     def __init__(self, num_columns: int) -> None:
         super().__init__()
-        self.norm, self.inner = nn.LayerNorm(16), _Inner(num_columns)
+        self.norm, self.inner = nn.LayerNorm(32), _Inner(num_columns)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + self.inner(self.norm(x))
@@ -98,7 +144,7 @@ class _Net(nn.Module):
         return out
 
 
-def _joined(num_columns: int) -> tuple[list[list[str]], bool]:
+def _joined(num_columns: int, recipe: str | None, num_samples: int) -> tuple[list[list[str]], bool]:
     """The operators on symmetric memory that torch's pass makes of each graph, and whether its setting is left behind."""
     from torch._inductor.fx_passes import post_grad
 
@@ -118,28 +164,55 @@ def _joined(num_columns: int) -> tuple[list[list[str]], bool]:
     layout = Layout(
         {**dict.fromkeys(columns, LayerStyle("colwise")), **dict.fromkeys(rows, LayerStyle("rowwise"))}
     )
-    model = _Net(num_columns)
+    model = _Net(num_columns).to(torch.bfloat16)
+    if recipe is not None:
+        _in_fp8(model, recipe)
     with pytest.MonkeyPatch.context() as patch, _symmetric_memory._test_mode():
         patch.setattr(post_grad, "micro_pipeline_tp_pass", on_a_copy)
         patch.setattr(dist, "is_nccl_available", lambda: True)
         group = TensorGroup(init_device_mesh("cpu", (2,)), traced=True)
-        divide(model, layout, group, [RegionSpec(columns, rows, one_input=True)], StreamSpec((("block",),)))
+        spec = RegionSpec(columns, rows, one_input=True, one_use=True)
+        divide(model, layout, group, [spec], StreamSpec((("block",),)))
         model.block.compile(options=micro_pipelined(None))
-        model(torch.randn(2, 8, 16)).sum().backward()
+        model(torch.randn(num_samples, 16, 32, dtype=torch.bfloat16)).sum().backward()
     dist.destroy_process_group()
     return found, torch._inductor.config._micro_pipeline_tp
 
 
+def _in_fp8(model: nn.Module, recipe: str) -> None:
+    job = SimpleNamespace(module=model, plan=Plan(), precision=SimpleNamespace())
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    torchao.replace_linears(cast(Job, job), names, Fp8Config(backend="torchao", recipe=cast(Any, recipe)))
+
+
+GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("num_columns", [1, 2])
-def test_inductor_joins_exchanges_with_products(num_columns: int) -> None:
-    gather, scatter = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+@pytest.mark.parametrize(
+    ("num_columns", "recipe", "num_samples", "joined"),
+    [
+        (1, None, 2, ([GATHER, SCATTER], [GATHER, SCATTER])),
+        # Gradients of several columns are added before they are summed over ranks.
+        (2, None, 2, ([GATHER, SCATTER], [GATHER])),
+        (2, "tensorwise", 2, ([SCALED_GATHER, SCALED_SCATTER], [SCALED_GATHER])),
+        # Tokens of one sample are rows in their order.
+        (1, "tensorwise", 1, ([SCALED_GATHER, SCALED_SCATTER], [SCALED_GATHER, SCALED_SCATTER])),
+        # Gathered as it is, and rounded twice: along rows and, for gradients of weights, along columns.
+        (2, "rowwise", 2, ([SCALED_SCATTER], [])),
+        (2, "rowwise_with_gw_hp", 2, ([SCALED_SCATTER], [])),
+    ],
+)
+def test_inductor_joins_exchanges_with_products(
+    num_columns: int, recipe: str | None, num_samples: int, joined: tuple[list[str], list[str]]
+) -> None:
+    if recipe is not None:
+        pytest.importorskip("torchao")
     ((forward, backward), is_left) = run_ranks(
-        _joined, 1, args=(num_columns,), timeout_s=200, init_process_group=False
+        _joined, 1, args=(num_columns, recipe, num_samples), timeout_s=200, init_process_group=False
     )[0]
-    assert forward == [gather, scatter]
-    # Gradients of several columns are added before they are summed over ranks.
-    assert sorted(backward) == ([gather, scatter] if num_columns == 1 else [gather])
+    assert (forward, sorted(backward)) == joined
     assert not is_left
 
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from atorch_ns.cluster import AttentionKind
+from atorch_ns.cluster import AttentionKind, Device
 from atorch_ns.estimate.model_shard import Unit, computed_in, cost_of, is_recomputed, saved_results
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.profile import Growth, ParameterSpec, PhaseCost, Segment, precision_key
@@ -65,6 +65,15 @@ _FUSED_CASTS: Final = 3 / 5
 reads in 16 bits and a write in 8, one read."""
 _SMALLER_OPERANDS: Final = 1 / 3
 """Share of its bytes that a product saves: of three tensors it reads two in half the bytes."""
+
+
+def low_bit_rate(plan: Plan, device: Device) -> float:
+    """FLOP/s of products in fewer bits: of those in the dtype of all else where the device has no rate for them."""
+    low_bit = plan.precision.narrow
+    if low_bit is not None and low_bit.dtype in device.flops_per_s:
+        return low_bit.rate * device.products_of(low_bit.dtype)
+    weights, autocast = computed_in(plan)
+    return device.products_of(autocast or weights)
 
 
 def _sum(values: Iterable[Growth], num_samples: float, num_tokens: float) -> float:
@@ -338,11 +347,9 @@ class _Running:
         if narrow is not None and low_bit is not None:
             narrowed = np.minimum(narrow.flops * flops, flops - attention)
             num_bytes = num_bytes + flops * narrow.bytes_per_flop
-        faster = device.products_of(dtype)
-        if low_bit is not None and low_bit.dtype in device.flops_per_s:
-            faster = low_bit.rate * device.products_of(low_bit.dtype)
         seconds = (flops - attention - narrowed) / device.products_of(dtype)
-        seconds = seconds + attention / device.attention_of(dtype, kind) + narrowed / faster
+        seconds = seconds + attention / device.attention_of(dtype, kind)
+        seconds = seconds + narrowed / low_bit_rate(self.context.plan, device)
         return np.asarray(seconds + num_bytes / device.memory_bytes_per_s)
 
 

@@ -23,7 +23,7 @@ from atorch_ns.estimate.model_shard import (
     stored_dtype,
 )
 from atorch_ns.estimate.time.context import PricingContext
-from atorch_ns.estimate.time.passes import Passes, is_chosen, recomputed_shares
+from atorch_ns.estimate.time.passes import Passes, is_chosen, low_bit_rate, recomputed_shares
 from atorch_ns.profile import ParameterSpec, Segment, Trace
 from atorch_ns.strategy import Plan
 
@@ -259,6 +259,9 @@ def _hidden(context: PricingContext, groups: Groups, s: int, again: float) -> np
     product's time hides an exchange. Each piece reads the weight anew, and the partial sums that ranks have sent are read and
     added by a kernel of their own. Joined are both exchanges forward, the gather backward, and the scattered sum backward
     where one layer reads what was gathered: gradients of several are added in between.
+
+    Of layers in fewer bits with one scale a tensor, gathers move a byte an element, after an exchange of the largest value;
+    with one scale a row, gathers are waited for. Backward their scattered sum is joined where there is one sample.
     """
     plan, device = context.plan, context.hardware.device
     if plan.compiler != "inductor":
@@ -269,38 +272,51 @@ def _hidden(context: PricingContext, groups: Groups, s: int, again: float) -> np
     tokens = context.num_samples * context.num_tokens / context.sizes.sequence
     output = _output(context, s) / context.sizes.sequence
     exchange = collective_seconds("all_gather", output, groups, context.hardware)
+    narrow, width = plan.precision.narrow, DTYPE_BYTES.get(dtype, 4)
+    rounded = collective_seconds("all_gather", output / width, groups, context.hardware)
+    largest = collective_seconds("all_reduce", DTYPE_BYTES["float32"], groups, context.hardware)
 
     def saved(matrices: Sequence[ParameterSpec], *, is_scattered: bool) -> np.ndarray:
         elements = sum(each.num_elements for each in matrices) / n
-        product = 2 * tokens * elements / device.products_of(dtype)
-        moved = (n - 1) * elements * DTYPE_BYTES.get(dtype, 4)
+        rate, num_bytes, hidden, apart = device.products_of(dtype), width, exchange, np.zeros(1)
+        in_fewer = {narrow is not None and is_chosen(narrow, segment, each) for each in matrices}
+        if narrow is not None and True in in_fewer:
+            rate, num_bytes = low_bit_rate(plan, device), 1
+            if not is_scattered:
+                if not narrow.gathered or len(in_fewer) > 1:
+                    return np.zeros(len(context.sizes))
+                hidden, apart = rounded, rounded + largest - exchange
+        product = 2 * tokens * elements / rate
+        moved = (n - 1) * elements * num_bytes
         if is_scattered:
             moved = moved + output * (1 + 1 / n)
-        return np.asarray(np.minimum(exchange, product * (1 - 1 / n)) - moved / device.memory_bytes_per_s)
+        joined = np.minimum(hidden, product * (1 - 1 / n)) - moved / device.memory_bytes_per_s
+        return np.asarray(joined - apart)
 
     total = np.zeros(len(context.sizes))
-    for place, (columns, row) in enumerate(regions := _regions(plan, segment)):
+    for place, (columns, row) in enumerate(regions := _regions(segment)):
         gathered, scattered = saved(columns, is_scattered=False), saved([row], is_scattered=True)
         # Recomputation stops before its last sum.
         total = total + (1 + again) * gathered + (1 + again * (place < len(regions) - 1)) * scattered
         total = total + saved([row], is_scattered=False)
         if len(columns) == 1:
-            total = total + saved(columns, is_scattered=True)
+            is_joined = np.full(len(context.sizes), True)
+            if narrow is not None and is_chosen(narrow, segment, columns[0]):
+                is_joined = narrow.gathered & np.equal(context.num_samples, 1)
+            total = total + np.where(is_joined, saved(columns, is_scattered=True), 0.0)
     return total
 
 
-def _regions(plan: Plan, segment: Segment) -> list[tuple[list[ParameterSpec], ParameterSpec]]:
-    """The matrices of column layers with that of the row layer behind them, of layers that are not in fewer bits."""
+def _regions(segment: Segment) -> list[tuple[list[ParameterSpec], ParameterSpec]]:
+    """The matrices of column layers with that of the row layer behind them."""
     matrices = [each for each in segment.parameters if len(each.shape) == 2 and each.tensor_dim is not None]
-    narrow = plan.precision.narrow
     found: list[tuple[list[ParameterSpec], ParameterSpec]] = []
     columns: list[ParameterSpec] = []
     for each in matrices:
         if each.tensor_dim == matrices[0].tensor_dim:  # a block begins with one of columns
             columns.append(each)
         elif columns:
-            in_full = narrow is None or not any(is_chosen(narrow, segment, one) for one in (*columns, each))
-            found += [(columns, each)] if in_full else []
+            found.append((columns, each))
             columns = []
     return found
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from atorch_ns.sharding.rank_context import Region, TensorGroup
+from atorch_ns.sharding.rank_context import Gather, Region, TensorGroup
 from atorch_ns.sharding.tensor.attention import without_fast_path
 from atorch_ns.sharding.tensor.divisibility import names_of, parameter_dims
-from atorch_ns.sharding.tensor.layers import as_divided, attention_by_heads, can_trace
+from atorch_ns.sharding.tensor.layers import TRACEABLE, as_divided, attention_by_heads
 from atorch_ns.sharding.tensor.narrow_inputs import narrow_inputs
-from atorch_ns.sharding.tensor.plan import Layout, Packing, RegionSpec, common_parent, kind_of
+from atorch_ns.sharding.tensor.plan import ROUNDING, Layout, Packing, RegionSpec, common_parent, kind_of
 from atorch_ns.sharding.tensor.sequence import StreamSpec, divide_stream, gather_into
 from atorch_ns.torch_compat import plain_name
 
@@ -156,16 +156,23 @@ def _regions(
             and stream is not None
             and stream.tight
             and spec.one_input
-            and all(can_trace(kind_of(modules[path])) for path in spec.layers),
+            and all(kind_of(modules[path]) in TRACEABLE for path in spec.layers),
         )
         if region.random:
             region.watch(modules[common_parent(spec.layers)])
         if stream is not None and divided:
             home = common_parent(spec.columns)
             if not any(home == block for chain in stream.chains for block in chain):
-                gather_into(modules[home], region, group, stream)
+                gather_into(modules[home], region, group, stream, _own_gather(modules, spec))
         found.update(dict.fromkeys(spec.layers, region))
     return found
+
+
+def _own_gather(modules: Mapping[str, nn.Module], spec: RegionSpec) -> Gather | None:
+    """The gather of the columns, where they have one and nothing else reads what it returns."""
+    columns: list[Any] = [modules[path] for path in spec.columns]
+    has_one = spec.one_use and all(kind_of(column) is ROUNDING for column in columns)
+    return columns[0].gathered if has_one else None
 
 
 def _divide_attribute(modules: Mapping[str, nn.Module], path: str, degree: int) -> None:

@@ -126,7 +126,7 @@ def choose_plan(
     stream = None
     if sequence_dim is not None:
         stream, partial = _choose_stream(model, test, graph, layout, regions, sequence_dim)
-        regions = [replace(spec, one_input=_has_one_input(graph, spec, sequence_dim)) for spec in regions]
+        regions = [_with_uses_of_input(spec, graph, sequence_dim) for spec in regions]
     partial |= _partial_by_flow(graph, regions)
     _check_partial(graph, partial, stream)
     return ChosenPlan(plan, layout, tuple(regions), stream, frozenset(partial), tuple(notes))
@@ -325,10 +325,16 @@ def _choose_stream(
     )
 
 
-def _has_one_input(graph: LayerGraph, spec: RegionSpec, dim: int) -> bool:
-    calls = [graph.calls.get(path) for path in (common_parent(spec.columns), *spec.columns)]
-    streams = [None if call is None else stream_of(call.args, call.kwargs, dim) for call in calls]
-    return all(stream is not None and stream is streams[0] for stream in streams)
+def _with_uses_of_input(spec: RegionSpec, graph: LayerGraph, dim: int) -> RegionSpec:
+    """The region with its ``one_input`` and ``one_use``."""
+    home = common_parent(spec.columns)
+    streams = {path: stream_of(call.args, call.kwargs, dim) for path, call in graph.calls.items()}
+    stream = streams.get(home)
+    if stream is None or any(streams.get(path) is not stream for path in spec.columns):
+        return replace(spec, one_input=False, one_use=False)
+    others = (path for path in streams if path.startswith(f"{home}.") and path not in spec.columns)
+    read = graph.reads_in_code(stream) or any(streams[path] is stream for path in others)
+    return replace(spec, one_input=True, one_use=not read)
 
 
 def _check_partial(graph: LayerGraph, partial: Iterable[str], stream: StreamSpec | None) -> None:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from atorch_ns.sharding.rank_context import Region, TensorGroup, divide_class, local_part
 from atorch_ns.sharding.sequence.tokens import DividedTokens
 from atorch_ns.sharding.tensor.attention import DividedAttention
 from atorch_ns.sharding.tensor.overlap import can_overlap, overlapped_columns, overlapped_rows
-from atorch_ns.sharding.tensor.plan import CONV1D, LINEAR, LayerKind
+from atorch_ns.sharding.tensor.plan import CONV1D, LINEAR, ROUNDING, LayerKind
 from atorch_ns.sharding.vocabulary.logits import DividedLogits
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -105,9 +106,21 @@ class _Row:
         return out
 
 
-def can_trace(kind: LayerKind | None) -> bool:
-    """Whether a compiler can take divided layers of that kind into a graph: not those whose own code computes them."""
-    return kind in (LINEAR, CONV1D)
+class RoundingLinear(Protocol):
+    """A linear layer that multiplies and exchanges in fewer bits, in a way that a compiler can take into a graph."""
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[..., I] times [O, I]; ``x`` may be what :meth:`gathered` returned."""
+
+    def gathered(self, x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+        """The whole input from its pieces along ``dim``, as :func:`traced_gather`; only :meth:`product` can read it."""
+
+    def scattered(self, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        """This rank's rows of the sum of [T B, O], as :func:`traced_scatter`."""
+
+
+TRACEABLE = (LINEAR, CONV1D, ROUNDING)
+"""Kinds of divided layers that a compiler can take into a graph: not those whose own code computes them."""
 
 
 class _TracedColumn:
@@ -131,8 +144,28 @@ class _TracedRow:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         setting: _Setting = self._tensor
         assert setting.region is not None
-        out = setting.region.leave(setting.kind.compute(self, x, local_part(self.weight), None))
+        weight = local_part(self.weight)
+        if setting.kind is ROUNDING:
+            out = _scattered_rows(self, x, weight, setting)
+        else:
+            out = setting.region.leave(setting.kind.compute(self, x, weight, None))
         return out if self.bias is None else out + local_part(self.bias).to(out.dtype)
+
+
+def _scattered_rows(
+    layer: RoundingLinear, x: torch.Tensor, weight: torch.Tensor, setting: _Setting
+) -> torch.Tensor:
+    """This rank's piece of the sum, with tokens as the first dimension of the product: torch's
+    ``fused_scaled_matmul_reduce_scatter`` cuts rows in their order (torch 2.13), so that with samples first and more than one of
+    them ranks would get whole samples for their tokens."""
+    assert setting.region is not None
+    dim, group = setting.region.sequence_dim, setting.group.process_group
+    assert dim is not None
+    assert isinstance(group, ProcessGroup)
+    first = x.movedim(dim, 0)
+    piece: torch.Tensor = layer.scattered(layer.product(first.flatten(0, -2), weight), group)
+    piece = piece.unflatten(0, (-1, *first.shape[1:-1])).movedim(0, dim)
+    return piece
 
 
 class _GatheredColumn:

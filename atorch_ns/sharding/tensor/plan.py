@@ -69,6 +69,13 @@ def _as_written(
     return out
 
 
+def _by_product(
+    module: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    out: torch.Tensor = module.product(x, weight)
+    return out if bias is None else out + bias.to(out.dtype)
+
+
 @contextmanager
 def own_values(module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> Iterator[None]:
     """Shows the module's own code these tensors in place of its parameters."""
@@ -86,6 +93,8 @@ def own_values(module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | Non
 LINEAR = LayerKind("linear", 0, 1, _linear, ("out_features", "in_features"))
 CONV1D = LayerKind("Conv1D", 1, 0, _conv1d, ("nf", "nx"))
 EMBEDDING = LayerKind("embedding", 0, 1, _embedding, ("", ""))
+ROUNDING = LayerKind("linear", 0, 1, _by_product, ("out_features", "in_features"))
+"""Of a :class:`~atorch_ns.sharding.tensor.layers.RoundingLinear`."""
 _LINEAR_AS_WRITTEN = LayerKind("linear", 0, 1, _as_written, ("out_features", "in_features"))
 _EMBEDDING_AS_WRITTEN = LayerKind("embedding", 0, 1, _as_written, ("", ""))
 
@@ -97,7 +106,9 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     if weight is None or weight.dim() != 2:
         return None
     if isinstance(module, nn.Linear):
-        return LINEAR if cls.forward is nn.Linear.forward else _LINEAR_AS_WRITTEN
+        if cls.forward is nn.Linear.forward:
+            return LINEAR
+        return ROUNDING if hasattr(cls, "product") else _LINEAR_AS_WRITTEN
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             return None
@@ -304,12 +315,14 @@ class RegionSpec:
         rows: paths of the row-parallel layers that end it.
         random: whether random numbers are drawn inside.
         one_input: whether the columns all take the stream that the module around them is called with, as it is.
+        one_use: whether nothing else in that module reads the stream.
     """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     random: bool = True
     one_input: bool = False
+    one_use: bool = False
 
     @property
     def layers(self) -> tuple[str, ...]:

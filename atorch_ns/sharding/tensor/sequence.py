@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from atorch_ns.errors import InputError
-from atorch_ns.sharding.rank_context import RankRandomness, Region, TensorGroup
+from atorch_ns.sharding.rank_context import Gather, RankRandomness, Region, TensorGroup
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,17 @@ def divide_stream(modules: Mapping[str, nn.Module], spec: StreamSpec, group: Ten
             )
 
 
-def gather_into(module: nn.Module, region: Region, group: TensorGroup, spec: StreamSpec) -> None:
-    """Gathers the sequence before ``module``, which holds the column-parallel layers of ``region``."""
+def gather_into(
+    module: nn.Module, region: Region, group: TensorGroup, spec: StreamSpec, gather: Gather | None = None
+) -> None:
+    """Gathers the sequence before ``module``, which holds the column-parallel layers of ``region``, by ``gather`` in a
+    compiler's graphs."""
 
-    def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         def whole(x: torch.Tensor) -> torch.Tensor:
             if not spec.tight:
                 return group.gather(x, spec.dim)
-            entered = group.enter_whole(x, spec.dim)
+            entered = group.enter_whole(x, spec.dim, gather)
             if not region.traced:
                 region.entered(entered)
             return entered
@@ -67,7 +70,7 @@ def gather_into(module: nn.Module, region: Region, group: TensorGroup, spec: Str
         return _on_stream(whole, args, kwargs, spec.dim)
 
     region.gathers = False
-    hook = gather if region.traced else torch.compiler.disable(gather)
+    hook = enter if region.traced else torch.compiler.disable(enter)
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 

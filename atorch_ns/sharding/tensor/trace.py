@@ -202,6 +202,7 @@ class LayerGraph:
         random: layers whose outputs reach an operator that draws random numbers.
         calls: the first call of every module, by path.
         read: places of the tensors that each module's first call returns and that other code reads, by path.
+        read_by_code: addresses of the tensors that operators outside layers read.
         blocks: the trace of the blocks that the model repeats.
     """
 
@@ -211,7 +212,12 @@ class LayerGraph:
     random: set[str] = field(default_factory=set)
     calls: dict[str, ModuleCall] = field(default_factory=dict)
     read: dict[str, set[int]] = field(default_factory=dict)
+    read_by_code: set[int] = field(default_factory=set)
     blocks: BlockTrace = field(default_factory=BlockTrace)
+
+    def reads_in_code(self, tensor: torch.Tensor) -> bool:
+        """Whether an operator outside layers reads an argument of :attr:`calls`."""
+        return _memory(tensor) in self.read_by_code
 
 
 def trace_layers(
@@ -338,6 +344,9 @@ class _Flow(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         inputs = tensors_of((args, tuple(kwargs.values())))
         found = set().union(*(self.of(tensor) for tensor in inputs))
+        if not self._active and func.namespace != "prim":  # which asks for the device
+            self._graph.read_by_code.update(map(_memory, inputs))
+            self._alive += [tensor.untyped_storage() for tensor in inputs]
         self.note_reads(inputs)
         for memory in map(_memory, inputs):
             self._note_use(memory, found)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from atorch_ns.cluster import cluster_from_spec
+from atorch_ns.cluster.collectives import Groups, collective_seconds
 from atorch_ns.estimate import PlanTable, TimeParts, Workload
 from atorch_ns.estimate.time.passes import low_bit_share
 from atorch_ns.estimate.time.step import price_time
@@ -249,9 +251,11 @@ def test_what_is_kept_is_not_computed_again() -> None:
 NODES = cluster_from_spec("8xH100-80GB, 2 nodes, ib400").with_hardware()
 
 
-def _exchange(tensor: int, num_columns: int, asynchronous: bool, **changes: Any) -> float:
+def _exchange(
+    tensor: int, num_columns: int, asynchronous: bool, *, width: int = 65536, **changes: Any
+) -> float:
     """Seconds of exchanges of a block [16384, 4096] with wide columns and a row, by tensor parallelism on two nodes."""
-    wide, narrow = (65536, 4096), (4096, 65536)
+    wide, narrow = (width, 4096), (4096, width)
     parameters = [
         ParameterSpec(name=f"{name}.weight", shape=shape, dtype="bfloat16", tensor_dim=dim)
         for name, shape, dim in (("up", wide, 0), ("gate", wide, 0), ("down", narrow, 1))
@@ -285,13 +289,49 @@ def test_asynchronous_exchanges_hide_behind_long_products(
 
 
 @pytest.mark.parametrize(
+    ("num_columns", "gathered", "waited", "num_weights", "num_sums"),
+    [(1, True, 0.0, 4, 2), (2, True, 0.25, 4, 1), (2, False, 0.75, 1, 1)],
+)
+def test_asynchronous_exchanges_of_layers_in_fp8(
+    num_columns: int, gathered: bool, waited: float, num_weights: int, num_sums: int
+) -> None:
+    """Weights are read anew in a byte an element; gathers in a byte follow the exchange of the largest value; others, as with
+    one scale a row, are waited for."""
+    assert NODES.hardware is not None
+    narrow = {"precision": {"narrow": replace(NARROW, gathered=gathered)}}
+    whole, hidden = (_exchange(8, num_columns, asynchronous, **narrow) for asynchronous in (False, True))
+    weight, output = 65536 * 4096 / 8, 2 * 4096 * 16384
+    moved = 7 * weight * num_weights + num_sums * output * (1 + 1 / 8)
+    expected = waited * whole + moved / NODES.hardware.device.memory_bytes_per_s
+    expected += 2 * _largest() if gathered else 0.0
+    assert hidden == pytest.approx(expected, rel=1e-6)
+
+
+def test_gathers_of_layers_in_fp8_move_half_of_the_bytes() -> None:
+    """Where products are too short to hide much: two of four exchanges are gathers."""
+    assert NODES.hardware is not None
+    narrow = {"precision": {"narrow": replace(NARROW, gathered=True)}}
+    output = 2 * 4096 * 16384
+    each = _along_eight("all_gather", output) + _along_eight("all_gather", output / 2) + _largest()
+    added = output * (1 + 1 / 8) / NODES.hardware.device.memory_bytes_per_s
+    assert _exchange(8, 2, True, width=16, **narrow) == pytest.approx(2 * each + added, rel=1e-3)
+
+
+def _along_eight(kind: str, num_bytes: float) -> float:
+    """Seconds of a collective in a node."""
+    assert NODES.hardware is not None
+    eight = np.asarray([8])
+    return float(collective_seconds(kind, num_bytes, Groups(eight, eight), NODES.hardware)[0])
+
+
+def _largest() -> float:
+    return _along_eight("all_reduce", 4)
+
+
+@pytest.mark.parametrize(
     ("tensor", "changes"),
-    [
-        (16, {}),
-        (8, {"compiler": "aot_eager"}),
-        (8, {"precision": {"narrow": NARROW}}),
-    ],
-    ids=["over nodes", "not compiled by inductor", "in fp8"],
+    [(16, {}), (8, {"compiler": "aot_eager"})],
+    ids=["over nodes", "not compiled by inductor"],
 )
 def test_exchanges_are_waited_for_elsewhere(tensor: int, changes: Any) -> None:
     assert _exchange(tensor, 2, True, **changes) == _exchange(tensor, 2, False, **changes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -61,3 +62,29 @@ def test_a_model_on_meta() -> None:
     with torch.device("meta"):
         model = make()
     assert graph_of(model, tokens()).nodes.keys() == graph_of(make(), tokens()).nodes.keys()
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_code_reads_beside_layers_is_seen(is_read: bool) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.down(self.up(x).view(*x.shape[:2], -1))
+            return out * x.sigmoid() if is_read else out
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.norm, self.inner = nn.Embedding(32, WIDTH), nn.LayerNorm(WIDTH), Inner()
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            stream = self.embed(ids)
+            out: torch.Tensor = stream + self.inner(self.norm(stream))
+            return out
+
+    graph = graph_of(Normed(), tokens())
+    assert graph.reads_in_code(graph.calls["inner.up"].args[0]) is is_read
+    assert graph.reads_in_code(graph.calls["norm"].args[0])
