@@ -98,21 +98,24 @@ def _row(each: Run, profiles: dict[tuple[str, ...], Profile]) -> Mapping[str, An
         profiles[each.architecture] = profile(each.build(), each.sample())
     cluster = cluster_from_spec(each.cluster)
     try:
-        found = estimate(profiles[each.architecture], strategy, cluster, batch=each.number("global_batch"))
+        found, kept = (
+            estimate(profiles[each.architecture], steps, cluster, batch=each.number("global_batch"))
+            for steps in (each.strategy, each.strategy_of_memory)
+        )
     except AtorchError as error:
         return {**row, "missing": " ".join(str(error).split())}
     assert cluster.hardware is not None
-    counted = found.reserved_bytes if each["memory_kind"].startswith("reserved") else found.allocated_bytes
+    counted = kept.reserved_bytes if each["memory_kind"].startswith("reserved") else kept.allocated_bytes
     gib = counted / 2**30
     return {
         **row,
         "class": class_of(cluster.hardware.device),
         "predicted_s": found.step_seconds,
         "predicted_gib": gib,
-        "peak_at": found.peak_at,
+        "peak_at": kept.peak_at,
         "time_ratio": found.step_seconds / each.step_seconds if each.step_seconds else None,
         "memory_ratio": gib / each.peak_gib if each.peak_gib else None,
-        "needed_gib": found.least_bytes / 2**30,
+        "needed_gib": kept.least_bytes / 2**30,
         "device_gib": cluster.device_memory_bytes / 2**30,
     }
 

@@ -179,6 +179,17 @@ class Run:
             steps.append(("fp8", config | ({"recipe": "rowwise"} if self["fp8"] == "rowwise" else {})))
         return steps + self._micro_batches()
 
+    @property
+    def strategy_of_memory(self) -> list[Any]:
+        """The strategy that memory is predicted of: Megatron-LM's fused kernels keep for the backward pass what eager code keeps
+        (Korthikanti et al. 2022, equation 2: 34sbh + 5as²b bytes a block), which a compiler does not."""
+        return [step for step in self.strategy if step != "compile" or not self._keeps_all]
+
+    @property
+    def _keeps_all(self) -> bool:
+        # Transformer Engine's layers in fp8 keep their inputs in 8 bits instead, which nothing here says.
+        return self["kernels"] == "fused" and self["fp8"] == "0"
+
     def _sharding(self) -> list[Any]:
         gathered = _GATHERED.get(self["precision"])
         if self.num_sharding == 1 and gathered is None:
@@ -236,7 +247,8 @@ class Run:
         with_masters = self["precision"].endswith("_master") and self.num_sharding > 1
         yield self["zero"] == "1" and with_masters, "zero2 for ZeRO 1 with sharded masters"
         fused = self["kernels"] == "fused"
-        yield fused, "compile for hand-fused kernels"
+        yield self._keeps_all, "compile for hand-fused kernels, which keep what eager code keeps"
+        yield fused and not self._keeps_all, "compile for hand-fused kernels"
         yield fused and self["sp"] == "async", "asynchronous tensor parallelism for user buffers"
         yield self["fp8"] != "0" and fused, "torchao for Transformer Engine"
 

@@ -108,7 +108,7 @@ def test_the_results_are_of_these_rows() -> None:
     assert all(bool(row["missing"]) is not ("predicted_s" in row) for row in rows)
     for gain in gains(rows):
         assert RUNS[gain.without]["source"] == RUNS[gain.with_it]["source"]
-    assert len(gains(rows)) == 26
+    assert len(gains(rows)) == 29
 
 
 def test_errors_count_both_ways() -> None:
