@@ -25,7 +25,7 @@ from atorch_ns.search.space.write_out import (
     memory_limit,
     select_rows,
 )
-from atorch_ns.strategy import Strategy
+from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.text import bytes_text, first_few, seconds_text
 
 
@@ -106,7 +106,7 @@ class _Explorer:
         only = None if base is None else {item.method.name for item in base.chosen}
         templates = find_templates(choices, context.cluster, context.registry, constraints, only=only)
         if not templates.distinct:
-            raise InputError(_nothing_left(templates, choices))
+            raise InputError(_nothing_left(templates, choices, constraints))
         limit = memory_limit(context.cluster, context.settings)
         rows, selected = self._priced(templates, choices, limit)
         baseline = (
@@ -220,9 +220,24 @@ class _Explorer:
         return [replace(one, pruned=pruned) if one is nearest else one for one in candidates]
 
 
-def _nothing_left(templates: Templates, choices: Choices) -> str:
+def _nothing_left(templates: Templates, choices: Choices, constraints: Constraints) -> str:
     reasons = sorted(templates.refused, key=lambda reason: -templates.refused[reason])[:3]
     reasons += [f"{name}: {reason}" for name, reason in choices.refused.items()]
+    offered = {
+        axis
+        for mesh in choices.meshes
+        if mesh is not None
+        for axis, _ in mesh.method.plan(Plan(), mesh.config).axes
+    }
+    groups = (*choices.kinds, *choices.options.values())
+    found = {item.method for items in groups for item in items if item is not None}
+    wanted = {name: method.default_for for method in found if constraints.requires(name := method.name)}
+    reasons += [
+        f"{name} is included and needs an axis {axis}, which no mesh that is offered for this model, sample and cluster has; "
+        f"include one, as ('parallel_mode', ([('{axis}', 2), ('data', 4)], None))."
+        for name, role in wanted.items()
+        if role is not None and (axis := role.removeprefix("axis:")) not in offered
+    ]
     why = " ".join(reasons) or "what must be there and what is excluded leave nothing over."
     return f"no strategy is left to search: {why} Ask for less in included and excluded."
 

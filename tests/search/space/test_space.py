@@ -266,6 +266,13 @@ def test_every_mesh_of_1024_devices_is_ranked_quickly() -> None:
     assert len(free(found)) <= 161
 
 
+def test_a_method_without_its_axis_is_told_what_to_include() -> None:
+    with pytest.raises(
+        InputError, match="sequence_parallel is included and needs an axis sequence, which no mesh"
+    ):
+        space("4xcpu", included=["sequence_parallel"])  # samples of 8 tokens
+
+
 def test_models_are_divided_where_the_ranks_have_no_more_samples() -> None:
     found = free(space(work=Workload(global_batch=1, num_tokens=8)))
     assert found
