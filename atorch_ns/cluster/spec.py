@@ -31,7 +31,7 @@ from typing import Any, Final, get_type_hints
 from atorch_ns.cluster.cluster import Cluster, cpu_device, cpu_hardware, installed_packages
 from atorch_ns.cluster.devices import DEVICES
 from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
-from atorch_ns.cluster.kernels import ATTENTION_LIBRARIES
+from atorch_ns.cluster.kernels import ATTENTION_LIBRARIES, usual_attention
 from atorch_ns.errors import InputError
 from atorch_ns.text import clipped, did_you_mean, with_article
 
@@ -326,6 +326,8 @@ def _library(device: Device, name: str, problems: list[str]) -> str:
     """The library of attention by its name, in any case."""
     if not device.kernels:
         problems.append(f"attention={name!r}: the table has no rates of fused attention for {device.name}.")
+    elif name.lower() == "cudnn" and usual_attention(device.kernels) != _LIBRARIES["cudnn"]:
+        problems.append(f"attention={name!r}: the table has no rates of cuDNN's attention for {device.name}.")
     if name.lower() not in _LIBRARIES:
         near = did_you_mean(name, ATTENTION_LIBRARIES)
         problems.append(

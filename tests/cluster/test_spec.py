@@ -108,6 +108,7 @@ def test_a_file_with_a_device_of_its_own(tmp_path: Path) -> None:
     [
         ("8xH100, FlashAttention-4", "Did you mean 'FlashAttention-"),
         ("8xL4, cuDNN", "no rates of fused attention for L4"),
+        ("8xMI300X, cuDNN", "no rates of cuDNN's attention for MI300X"),
         ("8xH100, cuDNN, FlashAttention-2", "attention is given twice"),
     ],
 )
