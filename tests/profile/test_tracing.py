@@ -163,6 +163,23 @@ def test_dropout_of_gpus_keeps_bytes_and_none_in_attention() -> None:
     assert fused not in found["cpu"], "the CPU's kernel has no dropout"
 
 
+def test_what_only_local_variables_hold_is_told_apart() -> None:
+    class Holds(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            whole = x * 2  # which nothing saves, and this name keeps until the blocks have run
+            hidden = whole + 1
+            for layer in self.layers:
+                hidden = layer(hidden)
+            return hidden
+
+    batch = torch.zeros(4, 8)
+    segments = _trace(Holds(), batch).segments
+    held = [segment.count * segment.costs["float32"].held.at(4, 1) for segment in segments]
+    assert held[0] == batch.numel() * 4
+    assert sum(held) == 0.0  # what the first stretch holds a later one lets go
+    assert not any(one.costs["float32"].held.at(4, 1) for one in _trace(Stack(), batch).segments)
+
+
 def test_autocast_copies_are_counted_apart() -> None:
     trace = _trace(Stack(), torch.randn(4, 8), precisions=["float32", "float32/bfloat16", "bfloat16"])
     block = trace.segments[-2]
