@@ -111,6 +111,17 @@ def test_the_results_are_of_these_rows() -> None:
     assert len(gains(rows)) == 29
 
 
+def test_fused_kernels_keep_what_eager_code_keeps() -> None:
+    differ = {
+        run["source"] for run in RUNS.values() if not run.missing and run.strategy_of_memory != run.strategy
+    }
+    assert differ == {
+        "korthikanti-2022",
+        "megatron-sc21",
+        "zero-bubble",
+    }  # Megatron-LM, without Transformer Engine
+
+
 def test_errors_count_both_ways() -> None:
     assert off(0.8) == pytest.approx(off(1.25)) == pytest.approx(0.25)
     errors = Errors.of([_row("a", 0.8), _row("b", 1.1), _row("c", 1.2), _row("d", 3, time_ratio=None)], TIME)
