@@ -223,18 +223,15 @@ class _Explorer:
 def _nothing_left(templates: Templates, choices: Choices, constraints: Constraints) -> str:
     reasons = sorted(templates.refused, key=lambda reason: -templates.refused[reason])[:3]
     reasons += [f"{name}: {reason}" for name, reason in choices.refused.items()]
-    offered = {
-        axis
-        for mesh in choices.meshes
-        if mesh is not None
-        for axis, _ in mesh.method.plan(Plan(), mesh.config).axes
-    }
+    meshes = [mesh for mesh in choices.meshes if mesh is not None]
+    offered = {axis for mesh in meshes for axis, _ in mesh.method.plan(Plan(), mesh.config).axes}
+    divides = meshes[0].method.name if meshes else "the method of the mesh"
     groups = (*choices.kinds, *choices.options.values())
     found = {item.method for items in groups for item in items if item is not None}
     wanted = {name: method.default_for for method in found if constraints.requires(name := method.name)}
     reasons += [
         f"{name} is included and needs an axis {axis}, which no mesh that is offered for this model, sample and cluster has; "
-        f"include one, as ('parallel_mode', ([('{axis}', 2), ('data', 4)], None))."
+        f"include {divides} with one."
         for name, role in wanted.items()
         if role is not None and (axis := role.removeprefix("axis:")) not in offered
     ]
