@@ -17,8 +17,8 @@ from atorch_ns.data import call_model, default_prepare_input
 from atorch_ns.errors import AtorchError, InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
+from atorch_ns.pipeline import StageModule
 from atorch_ns.pipeline.run.forward_pass import Pieces
-from atorch_ns.pipeline.run.stage import StageModule
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import BlockChain, Links, SequenceSettings, join_at_first_call, join_blocks
 from atorch_ns.sharding.collectives import gather_from, scatter_to

@@ -12,6 +12,7 @@ from atorch_ns.capture.blocks import NamedModule, repeated_blocks, select_module
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job
+from atorch_ns.pipeline import StageModule
 from atorch_ns.sharding import BlockChain, Links, study_links, study_tail
 from atorch_ns.torch_compat import plain_name
 from opt_lib._model_axes.tensor import leave_divided, loss_by_numbers
@@ -183,8 +184,8 @@ def divide_tail(job: Job, tail: Tail, last: str, chains: Sequence[BlockChain]) -
     stages = job.parts.stages
     mine = bool(chains) and plain_name(chains[-1].blocks[-1].name) == last
     if stages:
-        ends = stages[-1] if getattr(stages[-1], "is_last", False) else None
-        held = ends is not None and mine and chains[-1].blocks[-1].module in set(ends.modules())
+        ends = isinstance(stages[-1], StageModule) and stages[-1].is_last
+        held = ends and mine and chains[-1].blocks[-1].module in set(stages[-1].modules())
         if not any(job.cluster.gathered(held)):
             return "head and loss see whole samples: the model is cut between them and the last block"
         mine = held
