@@ -166,7 +166,7 @@ def choice_row(outcome: SearchOutcome) -> dict[str, Any]:
 def memory_row(outcome: SearchOutcome) -> dict[str, Any]:
     """The worst of all predictions of trials' peaks; their median stands in the name."""
     errors = [
-        row.candidate.estimate.peak_bytes / max(row.trial.peak_bytes) - 1
+        row.candidate.estimate.allocated_bytes / max(row.trial.peak_bytes) - 1
         for row in _tried(outcome)
         if row.trial is not None and row.trial.peak_bytes and row.candidate.estimate is not None
     ]

@@ -47,7 +47,7 @@ def _result(strategy: list[Any]) -> Any:
     return result
 
 
-def _peak(strategy: list[Any]) -> int:
+def _peak(strategy: list[Any], batch_size: int = BATCH) -> int:
     """Bytes at the worst moment of the third step, what was there before taken off."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -56,7 +56,7 @@ def _peak(strategy: list[Any]) -> int:
     for seed in range(3):
         if seed == 2:
             torch.cuda.reset_peak_memory_stats()
-        result.train_step(random_batch(MODEL, BATCH, TOKENS, seed=seed))
+        result.train_step(random_batch(MODEL, batch_size, TOKENS, seed=seed))
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
@@ -74,7 +74,7 @@ def _predicted(strategy: list[Any]) -> float:
         warnings.simplefilter("ignore")
         plan = resolve(Strategy.load(strategy), cluster, load_registry(), profile=profile).plan
     priced = cluster if cluster.hardware is not None else cluster_from_spec("1xH100-80GB")
-    return estimate(plan, profile, priced, Workload(global_batch=BATCH, num_tokens=TOKENS)).peak_bytes
+    return estimate(plan, profile, priced, Workload(global_batch=BATCH, num_tokens=TOKENS)).allocated_bytes
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -83,7 +83,10 @@ def test_predicted_is_measured(name: str) -> None:
 
 
 def test_offloading_takes_less() -> None:
-    assert _peak([("checkpoint", {"offload": True})]) < _peak(["checkpoint"])
+    # Of as many samples what is kept for the blocks counts at the worst moment, which is in the loss.
+    kept = MODEL.num_layers * 4 * BATCH * TOKENS * MODEL.width * 4
+    offloaded = _peak([("checkpoint", {"offload": True})], 4 * BATCH)
+    assert offloaded < _peak(["checkpoint"], 4 * BATCH) - kept / 2
     num_parameters = MODEL.num_parameters
     assert (
         _peak(["optimizer_offload"]) < _peak([]) - 7 * num_parameters

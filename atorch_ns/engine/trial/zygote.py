@@ -39,7 +39,7 @@ from atorch_ns.method import Registry, load_registry
 from atorch_ns.search import TrialTask
 from atorch_ns.system import kill_group, parent_tie
 from atorch_ns.text import error_text
-from atorch_ns.torch_compat import join_fake_group
+from atorch_ns.torch_compat import gpu_described, join_fake_group
 
 _PARENT_CHECK_S: Final = 0.5
 _WARM: Final = (
@@ -65,12 +65,14 @@ def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
     # by the runtime it would spoil CUDA for every fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
-        setting, job = _read_job(job_fd)
-        registry = load_registry()
-        registry.restore(job.carried)
-        _warm_up()
-        if setting.cluster.device_type == "cuda":
-            _check_forks_have_cuda()
+        with os.fdopen(job_fd, "rb") as file:
+            setting, data = pickle.load(file)  # noqa: S301  # written by the parent, for this process alone
+        with _without_cuda(setting.cluster):
+            with _process_groups_pretended(setting.cluster):
+                job = unpack(data)
+            registry = load_registry()
+            registry.restore(job.carried)
+            _warm_up()
     except BaseException as error:
         traceback.print_exc()
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -82,13 +84,6 @@ def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
     with contextlib.suppress(BrokenPipeError):
         send(events_fd, {"is": "ready", "seconds": time.monotonic() - started})
         _Zygote(setting, job, registry, commands_fd, events_fd).serve()
-
-
-def _read_job(fd: int) -> tuple[Setting, Unpacked]:
-    with os.fdopen(fd, "rb") as file:
-        setting, data = pickle.load(file)  # noqa: S301  # written by the parent, for this process alone
-    with _process_groups_pretended(setting.cluster):
-        return setting, unpack(data)
 
 
 @contextlib.contextmanager
@@ -124,16 +119,23 @@ def _warm_up() -> None:
     torch.optim.AdamW([weight]).step()
 
 
-def _check_forks_have_cuda() -> None:
-    """CUDA must not have been started here: a fork of a process that has used it cannot use it.
+@contextlib.contextmanager
+def _without_cuda(cluster: Cluster) -> Iterator[None]:
+    """What is loaded inside learns of the GPU by its description: a fork of a process that has used CUDA cannot use it.
 
     Raises:
-        BackendError: if what the user's objects import has started it.
+        BackendError: if what the user's objects import has started CUDA all the same.
     """
+    if cluster.device_type != "cuda":
+        yield
+        return
+    capability = cluster.capability or (0, 0)
+    with gpu_described(cluster.local_rank, cluster.device_name, cluster.device_memory_bytes, capability):
+        yield
     if torch.cuda.is_initialized():
         raise BackendError(
             "CUDA was started while the model, the dataset or a function was loaded, so no process that is forked "
-            "afterwards could use it. Move what touches a GPU on import into a function."
+            "afterwards could use it. Move what touches a GPU on import into a function"
         )
 
 
