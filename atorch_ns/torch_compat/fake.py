@@ -89,6 +89,7 @@ def gpu_described(index: int, name: str, total_memory: int, capability: tuple[in
         "get_device_name": name,
         "get_device_capability": capability,
         "get_device_properties": properties,
+        "is_current_stream_capturing": False,  # every step of an optimizer asks
     }
     with ExitStack() as stack:
         for question, answer in answers.items():
