@@ -138,7 +138,7 @@ def measured_pair(
         "ours_ms": Spread.of(times[one]),
         "theirs_ms": Spread.of(times[other]),
         "ratio": ratio,
-        **({} if limit is None else {"holds": ratio.median <= limit}),
+        **({} if limit is None else {"holds": ratio.median <= limit, "asked": f"≤ {limit}"}),
     }
 
 
@@ -171,13 +171,14 @@ def choice_row(outcome: SearchOutcome) -> dict[str, Any]:
         "n": len(seconds),
         "ratio": chosen / best,
         "holds": chosen / best <= CHOICE_LIMIT,
+        "asked": f"≤ {CHOICE_LIMIT}",
     }
 
 
 def memory_row(outcome: SearchOutcome) -> dict[str, Any]:
     """The worst of all predictions of trials' peaks; their median stands in the name."""
     errors = [
-        row.candidate.estimate.allocated_bytes / max(row.trial.peak_bytes) - 1
+        _error(row)
         for row in _tried(outcome)
         if row.trial is not None and row.trial.peak_bytes and row.candidate.estimate is not None
     ]
@@ -187,16 +188,25 @@ def memory_row(outcome: SearchOutcome) -> dict[str, Any]:
         "n": len(errors),
         "error": worst,
         "holds": abs(worst) <= MEMORY_LIMIT,
+        "asked": f"within {MEMORY_LIMIT}",
     }
 
 
+def _error(row: Row) -> float:
+    """Of the predicted peak of tensors."""
+    assert row.trial is not None
+    assert row.candidate.estimate is not None
+    return row.candidate.estimate.allocated_bytes / max(row.trial.peak_bytes) - 1
+
+
 def prediction_rows(outcome: SearchOutcome) -> list[dict[str, Any]]:
-    """Each trial's predicted step, made before any trial, over the measured one."""
+    """Each trial's predicted step, made before any trial, over the measured one, and the error of its predicted peak."""
     return [
         {
             "name": f"predicted over measured step: {row.candidate.strategy}",
             "n": len(row.trial.step_seconds),
             "ratio": row.candidate.estimate.step_seconds / row.trial.median_seconds,
+            **({"error": _error(row)} if row.trial.peak_bytes else {}),
         }
         for row in _tried(outcome)
         if row.trial is not None and row.candidate.estimate is not None

@@ -39,7 +39,7 @@ def test_every_comparison_runs_on_a_cpu() -> None:
 
 
 def _row(key: str, seconds: float, peak: int, predicted: float) -> Any:
-    candidate = SimpleNamespace(key=key, strategy=key, estimate=SimpleNamespace(peak_bytes=predicted))
+    candidate = SimpleNamespace(key=key, strategy=key, estimate=SimpleNamespace(allocated_bytes=predicted))
     trial = SimpleNamespace(succeeded=True, median_seconds=seconds, peak_bytes=(peak,))
     return SimpleNamespace(candidate=candidate, trial=trial)
 
