@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from atorch_ns import ComputeConfig, auto_accelerate, checkpoint, parallelize
 from atorch_ns.checkpoint import latest
 from atorch_ns.checkpoint.one_file import merge
+from atorch_ns.errors import InputError
+from atorch_ns.merak.checkpoints import position, position_at
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.workers import run_ranks
 from tests.checkpoint.front_ends import ADAMW, FRONT_ENDS, SAVED_AT, STEPS, batch_of, model
@@ -25,9 +29,7 @@ METHODS = {
 """What divides the model, or the samples, in the strategy that each saves."""
 
 
-def _each(
-    names: list[str], parent: Path, runs: list[tuple[Path, int, Path | None, Path | None]]
-) -> list[Any]:
+def _each(names: list[str], runs: list[tuple[Path, int, Path | None, Path | None]]) -> list[Any]:
     """Runs, one after the other: its folder, its last step, what it begins with and its strategy file; the methods of each."""
     found = []
     for name, (folder, steps, begin, strategy) in zip(names, runs, strict=True):
@@ -42,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for each front end, with its checkpoint and its strategy."""
     parent = tmp_path_factory.mktemp("saved")
     runs = [(parent / name, SAVED_AT, None, None) for name in FRONT_ENDS]
-    run_ranks(_each, 2, args=([*FRONT_ENDS], parent, runs), timeout_s=110)
+    run_ranks(_each, 2, args=([*FRONT_ENDS], runs), timeout_s=110)
     return parent
 
 
@@ -77,17 +79,62 @@ def check(folder: Path, steps: int) -> None:
 @pytest.mark.parametrize("resumes", FRONT_ENDS)
 def test_each_goes_on_from_what_any_has_saved(resumes: str, saved: Path, tmp_path: Path) -> None:
     runs = [(tmp_path / name, STEPS, saved / name, None) for name in FRONT_ENDS]
-    run_ranks(_each, 2, args=([resumes] * len(runs), tmp_path, runs), timeout_s=180)
+    run_ranks(_each, 2, args=([resumes] * len(runs), runs), timeout_s=180)
     for folder, *_ in runs:
         check(folder, STEPS)
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("trains", FRONT_ENDS)
+@pytest.mark.parametrize(
+    "trains",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("auto_accelerate", "Trainer") else [])
+        for name in FRONT_ENDS
+    ],
+)
 def test_each_trains_by_the_strategy_file_of_any(trains: str, saved: Path, tmp_path: Path) -> None:
     runs = [(tmp_path / name, SAVED_AT, None, saved / name / "strategy.json") for name in FRONT_ENDS]
-    found = run_ranks(_each, 2, args=([trains] * len(runs), tmp_path, runs), timeout_s=180)[0]
+    found = run_ranks(_each, 2, args=([trains] * len(runs), runs), timeout_s=180)[0]
     for (name, method), (folder, *_), names in zip(METHODS.items(), runs, found, strict=True):
         assert method in Strategy.load(saved / name / "strategy.json").names
         assert method in names
         check(folder, SAVED_AT)
+
+
+def test_positions_in_other_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of transformers' Trainer, which counts steps alone; the second epoch is 8 samples old, of 24."""
+    save = functools.partial(_saved_by_hand, tmp_path)
+    run_ranks(save, 1, args=({"epoch": 1, "batches": 2, "global_batch_size": 4},))
+    assert position(str(tmp_path), 6, 4) == (8, 1, 2)
+    assert position(str(tmp_path), 3, 8) == (8, 1, 1)
+    assert not caplog.records
+    assert position(str(tmp_path), 4, 6) == (8, 1, 1)
+    assert "2 samples are seen again" in caplog.text
+    run_ranks(save, 1, args=(None,))
+    assert position(str(tmp_path), 6, 4) == (8, 1, 2)
+    assert position_at(1 + 2 / 6, 6, 4) == {"epoch": 1, "batches": 2, "global_batch_size": 4}
+    assert position_at(2.0, 3, 8) == {"epoch": 2, "batches": 0, "global_batch_size": 8}
+
+
+def _saved_by_hand(folder: Path, where: dict[str, int] | None) -> None:
+    _, result, _ = auto_accelerate(torch.nn.Linear(2, 2), load_strategy=[], verbose=False)
+    assert result is not None
+    checkpoint.save(folder, result, step=8, position=where)
+
+
+def _misfits(folder: Path) -> list[str]:
+    found = []
+    for axis in ("data", "pipeline"):
+        file = folder / f"{axis}.json"
+        Strategy([("parallel_mode", ([(axis, 2)], None))]).save(file)
+        try:
+            parallelize(model(), batch_of(0), str(file), ComputeConfig(2, 2), gen_savedir=str(folder / axis))
+        except InputError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_strategy_file_that_parallelize_refuses(tmp_path: Path) -> None:
+    degree, staged = run_ranks(_misfits, 2, args=(tmp_path,))[0]
+    assert "divides a module over 1 rank(s), and plan_ngpus is 2" in degree
+    assert "set use_end2end=True" in staged
