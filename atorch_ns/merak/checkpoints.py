@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -43,7 +44,7 @@ def save(
 def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, torch.Tensor] | None:
     """Loads a checkpoint of any front end, or of transformers' Trainer; collective. Random states are left.
 
-    A scheduler that the checkpoint does not have goes on from its number of steps.
+    A scheduler that the checkpoint does not have goes on from its number of steps, as far as its rates follow from that.
 
     Args:
         result: the job.
@@ -57,18 +58,26 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
         CheckpointError: if there are no weights of this model.
     """
     cluster = result.job.cluster
-    place = cluster.on_first(lambda: _checkpoint_in(folder), what="looking for the checkpoint")
+
+    def look() -> tuple[Path | None, str]:
+        found = _checkpoint_in(folder)
+        saved = None if found is None else Manifest.read(found).scheduler
+        return found, "" if saved is None else saved.class_name
+
+    place, saved = cluster.on_first(look, what="looking for the checkpoint")
     if place is None:
         load_weights(result, folder)
         return None
     before = capture_rng(result.job.device, result.job.step.randomness)
-    scheduler, saved = result.lr_scheduler, Manifest.read(place).scheduler
-    same = scheduler is not None and saved is not None and saved.class_name == class_name(scheduler)
+    scheduler = result.lr_scheduler
+    same = saved == class_name(scheduler)
     kept = result if optimizer else result.having(optim=None)
     found = checkpoint.load(
         place, kept if optimizer and same else kept.having(lr_scheduler=None), data_position=False
     )
-    if optimizer and not same and hasattr(scheduler, "last_epoch"):
+    if (
+        optimizer and not same and isinstance(scheduler, LambdaLR)
+    ):  # whose rates follow from the number of steps
         scheduler.last_epoch = found["step"] - 1
         scheduler.step()
     random = capture_rng(result.job.device, result.job.step.randomness)

@@ -32,12 +32,11 @@ from atorch_ns.merak.accelerator import (
 from atorch_ns.merak.args import MerakArguments
 from atorch_ns.merak.auto import Found, read_file, search
 from atorch_ns.merak.generation import called, continued, ends_of, tokens_alone, tokens_of
-from atorch_ns.merak.job import arguments_of, divided, options_by_name, with_optimizer
+from atorch_ns.merak.job import arguments_of, divided, num_micro_batches, options_by_name, with_optimizer
 from atorch_ns.merak.losses import Sample, class_of, flat_loss, loss_of, sample_of
 from atorch_ns.merak.models import check_sizes, prepared, structure_of_adapted
 from atorch_ns.merak.strategy import notes_of, strategy_of
 from atorch_ns.merak.wall_clock import WallClock
-from atorch_ns.pipeline import get_schedule
 from atorch_ns.text import error_text, with_article
 
 log = logging.getLogger("atorch_ns")
@@ -287,17 +286,23 @@ class MerakTrainer(Trainer):
         return found
 
     def _init_training_state(
-        self, max_steps: int, per_epoch: int, num_epochs: int, resume: str | None, trial: Any
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
     ) -> tuple[int, int]:
         """As ``Trainer._init_training_state``; of a checkpoint of another front end, its steps and its position in the data."""
-        self._steps_per_epoch = per_epoch
-        begin: tuple[int, int] = super()._init_training_state(max_steps, per_epoch, num_epochs, resume, trial)
+        self._steps_per_epoch = per_epoch = num_update_steps_per_epoch
+        given = max_steps, per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        begin: tuple[int, int] = super()._init_training_state(*given)
         if self._goes_on_from is None:
             return begin
         folder, size = self._goes_on_from, self.get_total_train_batch_size(self.args)
-        steps, epoch, done = self.result.job.cluster.on_first(
-            lambda: checkpoints.position(folder, per_epoch, size), what="reading the position in the data"
-        )
+        look = partial(checkpoints.position, folder, per_epoch, size)
+        cluster = self.result.job.cluster
+        steps, epoch, done = cluster.on_first(look, what="reading the position in the data")
         self.state.global_step, self.state.epoch = steps, epoch + done / per_epoch
         return epoch, 0 if self.args.ignore_data_skip else done * self.args.gradient_accumulation_steps
 
@@ -399,7 +404,8 @@ class MerakTrainer(Trainer):
         if not self._loss_is_of_the_step(num_items_in_batch):
             factor /= len(samples)
         step = self.result.train_step
-        dummies = [number >= len(samples) for number in range(self._num_micro_batches(len(samples)))]
+        count = num_micro_batches(self.result.job, len(samples), self.args.gradient_accumulation_steps)
+        dummies = [number >= len(samples) for number in range(count)]
         found = step.micro_gradients(
             [*samples, *samples[:1] * sum(dummies)],
             dummies=dummies,
@@ -408,16 +414,6 @@ class MerakTrainer(Trainer):
         )
         step.reduce()
         return found.loss * factor
-
-    def _num_micro_batches(self, given: int) -> int:
-        """As many as the schedule takes: the last step of an epoch may have fewer than others."""
-        job = self.result.job
-        ranks = 1 if job.mesh is None else job.mesh.size("pipeline")
-        if ranks == 1:
-            return given
-        plan = job.plan.pipeline
-        problem = get_schedule(plan.schedule).problem(ranks, given, plan.stages_per_rank)
-        return max(given, self.args.gradient_accumulation_steps) if problem else given
 
     def _loss_is_of_the_step(self, num_items: Any) -> bool:
         """Whether losses of micro-batches add up to that of the step, as where they are divided by its number of items."""

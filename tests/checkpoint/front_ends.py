@@ -165,6 +165,7 @@ def by_merak(folder: Path, steps: int, begin: Path | None, strategy: Any = None)
     )
     trainer = MerakTrainer(model(), args, train_dataset=Samples())
     trainer.train(resume_from_checkpoint=None if begin is None else str(begin))
+    assert trainer.lr_scheduler.last_epoch == steps  # also where the checkpoint has no scheduler
     trainer.result.strategy.save(folder / "strategy.json")
     return trainer.result
 
