@@ -60,7 +60,7 @@ def ours(setting: Setting, strategy: Sequence[Any]) -> Step:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, result, _ = auto_accelerate(
-            setting.model.build(),
+            setting.model.build(setting.device),
             torch.optim.AdamW,
             loss_func=next_token_loss,
             model_input_format="unpack_dict",
@@ -74,7 +74,7 @@ def ours(setting: Setting, strategy: Sequence[Any]) -> Step:
 
 def bf16_by_hand(setting: Setting) -> Step:
     """bf16 gathered by fully_shard, blocks compiled, Liger's modules where they are installed, fused AdamW."""
-    model = setting.model.build().to(setting.device)
+    model = setting.model.build(setting.device)
     if setting.device == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -86,7 +86,7 @@ def fp8_by_hand(setting: Setting) -> Step:
     """The same with torchao's float8 linear layers, tensor by tensor, all but the last."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    model = setting.model.build().to(setting.device)
+    model = setting.model.build(setting.device)
     config = Float8LinearConfig(emulate=setting.device == "cpu")
     convert_to_float8_training(
         model,

@@ -48,7 +48,8 @@ class Llama:
             tie_word_embeddings=False,
             use_cache=False,
         )
-        with torch.random.fork_rng(devices=[]), torch.device(device):
+        gpus = [torch.cuda.current_device()] if device == "cuda" else []
+        with torch.random.fork_rng(devices=gpus), torch.device(device):
             torch.manual_seed(0)
             model: nn.Module = LlamaForCausalLM(config).train()
         return model

@@ -54,8 +54,10 @@ _IMPORTED_BY_RANKS = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
 )
-# What pytest and imports of torch set.
-_OTHERS_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+# What pytest, imports of torch, and kernels compiled for GPUs set.
+_OTHERS_VARIABLES = re.compile(
+    "PYTEST_CURRENT_TEST|TORCHINDUCTOR_CACHE_DIR|PYTORCH_NVML_BASED_CUDA_CHECK|CUDA_|TRITON_|NCCL_"
+)
 
 
 # What starts processes, as it stands in the source of a test module or of a helper that it imports.
@@ -160,7 +162,7 @@ def _leaves_nothing_behind() -> Iterator[None]:
 
 def _environment_leaks(before: dict[str, str]) -> list[str]:
     now = dict(os.environ)
-    names = (before.keys() | now.keys()) - _OTHERS_VARIABLES
+    names = [name for name in before.keys() | now.keys() if not _OTHERS_VARIABLES.match(name)]
     changed = sorted(name for name in names if before.get(name) != now.get(name))
     for name in changed:
         if name in before:

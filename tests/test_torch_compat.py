@@ -38,6 +38,7 @@ from atorch_ns.torch_compat import (
     functional_all_gather,
     functional_maximum,
     functional_reduce_scatter,
+    gpu_described,
     graph_breaks,
     group_named,
     group_timeout,
@@ -129,6 +130,22 @@ def test_process_groups() -> None:
         assert process_groups() == [dist.group.WORLD, new]
     finally:
         dist.destroy_process_group()
+
+
+def test_a_described_gpu_answers_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.device_interface import CudaInterface
+
+    def start() -> None:
+        pytest.fail("CUDA was started")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", start)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with gpu_described(0, "NVIDIA H200", 2**37, (9, 0)):
+        assert CudaInterface.Worker.get_device_properties().major == 9  # as has_triton asks
+        assert torch.cuda.get_device_capability(0) == (9, 0)
+        assert torch.cuda.get_device_name() == "NVIDIA H200"
+    with pytest.raises(pytest.fail.Exception, match="CUDA was started"):
+        CudaInterface.Worker.get_device_properties()
 
 
 def test_fake_tensors() -> None:

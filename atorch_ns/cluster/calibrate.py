@@ -104,7 +104,7 @@ def measure(
         times = _measure(probes, rounds, group, together=together, device=cluster.device, say=say)
         sizes = {level: dist.get_world_size(ranks) for level, ranks in levels.items()}
     source = _source(cluster, known.device.name)
-    speed = compute_speed(times, best=cluster.device_type != "cpu")
+    speed = compute_speed(times, on_gpu=cluster.device_type != "cpu")
     links = {level: _measured_link(known, level, times, sizes[level], source) for level in sizes}
     within = links.get("within_node", known.within_node)
     hardware = replace(

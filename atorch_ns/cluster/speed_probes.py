@@ -123,13 +123,14 @@ def probe_flops(name: str) -> float:
     return 0.0
 
 
-def compute_speed(times: Mapping[str, float], *, best: bool = False) -> ComputeSpeed:
+def compute_speed(times: Mapping[str, float], *, on_gpu: bool = False) -> ComputeSpeed:
     """The speed that the probes' median seconds amount to.
 
     Args:
         times: seconds by the probe's name.
-        best: whether a product's rate is that of the best shape, as estimates for GPUs need it: they price what other shapes
-            lose as the bytes of their operands. Otherwise it is the median of the usual layers.
+        on_gpu: whether a GPU ran them. There the starts of operators hide behind those before, and a product's rate is that
+            of the best shape, since estimates price what other shapes lose as the bytes of their operands. On a CPU the
+            start is taken off, and the rate is the median of the usual layers.
     """
     launch = next(
         seconds / int(name.split("/")[1]) for name, seconds in times.items() if name.startswith("operators/")
@@ -139,15 +140,15 @@ def compute_speed(times: Mapping[str, float], *, best: bool = False) -> ComputeS
     for name, seconds in times.items():
         what, *rest = name.split("/")
         # A bare operator costs less than one in a module under autograd: about a third.
-        net = max(seconds - launch / 3, seconds / 10)
-        if what == "product" or (best and what == "square"):
+        net = seconds if on_gpu else max(seconds - launch / 3, seconds / 10)
+        if what == "product" or (on_gpu and what == "square"):
             rates.setdefault(rest[0], []).append(probe_flops(name) / net)
         elif what in moved:
             moved[what][0] += float(rest[1])
             moved[what][1] += net
     return ComputeSpeed(
         flops_per_s={
-            dtype: float(max(values) if best else np.median(values)) for dtype, values in rates.items()
+            dtype: float(max(values) if on_gpu else np.median(values)) for dtype, values in rates.items()
         },
         memory_bytes_per_s=moved["elements"][0] / moved["elements"][1],
         in_place_bytes_per_s=moved["in_place"][0] / moved["in_place"][1],

@@ -65,6 +65,7 @@ def limit_memory(num_bytes: int, device: torch.device) -> Iterator[None]:
 def _limited(total: int, num_bytes: int, device: torch.device) -> Iterator[None]:
     """``total`` bytes for all that counts, of which ``num_bytes`` are new."""
     if device.type == "cuda":
+        device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         share = total / torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
         try:

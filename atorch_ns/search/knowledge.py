@@ -98,7 +98,10 @@ class Knowledge:
             return None
         rows = []
         for index, entry in self._entries:
-            peak = float(entry.merged.max_peak_bytes)
+            estimate = self.candidates[index].estimate
+            beyond = estimate.peak_bytes - estimate.allocated_bytes if estimate is not None else 0.0
+            # A trial measures tensors alone.
+            peak = float(entry.merged.max_peak_bytes) + beyond if entry.merged.max_peak_bytes else 0.0
             if self.candidates[index].key in self.short_of_memory and self.limit_bytes:
                 peak = OVER * max(peak, predicted[index] or 0.0, float(self.limit_bytes))
             if peak > 0:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn import functional
@@ -65,6 +68,42 @@ def quiet_fake_kernels() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def gpu_described(index: int, name: str, total_memory: int, capability: tuple[int, int]) -> Iterator[None]:
+    """Answers what packages ask of the GPU when they are imported, so that the question does not start CUDA.
+
+    torchao asks by ``torch.utils._triton.has_triton``, whose way is ``torch._dynamo.device_interface``. What that keeps of
+    the answers is forgotten at the end.
+
+    Args:
+        index, name, total_memory, capability: of the device, as ``torch.cuda.get_device_properties`` has them.
+    """
+    from torch._dynamo import device_interface
+
+    major, minor = capability
+    properties = SimpleNamespace(name=name, total_memory=total_memory, major=major, minor=minor)
+    answers = {
+        "current_device": index,
+        "get_device_name": name,
+        "get_device_capability": capability,
+        "get_device_properties": properties,
+        "is_current_stream_capturing": False,  # every step of an optimizer asks
+    }
+    with ExitStack() as stack:
+        for question, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, question, _Answer(answer)))
+        stack.callback(device_interface.caching_worker_device_properties.pop, "cuda", None)
+        yield
+
+
+@dataclass(frozen=True)
+class _Answer:
+    value: Any
+
+    def __call__(self, device: Any = None) -> Any:
+        return self.value
 
 
 _DROPOUT_OF_HEADS = list(inspect.signature(functional.multi_head_attention_forward).parameters).index(

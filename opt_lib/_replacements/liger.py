@@ -105,9 +105,11 @@ def _rope_forward(source: Any) -> Forward:
             return original(q, k, cos, sin, *args, **kwargs)
         return rotate(original, q, k, cos, sin)
 
+    # Without the file's name torch.compile guards these globals, not those of the file.
+    others = {name: value for name, value in old.__globals__.items() if name != "__name__"}
     new = types.FunctionType(
         old.__code__,
-        {**old.__globals__, _FUNCTION: rotation},
+        {**others, _FUNCTION: rotation},
         old.__name__,
         old.__defaults__,
         old.__closure__,

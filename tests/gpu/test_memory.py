@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,11 +34,11 @@ STRATEGIES: dict[str, list[Any]] = {
 }
 
 
-def _result(strategy: list[Any]) -> Any:
+def _result(strategy: list[Any], model: Llama = MODEL) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, result, _ = auto_accelerate(
-            MODEL.build(),
+            model.build(),
             torch.optim.AdamW,
             loss_func=next_token_loss,
             model_input_format="unpack_dict",
@@ -47,16 +48,16 @@ def _result(strategy: list[Any]) -> Any:
     return result
 
 
-def _peak(strategy: list[Any]) -> int:
+def _peak(strategy: list[Any], model: Llama = MODEL) -> int:
     """Bytes at the worst moment of the third step, what was there before taken off."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    result = _result(strategy)
+    result = _result(strategy, model)
     for seed in range(3):
         if seed == 2:
             torch.cuda.reset_peak_memory_stats()
-        result.train_step(random_batch(MODEL, BATCH, TOKENS, seed=seed))
+        result.train_step(random_batch(model, BATCH, TOKENS, seed=seed))
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
@@ -74,7 +75,7 @@ def _predicted(strategy: list[Any]) -> float:
         warnings.simplefilter("ignore")
         plan = resolve(Strategy.load(strategy), cluster, load_registry(), profile=profile).plan
     priced = cluster if cluster.hardware is not None else cluster_from_spec("1xH100-80GB")
-    return estimate(plan, profile, priced, Workload(global_batch=BATCH, num_tokens=TOKENS)).peak_bytes
+    return estimate(plan, profile, priced, Workload(global_batch=BATCH, num_tokens=TOKENS)).allocated_bytes
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -83,7 +84,11 @@ def test_predicted_is_measured(name: str) -> None:
 
 
 def test_offloading_takes_less() -> None:
-    assert _peak([("checkpoint", {"offload": True})]) < _peak(["checkpoint"])
+    # With so many words the worst moment is in the loss, when the inputs of all blocks are kept.
+    wordy = replace(MODEL, vocab_size=8 * MODEL.vocab_size)
+    kept = MODEL.num_layers * BATCH * TOKENS * MODEL.width * 4
+    offloaded = _peak([("checkpoint", {"offload": True})], wordy)
+    assert offloaded < _peak(["checkpoint"], wordy) - kept / 2
     num_parameters = MODEL.num_parameters
     assert (
         _peak(["optimizer_offload"]) < _peak([]) - 7 * num_parameters
@@ -110,7 +115,7 @@ def test_a_limit_is_enforced() -> None:
     device, kept = torch.device("cuda"), torch.empty(2**26, dtype=torch.uint8, device="cuda")
     with limit_memory(2**28, device):
         inside = torch.empty(2**27, dtype=torch.uint8, device=device)
-    message = r"of the limit of 128 MiB .* 256 MiB more"
+    message = r"of the limit of 128 MiB .* 256\.00 MiB more"
     with pytest.raises(MemoryError, match=message) as caught, limit_memory(2**27, device):
         torch.empty(2**28, dtype=torch.uint8, device=device)
     assert is_out_of_memory(caught.value)

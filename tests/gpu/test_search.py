@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
+from tests.warm import COLD_PYTHON
+
 pytestmark = pytest.mark.gpu
 
-# In a program of its own: here CUDA may have been used already.
+# In a program of its own, no fork of another: here CUDA may have been used already.
 _SCRIPT = """
 import torch
 from atorch_ns import auto_accelerate
@@ -41,7 +42,7 @@ if __name__ == "__main__":
 
 def test_a_search_tries_on_the_gpu_and_gives_it_back() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=280, check=False
+        [COLD_PYTHON, "-c", _SCRIPT], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "chosen:" in done.stdout

@@ -131,6 +131,14 @@ def be_trial(
         if run.report.status in ("ok", "stopped early"):
             group.leave_together()
         os._exit(0)
+    except Exception as error:
+        traceback.print_exc()
+        report = RankReport(
+            task_id=task.id, rank=setting.cluster.rank, status="raised", reason=error_text(error)
+        )
+        send(
+            report_fd, {"is": "report", "report": REPORT.dump_python(report, mode="json"), "secondary": False}
+        )
     except BaseException:
         traceback.print_exc()
     finally:

@@ -1,7 +1,8 @@
 """The zygote: a helper process that has everything imported and forks a fresh process for every trial.
 
 Started by :mod:`atorch_ns.engine.trial.worker_process`, one on each rank. It runs no operator on several threads
-and never initialises CUDA, so forks of it are sound. It ends when its parent closes the pipe or is gone, and
+and never initialises CUDA, so forks of it are sound. Where an import has initialised it all the same, every trial is a
+new process that loads everything itself, seconds slower. It ends when its parent closes the pipe or is gone, and
 takes the running trial with it.
 
 Messages from the parent: ``trial`` (a task and its log file), ``stacks``, ``kill``. To the parent: ``ready``
@@ -14,17 +15,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import pickle
 import select
 import signal
+import sys
 import time
 import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,14 +37,17 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.engine.trial.pickling import Unpacked, unpack
 from atorch_ns.engine.trial.process import TASK, Setting, be_trial
 from atorch_ns.engine.trial.worker_process import Receiver, send
-from atorch_ns.errors import BackendError
 from atorch_ns.method import Registry, load_registry
 from atorch_ns.search import TrialTask
 from atorch_ns.system import kill_group, parent_tie
 from atorch_ns.text import error_text
-from atorch_ns.torch_compat import join_fake_group
+from atorch_ns.torch_compat import gpu_described, join_fake_group
 
 _PARENT_CHECK_S: Final = 0.5
+_FRESH: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from atorch_ns.engine.trial.zygote import fresh_trial; "
+    "fresh_trial(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])"
+)
 _WARM: Final = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -65,12 +71,8 @@ def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
     # by the runtime it would spoil CUDA for every fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
-        setting, job = _read_job(job_fd)
-        registry = load_registry()
-        registry.restore(job.carried)
-        _warm_up()
-        if setting.cluster.device_type == "cuda":
-            _check_forks_have_cuda()
+        loaded = _Loaded.read(job_fd)
+        forks = _forks_are_sound(loaded.setting.cluster)
     except BaseException as error:
         traceback.print_exc()
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -81,14 +83,50 @@ def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
     gc.freeze()
     with contextlib.suppress(BrokenPipeError):
         send(events_fd, {"is": "ready", "seconds": time.monotonic() - started})
-        _Zygote(setting, job, registry, commands_fd, events_fd).serve()
+        _Zygote(loaded, commands_fd, events_fd, job_fd=None if forks else job_fd).serve()
 
 
-def _read_job(fd: int) -> tuple[Setting, Unpacked]:
-    with os.fdopen(fd, "rb") as file:
-        setting, data = pickle.load(file)  # noqa: S301  # written by the parent, for this process alone
-    with _process_groups_pretended(setting.cluster):
-        return setting, unpack(data)
+def fresh_trial(job_fd: int, report_fd: int, log: str, task: str) -> NoReturn:
+    """Is one trial, where forks cannot have CUDA: everything is loaded anew.
+
+    Args:
+        job_fd: as for :func:`main`.
+        report_fd: pipe to write phases and the report to.
+        log: the trial's file.
+        task: as JSON.
+    """
+    loaded = _Loaded.read(job_fd)
+    be_trial(
+        loaded.job,
+        loaded.setting,
+        loaded.registry,
+        TASK.validate_json(task),
+        log=Path(log),
+        report_fd=report_fd,
+    )
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What trials share: the setting, the user's objects and the methods."""
+
+    setting: Setting
+    job: Unpacked
+    registry: Registry
+
+    @classmethod
+    def read(cls, fd: int) -> _Loaded:
+        """From the file's beginning; it stays open."""
+        os.lseek(fd, 0, os.SEEK_SET)
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            setting, data = pickle.load(file)  # noqa: S301  # written by the parent, for this process alone
+        with _gpu_described(setting.cluster):
+            with _process_groups_pretended(setting.cluster):
+                job = unpack(data)
+            registry = load_registry()
+            registry.restore(job.carried)
+            _warm_up()
+        return cls(setting, job, registry)
 
 
 @contextlib.contextmanager
@@ -124,17 +162,30 @@ def _warm_up() -> None:
     torch.optim.AdamW([weight]).step()
 
 
-def _check_forks_have_cuda() -> None:
-    """CUDA must not have been started here: a fork of a process that has used it cannot use it.
+def _gpu_described(cluster: Cluster) -> contextlib.AbstractContextManager[None]:
+    """What is loaded inside learns of the GPU by its description: a fork of a process that has used CUDA cannot use it."""
+    if cluster.device_type != "cuda":
+        return contextlib.nullcontext()
+    facts = cluster.device_name, cluster.device_memory_bytes, cluster.capability or (0, 0)
+    return gpu_described(cluster.local_rank, *facts)
 
-    Raises:
-        BackendError: if what the user's objects import has started it.
-    """
-    if torch.cuda.is_initialized():
-        raise BackendError(
-            "CUDA was started while the model, the dataset or a function was loaded, so no process that is forked "
-            "afterwards could use it. Move what touches a GPU on import into a function."
-        )
+
+def _forks_are_sound(cluster: Cluster) -> bool:
+    """Whether a fork of this process can use its device, as one finds that tries; not where an import has used CUDA here."""
+    if cluster.device_type != "cuda":
+        return True
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            torch.zeros(1, device=cluster.device)
+            code = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) == 0
 
 
 @dataclass
@@ -158,12 +209,10 @@ class _Trial:
 class _Zygote:
     """Loop of the zygote: one command, message or end of a trial at a time."""
 
-    def __init__(
-        self, setting: Setting, job: Unpacked, registry: Registry, commands_fd: int, events_fd: int
-    ) -> None:
-        self._setting = setting
-        self._job = job
-        self._registry = registry
+    def __init__(self, loaded: _Loaded, commands_fd: int, events_fd: int, *, job_fd: int | None) -> None:
+        self._loaded = loaded
+        self._job_fd = job_fd
+        """For trials that load everything anew; ``None`` where forks can be trials."""
         self._commands = Receiver(commands_fd)
         self._commands_fd = commands_fd
         self._events_fd = events_fd
@@ -219,7 +268,7 @@ class _Zygote:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for fd in (reading, self._commands_fd, self._events_fd, self._woken, self._wake):
                     os.close(fd)
-                be_trial(self._job, self._setting, self._registry, task, log=log, report_fd=writing)
+                self._be_trial(task, log, writing)
             finally:
                 os._exit(1)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -227,6 +276,14 @@ class _Zygote:
         os.close(writing)
         self._trial = _Trial(pid, Receiver(reading))
         send(self._events_fd, {"is": "started", "pid": pid})
+
+    def _be_trial(self, task: TrialTask, log: Path, report_fd: int) -> NoReturn:
+        if self._job_fd is None:
+            loaded = self._loaded
+            be_trial(loaded.job, loaded.setting, loaded.registry, task, log=log, report_fd=report_fd)
+        os.set_inheritable(report_fd, True)
+        given = (self._job_fd, report_fd, str(log), TASK.dump_json(task).decode())
+        os.execv(sys.executable, [sys.executable, "-c", _FRESH, *map(str, given), json.dumps(sys.path)])
 
     def _pass_on(self) -> None:
         trial = self._trial

@@ -27,6 +27,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None
             vars(module).update(contents)
         if path not in sys.modules or end == len(parts):
             monkeypatch.setitem(sys.modules, path, module)
+            if end > 1:  # torch.compile asks the package for it, also in a later test
+                setattr(sys.modules[path.rpartition(".")[0]], parts[end - 1], module)
     base._import_error.cache_clear()
 
 

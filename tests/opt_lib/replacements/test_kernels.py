@@ -69,6 +69,17 @@ def test_no_class_or_function_of_transformers_is_altered(called: Counter[str]) -
     assert not called
 
 
+def test_replaced_modules_compile(called: Counter[str]) -> None:
+    original = llama()
+    model = copy.deepcopy(original)
+    apply_to(job_of(model, GPU), LIGER)
+    for block in model.model.layers:
+        block.compile(backend="aot_eager", fullgraph=True)
+    for ours, theirs in zip(_results(model), _results(original), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    torch.compiler.reset()
+
+
 def test_copies_and_pickles_work(called: Counter[str]) -> None:
     model = llama()
     apply_to(job_of(model, GPU), LIGER)
