@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from atorch_ns._version import __version__
 from atorch_ns.apply import apply_strategy, dry_run
 from atorch_ns.cluster import Cluster, join_process_group
 from atorch_ns.engine import SearchRequest
@@ -25,7 +24,7 @@ from atorch_ns.method import Registry, Resolved, load_registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport, observer_for
 from atorch_ns.search import SearchOutcome, SearchSettings
-from atorch_ns.strategy import MODEL_AXES, Step, Strategy, canonical_text
+from atorch_ns.strategy import MODEL_AXES, Strategy, canonical_text
 from atorch_ns.text import error_text
 
 if TYPE_CHECKING:
@@ -251,31 +250,13 @@ def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:
     return report.with_actual(seconds) if len(seconds) >= _ACTUAL_STEPS else report
 
 
-def _with_settings(step: Step, found: Mapping[str, Any]) -> Step:
-    """The step with what its method found for itself; what the user wrote stays as it is, but for paths of what was read."""
-    written = step.config if isinstance(step.config, dict) else {}
-    read = [
-        key for key, value in written.items() if isinstance(value, str) and isinstance(found.get(key), dict)
-    ]
-    return Step(step.name, {**found, **{key: value for key, value in written.items() if key not in read}})
-
-
 def _save(
     result: Result, cluster: Cluster, path: str | PathLike[str] | None, outcome: SearchOutcome | None
 ) -> Strategy:
-    applied = result.applied.strategy
-    found = result.job.resolved_settings
-    strategy = Strategy(
-        [_with_settings(step, found[step.name]) if step.name in found else step for step in applied],
-        requires=applied.requires,
-        provenance={
-            **applied.provenance,
-            "made_by": f"atorch_ns {__version__}",
-            "model": result.job.original.model_class,
-            "num_parameters": result.applied.num_parameters,
-            **({} if outcome is None else _search_provenance(outcome)),
-        },
-    )
+    strategy = result.strategy
+    if outcome is not None:
+        provenance = {**strategy.provenance, **_search_provenance(outcome)}
+        strategy = Strategy(strategy.steps, requires=strategy.requires, provenance=provenance)
 
     def write() -> None:
         if path is not None and cluster.rank == 0:

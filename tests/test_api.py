@@ -725,7 +725,7 @@ def test_public_names() -> None:
 
 
 def test_a_saved_strategy_holds_what_a_file_held() -> None:
-    from atorch_ns.api import _with_settings
+    from atorch_ns.job.result import _with_settings
     from atorch_ns.strategy import Step
 
     made = _with_settings(Step("m", {"plan": "plan.json", "kept": 1}), {"plan": {"a": 1}, "kept": 2})

@@ -122,7 +122,9 @@ def states_of(result: Result) -> TrainingStates:
     return result.job.make_states(result.job, result.optim)
 
 
-def read_contents(result: Result, *, step: int, extra: dict[str, Any]) -> Contents:
+def read_contents(
+    result: Result, *, step: int, extra: dict[str, Any], data: dict[str, Any] | None
+) -> Contents:
     """Reads this rank's part of every state that a resumed run needs.
 
     Raises:
@@ -155,7 +157,7 @@ def read_contents(result: Result, *, step: int, extra: dict[str, Any]) -> Conten
         optimizer=_optimizer_record(result, states, optimizer),
         scheduler=_scheduler_record(result.lr_scheduler),
         scaler=_scaler_state(result.optim),
-        data=None if result.dataloader is None else result.dataloader.state_dict(),
+        data=data,
         rng_digests=(rng_digest(rng),),
         extra=extra,
     )

@@ -11,6 +11,9 @@
 
 Everything is written into a ``.tmp`` folder, which a rename makes a checkpoint when all ranks have written.
 Whatever interrupts a save, the last complete checkpoint stays what ``latest`` finds.
+
+The Trainer and MerakTrainer have such a folder in each folder of a checkpoint: ``0000-0100/step-100``,
+``checkpoint-100/step-100``. The folder of their run has the highest step as its latest.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ MANIFEST: Final = "manifest.json"
 
 _POINTER: Final = "latest"
 STEP: Final = re.compile(r"step-(\d+)")
+_OF_TRAINERS: Final = re.compile(r"(checkpoint|\d{4,})-\d+")
 _REPLACED: Final = re.compile(r"\.old-(step-\d+)-[0-9a-f]+")
 
 
@@ -136,7 +140,9 @@ def write_json(path: Path, document: JSON) -> None:
 
 def _steps(parent: Path) -> list[Path]:
     """The complete checkpoints below ``parent``, the highest step first."""
-    complete = [place for place in parent.glob("step-*") if (place / MANIFEST).is_file()]
+    inside = [place for place in parent.glob("*-*/step-*") if _OF_TRAINERS.fullmatch(place.parent.name)]
+    found = list(parent.glob("step-*")) or inside
+    complete = [place for place in found if (place / MANIFEST).is_file()]
     numbered = [(int(match[1]), place) for place in complete if (match := STEP.fullmatch(place.name))]
     return [place for _, place in sorted(numbered, reverse=True)]
 

@@ -43,7 +43,7 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
 
     Returns:
         ``step``, ``extra`` as saved, ``path`` of the checkpoint, the ``world_size`` and ``strategy`` it was
-        saved under, and ``notes`` on states that only the checkpoint or only the job has.
+        saved under, its position in the ``data`` (``epoch``, ``batches``, ``global_batch_size``, or ``None``), and ``notes`` on states that only the checkpoint or only the job has.
 
     Raises:
         CheckpointError: if it is missing, damaged, or of another model, optimizer, scheduler or batch size.
@@ -84,6 +84,7 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
         "path": folder,
         "world_size": manifest.world_size,
         "strategy": [(part["name"], part["config"]) for part in manifest.strategy],
+        "data": manifest.data,
         "notes": notes,
     }
 

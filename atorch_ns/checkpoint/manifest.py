@@ -300,7 +300,7 @@ class Manifest(_Record):
         optimizer: ``None`` if there was none.
         scheduler: ``None`` if there was none.
         scaler: state of the loss scaler; ``None`` if there was none.
-        data: position in the data; ``None`` if there was no data loader.
+        data: position in the data: ``epoch``, ``batches``, ``global_batch_size``; ``None`` if nothing counted it.
         rng_digests: a digest of each rank's random states.
         extra: values of the caller.
         files: every other file of the checkpoint, by name; ``None`` where an earlier version kept no digests.

@@ -107,6 +107,7 @@ def save(
     *,
     extra: Mapping[str, JSON] | None = None,
     step: int | None = None,
+    position: Mapping[str, int] | None = None,
     asynchronous: bool = False,
 ) -> PendingSave | None:
     """Saves everything that a run needs to continue, as ``path/step-N``; collective.
@@ -125,6 +126,8 @@ def save(
         extra: additional JSON values; rank 0's are saved.
         step: N; ``None`` for ``result.train_step.num_steps``, which the plain training loop does not count.
             A checkpoint of the same step is replaced.
+        position: the position in the data where ``result`` has no loader that counts it: ``epoch``, ``batches`` of it that
+            are done, and the ``global_batch_size`` they had.
         asynchronous: whether to copy the states to CPU memory, then write them in the background during training.
             One save runs at a time: the next waits for it.
 
@@ -140,7 +143,7 @@ def save(
     lane = lane_of(job)
     lane.wait()
     number = result.train_step.num_steps if step is None else step
-    part = job.cluster.agree(lambda: _read(result, number, extra), what="reading the states")
+    part = job.cluster.agree(lambda: _read(result, number, extra, position), what="reading the states")
     contents = with_all_ranks(part, job)
     parent = Path(path).absolute()
     folder = _open(parent, number, job)
@@ -152,11 +155,14 @@ def save(
     return lane.begin(PendingSave(place, lambda: _write(folder, copied, job, group)))
 
 
-def _read(result: Result, step: int, extra: Mapping[str, JSON] | None) -> Contents:
+def _read(
+    result: Result, step: int, extra: Mapping[str, JSON] | None, position: Mapping[str, int] | None
+) -> Contents:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"step must be an integer from 0 on; it is {step!r}.")
     given: Any = plain_json(dict(extra or {}), what="extra")
-    return read_contents(result, step=step, extra=given)
+    data = position if result.dataloader is None else result.dataloader.state_dict()
+    return read_contents(result, step=step, extra=given, data=None if data is None else dict(data))
 
 
 def _open(parent: Path, step: int, job: Job) -> Path:

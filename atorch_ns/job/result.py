@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from os import PathLike
@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from atorch_ns._version import __version__
 from atorch_ns.data import TrainLoader
 from atorch_ns.errors import InputError
 from atorch_ns.job.job import Job
 from atorch_ns.job.loss import LossFunction
 from atorch_ns.job.reducer import GradientReducer
 from atorch_ns.job.train_step import TrainStep
-from atorch_ns.strategy import Strategy
+from atorch_ns.strategy import Step, Strategy
 from atorch_ns.text import bytes_text, count_text
 from atorch_ns.tracking import StepMeter, Tracker, Tracking
 
@@ -119,6 +120,15 @@ class ReadableReport(Protocol):
         """Corrections of the estimate that this job's measurements give, saved to ``path``."""
 
 
+def _with_settings(step: Step, found: Mapping[str, Any]) -> Step:
+    """The step with what its method found for itself; what the user wrote stays as it is, but for paths of what was read."""
+    written = step.config if isinstance(step.config, dict) else {}
+    read = [
+        key for key, value in written.items() if isinstance(value, str) and isinstance(found.get(key), dict)
+    ]
+    return Step(step.name, {**found, **{key: value for key, value in written.items() if key not in read}})
+
+
 class Result(_Fields):
     """The objects to train with; a named tuple of seven, with the step and the report as attributes.
 
@@ -168,6 +178,21 @@ class Result(_Fields):
     def applied(self) -> Report:
         """What was applied and why, with what methods have found since, as with the first batch."""
         return self.make_applied()
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy as applied, with what methods found for themselves; ``strategy.save(path)`` is a file for any front end."""
+        applied, found = self.applied.strategy, self.job.resolved_settings
+        return Strategy(
+            [_with_settings(step, found[step.name]) if step.name in found else step for step in applied],
+            requires=applied.requires,
+            provenance={
+                **applied.provenance,
+                "made_by": f"atorch_ns {__version__}",
+                "model": self.job.original.model_class,
+                "num_parameters": self.applied.num_parameters,
+            },
+        )
 
     @property
     def report(self) -> ReadableReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Final
@@ -158,3 +159,29 @@ def _of_data_ranks(gathered: Any, num_processes: int) -> Any:
     from accelerate.utils import recursively_apply
 
     return recursively_apply(select, gathered)
+
+
+class Batches:
+    """A data loader whose random numbers are drawn apart."""
+
+    def __init__(self, loader: Any, draws: DataDraws) -> None:
+        self._loader, self._draws = loader, draws
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._draws.batches(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class First(torch.utils.data.IterableDataset[Any]):
+    """The first samples of a dataset without a length."""
+
+    def __init__(self, dataset: Iterable[Any], most: int) -> None:
+        self._dataset, self._most = dataset, most
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._dataset), self._most)

@@ -217,6 +217,12 @@ class MerakArguments(TrainingArguments):
     temperature: float = field(
         default=0.9, metadata={"help": "Temperature of sampling; 0 takes the likeliest."}
     )
+    strategy_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "Strategy file of any front end, in the place of degrees and of fields about the division."
+        },
+    )
     lora_config: str | None = field(default=None, metadata={"help": "JSON file of peft's LoraConfig."})
     adapter_name: str = field(default="default", metadata={"help": "Name of the adapter."})
 

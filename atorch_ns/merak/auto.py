@@ -34,13 +34,13 @@ class Found:
         strategy: what is applied.
         sizes: ranks along pipe, data, sequence and model.
         num_micro_batches: of each data rank in a step.
-        outcome: of the search, for the report.
+        outcome: of the search, for the report; ``None`` for a file.
     """
 
     strategy: Strategy
     sizes: tuple[int, int, int, int]
     num_micro_batches: int
-    outcome: SearchOutcome
+    outcome: SearchOutcome | None
 
 
 def own_loss(batch: Any, output: Any) -> torch.Tensor:
@@ -114,8 +114,33 @@ def search(
     with view if cluster.rank == 0 else nullcontext():
         outcome = find_strategy(inputs, cluster, registry, replace(request, observer=view))
     assert outcome.winner is not None
-    strategy = outcome.winner.candidate.strategy
-    plan = resolve(strategy, cluster, registry).plan
+    return _of(outcome.winner.candidate.strategy, cluster, outcome)
+
+
+def read_file(path: str, asked: Mapping[str, Degree], batch_size: int) -> Found:
+    """What a strategy file says for these ranks and a step of so many samples.
+
+    Raises:
+        InputError: if it has other degrees than were given to ``init``, or they do not divide the samples.
+        StrategyFileError: if it cannot be read.
+    """
+    found = _of(Strategy.load(path), Cluster.detect(), None)
+    degrees = dict(zip(("pp", "dp", "sp", "tp"), found.sizes, strict=True))
+    for name, degree in asked.items():
+        if isinstance(degree, int) and degree != degrees[name]:
+            raise InputError(
+                f"init: {name}={degree}, and strategy_file={path} has {name}={degrees[name]}. Leave degrees out of init."
+            )
+    if batch_size % (found.sizes[1] * found.num_micro_batches):
+        raise InputError(
+            f"strategy_file={path}: {found.sizes[1]} data rank(s) with {found.num_micro_batches} micro-batch(es) do not divide "
+            f"a step of {batch_size} samples (per_device_train_batch_size × gradient_accumulation_steps × processes)."
+        )
+    return found
+
+
+def _of(strategy: Strategy, cluster: Cluster, outcome: SearchOutcome | None) -> Found:
+    plan = resolve(strategy, cluster, load_registry()).plan
     sizes = (
         plan.size("pipeline"),
         plan.size("data") * plan.size("zero"),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from atorch_ns import checkpoint
-from atorch_ns.checkpoint.contents import capture_rng, restore_rng
+from atorch_ns.checkpoint.contents import capture_rng, class_name, restore_rng
+from atorch_ns.checkpoint.folder import MANIFEST
+from atorch_ns.checkpoint.manifest import Manifest
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Result
 from atorch_ns.text import error_text
@@ -19,23 +23,28 @@ from atorch_ns.text import error_text
 log = logging.getLogger("atorch_ns")
 
 
-def save(result: Result, folder: str, step: int, *, optimizer: bool = True) -> None:
+def save(
+    result: Result, folder: str, step: int, *, position: Mapping[str, int], optimizer: bool = True
+) -> None:
     """Saves weights, optimizer, scheduler, loss scale and the random states that ranks share; collective.
 
     Args:
         result: the job.
         folder: the folder of the checkpoint, as ``out/checkpoint-100``.
         step: updates so far.
+        position: ``epoch``, ``batches`` of it that are done, and their ``global_batch_size``.
         optimizer: whether the optimizer's states are among them.
 
     Raises:
         CheckpointError: on all ranks, if the folder cannot be written.
     """
-    checkpoint.save(folder, result if optimizer else result.having(optim=None), step=step)
+    checkpoint.save(folder, result if optimizer else result.having(optim=None), step=step, position=position)
 
 
 def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, torch.Tensor] | None:
-    """Loads a checkpoint that :func:`save` or transformers' Trainer has written; collective. Random states are left.
+    """Loads a checkpoint of any front end, or of transformers' Trainer; collective. Random states are left.
+
+    A scheduler that the checkpoint does not have goes on from its number of steps, as far as its rates follow from that.
 
     Args:
         result: the job.
@@ -49,12 +58,28 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
         CheckpointError: if there are no weights of this model.
     """
     cluster = result.job.cluster
-    place = cluster.on_first(lambda: checkpoint.latest(folder), what="looking for the checkpoint")
+
+    def look() -> tuple[Path | None, str]:
+        found = _checkpoint_in(folder)
+        saved = None if found is None else Manifest.read(found).scheduler
+        return found, "" if saved is None else saved.class_name
+
+    place, saved = cluster.on_first(look, what="looking for the checkpoint")
     if place is None:
         load_weights(result, folder)
         return None
     before = capture_rng(result.job.device, result.job.step.randomness)
-    found = checkpoint.load(place, result if optimizer else result.having(optim=None, lr_scheduler=None))
+    scheduler = result.lr_scheduler
+    same = saved == class_name(scheduler)
+    kept = result if optimizer else result.having(optim=None)
+    found = checkpoint.load(
+        place, kept if optimizer and same else kept.having(lr_scheduler=None), data_position=False
+    )
+    if (
+        optimizer and not same and isinstance(scheduler, LambdaLR)
+    ):  # whose rates follow from the number of steps
+        scheduler.last_epoch = found["step"] - 1
+        scheduler.step()
     random = capture_rng(result.job.device, result.job.step.randomness)
     restore_rng(before, result.job.device, result.job.step.randomness)
     return random if found["world_size"] == cluster.world_size else None
@@ -69,6 +94,38 @@ def load_weights(result: Result, folder: str) -> None:
     if result.job.cluster.rank == 0:
         log.warning("%s holds weights alone: the optimizer begins anew.", folder)
     checkpoint.import_safetensors(result, folder)
+
+
+def _checkpoint_in(folder: str) -> Path | None:
+    """The checkpoint that a folder is, or the latest in it, of any front end."""
+    given = Path(folder)
+    return given if (given / MANIFEST).is_file() else checkpoint.latest(given)
+
+
+def position(folder: str, steps_per_epoch: int, global_batch_size: int) -> tuple[int, int, int]:
+    """How far a checkpoint of another front end is: steps in all, the epoch, and steps of it in batches of this size."""
+    place = _checkpoint_in(folder)
+    assert place is not None
+    manifest = Manifest.read(place)
+    if manifest.data is None:
+        return manifest.step, *divmod(manifest.step, steps_per_epoch)
+    samples = manifest.data["batches"] * manifest.data["global_batch_size"]
+    done, rest = divmod(samples, global_batch_size)
+    if rest:
+        log.warning("%s: the global batch is another one; %d samples are seen again.", folder, rest)
+    epochs, done = divmod(done, steps_per_epoch)
+    return manifest.step, manifest.data["epoch"] + epochs, done
+
+
+def position_at(epoch: float, steps_per_epoch: int, global_batch_size: int) -> dict[str, int]:
+    """The position in the data where transformers' Trainer counts so many epochs."""
+    whole, done = divmod(round(epoch * steps_per_epoch), steps_per_epoch)
+    return {"epoch": whole, "batches": done, "global_batch_size": global_batch_size}
+
+
+def has_trainer_state(folder: str) -> bool:
+    """Whether a folder is a checkpoint of transformers' Trainer, and not of another front end."""
+    return (Path(folder) / TRAINER_STATE_NAME).is_file()
 
 
 def last_in(folder: str) -> str | None:
@@ -91,9 +148,12 @@ def named(given: Any, output_dir: str) -> tuple[str | None, bool]:
         raise CheckpointError(
             f"resume_from_checkpoint={given!r}: there is no checkpoint {found or f'in {output_dir}'}."
         )
+    inside = _checkpoint_in(found)
+    if inside is not None and has_trainer_state(str(inside.parent)):
+        found = str(inside.parent)  # of a run, or of one step
+    if not has_trainer_state(found):
+        return found, inside is not None
     state = Path(found) / TRAINER_STATE_NAME
-    if not state.is_file():
-        return found, False
     try:
         TrainerState.load_from_json(str(state))
     except (OSError, ValueError, TypeError) as error:

@@ -108,3 +108,14 @@ def _draw(logits: torch.Tensor, temperature: float, top_p: float) -> list[int]:
     before = likely.cumsum(-1) - likely
     kept = torch.where(before < top_p, likely, torch.zeros_like(likely))
     return [int(token) for token in order.gather(-1, torch.multinomial(kept, 1)).squeeze(-1)]
+
+
+def tokens_alone(tokens: list[int]) -> dict[str, torch.Tensor]:
+    """A text as a batch."""
+    ids = torch.tensor([tokens])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def called(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
+    """The outputs of a model for a batch."""
+    return model(**inputs)

@@ -13,10 +13,11 @@ from torch import nn
 from atorch_ns.apply import apply_strategy, attach_optimizer
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
-from atorch_ns.job import Inputs, Result
+from atorch_ns.job import Inputs, Job, Result
 from atorch_ns.job.job import MODEL
 from atorch_ns.merak.losses import Sample
 from atorch_ns.method import load_registry, resolve
+from atorch_ns.pipeline import get_schedule
 from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport
 from atorch_ns.search import SearchOutcome
@@ -59,6 +60,16 @@ def divided(
         result.job.explain(MODEL, note)
     result.make_report = partial(_report, result, outcome)
     return result
+
+
+def num_micro_batches(job: Job, given: int, usual: int) -> int:
+    """As many as the schedule takes: the last step of an epoch may have fewer than the usual ones."""
+    ranks = 1 if job.mesh is None else job.mesh.size("pipeline")
+    if ranks == 1:
+        return given
+    plan = job.plan.pipeline
+    problem = get_schedule(plan.schedule).problem(ranks, given, plan.stages_per_rank)
+    return max(given, usual) if problem else given
 
 
 def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:

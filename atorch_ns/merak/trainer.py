@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,16 +21,22 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import CheckpointError, InputError
 from atorch_ns.job import Result
 from atorch_ns.merak import checkpoints, mpu
-from atorch_ns.merak.accelerator import DataAccelerator, DataDraws, DistributedModel, SteppedOptimizer
+from atorch_ns.merak.accelerator import (
+    Batches,
+    DataAccelerator,
+    DataDraws,
+    DistributedModel,
+    First,
+    SteppedOptimizer,
+)
 from atorch_ns.merak.args import MerakArguments
-from atorch_ns.merak.auto import Found, search
-from atorch_ns.merak.generation import continued, ends_of, tokens_of
-from atorch_ns.merak.job import arguments_of, divided, options_by_name, with_optimizer
+from atorch_ns.merak.auto import Found, read_file, search
+from atorch_ns.merak.generation import called, continued, ends_of, tokens_alone, tokens_of
+from atorch_ns.merak.job import arguments_of, divided, num_micro_batches, options_by_name, with_optimizer
 from atorch_ns.merak.losses import Sample, class_of, flat_loss, loss_of, sample_of
 from atorch_ns.merak.models import check_sizes, prepared, structure_of_adapted
 from atorch_ns.merak.strategy import notes_of, strategy_of
 from atorch_ns.merak.wall_clock import WallClock
-from atorch_ns.pipeline import get_schedule
 from atorch_ns.text import error_text, with_article
 
 log = logging.getLogger("atorch_ns")
@@ -80,6 +85,7 @@ class MerakTrainer(Trainer):
         self._distributed: DistributedModel | None = None
         self._waiting: list[Sample] = []
         self._begins_with: str | None = None
+        self._goes_on_from: str | None = None
         self._random: dict[str, torch.Tensor] | None = None
         self._draws: DataDraws | None = None
         if model is not None:
@@ -141,7 +147,7 @@ class MerakTrainer(Trainer):
         if self.args.eval_iters is not None and not is_training:
             most = self.args.eval_iters * batch_size * self.accelerator.num_processes
             sized = hasattr(dataset, "__len__")
-            dataset = Subset(dataset, range(min(most, len(dataset)))) if sized else _First(dataset, most)
+            dataset = Subset(dataset, range(min(most, len(dataset)))) if sized else First(dataset, most)
         return super()._get_dataloader(
             dataset, description, batch_size, sampler_fn, is_training, dataloader_key
         )
@@ -171,6 +177,9 @@ class MerakTrainer(Trainer):
             what="looking for the checkpoint",
         )
         self._begins_with, resumed = (None, found) if goes_on and not self.args.finetune else (found, None)
+        self._goes_on_from = None
+        if resumed is not None and not checkpoints.has_trainer_state(resumed):  # of another front end
+            self._goes_on_from, resumed = resumed, None
         self.args.activation_checkpointing = False  # of transformers' own
         try:
             return super().train(resumed, trial, ignore_keys_for_eval)
@@ -179,6 +188,8 @@ class MerakTrainer(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._waiting = []
+        if self._goes_on_from is not None:
+            kwargs["resume_from_checkpoint"] = self._goes_on_from
         with self._divide(self._train_sample).train_step.sharing_failures():
             return super()._inner_training_loop(*args, **kwargs)
 
@@ -215,7 +226,7 @@ class MerakTrainer(Trainer):
         sample = cluster.agree(look, what="taking a sample of the data")
         self._decays = frozenset(self.get_decay_parameter_names(self.model))
         self._given_options = None if self.optimizer is None else options_by_name(self.optimizer, self.model)
-        found = None if mpu.is_decided() else self._search(cluster, sample)
+        found = self._found(cluster, sample)
         read = partial(
             strategy_of, self.args, mpu.get_grid(), self.model, self.leaf_modules, recomputes=self._recomputes
         )
@@ -241,22 +252,59 @@ class MerakTrainer(Trainer):
             log.info("%s", self._result.applied)
         return self._result
 
+    def _found(self, cluster: Cluster, sample: Sample) -> Found | None:
+        """The strategy of a file, or what is found where ``init`` left degrees open; collective."""
+        path = self.args.strategy_file
+        if path is None:
+            return None if mpu.is_decided() else self._search(cluster, sample)
+        given = partial(read_file, path, mpu.asked_degrees(), self._global_batch_size(cluster))
+        return self._lay_out(cluster.agree(given, what="reading the strategy"), cluster)
+
     def _search(self, cluster: Cluster, sample: Sample) -> Found:
-        """Finds the degrees that ``init`` left open, lays out the ranks, and sizes micro-batches accordingly; collective."""
+        """Finds the degrees that ``init`` left open; collective."""
         if not self.is_in_train:
             raise InputError(
                 "degrees are searched for by training; name dp, tp and pp in init to evaluate or generate."
             )
         args = self.args
-        # Of the global batch that as many processes of transformers' Trainer would have.
-        batch_size = self._train_batch_size * args.gradient_accumulation_steps * cluster.world_size
         inputs, _, _ = self._sample_of(sample[1] or {}, None)
-        found = search(self.model, args, mpu.asked_degrees(), inputs, self._optimizer_recipe(), batch_size)
+        size = self._global_batch_size(cluster)
+        found = search(self.model, args, mpu.asked_degrees(), inputs, self._optimizer_recipe(), size)
+        return self._lay_out(found, cluster)
+
+    def _global_batch_size(self, cluster: Cluster) -> int:
+        """Samples of a step where degrees are not the user's: those of as many processes of transformers' Trainer."""
+        return self._train_batch_size * self.args.gradient_accumulation_steps * cluster.world_size
+
+    def _lay_out(self, found: Found, cluster: Cluster) -> Found:
+        """Lays out the ranks as found, and sizes micro-batches accordingly; collective."""
+        args, batch_size = self.args, self._global_batch_size(cluster)
         mpu.decide(found.sizes, cluster)
         args.gradient_accumulation_steps = found.num_micro_batches
         args.per_device_train_batch_size = batch_size // (found.sizes[1] * found.num_micro_batches)
         self._train_batch_size = args.train_batch_size
         return found
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """As ``Trainer._init_training_state``; of a checkpoint of another front end, its steps and its position in the data."""
+        self._steps_per_epoch = per_epoch = num_update_steps_per_epoch
+        given = max_steps, per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        begin: tuple[int, int] = super()._init_training_state(*given)
+        if self._goes_on_from is None:
+            return begin
+        folder, size = self._goes_on_from, self.get_total_train_batch_size(self.args)
+        look = partial(checkpoints.position, folder, per_epoch, size)
+        cluster = self.result.job.cluster
+        steps, epoch, done = cluster.on_first(look, what="reading the position in the data")
+        self.state.global_step, self.state.epoch = steps, epoch + done / per_epoch
+        return epoch, 0 if self.args.ignore_data_skip else done * self.args.gradient_accumulation_steps
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         assert self._distributed is not None
@@ -356,7 +404,8 @@ class MerakTrainer(Trainer):
         if not self._loss_is_of_the_step(num_items_in_batch):
             factor /= len(samples)
         step = self.result.train_step
-        dummies = [number >= len(samples) for number in range(self._num_micro_batches(len(samples)))]
+        count = num_micro_batches(self.result.job, len(samples), self.args.gradient_accumulation_steps)
+        dummies = [number >= len(samples) for number in range(count)]
         found = step.micro_gradients(
             [*samples, *samples[:1] * sum(dummies)],
             dummies=dummies,
@@ -365,16 +414,6 @@ class MerakTrainer(Trainer):
         )
         step.reduce()
         return found.loss * factor
-
-    def _num_micro_batches(self, given: int) -> int:
-        """As many as the schedule takes: the last step of an epoch may have fewer than others."""
-        job = self.result.job
-        ranks = 1 if job.mesh is None else job.mesh.size("pipeline")
-        if ranks == 1:
-            return given
-        plan = job.plan.pipeline
-        problem = get_schedule(plan.schedule).problem(ranks, given, plan.stages_per_rank)
-        return max(given, self.args.gradient_accumulation_steps) if problem else given
 
     def _loss_is_of_the_step(self, num_items: Any) -> bool:
         """Whether losses of micro-batches add up to that of the step, as where they are divided by its number of items."""
@@ -400,7 +439,7 @@ class MerakTrainer(Trainer):
                 return next(iter(dataloader))
 
         result = self._divide(first)
-        batches: Any = dataloader if self._draws is None else _Batches(dataloader, self._draws)
+        batches: Any = dataloader if self._draws is None else Batches(dataloader, self._draws)
         with result.train_step.sharing_failures():
             return super().evaluation_loop(batches, *args, **kwargs)
 
@@ -449,8 +488,11 @@ class MerakTrainer(Trainer):
             self.push_to_hub(commit_message="Model save")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state, size = self.state, self.get_total_train_batch_size(self.args)
         checkpoints.save(
-            self.result, output_dir, self.state.global_step, optimizer=not self.args.no_save_optim
+            *(self.result, output_dir, state.global_step),
+            position=checkpoints.position_at(state.epoch or 0.0, self._steps_per_epoch, size),
+            optimizer=not self.args.no_save_optim,
         )
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -501,14 +543,14 @@ class MerakTrainer(Trainer):
         if warmth < 0:
             raise InputError(f"generate: temperature is at least 0, and is {warmth}.")
         tokens = tokens_of(prompts, self.processing_class)
-        result = self._divide(partial(_tokens_alone, tokens[0]))
+        result = self._divide(partial(tokens_alone, tokens[0]))
         longest = min(
             out_seq_length or self.args.out_seq_length,
             getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize,
         )
         assert self._distributed is not None
         texts = continued(
-            partial(_called, self._distributed),
+            partial(called, self._distributed),
             tokens,
             length=longest,
             temperature=warmth,
@@ -518,38 +560,3 @@ class MerakTrainer(Trainer):
         )
         as_text = isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts)
         return [self.processing_class.decode(text) for text in texts] if as_text else texts
-
-
-class _Batches:
-    """A data loader whose random numbers are drawn apart."""
-
-    def __init__(self, loader: Any, draws: DataDraws) -> None:
-        self._loader, self._draws = loader, draws
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._draws.batches(self._loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-class _First(torch.utils.data.IterableDataset[Any]):
-    """The first samples of a dataset without a length."""
-
-    def __init__(self, dataset: Iterable[Any], most: int) -> None:
-        self._dataset, self._most = dataset, most
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._dataset), self._most)
-
-
-def _tokens_alone(tokens: list[int]) -> Mapping[str, Any]:
-    ids = torch.tensor([tokens])
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def _called(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
-    return model(**inputs)

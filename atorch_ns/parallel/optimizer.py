@@ -48,7 +48,7 @@ def build_optimizer(
     parts = parallel_modules(module)
     config = _common_config(module, parts, compute_config)
     if isinstance(module, ParallelModule):
-        made = attach_optimizer(module.result, optimizer_fn, **kwargs)
+        module.__dict__["result"] = made = attach_optimizer(module.result, optimizer_fn, **kwargs)
         optimizer = cast("OptimizerT", made.optim)
         reducer = None
         if not config.use_end2end:
@@ -306,7 +306,8 @@ def _refuse_gradient_hooks(parts: Iterable[ParallelModule]) -> None:
 def _parallel_class(kind: type) -> type:
     if issubclass(kind, ParallelOptimizer):
         return kind
-    return type(f"Parallel{kind.__name__}", (ParallelOptimizer, kind), {})
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # as checkpoints name it
+    return type(kind.__name__, (ParallelOptimizer, kind), names)
 
 
 def _common_config(

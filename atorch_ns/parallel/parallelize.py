@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ from atorch_ns.method import load_registry, resolve
 from atorch_ns.parallel.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from atorch_ns.parallel.module import ParallelModule, parallel_modules
 from atorch_ns.parallel.planning import Planned, planned, resolved_steps
-from atorch_ns.parallel.policies import POLICIES
+from atorch_ns.parallel.policies import POLICIES, is_strategy_file
 from atorch_ns.parallel.saved import Made, PlanFolder
-from atorch_ns.strategy import Strategy
+from atorch_ns.strategy import MODEL_AXES, Strategy
 from atorch_ns.text import did_you_mean, with_article
 from atorch_ns.torch_compat import has_gradient_hooks
 
@@ -57,7 +58,8 @@ def parallelize(
         module_or_module_class: a module, of which a parallel module is made; or a class, of which a class is made.
         dummy_forward_args: what ``forward`` is called with, by name, as one rank gives it to the module at a time. Values of
             tensors are not looked at.
-        pas_policy: ``dp``, ``tp``, ``pp``, ``data``, ``hybrid``, ``autodist``; or ``(graph, compute_config) -> graph``.
+        pas_policy: ``dp``, ``tp``, ``pp``, ``data``, ``hybrid``, ``autodist``; ``(graph, compute_config) -> graph``; or a
+            strategy file of any front end.
         compute_config: the ranks, and settings of the policy.
         gen_savedir: the folder of plans.
         reuse: what becomes of a plan that is there.
@@ -118,6 +120,7 @@ class _Source:
         module: the plain module.
         is_class: whether modules are to be made of it again and again.
         sample: what the module is called with.
+        input_format: how: ``unpack_dict`` by names, ``None`` with the sample as a whole.
     """
 
     module: nn.Module
@@ -126,6 +129,7 @@ class _Source:
     dummies: Mapping[str, Any]
     policy: str | Callable[..., Any]
     sample: Any
+    input_format: str | None
 
     @classmethod
     def of(
@@ -144,10 +148,10 @@ class _Source:
             raise InputError(
                 f"parallelize takes a torch.nn.Module or a class of them; it got {with_article(given)}."
             )
-        if isinstance(policy, str) and policy not in POLICIES:
+        if isinstance(policy, str) and policy not in POLICIES and not is_strategy_file(policy):
             raise InputError(
-                f"there is no policy {policy!r}.{did_you_mean(policy, POLICIES)} Policies are {', '.join(POLICIES)}, or a "
-                "function (graph, compute_config) -> graph."
+                f"there is no policy {policy!r}.{did_you_mean(policy, POLICIES)} Policies are {', '.join(POLICIES)}, a "
+                "function (graph, compute_config) -> graph, or a strategy file."
             )
         if not (isinstance(policy, str) or callable(policy)):
             raise InputError(f"pas_policy is a name or a function; it is {with_article(policy)}.")
@@ -176,7 +180,8 @@ class _Source:
                 )
             module.to(dtype)
         sample = _sample(module, dummies, config)
-        return cls(module, is_class, config, dummies, policy, sample)
+        whole = config.use_end2end and len(dummies) == 1
+        return cls(module, is_class, config, dummies, policy, sample, None if whole else "unpack_dict")
 
 
 def _made(kind: type[nn.Module], module_fn: Callable[[], nn.Module] | None) -> nn.Module:
@@ -194,7 +199,7 @@ def _made(kind: type[nn.Module], module_fn: Callable[[], nn.Module] | None) -> n
 
 
 def _sample(module: nn.Module, dummies: Mapping[str, Any], config: ComputeConfig) -> Any:
-    """What the module is called with: a dictionary of arguments, or for an end-to-end module its one sample."""
+    """What the module is called with: a dictionary of arguments, or for an end-to-end module with one its sample."""
     if not isinstance(dummies, Mapping):
         raise InputError(
             f"dummy_forward_args must be a dictionary by the names of forward's arguments; it is {with_article(dummies)}."
@@ -217,7 +222,7 @@ def _sample(module: nn.Module, dummies: Mapping[str, Any], config: ComputeConfig
     ]
     if problems:
         raise InputError("\n".join(problems))
-    if not config.use_end2end:
+    if not config.use_end2end or len(dummies) > 1:
         return dict(dummies)
     first, *others = named
     wanted = [one.name for one in others if one.default is one.empty]
@@ -234,7 +239,7 @@ def _plan(source: _Source, folder: PlanFolder, reuse: ReuseType, cluster: Cluste
     known = folder.reused(made, reuse)
     if known is not None:
         return known
-    plan = planned(source.module, source.sample, source.policy, source.config, cluster)
+    plan = planned(source.module, source.sample, source.input_format, source.policy, source.config, cluster)
     folder.write(made, plan)
     return plan
 
@@ -292,14 +297,26 @@ def _applied(
     inputs = Inputs(
         model=module,
         loss_func=functools.partial(own_loss, type(module).__qualname__) if config.use_end2end else None,
-        model_input_format=None if config.use_end2end else "unpack_dict",
+        model_input_format=source.input_format,
         sample_batch=source.sample,
         sample_is_micro_batch=True,
     )
 
     def checked() -> Any:
         inputs.check()
-        return resolve(Strategy(plan.steps), cluster, load_registry())
+        resolved = resolve(Strategy(plan.steps), cluster, load_registry())
+        degree = math.prod(resolved.plan.size(axis) for axis in MODEL_AXES)
+        if degree != config.plan_ngpus:
+            raise InputError(
+                f"{source.policy} divides a module over {degree} rank(s), and plan_ngpus is {config.plan_ngpus}: set "
+                f"plan_ngpus={degree}."
+            )
+        if resolved.plan.size("pipeline") > 1 and not config.use_end2end:
+            raise InputError(
+                f"{source.policy} makes a pipeline, which trains micro-batches by train_step: set use_end2end=True, for a module "
+                "that returns the loss first."
+            )
+        return resolved
 
     with cluster.sharing_failures("parallelize"):
         result = apply_strategy(inputs, cluster, cluster.agree(checked, what="checking the plan"))

@@ -34,8 +34,16 @@ from atorch_ns.operators.request import allowed_by
 from atorch_ns.operators.rules.constraints import read_constraints
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.graph import PolicyGraph
-from atorch_ns.parallel.policies import Division, Step, division_by, pivots_of, strategy_of
+from atorch_ns.parallel.policies import (
+    Division,
+    Step,
+    division_by,
+    is_strategy_file,
+    pivots_of,
+    strategy_of,
+)
 from atorch_ns.pipeline import find_units
+from atorch_ns.strategy import Strategy
 from atorch_ns.system import write_whole
 from atorch_ns.text import error_text, with_article
 
@@ -55,6 +63,7 @@ class Planned(NamedTuple):
 def planned(
     module: nn.Module,
     sample: Any,
+    input_format: str | None,
     policy: str | Callable[..., Any],
     config: ComputeConfig,
     cluster: Cluster,
@@ -67,13 +76,16 @@ def planned(
         InputError: if the policy cannot do what the config asks for, or no plan fits.
     """
     staged = False
+    if is_strategy_file(policy):
+        written = Strategy.load(policy)
+        return Planned([(step.name, step.config) for step in written], tuple(_notes_of(config)))
     if isinstance(policy, str):
         division = division_by(policy, config)
         staged = policy == "autodist" and division.num_stages > 1
         if staged:
-            division = _in_stages(module, sample, division, config, cluster)
+            division = _in_stages(module, sample, input_format, division, config, cluster)
     else:
-        division = _by_function(module, sample, policy, config, cluster)
+        division = _by_function(module, sample, input_format, policy, config, cluster)
     steps = strategy_of(division, config)
     notes = (*_notes_of(config), *division.notes)
     methods = dict(steps)
@@ -82,7 +94,7 @@ def planned(
     if "pipeline_parallel" in methods or not ("operator_parallel" in methods or limited):
         return Planned(steps, notes)
     try:
-        graph = _captured(module, sample, config, cluster).graph
+        graph = _captured(module, sample, input_format, cluster).graph
     except CaptureError as error:
         if degree > 1:
             raise
@@ -131,11 +143,11 @@ def _notes_of(config: ComputeConfig) -> list[str]:
 def _captured(
     module: nn.Module,
     sample: Any,
-    config: ComputeConfig,
+    input_format: str | None,
     cluster: Cluster,
     units: Sequence[str] | None = None,
 ) -> Shallow:
-    args, kwargs = call_arguments(module, sample, None if config.use_end2end else "unpack_dict")
+    args, kwargs = call_arguments(module, sample, input_format)
     with modes_kept(module):
         return capture_shallow(module.train(), args, kwargs, device=torch.device(cluster.device), units=units)
 
@@ -146,7 +158,12 @@ def _states(config: ComputeConfig) -> States:
 
 
 def _in_stages(
-    module: nn.Module, sample: Any, asked: Division, config: ComputeConfig, cluster: Cluster
+    module: nn.Module,
+    sample: Any,
+    input_format: str | None,
+    asked: Division,
+    config: ComputeConfig,
+    cluster: Cluster,
 ) -> Division:
     """The fastest pipeline of divided stages, in place of the one that was asked for."""
     settings = config.pas_config
@@ -154,7 +171,7 @@ def _in_stages(
         return _read_stages(settings["load_plan_path"], asked)
     pivots = pivots_of(settings)
     units = [unit.name for unit in find_units(module, at_least=asked.num_stages, starts=pivots)]
-    shallow = _captured(module, sample, config, cluster, units)
+    shallow = _captured(module, sample, input_format, cluster, units)
     called = {segment.path: place for place, segment in reversed(list(enumerate(shallow.graph.segments)))}
     units = sorted(
         (unit for unit in units if shallow.copy_name(unit) in called),
@@ -234,10 +251,15 @@ def _of_stages(plan: Mapping[str, Any], asked: Division) -> Division:
 
 
 def _by_function(
-    module: nn.Module, sample: Any, policy: Callable[..., Any], config: ComputeConfig, cluster: Cluster
+    module: nn.Module,
+    sample: Any,
+    input_format: str | None,
+    policy: Callable[..., Any],
+    config: ComputeConfig,
+    cluster: Cluster,
 ) -> Division:
     """What a policy function does with the operators of the whole module."""
-    args, kwargs = call_arguments(module, sample, None if config.use_end2end else "unpack_dict")
+    args, kwargs = call_arguments(module, sample, input_format)
     with modes_kept(module), torch.enable_grad():
         captured = capture(module.train(), args, kwargs, device=torch.device(cluster.device))
     graph = PolicyGraph(OperatorGraph(captured, [block.name for block in repeated_blocks(module)]), config)

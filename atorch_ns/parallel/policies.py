@@ -12,7 +12,9 @@ from atorch_ns.text import did_you_mean, with_article
 
 POLICIES: Final = ("dp", "tp", "pp", "data", "hybrid", "autodist")
 
-Step = tuple[str, dict[str, Any]]
+_FILES: Final = (".json", ".yaml", ".yml")
+
+Step = tuple[str, Any]
 
 _NUMBER = (int, float)
 _PIPELINE: Final[Mapping[str, type | tuple[type, ...]]] = {
@@ -220,6 +222,11 @@ _RULES: Final[Mapping[str, Callable[[ComputeConfig, Mapping[str, Any]], Division
     "hybrid": _hybrid,
     "autodist": _autodist,
 }
+
+
+def is_strategy_file(policy: Any) -> bool:
+    """Whether a policy is the path of a strategy file."""
+    return isinstance(policy, str) and policy.endswith(_FILES)
 
 
 def pivots_of(settings: Mapping[str, Any]) -> list[str]:

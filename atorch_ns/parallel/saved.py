@@ -21,6 +21,7 @@ from atorch_ns.capture.nests import leaves
 from atorch_ns.errors import InputError
 from atorch_ns.parallel.config import ComputeConfig, ReuseType
 from atorch_ns.parallel.planning import Planned
+from atorch_ns.parallel.policies import is_strategy_file
 from atorch_ns.text import first_few, with_article
 
 _FILE = "plan.json"
@@ -56,6 +57,7 @@ class Made:
                 "files of pas_config": {
                     key: _content(value) for key, value in config.pas_config.items() if key in _READ
                 },
+                **({"strategy file": _content(policy)} if is_strategy_file(policy) else {}),
             }
         )
 
@@ -117,7 +119,7 @@ class PlanFolder:
             differences = made.differences(Made(saved["made"]))
             steps = [(name, config) for name, config in saved["strategy"]]
             found = Planned(steps, tuple(saved["notes"]))
-            if not any(name == "parallel_mode" for name, _ in steps):
+            if not (any(name == "parallel_mode" for name, _ in steps) or "strategy file" in made.facts):
                 raise ValueError("its strategy has no parallel_mode")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             differences, found, problem = [], Planned([], ()), f"it cannot be read ({error})"

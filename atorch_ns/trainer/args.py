@@ -229,11 +229,13 @@ class TrainerArgs(_Strict):
         gen_reuse: ``auto`` is ``moo``, so that a run goes on on another number of ranks; else as ``reuse`` of :func:`~atorch_ns.parallelize`.
         pas_policy: a policy of :func:`~atorch_ns.parallelize`, by name or as a function; a strategy file of
             :func:`~atorch_ns.auto_accelerate`; or ``auto``, which searches for a strategy.
+        save_strategy_to_file: file that the strategy is written to as it was applied, JSON or YAML by suffix.
         broadcast_strategy: as that of :func:`~atorch_ns.parallelize`.
         instance_name: tells plans of one class apart.
         run_mode: ``run``, or ``compile`` to plan alone, which needs no ranks.
         tracing_from_weights: file of weights that training begins with.
-        model: the model; ``forward(sample)`` returns the loss first, or by the name ``loss``.
+        model: the model; ``forward(sample)`` returns the loss first, or by the name ``loss``. Where samples are dictionaries of
+            its arguments, as those of Hugging Face's models are, it is called by names.
         optimizer: the optimizer, and how gradients are reduced and clipped.
         dataset: training and validation data.
         dataloader: what batches them.
@@ -265,6 +267,7 @@ class TrainerArgs(_Strict):
     gen_savedir: str = "./.atorch_ns"
     gen_reuse: Literal["auto", "match", "override", "moo", "graph"] = "auto"
     pas_policy: Named | PathLike[str] = "autodist"
+    save_strategy_to_file: str | None = None
     broadcast_strategy: Literal["none", "all", "no_weights", "code"] = "all"
     instance_name: str | None = None
     run_mode: Literal["run", "compile"] = "run"

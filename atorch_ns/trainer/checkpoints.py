@@ -150,7 +150,13 @@ class Checkpoints:
             "tied": self._result.job.original.tied,
             _RANK_FILES: {f"{rank}.ckpt": one for rank, one in enumerate(self._cluster.gathered(record))},
         }
-        checkpoint.save(draft, self._result, step=status.finished_train_steps, extra=extra)
+        position = {
+            "epoch": status.epoch,
+            "batches": status.step_in_epoch,
+            "global_batch_size": status.global_batch_size,
+        }
+        steps = status.finished_train_steps
+        checkpoint.save(draft, self._result, step=steps, extra=extra, position=position)
         self._cluster.on_first(
             lambda: self._finish(draft, place, is_best, before, loss), what="linking the checkpoint"
         )
@@ -287,13 +293,14 @@ class Checkpoints:
         place = Path(given).absolute()
         if not place.exists():
             raise InputError(f"checkpoint.resume_from={given}: there is neither a file nor a folder {place}.")
-        if place.is_dir() and (place / LAST).exists() and checkpoint.latest(place) is None:
-            return (place / LAST).resolve()
-        return place.resolve()
+        found = checkpoint.latest(place)
+        if found is None or found.parent == place:
+            return place.resolve()
+        return ((place / LAST) if (place / LAST).exists() else found.parent).resolve()
 
     def _load_folder(self, folder: Path, named: Path) -> Loaded:
         self._cluster.on_first(lambda: _check_rank_files(folder), what="checking what ranks have added")
-        found = checkpoint.load(folder, self._result)
+        found = checkpoint.load(folder, self._result, data_position=False)
         status = found["extra"].get("train_status")
         files = sorted(folder.glob("*.ckpt"), key=lambda path: (len(path.name), path.name))
         own = folder / f"{self._cluster.rank}.ckpt"
@@ -306,7 +313,7 @@ class Checkpoints:
         saved = self._cluster.agree(read, what="reading what ranks have added")
         rng = saved[0].get(_EPOCH_RNG) if same else None
         return Loaded(
-            status=TrainStatus.of(status) if status else TrainStatus(finished_train_steps=found["step"]),
+            status=TrainStatus.of(status) if status else _status_of(found),
             custom={k: v for k, v in saved[0].items() if k != _EPOCH_RNG} if same else by_rank(saved),
             epoch_rng=rng,
             notes=found["notes"],
@@ -369,6 +376,17 @@ class Checkpoints:
     def _say(self, text: str) -> None:
         if self._cluster.rank == 0:
             log.info("%s", text)
+
+
+def _status_of(found: dict[str, Any]) -> TrainStatus:
+    """How far a run of another front end was."""
+    place = found["data"] or {"epoch": 0, "batches": 0, "global_batch_size": 0}
+    return TrainStatus(
+        epoch=place["epoch"],
+        step_in_epoch=place["batches"],
+        finished_train_steps=found["step"],
+        global_batch_size=place["global_batch_size"],
+    )
 
 
 def by_rank(saved: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import inspect
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,6 +37,13 @@ def make_model(args: TrainerArgs) -> nn.Module:
         load_weights(model, args.tracing_from_weights)
     cast(model, dtype_of(args.precision, "param"), dtype_of(args.precision, "buffer"))
     return model
+
+
+def takes_by_name(model: nn.Module, sample: Any) -> bool:
+    """Whether ``forward`` takes the items of a sample by name, as models of Hugging Face do, and not the sample as a whole."""
+    if not isinstance(sample, Mapping) or len(sample) < 2:
+        return False
+    return sample.keys() <= inspect.signature(model.forward).parameters.keys()
 
 
 def load_weights(model: nn.Module, path: str, prefix: str = "") -> None:

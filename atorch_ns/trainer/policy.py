@@ -13,15 +13,13 @@ from torch import nn
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.parallel import ComputeConfig, ParallelModule, parallelize
-from atorch_ns.parallel.policies import POLICIES
+from atorch_ns.parallel.policies import POLICIES, is_strategy_file
 from atorch_ns.text import did_you_mean
 from atorch_ns.trainer.args import ModuleParallelizeConfig, TrainerArgs
 from atorch_ns.trainer.components import named
 
 AUTO = "auto"
 """The policy that searches for a strategy."""
-
-_FILES = (".json", ".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Policy:
         Raises:
             InputError: if it means nothing.
         """
-        if isinstance(given, PathLike) or (isinstance(given, str) and given.endswith(_FILES)):
+        if isinstance(given, PathLike) or is_strategy_file(given):
             path = Path(given)
             if not path.is_file():
                 raise InputError(f"pas_policy: there is no strategy file {path}.")

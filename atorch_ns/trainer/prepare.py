@@ -24,7 +24,7 @@ from atorch_ns.parallel.parallelize import own_loss
 from atorch_ns.trainer.args import TrainerArgs
 from atorch_ns.trainer.batches import sample_of
 from atorch_ns.trainer.components import make
-from atorch_ns.trainer.model import make_model
+from atorch_ns.trainer.model import make_model, takes_by_name
 from atorch_ns.trainer.policy import Policy, divided
 from atorch_ns.trainer.submodules import job_of, replaced
 
@@ -64,17 +64,22 @@ def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, 
         assert isinstance(made, ParallelModule)
         module, result = made, attach_optimizer(made.result, optimizer)
     else:
+        sample = _sample(args, dataset, cluster)
         _, found, _ = auto_accelerate(
             model,
             optimizer,
             loss_func=functools.partial(own_loss, type(model).__qualname__),
+            model_input_format="unpack_dict" if takes_by_name(model, sample) else None,
             load_strategy=policy.strategy,
-            sample_batch=_sample(args, dataset, cluster),
+            sample_batch=sample,
             batch_size=args.global_batch_size
             or args.micro_batch_size * cluster.world_size * (args.grad_accumulation_steps or 1),
         )
         assert found is not None
         result, module = found, found.model
+    if args.save_strategy_to_file is not None:
+        path, strategy = args.save_strategy_to_file, result.strategy
+        cluster.on_first(lambda: strategy.save(path), what="saving the strategy")
     result.job.inputs = replace(result.job.inputs, max_grad_norm=args.optimizer.clip_gnorm or math.inf)
     if args.lr_scheduler is None:
         return result, module
@@ -93,9 +98,9 @@ def _with_parallel_modules(
     cluster: Cluster,
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> Result:
-    inputs = Inputs(model=model)
-    original = OriginalModel.of(inputs)
     sample = _sample(args, dataset, cluster)
+    inputs = Inputs(model=model, model_input_format="unpack_dict" if takes_by_name(model, sample) else None)
+    original = OriginalModel.of(inputs)
     parts = replaced(args, model, compute_config(args, cluster), cluster, sample)
     return job_of(inputs, original, parts, optimizer)
 
@@ -116,6 +121,6 @@ def _whole(args: TrainerArgs, model: nn.Module, dataset: Any, cluster: Cluster) 
     first = next(iter(inspect.signature(model.forward).parameters), None)
     if first is None:
         raise InputError("model.type: forward must take a sample as its first argument; it takes nothing.")
-    return divided(
-        args, args, model, {first: _sample(args, dataset, cluster)}, compute_config(args, cluster), cluster
-    )
+    sample = _sample(args, dataset, cluster)
+    dummies = dict(sample) if takes_by_name(model, sample) else {first: sample}
+    return divided(args, args, model, dummies, compute_config(args, cluster), cluster)

@@ -32,7 +32,7 @@ from atorch_ns.parallel.parallelize import own_loss
 from atorch_ns.torch_compat import plain_name
 from atorch_ns.trainer.args import ModuleParallelizeConfig, OptionalComputeConfig, TrainerArgs
 from atorch_ns.trainer.components import named
-from atorch_ns.trainer.model import cast, dtype_of, load_weights
+from atorch_ns.trainer.model import cast, dtype_of, load_weights, takes_by_name
 from atorch_ns.trainer.policy import divided
 
 log = logging.getLogger("atorch_ns")
@@ -179,7 +179,7 @@ def _samples(
         stack.enter_context(random_states_kept())
         stack.enter_context(buffers_lent(model))
         stack.enter_context(caches_off(model, always=True))  # as in training
-        call_model(model, sample, None)
+        call_model(model, sample, "unpack_dict" if takes_by_name(model, sample) else None)
     idle = next((path for path in watched if path not in seen), None)
     if idle is not None:
         raise InputError(f"model.parallel_modules: the model does not call {idle}; give forward_args_gen_fn.")

@@ -234,6 +234,9 @@ class Trainer:
         size = self.train_status.global_batch_size
         self.train_status = loaded.status
         status = self.train_status
+        if not status.global_batch_size and self._train_data.num_steps:  # of a loop that counted no batches
+            steps = status.finished_train_steps
+            status.epoch, status.step_in_epoch = divmod(steps, self._train_data.num_steps)
         if not self._checkpoints.has_best:  # it is of another folder
             status.best_loss = float("inf")
         if status.global_batch_size not in (0, size):

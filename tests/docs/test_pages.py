@@ -70,3 +70,23 @@ def test_the_same_script_runs_on_two_processes(page: str, tmp_path: Path) -> Non
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = _run([*launcher, str(_script(page, tmp_path))], tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_feature_table_names_tests_that_exist_and_sources_at_a_commit() -> None:
+    """Each row says what ours runs in, or that we have it not, and what is said of others leads somewhere."""
+    text = (ROOT / "docs/features.md").read_text()
+    rows = [
+        line.split(" | ") for line in text.splitlines() if line.startswith("| ") and "atorch_ns" not in line
+    ]
+    assert len(rows) >= 25
+    for name, ours, *others in rows:
+        paths = re.findall(r"`(tests/[\w/.]+)`", ours)
+        assert paths or ours.strip("*").startswith("no"), name
+        assert [path for path in paths if not (ROOT / path).exists()] == [], name
+        assert len(others) == 8, name
+        for cell in others:
+            for link in re.findall(r"\]\(([^)]*)\)", cell):
+                assert re.match(r"https://github\.com/[\w.-]+/[\w.-]+/blob/[0-9a-f]{7,}/\S", link), (
+                    name,
+                    link,
+                )

@@ -69,8 +69,9 @@ DOCUMENTED: dict[str, Any] = {
     "temperature": 0.9,
     "lora_config": None,
     "adapter_name": "default",
+    "strategy_file": None,
 }
-"""Fields of Merak's documentation and their defaults."""
+"""Fields of Merak's documentation, the one that is ours alone last, and their defaults."""
 
 DP, TP, PP = Grid((1, 2, 1, 1), 0), Grid((1, 1, 1, 2), 0), Grid((2, 1, 1, 1), 0)
 ALL = Grid((2, 2, 1, 2), 0)
@@ -191,6 +192,7 @@ RUN_BY: dict[str, str] = {
     "no_save_optim": "test_checkpoints.test_parts_are_left_out_of_checkpoints",
     "no_load_rng": "test_checkpoints.test_parts_of_checkpoints_are_not_loaded",
     "no_load_optim": "test_checkpoints.test_parts_of_checkpoints_are_not_loaded",
+    "strategy_file": "test_auto.test_a_strategy_file_lays_out_the_ranks",
     "save_total_limit": "test_checkpoints.test_the_best_checkpoint_and_the_last_are_kept",
     "no_tie_modules": "test_trainer.test_tied_weights_are_trained_apart_when_asked_for",
     "eval_iters": "test_trainer.test_an_evaluation_ends_after_eval_iters",

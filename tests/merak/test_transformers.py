@@ -24,7 +24,14 @@ _OWN = {
     "_loss",
     "_prediction_step",
 }
-_OWN |= {"_loss_is_of_the_step", "_train_sample", "_num_micro_batches"}
+_OWN |= {
+    "_loss_is_of_the_step",
+    "_train_sample",
+    "_num_micro_batches",
+    "_found",
+    "_global_batch_size",
+    "_lay_out",
+}
 
 
 @pytest.mark.parametrize("name", [name for name in _OVERRIDDEN if name not in _OWN])

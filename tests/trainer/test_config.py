@@ -304,7 +304,10 @@ def test_every_documented_field_is_one() -> None:
     }
     known = {field.name for field in dataclasses.fields(TrainerArgs)}
     assert set(next(iter(documented)).split()) <= known
-    assert known - set(next(iter(documented)).split()) == {"log_progress_every_n_train_steps"}
+    assert known - set(next(iter(documented)).split()) == {
+        "log_progress_every_n_train_steps",
+        "save_strategy_to_file",
+    }
     hooks = {field.name for field in dataclasses.fields(HookMapConfig)}
     from atorch_ns.trainer.hooks import HOOKS
 

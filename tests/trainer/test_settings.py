@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from atorch_ns.errors import InputError
+from atorch_ns.strategy import Strategy
 from atorch_ns.testing.workers import run_ranks
 from atorch_ns.trainer import (
     CheckpointConfig,
@@ -199,6 +200,11 @@ def log_progress_every_n_train_steps(folder: Path, caplog: pytest.LogCaptureFixt
         "Epoch 1: 1/3",
         "Epoch 1: 2/3",
     ]
+
+
+def save_strategy_to_file(folder: Path) -> None:
+    trained(folder, save_strategy_to_file=str(folder / "strategy.yaml"))
+    assert "parallel_mode" in Strategy.load(folder / "strategy.yaml").names
 
 
 def seed(folder: Path) -> None:
