@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.release.core import EXTRA_PACKAGES, FILES, PLANNING, TRAINING
+from tests.release.commands import EXTRA_PACKAGES, FILES, PLANNING, TRAINING
 from tests.warm import COLD_PYTHON
 
 ROOT = Path(__file__).parents[2]
