@@ -133,7 +133,7 @@ from torchao.optim import AdamW8bit as OfTorchao
 trained(optimizer=OfTorchao)
 trained(optimizer=AdamW8bit)
 """,
-    "liger": "import triton\nfrom liger_kernel.transformers import LigerRMSNorm\n",
+    "liger": "import liger_kernel.transformers.functional\n",
     "bench": "import accelerate\n\naccelerate.Accelerator(cpu=True)\n",
     "fairscale": _OF_A_BACKEND.format(method="zero1", config='{"backend": "fairscale"}'),
     "deepspeed": _OF_A_BACKEND.format(method="zero1", config='{"use_ds_zero": true}'),
