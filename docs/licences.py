@@ -31,7 +31,8 @@ work on atorch_ns itself.
   program use them, and in those of numpy and scipy libquadmath, LGPL-2.1.
 - MPL-2.0 asks for the source of a package's own files where they are changed and passed on, and nothing of what uses them.
   Of docutils, GPL-3.0 concerns an Emacs mode that its wheel does not hold.
-- `apex` installs nothing. Transformer Engine, for `fp8`, is no extra: Apache-2.0 by its sources, over NVIDIA's libraries."""
+- `apex` installs nothing. By their sources, flash-attn is under BSD-3-Clause and Transformer Engine, for `fp8` and no
+  extra, under Apache-2.0; both need NVIDIA's libraries."""
 
 
 def licence_of(found: Distribution) -> str:
