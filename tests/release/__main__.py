@@ -72,7 +72,8 @@ def check(wheel: Path, sdist: Path, tree: Path) -> None:
     about = {
         f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt")
     }
-    assert set(of_wheel) == packaged | about | {f"{info}/licenses/LICENSE"}, set(of_wheel) ^ packaged
+    whole = packaged | about | {f"{info}/licenses/LICENSE"}
+    assert set(of_wheel) == whole, set(of_wheel) ^ whole
     needed = packaged | {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml"}
     assert needed <= in_sdist, needed - in_sdist
     assert not [name for name in in_sdist if re.match(r"tests|docs|benchmarks|build|\.", name)], in_sdist
