@@ -32,7 +32,7 @@ TRAINING: Final = (
     "history history.jsonl",
     "calibrate --nproc 2 --seconds 5 --output calibration.yaml",
     f"estimate {_JOB} --cluster calibration.yaml --strategy found.json",
-    "doctor --nproc 2",
+    "doctor --nproc 2 --timeout 300",
 )
 """Verbs that start ranks, and those that read what they wrote."""
 
