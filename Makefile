@@ -18,7 +18,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick test-all test-gpu lint format bench docs pictures proto clean
+.PHONY: help install demo test test-quick test-all test-gpu lint format bench docs pictures proto release clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ proto:  ## write the messages of the engine's protocol anew, after a change of i
 	build/proto/bin/pip install -q grpcio-tools==1.75.1
 	build/proto/bin/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
 		atorch_ns/engine/proto/coordinator.proto
+
+release: $(STAMP)  ## build dist/ from what is committed, check it, install it into an empty environment (EXTRAS="hf fp8", or all)
+	$(BIN)/python -m tests.release $(EXTRAS)
 
 clean:  ## remove what builds, tests and tools left behind; the virtual environment stays
 	rm -rf build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache \

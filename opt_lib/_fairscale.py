@@ -20,7 +20,7 @@ from atorch_ns.strategy import Plan
 from opt_lib._config_checks import missing_problem, one_axis_only, require
 from opt_lib._optimizer_parts import clip_parts, local_state_view, with_checkpoint_hint
 
-INSTALL = "pip install --no-build-isolation fairscale"
+INSTALL = "pip install --no-build-isolation 'atorch-ns[fairscale]'"
 """Without isolation: its build reads the installed torch."""
 
 _WHY_NO_MASTERS = (

@@ -122,7 +122,7 @@ def _library(name: str) -> ModuleType:
         raise MissingPackageError(
             "safetensors",
             needed_by="reading and writing model.safetensors",
-            install="pip install safetensors",
+            install="pip install 'atorch-ns[hf]'",
             reason=str(error),
         ) from error
 

@@ -11,11 +11,18 @@
 ``import atorch_ns.merak as Merak`` runs scripts that were written for Merak.
 """
 
+from atorch_ns.errors import MissingPackageError
 from atorch_ns.merak import mpu
-from atorch_ns.merak.args import MerakArguments
 from atorch_ns.merak.mapping import MP_MODEL_MAPPING, set_tp_layer_lists
 from atorch_ns.merak.mpu import get_grid, get_topo, init, reset
-from atorch_ns.merak.trainer import MerakTrainer
+
+try:
+    from atorch_ns.merak.args import MerakArguments
+    from atorch_ns.merak.trainer import MerakTrainer
+except ModuleNotFoundError as error:
+    raise MissingPackageError(
+        str(error.name), needed_by="atorch_ns.merak", install="pip install 'atorch-ns[merak]'"
+    ) from error
 
 __all__ = [
     "MP_MODEL_MAPPING",

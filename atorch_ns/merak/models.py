@@ -57,7 +57,7 @@ def with_adapter(model: nn.Module, config: dict[str, Any], name: str) -> nn.Modu
         import peft
     except ImportError as error:
         raise MissingPackageError(
-            "peft", needed_by="lora_config", install="pip install 'atorch_ns[merak]'", reason=str(error)
+            "peft", needed_by="lora_config", install="pip install 'atorch-ns[merak]'", reason=str(error)
         ) from error
     if isinstance(model, peft.PeftModel):
         return model

@@ -9,6 +9,7 @@ transformers when they are built: build one before forking ranks, or every rank 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from atorch_ns.capture.nests import map_tensors
-from atorch_ns.errors import InputError
+from atorch_ns.errors import InputError, MissingPackageError
 from atorch_ns.testing.networks import EncoderDecoder, ResidualMlp, TiedLlama
 
 IMAGE_SHAPE: Final = (3, 12, 20)
@@ -282,7 +283,10 @@ def get_case(name: str) -> Case:
 
     Raises:
         InputError: there is none; the message lists those there are.
+        MissingPackageError: one of transformers, which is not installed.
     """
+    if name.startswith("hf_") and importlib.util.find_spec("transformers") is None:
+        raise MissingPackageError("transformers", needed_by=name, install="pip install 'atorch-ns[hf]'")
     try:
         return CASES[name]
     except KeyError:

@@ -24,7 +24,7 @@ from opt_lib._deepspeed.optimizer import DeepSpeedOptimizer
 from opt_lib._deepspeed.states import FlatStates, Piece
 from opt_lib._sharded.units import broadcast_from_first
 
-INSTALL = "pip install --no-build-isolation deepspeed"
+INSTALL = "pip install --no-build-isolation 'atorch-ns[deepspeed]'"
 """Without isolation: its build reads the installed torch."""
 
 _WHY_NOT_HALF = (

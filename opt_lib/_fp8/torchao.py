@@ -22,7 +22,7 @@ from atorch_ns.sharding import traced_gather, traced_scatter
 from opt_lib._config_checks import require
 from opt_lib._fp8.config import Fp8Config
 
-INSTALL = "pip install torchao"
+INSTALL = "pip install 'atorch-ns[fp8]'"
 
 _LOUD = ("torchao", "torch.utils._pytree")
 """Loggers that warn while torchao is imported: of kernels built for other GPUs, none of which float8 uses, and of

@@ -21,6 +21,7 @@ _FLOATS: Final = frozenset({"float32", "float16", "bfloat16"})
 
 LIGER: Final = Requirements(
     package="liger_kernel",
+    install="install it with: pip install 'atorch-ns[liger]'",
     imports=("liger_kernel.transformers.functional",),
     device_types=frozenset({"cuda"}),
     dtypes=_FLOATS,

@@ -52,7 +52,7 @@ BUILT_IN: Final[tuple[Replacement, ...]] = (
         name="flash_attention",
         implementation="flash_attention_2",
         requirements=_flash(
-            "flash_attn", (8, 0), "install it with: pip install --no-build-isolation flash-attn"
+            "flash_attn", (8, 0), "install it with: pip install --no-build-isolation 'atorch-ns[flash]'"
         ),
         switches=("eager", "sdpa"),
     ),

@@ -189,5 +189,5 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(__import__("sys").modules, "safetensors.torch", None)
     result = accelerate_case(TIED, [], steps=1)
     for action in (checkpoint.export_safetensors, checkpoint.import_safetensors):
-        with pytest.raises(MissingPackageError, match="pip install safetensors"):
+        with pytest.raises(MissingPackageError, match=r"pip install 'atorch-ns\[hf\]'"):
             action(result, tmp_path)

@@ -172,7 +172,7 @@ ray_train.main()
 @pytest.mark.slow
 @pytest.mark.timeout(360)
 @pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'ray[train]'"
+    importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'atorch-ns[ray]'"
 )
 @pytest.mark.parametrize("loses_a_worker", [False, True])
 def test_ray_trains_on_two_workers(tmp_path: Path, loses_a_worker: bool) -> None:

@@ -57,10 +57,10 @@ def applied(
         (
             None,
             Cluster(device_type="cuda", capability=(9, 0)),
-            ("pip install 'transformer-engine[pytorch]'", "pip install torchao"),
+            ("pip install 'transformer-engine[pytorch]'", "pip install 'atorch-ns[fp8]'"),
         ),
         ("te", HOPPER, ("pip install 'transformer-engine[pytorch]'",)),
-        (EMULATED, Cluster(), ("pip install torchao",)),
+        (EMULATED, Cluster(), ("pip install 'atorch-ns[fp8]'",)),
     ],
 )
 def test_where_it_cannot_be_used_it_is_left_out_with_a_reason(

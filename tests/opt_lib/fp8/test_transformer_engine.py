@@ -305,7 +305,7 @@ def test_divided_models_are_refused(install: Callable[..., Fake], method: str) -
 
 def test_auto_does_not_take_it_for_divided_models(install: Callable[..., Fake]) -> None:
     install()
-    with pytest.raises(InputError, match=r"tensor=2.*pip install torchao"):
+    with pytest.raises(InputError, match=r"tensor=2.*pip install 'atorch-ns\[fp8\]'"):
         applied(get_case("mlp").build(), axes=(("tensor", 2),))
     both = Cluster(
         device_type="cuda", capability=(9, 0), packages={"transformer_engine": "1", "torchao": "0"}

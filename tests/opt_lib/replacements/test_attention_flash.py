@@ -148,7 +148,11 @@ def test_flash_runs_and_agrees(
     [
         (GPU, {}, "it supports bfloat16, float16, and this job computes in float32"),
         (Cluster(device_type="cuda", device_name="T4", capability=(7, 5)), {}, "T4 has (7, 5)"),
-        (Cluster(device_type="cuda", capability=(9, 0)), {}, "pip install --no-build-isolation flash-attn"),
+        (
+            Cluster(device_type="cuda", capability=(9, 0)),
+            {},
+            "pip install --no-build-isolation 'atorch-ns[flash]'",
+        ),
         (
             GPU,
             {"precision": {"compute_dtype": "bfloat16"}, "axes": (("tensor", 2),)},
