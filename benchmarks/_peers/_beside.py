@@ -14,7 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["FOLDER", "ROOT", "Beside", "ask_all", "environment", "python_of", "rank_variables", "serve", "source"]
+__all__ = [
+    "FOLDER",
+    "ROOT",
+    "Beside",
+    "ask_all",
+    "environment",
+    "python_of",
+    "rank_variables",
+    "serve",
+    "source",
+]
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = Path(os.environ.get("BENCHMARK_PEERS", Path(__file__).parent.parent / ".peers"))

@@ -67,5 +67,5 @@ def cuda_as_cpu() -> None:
     moved: tuple[Any, ...] = (torch.Tensor, torch.nn.Module)
     for kind in moved:
         kind.cuda = _itself
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("gloo")

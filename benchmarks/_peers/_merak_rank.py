@@ -10,6 +10,7 @@ import gc
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks._llama import Llama
+from benchmarks._llama import Llama, next_token_loss
 from benchmarks._peers._beside import FOLDER, serve
 from benchmarks._peers._cuda_as_cpu import cuda_as_cpu
 from benchmarks._peers._nnscaler_rank import Tell, peaks, with_labels
@@ -69,13 +70,51 @@ def _adapted() -> None:
 def main() -> None:
     """Trains."""
     job = json.loads(sys.argv[1])
+    if job["do"] == "plan":
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401  the backend of that name
+
+        dist.init_process_group("fake", rank=0, world_size=job["stages"])
     if job["side"] == "theirs":
         _adapted()
         import Merak as front  # type: ignore[import-not-found]
     else:
-        dist.init_process_group("gloo")
+        if job["do"] == "train":
+            dist.init_process_group("gloo")
         import atorch_ns.merak as front
-    serve(lambda tell: _train(job, front, tell))
+    serve(lambda tell: (_plan if job["do"] == "plan" else _train)(job, front, tell))
+
+
+def _plan(job: Mapping[str, Any], front: Any, tell: Tell) -> None:
+    """Merak cuts the traced model into the stages it is told to make; ours looks for degrees, cuts and all else as well."""
+    if job["side"] == "theirs":
+        front.init(pp=job["stages"], tp=1, dp=1)
+    tell({})
+    while True:
+        size = Llama(**job["size"])
+        model, batch = size.build(), with_labels(size, job["samples"], job["num_tokens"])
+        begun = time.process_time()
+        if job["side"] == "theirs":
+            with tempfile.TemporaryDirectory() as folder:
+                _theirs_of(model, batch, job, front, folder, dict)
+        else:
+            _searched(model, batch, job)
+        tell({"all_s": time.process_time() - begun})
+
+
+def _searched(model: nn.Module, batch: dict[str, Tensor], job: Mapping[str, Any]) -> None:
+    from atorch_ns.cluster import cluster_from_spec
+    from atorch_ns.estimate import Workload
+    from atorch_ns.method import load_registry
+    from atorch_ns.profile import profile_model
+    from atorch_ns.search import SearchSettings, explore
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        return next_token_loss(batch, model(input_ids=batch["input_ids"]))
+
+    profile = profile_model(model, batch, loss_of, make_optimizer=torch.optim.AdamW)
+    workload = Workload(global_batch=job["samples"], num_tokens=job["num_tokens"])
+    cluster = cluster_from_spec(f"{job['stages']}xH100-80GB")
+    explore(profile, cluster, workload, load_registry(), SearchSettings())
 
 
 def _train(job: Mapping[str, Any], front: Any, tell: Tell) -> None:
@@ -116,27 +155,34 @@ def _arguments(job: Mapping[str, Any], front: Any, folder: str, **more: Any) -> 
 
 
 class _Slowed(nn.Module):
-    """Stages that sleep, and a last layer that Merak leaves without recomputation, as it always does."""
+    """Stages that sleep, and a last layer that Merak leaves without recomputation, as it always does.
 
-    def __init__(self, seconds: Sequence[float], num_stages: int) -> None:
+    Args:
+        seconds: of a stage's forward and backward pass.
+        num_stages: stages.
+        bare: return logits as they are; Merak's backward pass takes nothing else, and ``Trainer`` the first of a tuple.
+    """
+
+    def __init__(self, seconds: Sequence[float], num_stages: int, bare: bool) -> None:
         super().__init__()
+        self.bare = bare
         self.layers = nn.ModuleList(SlowStage(*seconds) for _ in range(num_stages))
         self.head = nn.Linear(SLOW_WIDTH, SLOW_WIDTH)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor) -> Tensor | tuple[Tensor]:
         """[B, F] to logits."""
         hidden = input_ids
         for layer in self.layers:
             hidden = layer(hidden)
         logits: Tensor = self.head(hidden)
-        return logits
+        return logits if self.bare else (logits,)
 
 
 def _model(job: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
     if job["slow"]:
         rows = job["samples"]
         batch = {"input_ids": torch.ones(rows, SLOW_WIDTH), "labels": torch.zeros(rows, dtype=torch.long)}
-        return _Slowed(job["slow"], job["stages"]), batch
+        return _Slowed(job["slow"], job["stages"], job["side"] == "theirs"), batch
     size = Llama(**job["size"])
     model = size.build()
     model.load_state_dict(torch.load(job["weights"]))
@@ -144,6 +190,12 @@ def _model(job: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def _theirs(job: Mapping[str, Any], front: Any, folder: str, wait: Wait) -> Any:
+    return _theirs_of(*_model(job), job, front, folder, wait)
+
+
+def _theirs_of(
+    model: nn.Module, batch: dict[str, Tensor], job: Mapping[str, Any], front: Any, folder: str, wait: Wait
+) -> Any:
     from Merak.core import mpu  # type: ignore[import-not-found]
     from transformers import PretrainedConfig
     from transformers.models.llama import modeling_llama
@@ -166,7 +218,6 @@ def _theirs(job: Mapping[str, Any], front: Any, folder: str, wait: Wait) -> Any:
             self.engine.train_batch = paused
             wait({})
 
-    model, batch = _model(job)
     # Its example has attention as a leaf, too.
     leaves = (SlowStage, *modeling_llama.LLAMA_ATTENTION_CLASSES.values())
     more: dict[str, Any] = {}

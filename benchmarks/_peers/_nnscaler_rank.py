@@ -121,7 +121,7 @@ def _parallel(
     if load:
         unit = dist.get_rank() // job["degree"]
         batch = {name: tensor.chunk(units)[unit].contiguous() for name, tensor in batch.items()}
-    model = size.build()
+    model = size.build("meta" if job["meta"] else "cpu")
     if load:
         model.load_state_dict(torch.load(job["weights"]))
     settings = {"mem_constraint": 80, "parallel_profile": False} if job["policy"] == "autodist" else {}
@@ -129,7 +129,7 @@ def _parallel(
         job["degree"],
         job["ranks"],
         constant_folding=True,
-        trace_strategy="cpu",
+        trace_strategy="meta" if job["meta"] else "cpu",
         pas_config=settings,
     )
     with compiling():
