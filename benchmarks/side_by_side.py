@@ -41,9 +41,12 @@ from benchmarks._peers._peer import OPTIM_ARGS
 from benchmarks._ranks import on_ranks
 from benchmarks._results import Column, Findings, Spread
 
-__all__ = ["choices_by_key", "run"]
+__all__ = ["KEPT", "choices_by_key", "run"]
 
 _PAIR: Pair = ("ours", "theirs")
+KEPT = Path(__file__).parent.parent / "build" / "benchmarks" / "side_by_side.jsonl"
+"""The rows of a run that was stopped: the next one goes on from there."""
+
 _TOKENS, _SAMPLES, _MIB = 128, 8, 2**20
 _NUM_LOSSES, _WARM_UP, _APART = 5, 2, 1e-4
 _SECONDS = (0.04, 0.08)
@@ -71,8 +74,8 @@ work has the reason in its row. *ratio* is ours over theirs, below 1 where we ar
   profiles of nnScaler are warm, so that nothing is timed but the search and what is made of its plan. Merak searches for nothing:
   its seconds are of tracing a model and cutting it into that many stages, ours of the whole search over all methods.
 - *plan*: nnScaler's choice on {plan_ranks} ranks for products, attention and embedding, ours for everything, given the same measured
-  links: seconds of a step priced by our cost model, which fills in the rest to the best of nnScaler's plan, and measured with
-  both plans run by `operator_parallel`.
+  links: seconds of a step measured with both plans run by `operator_parallel`, and as *priced ratio* those that our cost
+  model predicts. The rest is filled in by our solver, to the best of nnScaler's plan.
 - *training*: wall seconds of a step (slowest rank), with the processor time of all ranks as *cpu ratio*; the largest
   difference of the first {losses} losses from one process without either (*same*: within {apart:g}); bytes of tensors at the peak of the
   rank that holds most.
@@ -84,6 +87,7 @@ _COLUMNS = (
     Column(title="work", key="work"),
     Column(title="peer", key="peer"),
     Column(title="ratio", key="ratio", confidence=True),
+    Column(title="priced ratio", key="priced_ratio"),
     Column(title="pairs", key="pairs"),
     Column(title="cpu ratio", key="cpu_ratio", confidence=True),
     Column(title="s, ours", key="ours_s"),
@@ -131,6 +135,10 @@ def _works(quick: bool) -> Iterator[Work]:
             part="planning", work=what, peer="Merak", ranks=devices, options={"size": size, "stages": devices}
         )
     if not quick:
+        ranks, small = operator_predictions.RANKS, operator_predictions.MODEL
+        options = {"size": asdict(small), "policy": "autodist", "degree": ranks}
+        what = f"Llama of {small.num_layers} layers, {ranks} ranks"
+        yield Work(part="plan", work=what, peer="nnScaler", ranks=ranks, options=options)
         whole = {"size": asdict(_8B), "policy": "autodist", "degree": 8, "meta": True}
         yield Work(part="planning", work="Llama of 8B, 8 devices", peer="nnScaler", ranks=8, options=whole)
     for policy, degree, ranks in (("dp", 1, 2), ("autodist", 2, 2), ("autodist", 4, 4))[: 1 if quick else 3]:
@@ -156,15 +164,18 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         report: told what is being done.
     """
     missing = {"nnScaler": by_nnscaler.prepare(), "Merak": by_merak.prepare()}
-    rounds = 2 if quick else 8
+    kept = None if quick else KEPT
     rows: list[dict[str, Any]] = []
     for work in _works(quick):
-        report(f"side_by_side: {work.part}: {work.work}: {work.peer}")
-        found = {"error": missing[work.peer]} if missing[work.peer] else _row(work, rounds)
-        rows.append({"part": work.part, "work": work.work, "peer": work.peer, **found})
-    report("side_by_side: plan")
-    for row in [] if quick else _plans(missing["nnScaler"]):
-        rows.append({"part": "plan", "peer": "nnScaler", **row})
+        row = _kept(kept, work)
+        if row is None:
+            report(f"side_by_side: {work.part}: {work.work}: {work.peer}")
+            found = {"error": missing[work.peer]} if missing[work.peer] else _row(work, 2 if quick else 8)
+            row = {"part": work.part, "work": work.work, "peer": work.peer, **found}
+            _keep(kept, row)
+        rows.append(row)
+    if kept is not None:
+        kept.unlink(missing_ok=True)
     return Findings(
         name="side_by_side",
         title="Side by side",
@@ -184,10 +195,31 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     )
 
 
+def _kept(file: Path | None, work: Work) -> dict[str, Any] | None:
+    """The row as a run that was stopped has left it."""
+    if file is None or not file.exists():
+        return None
+    named = (work.part, work.work, work.peer)
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row: dict[str, Any] = json.loads(line)
+        if (row["part"], row["work"], row["peer"]) == named:
+            return {key: Spread(**one) if isinstance(one, dict) else one for key, one in row.items()}
+    return None
+
+
+def _keep(file: Path | None, row: Mapping[str, Any]) -> None:
+    if file is None:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    plain = {key: asdict(one) if isinstance(one, Spread) else one for key, one in row.items()}
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(plain) + "\n")
+
+
 def _row(work: Work, rounds: int) -> dict[str, Any]:
     """A row; where a side fails, with the reason."""
     try:
-        return (_planned if work.part == "planning" else _trained)(work, rounds)
+        return _MEASURES[work.part](work, rounds)
     except RuntimeError as error:
         return {"error": str(error)[:200].replace("|", "/")}
 
@@ -337,43 +369,45 @@ def _alone(size: Llama, weight_decay: float) -> list[float]:
     return losses
 
 
-def _plans(missing: str) -> Iterator[dict[str, Any]]:
-    """nnScaler's plan and ours, priced by one cost model and run by one engine."""
-    ranks, model = operator_predictions.RANKS, operator_predictions.MODEL
-    work = f"Llama of {model.num_layers} layers, {ranks} ranks"
-    if missing:
-        yield {"work": work, "error": missing}
-        return
-    cluster = on_ranks(operator_predictions.calibrated, ranks)[0]
-    options = {"size": asdict(model), "policy": "autodist", "degree": ranks}
-    planning = Work(part="plan", work=work, peer="nnScaler", ranks=ranks, options=options)
+def _chosen(work: Work, cluster: Cluster) -> list[Any]:
+    """What nnScaler chooses, given the links that our prices have."""
     tables = FOLDER / "nnscaler-profiles/.cache/nnscaler/autodist/1.0/cpu/comm"
     try:
-        _write_links(cluster, tables, ranks)
-        with tempfile.TemporaryDirectory() as folder:
-            with _sides(planning, folder, ("theirs",), do="plan") as sides:
-                choices = ask_all(sides["theirs"], "plan")[0]["choices"]
-    except RuntimeError as error:
-        yield {"work": work, "error": str(error)}
-        return
+        _write_links(cluster, tables, work.ranks)
+        with tempfile.TemporaryDirectory() as folder, _sides(work, folder, ("theirs",), do="plan") as sides:
+            choices: list[Any] = ask_all(sides["theirs"], "plan")[0]["choices"]
+            return choices
     finally:
         for path in tables.glob("intra_*.json"):
             path.unlink()
-    plans, seconds = _priced(cluster, choices)
-    yield {"work": f"{work}, priced", **_divided(seconds)}
-    ran = on_ranks(operator_predictions.run_plans, ranks, [plan.as_json() for plan in plans], 9)
-    measured = [max(rank[place][0] for rank in ran) for place in range(2)]
-    peaks = [max(rank[place][1] for rank in ran) / _MIB for place in range(2)]
-    yield {
-        "work": f"{work}, measured",
-        **_divided(measured),
-        "peak_mib": peaks[0],
-        "peak_mib_theirs": peaks[1],
+
+
+def _compared(work: Work, rounds: int) -> dict[str, Any]:
+    """nnScaler's plan and ours, priced by one cost model and run by one engine."""
+    cluster = on_ranks(operator_predictions.calibrated, work.ranks)[0]
+    plans, priced = _priced(cluster, _chosen(work, cluster))
+    ran = on_ranks(operator_predictions.run_plans, work.ranks, [plan.as_json() for plan in plans], rounds + 1)
+    seconds, peaks = zip(
+        *(map(max, zip(*(rank[place] for rank in ran), strict=True)) for place in range(2)), strict=True
+    )
+    return {
+        "ratio": seconds[0] / seconds[1],
+        "priced_ratio": priced[0] / priced[1],
+        "priced_s": priced[0],
+        "priced_s_theirs": priced[1],
+        "ours_s": seconds[0],
+        "theirs_s": seconds[1],
+        "peak_mib": peaks[0] / _MIB,
+        "peak_mib_theirs": peaks[1] / _MIB,
     }
 
 
-def _divided(seconds: Sequence[float]) -> dict[str, float]:
-    return {"ratio": seconds[0] / seconds[1], "ours_s": seconds[0], "theirs_s": seconds[1]}
+_MEASURES: Mapping[str, Callable[[Work, int], dict[str, Any]]] = {
+    "planning": _planned,
+    "plan": _compared,
+    "training": _trained,
+    "schedule": _trained,
+}
 
 
 def _write_links(cluster: Cluster, folder: Path, ranks: int) -> None:
