@@ -114,11 +114,13 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
 
 
 def calibrated() -> Cluster:
+    """This machine with the speeds of its ranks and links measured; collective."""
     cluster = Cluster.detect()
     return replace(cluster, hardware=calibrate(cluster))
 
 
 def sample_batch() -> dict[str, torch.Tensor]:
+    """Token ids and labels of :data:`MODEL`, [B, T]."""
     ids = random_batch(MODEL, _SAMPLES, _TOKENS, seed=0)["input_ids"]
     return {"input_ids": ids, "labels": ids.clone()}
 

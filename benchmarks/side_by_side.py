@@ -282,11 +282,11 @@ def _planned(work: Work, rounds: int) -> dict[str, Any]:
         reasons = {}
         for _ in range(max(1, rounds // 4)):
             for side in _PAIR:
-                with _sides(work, folder, (side,), do="plan") as sides:
-                    try:
+                try:
+                    with _sides(work, folder, (side,), do="plan") as sides:
                         found[side].append(ask_all(sides[side], "plan")[0]["all_s"])
-                    except RuntimeError as error:
-                        reasons[side] = str(error)[:200].replace("|", "/")
+                except RuntimeError as error:
+                    reasons[side] = str(error)[:200].replace("|", "/")
             if reasons:
                 break
     seconds = {f"{side}_s": Spread.of(all_s) for side, all_s in found.items() if all_s}

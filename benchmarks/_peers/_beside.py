@@ -152,7 +152,7 @@ class Beside:
     def end(self) -> None:
         """Ends the process, whatever it does."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
 
 def ask_all(ranks: Sequence[Beside], command: str) -> list[Mapping[str, Any]]:

@@ -68,8 +68,12 @@ def _adapted() -> None:
 
 
 def main() -> None:
-    """Trains."""
+    """Plans or trains."""
     job = json.loads(sys.argv[1])
+    serve(lambda tell: _run(job, tell))
+
+
+def _run(job: Mapping[str, Any], tell: Tell) -> None:
     if job["do"] == "plan":
         import torch.testing._internal.distributed.fake_pg  # noqa: F401  the backend of that name
 
@@ -81,7 +85,7 @@ def main() -> None:
         if job["do"] == "train":
             dist.init_process_group("gloo")
         import atorch_ns.merak as front
-    serve(lambda tell: (_plan if job["do"] == "plan" else _train)(job, front, tell))
+    (_plan if job["do"] == "plan" else _train)(job, front, tell)
 
 
 def _plan(job: Mapping[str, Any], front: Any, tell: Tell) -> None:

@@ -99,6 +99,11 @@ def _noted(noted: dict[str, Any]) -> None:
 def main() -> None:
     """Plans or trains."""
     job = json.loads(sys.argv[1])
+    serve(lambda tell: _run(job, tell))
+
+
+def _run(job: Mapping[str, Any], tell: Tell) -> None:
+    compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
     if job["side"] == "theirs":
         os.environ["HOME"] = str(FOLDER / "nnscaler-profiles")  # where it keeps them
         cuda_as_cpu()
@@ -107,10 +112,9 @@ def main() -> None:
     else:
         import atorch_ns.parallel as front
 
-        compiling = nullcontext
         if "RANK" in os.environ:
             dist.init_process_group("gloo")
-    serve(lambda tell: (_plan if job["do"] == "plan" else _train)(job, front, compiling, tell))
+    (_plan if job["do"] == "plan" else _train)(job, front, compiling, tell)
 
 
 def _parallel(
