@@ -32,6 +32,7 @@ NAMES = (
     "schedules",
     "search_quality",
     "search_time",
+    "side_by_side",
     "speed",
 )
 

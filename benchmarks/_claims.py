@@ -366,6 +366,32 @@ def _peers(data: Data) -> Iterator[Claim]:
         )
 
 
+def _side_by_side(data: Data) -> Iterator[Claim]:
+    clocks = {
+        "planning": "processor seconds",
+        "plan": "a step, both run here",
+        "training": "wall seconds of a step",
+    }
+    for row in data["rows"]:
+        work = f"{row['part']}, {row['work']}"
+        what = f"{work}: ours over {row['peer']}'s, {clocks.get(row['part'], 'wall seconds of a step')}"
+        if row.get("error"):
+            yield Claim(what=what, found=f"does not run: {row['error']}")
+            continue
+        ratio = row["ratio"]
+        low, median = (ratio["low"], ratio["median"]) if isinstance(ratio, Mapping) else (ratio, ratio)
+        found = _interval(ratio) if isinstance(ratio, Mapping) else f"{ratio:.3f}"
+        short = [f"{work}: ours takes {median:.2f} times as long as {row['peer']}."] if low > 1 else []
+        ours, theirs = row.get("peak_mib"), row.get("peak_mib_theirs")
+        if ours is not None and theirs is not None and ours > 1.02 * theirs:
+            short.append(f"{work}: our peak is {ours:.0f} MiB, {row['peer']}'s {theirs:.0f}.")
+        if not row.get("same", True):
+            short.append(
+                f"{work}: losses are up to {max(row['apart'], row['apart_theirs']):.2g} off one process."
+            )
+        yield Claim(what=what, found=found, n=row.get("pairs"), shortfall=" ".join(short))
+
+
 def _losses(row: Data) -> Iterator[str]:
     where = f"{row['task']} beside {row['peer']}"
     if row["verdict"] == "slower":
@@ -500,6 +526,7 @@ def _expert_plans(data: Data) -> Iterator[Claim]:
 READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
     "speed": _speed,
     "peers": _peers,
+    "side_by_side": _side_by_side,
     "model_axes": _model_axes,
     "schedules": _schedules,
     "models": _models,

@@ -33,11 +33,20 @@ from benchmarks._llama import Llama, random_batch
 from benchmarks._ranks import barrier, on_ranks
 from benchmarks._results import Column, Findings
 
-__all__ = ["LEAST_CORRELATION", "MEMORY_SHARE", "run"]
+__all__ = [
+    "LEAST_CORRELATION",
+    "MEMORY_SHARE",
+    "MODEL",
+    "RANKS",
+    "calibrated",
+    "run",
+    "run_plans",
+    "sample_batch",
+]
 
 LEAST_CORRELATION, MEMORY_SHARE = 0.8, 0.10
-_RANKS, _TOKENS, _SAMPLES = 4, 128, 8
-_MODEL = Llama(vocab_size=2048, width=256, hidden=704, num_layers=4)
+RANKS, _TOKENS, _SAMPLES = 4, 128, 8
+MODEL = Llama(vocab_size=2048, width=256, hidden=704, num_layers=4)
 _CPU = torch.device("cpu")
 _TEXT = """
 A Llama, its loss inside, is divided over {ranks} gloo ranks by unlike plans: the solver's with and without limits, the samples,
@@ -67,11 +76,11 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     """
     rounds = 1 if quick else 9
     report("operator_predictions: measuring ranks and links")
-    cluster = on_ranks(_calibrated, _RANKS)[0]
+    cluster = on_ranks(calibrated, RANKS)[0]
     priced = _priced(cluster)
     names = list(priced)[: 3 if quick else None]
     report(f"operator_predictions: running {len(names)} plans")
-    ran = on_ranks(_run, _RANKS, [priced[name][0].as_json() for name in names], rounds)
+    ran = on_ranks(run_plans, RANKS, [priced[name][0].as_json() for name in names], rounds)
     rows: list[dict[str, Any]] = []
     for place, name in enumerate(names):
         _, seconds, num_bytes = priced[name]
@@ -93,32 +102,34 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     return Findings(
         name="operator_predictions",
         title="Predictions of operator plans",
-        text=_TEXT.format(ranks=_RANKS, rounds=rounds, correlation=LEAST_CORRELATION, share=MEMORY_SHARE),
+        text=_TEXT.format(ranks=RANKS, rounds=rounds, correlation=LEAST_CORRELATION, share=MEMORY_SHARE),
         columns=_COLUMNS,
         rows=rows,
         settings={
-            "model": _MODEL.describe(),
+            "model": MODEL.describe(),
             "batch": f"{_SAMPLES} samples of {_TOKENS} tokens",
             "rank correlation": f"{correlation:.2f}",
         },
     )
 
 
-def _calibrated() -> Cluster:
+def calibrated() -> Cluster:
+    """This machine with the speeds of its ranks and links measured; collective."""
     cluster = Cluster.detect()
     return replace(cluster, hardware=calibrate(cluster))
 
 
-def _batch() -> dict[str, torch.Tensor]:
-    ids = random_batch(_MODEL, _SAMPLES, _TOKENS, seed=0)["input_ids"]
+def sample_batch() -> dict[str, torch.Tensor]:
+    """Token ids and labels of :data:`MODEL`, [B, T]."""
+    ids = random_batch(MODEL, _SAMPLES, _TOKENS, seed=0)["input_ids"]
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def _priced(cluster: Cluster) -> dict[str, tuple[OperatorPlan, float, float]]:
     """By name the plans, with predicted seconds and bytes."""
-    graph = capture_shallow(_MODEL.build(), (), _batch(), device=_CPU).graph
-    prices, states = Prices.on(cluster, _RANKS, "float32"), States()
-    assembled = assemble(graph, legal_rules(graph, _RANKS), prices, states, _CPU)
+    graph = capture_shallow(MODEL.build(), (), sample_batch(), device=_CPU).graph
+    prices, states = Prices.on(cluster, RANKS, "float32"), States()
+    assembled = assemble(graph, legal_rules(graph, RANKS), prices, states, _CPU)
 
     def by_heads(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         if one.name == "scaled_dot_product_attention":
@@ -126,22 +137,22 @@ def _priced(cluster: Cluster) -> dict[str, tuple[OperatorPlan, float, float]]:
         return tuple(rule for rule in rules if Shard(0) not in (*rule.inputs[:1], *rule.outputs))
 
     def solved(**limits: Any) -> OperatorPlan:
-        return solved_plan(graph, _RANKS, prices, states, _CPU, **limits).plan
+        return solved_plan(graph, RANKS, prices, states, _CPU, **limits).plan
 
     heads, free = solved(allow=by_heads), solved()
     least = assembled.price(free).memory
     plans = {
         "solved": free,
-        "nothing divided": OperatorPlan(degree=_RANKS),
-        "random 1": random_plan(graph, _RANKS, 1),
+        "nothing divided": OperatorPlan(degree=RANKS),
+        "random 1": random_plan(graph, RANKS, 1),
         "solved, 90 % of its memory": solved(memory_limit=0.9 * least),
         "solved, 75 % of its memory": solved(memory_limit=0.75 * least),
         "heads alone": heads,
-        "samples": batch_plan(graph, _RANKS),
+        "samples": batch_plan(graph, RANKS),
         "attention alone": _part(heads, ".self_attn"),
         "feed-forward alone": _part(heads, ".mlp"),
-        "random 2": random_plan(graph, _RANKS, 2),
-        "random 3": random_plan(graph, _RANKS, 3),
+        "random 2": random_plan(graph, RANKS, 2),
+        "random 3": random_plan(graph, RANKS, 3),
     }
     found = {name: (plan, assembled.price(plan)) for name, plan in plans.items()}
     return {name: (plan, price.seconds, price.memory) for name, (plan, price) in found.items()}
@@ -156,23 +167,23 @@ def _part(plan: OperatorPlan, name: str) -> OperatorPlan:
     )
 
 
-def _run(plans: list[dict[str, Any]], rounds: int) -> list[tuple[float, float]]:
+def run_plans(plans: list[dict[str, Any]], rounds: int) -> list[tuple[float, float]]:
     """Seconds of a step and bytes at its peak, on one rank."""
     return [_step(plan, rounds) for plan in plans]
 
 
 def _step(plan: dict[str, Any], rounds: int) -> tuple[float, float]:
-    batch = _batch()
+    batch = sample_batch()
     gc.collect()
     with track_memory(_CPU) as memory:
         _, result, _ = auto_accelerate(
-            _MODEL.build(),
+            MODEL.build(),
             torch.optim.AdamW,
             loss_func=lambda _, output: output.loss,
             model_input_format="unpack_dict",
             sample_batch=batch,
             load_strategy=[
-                ("parallel_mode", ([("tensor", _RANKS)], None)),
+                ("parallel_mode", ([("tensor", RANKS)], None)),
                 ("operator_parallel", {"plan": plan, "self_test": False}),
             ],
         )

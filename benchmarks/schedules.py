@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from atorch_ns import auto_accelerate
 from atorch_ns.pipeline import PipelineStep, StageCosts, get_schedule
@@ -16,6 +15,7 @@ from benchmarks._model_axes_by_hand import pipeline_step
 from benchmarks._pairs import Block, Pair, combine, measure, neighbours, spread_of
 from benchmarks._ranks import barrier, on_ranks
 from benchmarks._results import Column, Findings, Spread
+from benchmarks._slow_stage import SLOW_WIDTH, Slow, SlowStage
 from benchmarks.model_axes import MICRO_BATCHES, TARGET, Plan, batch_text, compared
 
 __all__ = ["GAIN_TARGET", "gain_row", "run"]
@@ -34,7 +34,7 @@ _TORCHS = (
 )
 _MERAKS = ("PreRecompute1F1B", "LastNoRecompute1F1B", "ShiftedCriticalPath")
 _PAIRS: tuple[Pair, ...] = tuple((name, "1F1B") for name in _MERAKS)
-_STAGES, _ROWS, _WIDTH = 4, 8, 8
+_STAGES, _ROWS = 4, 8
 _SECONDS = ((0.04, 0.08), (0.04, 0.04))
 """Of a stage's forward and backward pass for one micro-batch: what Transformers have, and another ratio."""
 
@@ -116,55 +116,22 @@ def _plan(name: str, model: Llama) -> Plan:
     )
 
 
-class _Slow(torch.autograd.Function):
-    """The identity, for which both passes take their time."""
-
-    num_forwards = 0
-
-    @staticmethod
-    def forward(ctx: Any, given: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        """Keeps what it is given, so that no recomputation stops before it."""
-        _Slow.num_forwards += 1
-        ctx.save_for_backward(given)
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return given.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Asks for what was kept, as a layer would."""
-        (_,) = ctx.saved_tensors
-        time.sleep(ctx.backward_s)
-        return grads[0], None, None
-
-
-class _Stage(nn.Module):
-    def __init__(self, forward_s: float, backward_s: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(_WIDTH, _WIDTH)
-        self.seconds = forward_s, backward_s
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        slowed: Tensor = _Slow.apply(self.linear(hidden), *self.seconds)
-        return slowed
-
-
 def _slowed(forward_s: float, backward_s: float, rounds: int) -> list[Block]:
     """On one rank; the number of forward passes tells that all are recomputed that are to be."""
     sides = {name: _step(name, forward_s, backward_s) for name in ("1F1B", *_MERAKS)}
     for name, step in sides.items():
         step()
-        before = _Slow.num_forwards
+        before = Slow.num_forwards
         step()
         keeps = get_schedule(name).keeps_last and torch.distributed.get_rank() == _STAGES - 1
-        assert _Slow.num_forwards - before == _ROWS * (1 if keeps else 2), name
+        assert Slow.num_forwards - before == _ROWS * (1 if keeps else 2), name
     return measure(sides, _PAIRS, rounds=rounds, calls=1, barrier=barrier)
 
 
 def _step(schedule: str, forward_s: float, backward_s: float) -> Callable[[], object]:
-    batch = torch.ones(_ROWS, _WIDTH)
+    batch = torch.ones(_ROWS, SLOW_WIDTH)
     _, result, _ = auto_accelerate(
-        nn.Sequential(*(_Stage(forward_s, backward_s) for _ in range(_STAGES))),
+        nn.Sequential(*(SlowStage(forward_s, backward_s) for _ in range(_STAGES))),
         torch.optim.SGD,
         loss_func=lambda _, output: output.square().mean(),
         optim_args={"lr": 1e-3},
