@@ -14,7 +14,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.estimate.estimate import Workload
 from atorch_ns.estimate.memory.activations import Activations, SegmentBytes
-from atorch_ns.estimate.model_shard import DTYPE_BYTES, Memo, cost_of, is_recomputed
+from atorch_ns.estimate.model_shard import DTYPE_BYTES, Memo, cost_of, groups, is_recomputed
 from atorch_ns.estimate.stages import known_stages
 from atorch_ns.estimate.table import PlanTable
 from atorch_ns.estimate.time.context import PricingContext
@@ -41,6 +41,7 @@ def with_chosen_schedules(
     if not automatic.any() and not any(by_share):
         return table
     use, known = table.use.copy(), {one: place for place, one in enumerate(table.uses)}
+    with_shares: dict[tuple[int, tuple[float, ...]], int] = {}
     for index in range(len(table.templates)):
         rows, sizes = table.sizes(index, workload, memo)
         plan, is_auto = table.templates[index], automatic[use[rows]]
@@ -59,9 +60,12 @@ def with_chosen_schedules(
         if len(named):
             context = PricingContext.of(plan, sizes.take(named), trace, cluster, workload, Memo())
             for place, shares in zip(named.tolist(), _shares(context, memo), strict=True):
-                one = table.uses[use[rows[place]]]
-                new = one._replace(pipeline=replace(one.pipeline, recomputed=shares))
-                use[rows[place]] = known.setdefault(new, len(known))
+                given = int(use[rows[place]])
+                if (given, shares) not in with_shares:
+                    one = table.uses[given]
+                    new = one._replace(pipeline=replace(one.pipeline, recomputed=shares))
+                    with_shares[given, shares] = known.setdefault(new, len(known))
+                use[rows[place]] = with_shares[given, shares]
     return replace(table, use=use, uses=tuple(known))
 
 
@@ -73,11 +77,9 @@ def _shares(context: PricingContext, memo: Memo) -> list[tuple[float, ...]]:
     states = np.stack([_state_bytes(context, s) for s in range(len(every))])  # [S, R]
     able = np.asarray([is_recomputed(context.plan, segment) for segment in context.trace.segments])
     found: list[tuple[float, ...]] = [()] * len(sizes)
-    keys = np.column_stack([sizes.pipeline, sizes.micro_batches, sizes.pipelined])
-    for key in np.unique(keys, axis=0):
-        rows = np.flatnonzero((keys == key).all(axis=1))
-        stages = known_stages(sizes.pipelines[key[2]], context.trace, int(key[0]), memo)
-        live = stages.live(int(key[1]))[:, None]
+    for (num_ranks, passes, place), rows in groups(sizes.pipeline, sizes.micro_batches, sizes.pipelined):
+        stages = known_stages(sizes.pipelines[place], context.trace, num_ranks, memo)
+        live = stages.live(passes, memo)[:, None]
         whole, freed = stages.on_rank @ every[:, rows], stages.on_rank @ (every - kept)[:, rows]  # [p, R']
         if recompute.is_chosen:
             over = stages.on_rank @ states[:, rows] + live * whole - context.hardware.device.memory_bytes
@@ -92,8 +94,8 @@ def _shares(context: PricingContext, memo: Memo) -> list[tuple[float, ...]]:
             of_rank[-1] = 0.0
         of_stage = np.empty((stages.numbers.size, len(rows)))
         of_stage[stages.numbers.reshape(-1)] = np.repeat(of_rank, stages.numbers.shape[1], axis=0)
-        for place, row in enumerate(rows.tolist()):
-            found[row] = tuple(np.round(of_stage[:, place], 3).tolist())
+        for row, of_row in zip(rows.tolist(), np.round(of_stage, 3).T.tolist(), strict=True):
+            found[row] = tuple(of_row)
     return found
 
 

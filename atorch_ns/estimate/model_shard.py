@@ -6,7 +6,7 @@ Legend: R plans of one kind (or stages of them), S segments.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from atorch_ns.profile import ForwardResult, ParameterSpec, Segment, SegmentCost
 from atorch_ns.strategy import AxisUse, PipelineParallelism, Plan
 
 T = TypeVar("T")
+_ABSENT: Any = object()
 
 
 class Memo:
@@ -29,10 +30,21 @@ class Memo:
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value of ``key``, made where it is not known."""
-        if key not in self._found:
-            self._found[key] = make()
-        value: T = self._found[key]
+        value: T = self._found.get(key, _ABSENT)  # keys are long: they are hashed once
+        if value is _ABSENT:
+            value = self._found[key] = make()
         return value
+
+
+def groups(*columns: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """The values that rows of integer columns [R] have in common, ascending, and the rows that have them."""
+    code = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        code = code * (int(column.max(initial=0)) + 1) + column
+    order = np.argsort(code, kind="stable")
+    ends = np.flatnonzero(np.diff(code[order])) + 1
+    for rows in np.split(order, ends) if len(order) else ():
+        yield tuple(int(column[rows[0]]) for column in columns), rows
 
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int64": 8}
@@ -172,6 +184,24 @@ def _shares(trace: Trace, position: int) -> bool:
     )
 
 
+class AxisUses(tuple[AxisUse, ...]):
+    """The ways to use the axes of a table's plans; a key of the memo by its identity, since there may be thousands."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    @cached_property
+    def pipelines(self) -> tuple[PipelineParallelism, ...]:
+        """The ways to run a pipeline that there are."""
+        return tuple(dict.fromkeys(use.pipeline for use in self))
+
+    @cached_property
+    def pipelined(self) -> np.ndarray:
+        """Index into :attr:`pipelines` of each."""
+        places = {pipeline: place for place, pipeline in enumerate(self.pipelines)}
+        return np.asarray([places[use.pipeline] for use in self], dtype=np.int64)
+
+
 @dataclass(frozen=True, eq=False)  # a key of the memo by its identity
 class Sizes:
     """Sizes of the axes, and passes, of R plans.
@@ -191,7 +221,7 @@ class Sizes:
     pipeline: np.ndarray
     micro_batches: np.ndarray
     use: np.ndarray
-    uses: tuple[AxisUse, ...]
+    uses: AxisUses
 
     def __len__(self) -> int:
         return len(self.data)
@@ -226,17 +256,15 @@ class Sizes:
         """[R] whether head and loss are computed on parts of samples."""
         return self._where(lambda use: use.sequence.parallel_loss)
 
-    @cached_property
+    @property
     def pipelines(self) -> tuple[PipelineParallelism, ...]:
         """The ways to run a pipeline that there are."""
-        return tuple(dict.fromkeys(use.pipeline for use in self.uses))
+        return self.uses.pipelines
 
     @cached_property
     def pipelined(self) -> np.ndarray:
         """[R] index into :attr:`pipelines`."""
-        places = {pipeline: place for place, pipeline in enumerate(self.pipelines)}
-        found = [places[use.pipeline] for use in self.uses]
-        return np.asarray(np.asarray(found, dtype=np.int64)[self.use])
+        return np.asarray(self.uses.pipelined[self.use])
 
     def _where(self, holds: Callable[[AxisUse], bool]) -> np.ndarray:
         return np.asarray(np.asarray([holds(use) for use in self.uses])[self.use])

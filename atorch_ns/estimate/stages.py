@@ -6,11 +6,12 @@ Legend: p ranks of a pipeline, v stages on each, S segments.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes
+from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes, groups
 from atorch_ns.pipeline import (
     ScheduleInfo,
     get_schedule,
@@ -50,9 +51,13 @@ class Stages:
         blocks = self.counts.sum(axis=2)
         return np.asarray((blocks * self.recomputed).sum(axis=1) / np.maximum(1, blocks.sum(axis=1)))
 
-    def live(self, num_micro_batches: int) -> np.ndarray:
+    def live(self, num_micro_batches: int, memo: Memo) -> np.ndarray:
         """[p] micro-batches whose activations live on a rank at one time, in units of all its stages'."""
         p, v = self.numbers.shape
+        key = ("live", self.info.name, p, v, num_micro_batches)
+        return memo.get(key, lambda: self._live(p, v, num_micro_batches))
+
+    def _live(self, p: int, v: int, num_micro_batches: int) -> np.ndarray:
         if self.info.name == "GPipe":
             return np.full(p, float(num_micro_batches))
         if self.info.name == "1F1B":
@@ -93,10 +98,10 @@ def _staged(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]
         every = np.arange(len(sizes))
         return ModelShard.whole(trace, sizes), Owners(every, every)
     owner, counts, live, flags = [], [], [], []
-    keys = np.column_stack([sizes.pipeline, sizes.micro_batches, sizes.pipelined])
-    for key in np.unique(keys, axis=0):
-        rows = np.flatnonzero((keys == key).all(axis=1))
-        for one in _distinct(sizes.pipelines[key[2]], trace, int(key[0]), int(key[1]), memo):
+    for (num_ranks, passes, place), rows in groups(sizes.pipeline, sizes.micro_batches, sizes.pipelined):
+        pipeline = sizes.pipelines[place]
+        key = ("distinct ranks", pipeline, num_ranks, passes)
+        for one in memo.get(key, partial(_distinct, trace, pipeline, num_ranks, passes, memo)):
             owner.append(rows)
             counts.append(np.broadcast_to(one.counts, (len(rows), len(one.counts))))
             live.append(np.full(len(rows), one.live))
@@ -122,14 +127,14 @@ class _Rank(NamedTuple):
 
 
 def _distinct(
-    pipeline: PipelineParallelism, trace: Trace, num_ranks: int, micro_batches: int, memo: Memo
+    trace: Trace, pipeline: PipelineParallelism, num_ranks: int, micro_batches: int, memo: Memo
 ) -> list[_Rank]:
     """The ranks of a pipeline that differ; of those with equal blocks the one with most micro-batches alive."""
     if num_ranks == 1:
         counts = np.asarray([segment.count for segment in trace.segments])
         return [_Rank(counts, 1.0, micro_batches > 1, True, True, np.nan)]
     stages = known_stages(pipeline, trace, num_ranks, memo)
-    alive = memo.get(("live", pipeline, num_ranks, micro_batches), lambda: stages.live(micro_batches))
+    alive = stages.live(micro_batches, memo)
     found: dict[tuple[object, ...], _Rank] = {}
     last = stages.numbers.max()
     shares = stages.recomputed_on_rank

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from atorch_ns.estimate.estimate import Workload
-from atorch_ns.estimate.model_shard import Memo, Sizes
+from atorch_ns.estimate.model_shard import AxisUses, Memo, Sizes
 from atorch_ns.estimate.stages import usual_micro_batches
 from atorch_ns.strategy import MODEL_AXES, AxisUse, Plan
 
@@ -93,8 +94,12 @@ class PlanTable:
             passes = passes.copy()
             passes[row] = usual_micro_batches(self.uses[use[row]].pipeline, int(pipeline[row]), num_samples)
         columns = np.column_stack([self.data[rows], self.zero[rows], passes, use, model])
-        key = ("sizes", self.uses, columns.shape, columns.tobytes())
-        return rows, memo.get(key, lambda: _sizes(columns, self.uses))
+        key = ("sizes", self._axis_uses, columns.shape, columns.tobytes())
+        return rows, memo.get(key, lambda: _sizes(columns, self._axis_uses))
+
+    @cached_property
+    def _axis_uses(self) -> AxisUses:
+        return AxisUses(self.uses)
 
     def plan(self, row: int) -> Plan:
         """The plan of a row."""
@@ -120,7 +125,7 @@ def with_chosen_reductions(table: PlanTable, num_trainable: int, memory_bytes: f
     return table.reducing_each(chosen)
 
 
-def _sizes(columns: np.ndarray, uses: tuple[AxisUse, ...]) -> Sizes:
+def _sizes(columns: np.ndarray, uses: AxisUses) -> Sizes:
     data, zero, micro_batches, use, *model = columns.T
     axes = dict(zip(MODEL_AXES, model, strict=True))
     return Sizes(data=data, zero=zero, micro_batches=micro_batches, use=use, uses=uses, **axes)

@@ -106,7 +106,7 @@ def test_the_share_of_the_bubble_does_not_depend_on_the_size(name: str, again: f
 def test_ranks_hold_the_micro_batches_of_the_order(name: str, num: int) -> None:
     info = get_schedule(name)
     v = info.usual_stages
-    live = stages_of(plan_of(name).pipeline, trace(), 4).live(num)
+    live = stages_of(plan_of(name).pipeline, trace(), 4).live(num, Memo())
     assert live.tolist() == pytest.approx(live_bytes(info.orders(4, num, v), [1 / v] * 4 * v))
 
 

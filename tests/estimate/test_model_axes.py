@@ -322,10 +322,10 @@ def test_a_pipeline_of_small_stages_is_as_slow_as_the_hosts_that_start_them(llam
 def test_stages_hold_the_micro_batches_that_their_schedule_keeps(llama: Profile) -> None:
     assert llama.trace is not None
     of_1f1b = stages_of(_plan(pipeline=4).pipeline, llama.trace, 4)
-    assert of_1f1b.live(8).tolist() == [4, 3, 2, 1]
-    assert of_1f1b.live(2).tolist() == [2, 2, 2, 1]
+    assert of_1f1b.live(8, Memo()).tolist() == [4, 3, 2, 1]
+    assert of_1f1b.live(2, Memo()).tolist() == [2, 2, 2, 1]
     gpipe = stages_of(PipelineParallelism(schedule="GPipe"), llama.trace, 4)
-    assert gpipe.live(8).tolist() == [8, 8, 8, 8]
+    assert gpipe.live(8, Memo()).tolist() == [8, 8, 8, 8]
 
 
 @pytest.mark.parametrize(

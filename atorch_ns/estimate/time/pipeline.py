@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atorch_ns.estimate.model_shard import cost_of
+from atorch_ns.estimate.model_shard import cost_of, groups
 from atorch_ns.estimate.stages import Stages, known_stages
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.passes import SegmentSeconds
@@ -64,10 +64,9 @@ def as_pipeline(
     recomputed = np.full(len(none), np.nan)
     waiting = Waiting(none.copy(), none.copy(), none.copy())
     sizes = context.sizes
-    for num_ranks, place in np.unique(np.column_stack([sizes.pipeline, sizes.pipelined]), axis=0).tolist():
+    for (num_ranks, place), rows in groups(sizes.pipeline, sizes.pipelined):
         if num_ranks == 1:
             continue
-        rows = np.flatnonzero((sizes.pipeline == num_ranks) & (sizes.pipelined == place))
         stages = known_stages(sizes.pipelines[place], context.trace, num_ranks, context.memo)
         shares = stages.recomputed_on_rank if by_share else np.ones(num_ranks)
         of_rank, host = (  # [p, R']
