@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -9,12 +10,16 @@ from typing import Any
 
 from benchmarks._ranks import keeping_bytecode
 from benchmarks._results import Column, Findings, Spread
+from benchmarks._yardstick import WORDS, in_yardsticks
 
 __all__ = ["run"]
 
+TARGET = 5.0
+"""The most yardsticks that importing the package may take."""
+
 _TEXT = """
 Time to import in a fresh interpreter, from the first line of the program to the last; compiled files are in place.
-*cpu* is processor time. The programs run in turns. *loads torch*: whether torch is imported at the end.
+*cpu* is processor time; {yardstick}; at most {target:.0f} are asked of the first program. The programs run in turns. *loads torch*: whether torch is imported at the end.
 
 The first optimizer that a program makes has torch import much (its compiler, sharded tensors), which this package
 imports too: what is added to a program that trains is what comes after that.
@@ -24,6 +29,7 @@ _COLUMNS = (
     Column(title="program", key="program"),
     Column(title="runs", key="runs"),
     Column(title="cpu s (p25..p75)", key="cpu_s"),
+    Column(title="yardsticks", key="yardsticks", digits=1),
     Column(title="wall s (p25..p75)", key="wall_s"),
     Column(title="loads torch", key="loads_torch"),
 )
@@ -71,7 +77,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     return Findings(
         name="imports",
         title="Import time",
-        text=_TEXT,
+        text=_TEXT.format(target=TARGET, yardstick=WORDS),
         columns=_COLUMNS,
         rows=[_row(name, found) for name, found in runs.items()],
     )
@@ -97,6 +103,7 @@ def _row(name: str, found: list[tuple[float, float, bool]]) -> dict[str, Any]:
         "program": name,
         "runs": len(found),
         "cpu_s": Spread.of(cpu for cpu, _, _ in found),
+        "yardsticks": in_yardsticks(statistics.median(cpu for cpu, _, _ in found)),
         "wall_s": Spread.of(wall for _, wall, _ in found),
         "loads_torch": "yes" if any(torch for *_, torch in found) else "no",
     }

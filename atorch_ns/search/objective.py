@@ -42,7 +42,7 @@ class SearchSettings(BaseModel):
     )
     seed: int = Field(default=0, description="Of the samplers: same seed, same measurements, same choice.")
     win_probability: float = Field(
-        default=0.05,
+        default=0.02,
         gt=0,
         lt=1,
         description="The search ends when no untried candidate wins by more than the noise with this chance.",

@@ -18,7 +18,7 @@ from atorch_ns.text import bytes_text, compared_text, interval_text, percent_tex
 
 Steps = Sequence[tuple[str, Any]]
 
-SAME_WITHIN = 0.03
+SAME_WITHIN = 0.02
 """A simpler strategy is not preferred if it is worse by more than this share, whatever the noise."""
 
 CONFIDENCE = 0.95

@@ -120,6 +120,10 @@ def fit_posterior(
     errors = np.diag(noise**2 + DRIFT**2)
     scale = _likeliest(fixed, scaled, tried, residual, errors)
     kernel = fixed + scale**2 * scaled
+    if scale < 1:  # that others were predicted well says nothing of a method that was never tried
+        centred = features.indicators - features.indicators.mean(axis=0)
+        unknown = centred[:, ~features.indicators[tried].any(axis=0)]
+        kernel += (1 - scale**2) * _mark(priced) ** 2 * unknown @ unknown.T
     gain = np.linalg.solve(kernel[np.ix_(tried, tried)] + errors, kernel[tried]).T
     return Posterior(prior + gain @ residual, kernel - gain @ kernel[tried])
 
@@ -127,11 +131,16 @@ def fit_posterior(
 def _kernels(features: Features, priced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The covariance of the common factor, and that of all others."""
     number = len(priced)
-    mark = MARK if priced.all() else MARK_UNPRICED
     common = np.full((number, number), COMMON**2 if priced.all() else (3 * COMMON) ** 2)
     indicators, shares = features.indicators - features.indicators.mean(axis=0), features.shares
-    others = mark**2 * indicators @ indicators.T + PART**2 * shares @ shares.T + OWN**2 * np.eye(number)
+    others = (
+        _mark(priced) ** 2 * indicators @ indicators.T + PART**2 * shares @ shares.T + OWN**2 * np.eye(number)
+    )
     return common, others
+
+
+def _mark(priced: np.ndarray) -> float:
+    return MARK if priced.all() else MARK_UNPRICED
 
 
 def _likeliest(

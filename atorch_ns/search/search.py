@@ -13,7 +13,7 @@ from atorch_ns.search.conclude import conclude
 from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.objective import Objective, SearchSettings
 from atorch_ns.search.outcome import SearchOutcome, Setting
-from atorch_ns.search.ranking import CONFIDENCE_Z
+from atorch_ns.search.ranking import CONFIDENCE_Z, SAME_WITHIN
 from atorch_ns.search.residual_model import read_features
 from atorch_ns.search.sampler import make_sampler
 from atorch_ns.search.space.candidate import Candidate
@@ -25,6 +25,12 @@ CONFIRM_WITHIN = 0.1
 
 CONFIRM_PLAIN_WITHIN = 0.5
 """The same share for the winner and the plain strategy, which was measured first: machines drift that much."""
+
+MOST_REPETITIONS = 4
+"""Trials of the best at most, to tell it from the plain strategy: they halve the noise of one."""
+
+NEAR_WITHIN = 0.05
+"""Who is this near to the repeated best is repeated, too: which of them is best is noise."""
 
 KNOWN_WITHIN = 0.1
 """A known strategy is confirmed by a trial that is this near to what it gave before, or faster."""
@@ -99,7 +105,6 @@ class Search:
         self._out_of_time = False
         self._over = False
         self._confirming: list[str] = []
-        self._confirmed = False
         self._seconds: float | None = None
         self._knowledge = self._know()
 
@@ -258,10 +263,8 @@ class Search:
         return f"an earlier search found it, and one trial confirms it ({now}, then {then})"
 
     def _confirm(self) -> str | None:
-        """Winner and closest rival in turn, once, where they are close: machines drift between trials."""
-        if not self._confirmed:
-            self._confirmed = True
-            self._confirming = self._rivals()
+        """Winner and closest rival in turn, where they are close: machines drift between trials."""
+        self._confirming = self._confirming or self._rivals()
         while self._confirming:
             key = self._confirming.pop(0)
             limit = self.settings.max_trials or default_max_trials(self._knowledge)
@@ -271,17 +274,27 @@ class Search:
         return None
 
     def _rivals(self) -> list[str]:
-        """The two candidates worth a repetition: the plain strategy or the next best, and the best; or none."""
-        ranked = self._knowledge.ranked
+        """The two candidates worth a repetition: the plain strategy or the next best, and the best; or none.
+
+        Once the best was repeated it is again only where noise alone keeps a clearly slower one as its equal.
+        """
+        ranked, winner = self._knowledge.ranked, self._knowledge.winner
         if self.settings.sampler == "exhaustive" or not self._objective.counts_time or len(ranked) < 2:
             return []
         best, *others = ranked
+        if best.num_trials > 1:
+            assert winner is not None
+            unclear = winner.value > best.value * (1 + SAME_WITHIN) and best.num_trials < MOST_REPETITIONS
+            if unclear:
+                return [winner.candidate.key, best.candidate.key]
+            within = best.value * (1 + NEAR_WITHIN)
+            return [one.candidate.key for one in others if one.num_trials == 1 and one.value <= within][:1]
         near = []
         for one in others:
             within = CONFIRM_PLAIN_WITHIN if one.candidate.is_baseline else CONFIRM_WITHIN
             if one.value <= best.value * (1 + within):
                 near.append(one)
-        if not near or best.num_trials > 1:
+        if not near:
             return []
         rival = next((one for one in near if one.candidate.is_baseline), near[0])
         return [rival.candidate.key, best.candidate.key]

@@ -80,10 +80,10 @@ def test_bars_are_those_of_the_benchmarks() -> None:
     assert asked["speed"] == {f"≤ {speed.TARGET}"}
     assert asked["model_axes"] == {f"≤ {model_axes.TARGET}", f"≤ {model_axes.OPERATORS_TARGET}"}
     assert asked["schedules"] == {f"≤ {model_axes.TARGET}", f"1 ± {schedules.GAIN_TARGET}"}
-    assert asked["overhead"] == {f"< {overhead.TARGET_S}"}
+    assert asked["overhead"] == {f"< {overhead.TARGET:.0f}"}
     assert asked["memory"] == {f"≤ {memory.ALLOWANCE}"}
     assert asked["materialise"] == {f"≤ {materialise.ALLOWANCE}"}
-    assert asked["cutting"] == {f"≤ {cutting.TARGET_S:.0f}"}
+    assert asked["cutting"] == {f"≤ {cutting.TARGET}"}
     limits = (estimate_memory.MEDIAN_LIMIT, estimate_memory.WORST_LIMIT)
     assert asked["estimate_memory"] == {f"≤ {limit:.0%}" for limit in limits}
     (claim,) = claims_of(_peers(peer="torch by hand"))

@@ -124,7 +124,7 @@ def test_the_same_seed_and_measurements_give_the_same_search() -> None:
 def test_the_plain_strategy_is_tried_first_then_the_most_promising() -> None:
     candidates = ladder(20)
     world = World(as_predicted(candidates, 2.0), jitter=0.01)
-    outcome = world.search(candidates)
+    outcome = world.search(candidates, win_probability=0.05)
     assert [task.key for task in world.tasks][:2] == ["plain", "c19"]
     assert outcome.best == "c19"
     assert outcome.num_trials <= 6
