@@ -66,7 +66,7 @@ def test_a_job_is_searched_for_and_verified(tmp_path: Path) -> None:
 
 def test_the_script_of_the_readme_trains_and_extras_are_named(tmp_path: Path) -> None:
     """Without its search, which the slow test runs."""
-    (block,) = re.findall(
+    block, *_ = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
     )
     script = block.replace("time_limit=30", "load_strategy=['fsdp', 'amp_native'], time_limit=30")
