@@ -115,7 +115,7 @@ def use(wheel: Path, extra: str) -> None:
         return
     for line in PLANNING + TRAINING:
         run("atorch-ns", *line.split(), folder=clean)
-    (block,) = re.findall(
+    block, *_ = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE
     )
     run(python, "-c", block, folder=clean)
