@@ -10,9 +10,10 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from atorch_ns.estimate import Estimate, MemoryParts, TimeParts
 from atorch_ns.search import (
@@ -26,7 +27,7 @@ from atorch_ns.search import (
 )
 from atorch_ns.strategy import Step
 
-__all__ = ["Replay", "Truth", "made_up", "replay"]
+__all__ = ["Replay", "Truth", "made_up", "recorded", "replay", "share_right"]
 
 TRIAL_STEPS = 8
 GOOD_ENOUGH = 0.03
@@ -71,6 +72,19 @@ class Truth:
         ranks = np.stack([np.argsort(np.argsort(values)) for values in (predicted, actual)]).astype(float)
         return float(np.corrcoef(ranks)[0, 1])
 
+    def as_json(self) -> str:
+        """What :func:`recorded` reads: candidates with their predictions, without collectives, and the runs."""
+        bare = tuple(
+            replace(one, estimate=replace(one.estimate, collectives=(), notes=()) if one.estimate else None)
+            for one in self.candidates
+        )
+        return TypeAdapter(Truth).dump_json(Truth(bare, self.runs)).decode()
+
+
+def recorded(text: str) -> Truth:
+    """The truth that :meth:`Truth.as_json` wrote."""
+    return TypeAdapter(Truth).validate_json(text)
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -101,6 +115,11 @@ def replay(truth: Truth, *, seed: int, sampler: str = "guided") -> Replay:
     regret = float(truth.seconds(outcome.best) / truth.best - 1)
     right = bool(regret <= max(GOOD_ENOUGH, truth.noise))
     return Replay(outcome.num_trials, regret, right, outcome)
+
+
+def share_right(found: Sequence[Replay]) -> float:
+    """Which part of the searches is right."""
+    return sum(one.right for one in found) / len(found)
 
 
 def _trial(truth: Truth, task: TrialTask, random: np.random.Generator) -> TrialOutcome:

@@ -16,7 +16,7 @@ from atorch_ns.search import Candidate, SearchSettings, explore
 from atorch_ns.testing import Case
 from benchmarks._ranks import on_ranks
 from benchmarks._results import Column, Findings
-from benchmarks._search_worlds import Replay, Truth, made_up, replay
+from benchmarks._search_worlds import Truth, made_up, replay, share_right
 from benchmarks._time_cases import GLOBAL_BATCH, make_cases
 from benchmarks.estimate_time import _calibration, _step_seconds, profile_case
 
@@ -63,7 +63,8 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     for num_ranks in (2,) if quick else (2, 4):
         for name, case in list(make_cases(quick=quick).items())[: 1 if quick else None]:
             truth = measure(case, num_ranks, number, steps, report=report)
-            rows.append(_row(f"{name}, {num_ranks} processes", [truth] * seeds, list(range(seeds))))
+            row = _row(f"{name}, {num_ranks} processes", [truth] * seeds, list(range(seeds)))
+            rows.append({**row, "recorded": truth.as_json()})
             report(f"search_quality: {rows[-1]['space']}: right in {rows[-1]['right']:.0%}")
     return Findings(
         name="search_quality",
@@ -100,13 +101,9 @@ def _row(space: str, truths: Sequence[Truth], seeds: Sequence[int]) -> dict[str,
         "share": max(one.num_trials for one in guided) / count,
         "regret": statistics.median(one.regret for one in guided),
         "worst": max(one.regret for one in guided),
-        "right": _share_right(guided),
-        "right_random": _share_right(random),
+        "right": share_right(guided),
+        "right_random": share_right(random),
     }
-
-
-def _share_right(found: Sequence[Replay]) -> float:
-    return sum(one.right for one in found) / len(found)
 
 
 def measure(
