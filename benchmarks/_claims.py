@@ -371,6 +371,14 @@ def _peers(data: Data) -> Iterator[Claim]:
             holds=bool(row["holds"]) if by_hand else None,
             shortfall=" ".join(_losses(row)),
         )
+        if by_hand and "setup_ratio" in row:
+            yield Claim(
+                what=f"{row['task']}: our set-up over {row['peer']}'s, elapsed time",
+                asked="≤ 1.1",
+                found=_interval(row["setup_ratio"], 2),
+                n=row["setup_ratio"]["n"],
+                holds=bool(row["setup_holds"]),
+            )
 
 
 def _side_by_side(data: Data) -> Iterator[Claim]:

@@ -21,10 +21,12 @@ from benchmarks._peers.ours import OURS
 from benchmarks._ranks import barrier, on_ranks
 from benchmarks._results import Column, Findings, Spread
 
-__all__ = ["TARGET", "run", "verdict"]
+__all__ = ["SET_UP_TARGET", "TARGET", "run", "verdict"]
 
 TARGET = 1.02
 """The largest ratio of a step to the same step by hand."""
+SET_UP_TARGET = 1.1
+"""The largest ratio of a set-up to the same by hand."""
 
 _NUM_TOKENS = 128
 _NUM_LOSSES = 5
@@ -46,7 +48,8 @@ Everyone's defaults stand: ours are torch's fused kernels of AdamW where paramet
 - *loss apart*: the largest difference of the mean losses of the first {losses} steps; *same* where it is within
   1e-4, or 2e-2 with bf16. A row that is not the same compares two different things.
 - *peak MiB*: the most bytes of tensors alive in a step, of the rank that holds most, ours and the peer's.
-- *set-up s*: from the plain model to the end of the first step, in fresh processes, what was imported before left out.
+- *set-up*: from the plain model to the end of the first step, in fresh processes that start in turns, what was imported
+  before left out; ours over the peer's, with the range of all pairs' ratios, and the middle seconds of both.
 - *a strategy found automatically*: what happens to a peer's own search, where it has one.
 """
 
@@ -62,6 +65,7 @@ _COLUMNS = (
     Column(title="loss apart", key="loss_apart", digits=6),
     Column(title="peak MiB, ours", key="peak_mib", digits=1),
     Column(title="peak MiB, peer", key="peak_mib_peer", digits=1),
+    Column(title="set-up ratio", key="setup_ratio", digits=2, confidence=True),
     Column(title="set-up s, ours", key="setup_s", digits=2),
     Column(title="set-up s, peer", key="setup_s_peer", digits=2),
     Column(title="does not run, since", key="error"),
@@ -74,17 +78,17 @@ class _Size:
 
     model: Llama
     num_tokens: int
+    set_ups: int
     launches: int
     rounds: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Alone:
-    """What one side does by itself; the mean of the ranks' losses, the worst rank's seconds and bytes."""
+class _Start:
+    """One side's first steps in fresh processes: the mean of the ranks' losses, and the worst rank's seconds of the first."""
 
     losses: tuple[float, ...]
     setup_s: float
-    peak_bytes: int | None
 
 
 def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
@@ -95,20 +99,20 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         report: told what is being done.
     """
     size = (
-        _Size(model=TINY, num_tokens=16, launches=1, rounds=2)
+        _Size(model=TINY, num_tokens=16, set_ups=1, launches=1, rounds=2)
         if quick
-        else _Size(model=SMALL, num_tokens=_NUM_TOKENS, launches=3, rounds=8)
+        else _Size(model=SMALL, num_tokens=_NUM_TOKENS, set_ups=5, launches=3, rounds=8)
     )
     _import_early(size.model)
     peers = PEERS[:_NUM_QUICK] if quick else PEERS
     missing = {peer.name: peer.prepare() for peer in peers}
     rows = []
     for task in TASKS[:1] if quick else (*TASKS, AUTOMATIC):
-        ours = _alone(OURS, task, size)
+        our_peak = _peak_bytes(OURS, task, size)
         for peer in peers:
             report(f"peers: {task.name}: {peer.name}")
             reason = missing[peer.name] or peer.lacks.get(task.name)
-            found = {"error": reason} if reason else _compared(ours, peer, task, size)
+            found = {"error": reason} if reason else _compared(our_peak, peer, task, size)
             rows.append({"task": task.name, "peer": peer.name, **found})
     return Findings(
         name="peers",
@@ -136,10 +140,14 @@ def verdict(ratio: Spread) -> str:
     return "slower" if ratio.low > 1 else "equal"
 
 
-def _compared(ours: _Alone, peer: Peer, task: Task, size: _Size) -> dict[str, Any]:
+def _compared(our_peak: int | None, peer: Peer, task: Task, size: _Size) -> dict[str, Any]:
     """A row; where the peer fails, with the reason."""
+    sides = (OURS, peer)
     try:
-        theirs = _alone(peer, task, size)
+        # The peer first: what fails does so at once.
+        orders = [sides[::-1] if number % 2 == 0 else sides for number in range(size.set_ups)]
+        starts = [{side.name: _start(side, task, size) for side in order} for order in orders]
+        peak = _peak_bytes(peer, task, size)
         blocks: list[Block] = []
         for launch in range(size.launches):
             blocks += combine(on_ranks(_in_turns, NUM_RANKS, peer, task, size, launch))
@@ -147,21 +155,25 @@ def _compared(ours: _Alone, peer: Peer, task: Task, size: _Size) -> dict[str, An
         return {"error": _reason(failure)}
     pair = (OURS.name, peer.name)
     cpu = Spread.of(ratios(blocks, pair, lambda block: block.cpu_s))
-    apart = max(abs(one - other) for one, other in zip(ours.losses, theirs.losses, strict=True))
+    ours, theirs = ([start[side.name] for start in starts] for side in sides)
+    setup = Spread.of(one.setup_s / other.setup_s for one, other in zip(ours, theirs, strict=True))
+    apart = max(abs(one - other) for one, other in zip(ours[0].losses, theirs[0].losses, strict=True))
     return {
         "verdict": verdict(cpu),
         "cpu_ratio": cpu,
         "wall_ratio": Spread.of(ratios(blocks, pair, lambda block: block.wall_s)),
         "pairs": cpu.n,
         "wall_ms_peer": spread_of(blocks, peer.name, lambda block: block.wall_s, scale=1000),
-        "losses": list(ours.losses),
-        "losses_peer": list(theirs.losses),
+        "losses": list(ours[0].losses),
+        "losses_peer": list(theirs[0].losses),
         "loss_apart": apart,
         "same": apart <= task.loss_tolerance,
-        "peak_mib": _mib(ours.peak_bytes),
-        "peak_mib_peer": _mib(theirs.peak_bytes),
-        "setup_s": ours.setup_s,
-        "setup_s_peer": theirs.setup_s,
+        "peak_mib": _mib(our_peak),
+        "peak_mib_peer": _mib(peak),
+        "setup_ratio": setup,
+        "setup_holds": setup.median <= SET_UP_TARGET,
+        "setup_s": statistics.median(one.setup_s for one in ours),
+        "setup_s_peer": statistics.median(one.setup_s for one in theirs),
         "holds": cpu.median <= TARGET,
     }
 
@@ -178,15 +190,17 @@ def _reason(failure: WorkerFailure) -> str:
     return f"{first.error_type or first.status}: {message}"[:200].replace("|", "/")
 
 
-def _alone(peer: Peer, task: Task, size: _Size) -> _Alone:
-    starts = [on_ranks(_first_steps, NUM_RANKS, peer, task, size) for _ in range(size.launches)]
-    peaks = on_ranks(_peak, NUM_RANKS, peer, task, size) if peer.tracks_memory else None
-    losses = zip(*(losses for losses, _ in starts[0]), strict=True)
-    return _Alone(
-        losses=tuple(statistics.fmean(one) for one in losses),
-        setup_s=statistics.median(max(seconds for _, seconds in start) for start in starts),
-        peak_bytes=None if peaks is None else max(peaks),
+def _start(peer: Peer, task: Task, size: _Size) -> _Start:
+    ranks = on_ranks(_first_steps, NUM_RANKS, peer, task, size)
+    losses = zip(*(losses for losses, _ in ranks), strict=True)
+    return _Start(
+        losses=tuple(statistics.fmean(one) for one in losses), setup_s=max(seconds for _, seconds in ranks)
     )
+
+
+def _peak_bytes(peer: Peer, task: Task, size: _Size) -> int | None:
+    """Of the worst rank; ``None`` where it cannot be counted."""
+    return max(on_ranks(_peak, NUM_RANKS, peer, task, size)) if peer.tracks_memory else None
 
 
 def _first_steps(peer: Peer, task: Task, size: _Size) -> tuple[list[float], float]:

@@ -100,8 +100,10 @@ def load_registry() -> Registry:
     registry = Registry()
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     # Built-ins first, so that a plug-in that takes a built-in name is the one refused.
+    distributions = {point.dist for point in points}  # each reads its name from a file
+    names = {one: one.name if one is not None else "an unknown distribution" for one in distributions}
     for point in sorted(points, key=lambda point: (not point.value.startswith("opt_lib."), point.name)):
-        origin = point.dist.name if point.dist is not None else "an unknown distribution"
+        origin = names[point.dist]
         try:
             registry.add(point.load(), origin=origin)
         except Exception as error:  # a broken plug-in must not take the built-in methods with it

@@ -161,6 +161,8 @@ def _arguments(job: Mapping[str, Any], front: Any, folder: str, **more: Any) -> 
 class _Slowed(nn.Module):
     """Stages that sleep, and a last layer that Merak leaves without recomputation, as it always does.
 
+    Beside what is computed, the inputs go from stage to stage: Merak's recomputation takes a lone tensor for a tuple.
+
     Args:
         seconds: of a stage's forward and backward pass.
         num_stages: stages.
@@ -177,8 +179,8 @@ class _Slowed(nn.Module):
         """[B, F] to logits."""
         hidden = input_ids
         for layer in self.layers:
-            hidden = layer(hidden)
-        logits: Tensor = self.head(hidden)
+            hidden = layer(hidden + input_ids)
+        logits: Tensor = self.head(hidden + input_ids)
         return logits if self.bare else (logits,)
 
 
