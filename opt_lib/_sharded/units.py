@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from atorch_ns.capture.blocks import repeated_blocks, select_modules
-from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser
 from atorch_ns.torch_compat import plain_name, replicate
@@ -144,22 +143,26 @@ def broadcast_from_first(
 ) -> None:
     """Gives ``tensors``, or this rank's shards of them, the values they have on the first rank of a group; collective.
 
-    Small ones travel together, in buckets as large as those of gradients.
-
     Args:
         job: the job, for its device and mesh.
         tensors: the same ones on all ranks; those on meta are left alone.
         group: the ranks; ``None`` for those that see different data.
     """
     assert job.mesh is not None
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor.data for tensor in tensors)
-    given = [tensor for tensor in local if not tensor.is_meta]
-    group = group or job.mesh.data_group
-    small = [tensor for tensor in given if tensor.nbytes < DEFAULT_BUCKET_BYTES]
-    sizes = ((tensor.dtype, tensor.nbytes) for tensor in small)
-    buckets = [[small[place] for place in places] for places in gradient_buckets(sizes, DEFAULT_BUCKET_BYTES)]
-    for bucket in (*buckets, *([tensor] for tensor in given if tensor.nbytes >= DEFAULT_BUCKET_BYTES)):
-        _broadcast(bucket, group, job.device)
+    under_way = []
+    for tensor in tensors:
+        data = tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
+        if data.is_meta:
+            continue
+        sent = data.to(job.device).contiguous()
+        work = dist.broadcast(sent, group=group or job.mesh.data_group, group_src=0, async_op=True)
+        if sent is data:
+            under_way.append(work)
+        else:  # one copy at a time
+            work.wait()
+            _fill(data, sent)
+    for work in under_way:
+        work.wait()
 
 
 @torch.no_grad()
@@ -167,19 +170,12 @@ def broadcast_together(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup
     """Gives small tensors the values of a group's first rank, in one collective for those of a dtype; collective."""
     of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
-        of_dtype.setdefault(tensor.dtype, []).append(tensor.data)
+        of_dtype.setdefault(tensor.dtype, []).append(tensor)
     for alike in of_dtype.values():
-        _broadcast(alike, group, alike[0].device)
-
-
-def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Of one dtype, in one collective on ``device``; one that can be sent as it is, is."""
-    parts = [tensor.to(device).reshape(-1) for tensor in tensors]
-    sent = parts[0] if len(parts) == 1 else torch.cat(parts)
-    dist.broadcast(sent, group=group, group_src=0)
-    for tensor, part in zip(tensors, sent.split([part.numel() for part in parts]), strict=True):
-        if part.data_ptr() != tensor.data_ptr():
-            _fill(tensor, part.view_as(tensor))
+        sent = torch.cat([tensor.reshape(-1) for tensor in alike])
+        dist.broadcast(sent, group=group, group_src=0)
+        for tensor, part in zip(alike, sent.split([tensor.numel() for tensor in alike]), strict=True):
+            _fill(tensor.data, part.view_as(tensor))
 
 
 def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
