@@ -39,14 +39,12 @@ Flag = StrictBool
 
 
 class MethodConfig(BaseModel):
-    """A method's settings: frozen, keyword-only, JSON values only, a description under each field.
+    """A method's settings: frozen, keyword-only, JSON values only, each field with a description.
 
     A subclass may accept shorthand by overriding :meth:`from_shorthand`.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
     @classmethod
     def from_shorthand(cls, value: Any) -> Mapping[str, Any]:

@@ -136,7 +136,7 @@ class MethodConformance:
             assert type(registry.get(name)) is self.method, f"{name!r} is another method's name"
 
     def test_every_setting_is_described(self) -> None:
-        """The sentence under each field feeds the help texts and the documentation."""
+        """The description of each field feeds the help texts and the documentation."""
         silent = [name for name, field in self.method.Config.model_fields.items() if not field.description]
         assert not silent, f"{self.method.Config.__name__} does not describe {', '.join(silent)}"
         assert (self.method.Config.__doc__ or "").strip(), f"{self.method.Config.__name__} needs a docstring"

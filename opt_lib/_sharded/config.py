@@ -19,7 +19,7 @@ _STRATEGIES = {"FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZER
 class MixedPrecisionConfig(MethodConfig):
     """dtypes of fully sharded training, as torch's ``MixedPrecision`` or ``MixedPrecisionPolicy``."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     param_dtype: str | None = Field(default=None, description="dtype of gathered parameters and of compute.")
     reduce_dtype: str | None = Field(default=None, description="dtype of gradient reduction.")
