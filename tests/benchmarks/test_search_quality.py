@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks._search_worlds import made_up, recorded, replay, share_right
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import search_quality
+from benchmarks._search_worlds import Truth, made_up, recorded, replay, share_right
 
 
 def test_a_recorded_space_replays_the_same_searches() -> None:
@@ -13,3 +19,33 @@ def test_a_recorded_space_replays_the_same_searches() -> None:
     first, second = replay(truth, seed=3), replay(again, seed=3)
     assert (first.num_trials, first.regret) == (second.num_trials, second.regret)
     assert share_right([first, second]) in (0.0, 1.0)
+
+
+def test_a_run_that_was_stopped_goes_on_from_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = made_up(seed=1, method_error=0.1, own_error=0.05, jitter=0.05, drift=0.02)
+    measured: list[str] = []
+    most = 2
+
+    def measure(case: Any, num_ranks: int, *_: Any, **__: Any) -> Truth:
+        if len(measured) == most:
+            raise KeyboardInterrupt
+        measured.append(f"{case.name}_{num_ranks}")
+        return truth
+
+    def row(space: str, *_: Any) -> dict[str, Any]:
+        return {"space": space, "num_candidates": 180, "right": 1.0}
+
+    kept = tmp_path / "spaces"
+    monkeypatch.setattr(search_quality, "KEPT", kept)
+    monkeypatch.setattr(search_quality, "measure", measure)
+    monkeypatch.setattr(search_quality, "_row", row)
+    with pytest.raises(KeyboardInterrupt):
+        search_quality.run(quick=False, report=measured.count)
+    assert {one.stem for one in kept.iterdir()} == set(measured)
+    most = 6
+    rows = search_quality.run(quick=False, report=measured.count).rows
+    assert len(rows) == 4 + 6
+    assert len(set(measured)) == len(measured) == 6
+    assert not kept.exists()
