@@ -171,7 +171,6 @@ def _compared(our_peak: int | None, peer: Peer, task: Task, size: _Size) -> dict
         "peak_mib": _mib(our_peak),
         "peak_mib_peer": _mib(peak),
         "setup_ratio": setup,
-        "setup_holds": setup.median <= SET_UP_TARGET,
         "setup_s": statistics.median(one.setup_s for one in ours),
         "setup_s_peer": statistics.median(one.setup_s for one in theirs),
         "holds": cpu.median <= TARGET,

@@ -36,6 +36,7 @@ def _peers(**changes: Any) -> dict[str, Any]:
         "loss_apart": 0.0,
         "peak_mib": 10.0,
         "peak_mib_peer": 10.0,
+        "setup_ratio": {**_spread(1.0), "n": 5},
         "setup_s": 1.0,
         "setup_s_peer": 1.0,
         "holds": True,
@@ -86,8 +87,8 @@ def test_bars_are_those_of_the_benchmarks() -> None:
     assert asked["cutting"] == {f"≤ {cutting.TARGET}"}
     limits = (estimate_memory.MEDIAN_LIMIT, estimate_memory.WORST_LIMIT)
     assert asked["estimate_memory"] == {f"≤ {limit:.0%}" for limit in limits}
-    (claim,) = claims_of(_peers(peer="torch by hand"))
-    assert claim.asked == f"≤ {peers.TARGET}"
+    step, set_up = claims_of(_peers(peer="torch by hand"))
+    assert (step.asked, set_up.asked) == (f"≤ {peers.TARGET}", f"≤ {peers.SET_UP_TARGET}")
 
 
 def test_peers_that_do_not_run_are_rows_with_their_reason() -> None:
@@ -101,7 +102,7 @@ def test_peers_that_do_not_run_are_rows_with_their_reason() -> None:
     [
         ({"verdict": "slower", "cpu_ratio": _spread(1.2)}, "20.0% more processor time"),
         ({"peak_mib": 20.0}, "our peak is 20 MiB, theirs 10"),
-        ({"setup_s": 2.0}, "our set-up takes 2.00 s, theirs 1.00"),
+        ({"setup_ratio": {**_spread(2.0), "n": 5}}, "our set-up takes 2.00 times as long"),
         ({"same": False, "loss_apart": 0.5}, "0.5 apart"),
     ],
 )
