@@ -27,7 +27,7 @@ from atorch_ns.search import (
 )
 from atorch_ns.strategy import Step
 
-__all__ = ["Replay", "Truth", "made_up", "recorded", "replay", "share_right"]
+__all__ = ["Replay", "Truth", "made_up", "recorded", "replay"]
 
 TRIAL_STEPS = 8
 GOOD_ENOUGH = 0.03
@@ -115,11 +115,6 @@ def replay(truth: Truth, *, seed: int, sampler: str = "guided") -> Replay:
     regret = float(truth.seconds(outcome.best) / truth.best - 1)
     right = bool(regret <= max(GOOD_ENOUGH, truth.noise))
     return Replay(outcome.num_trials, regret, right, outcome)
-
-
-def share_right(found: Sequence[Replay]) -> float:
-    """Which part of the searches is right."""
-    return sum(one.right for one in found) / len(found)
 
 
 def _trial(truth: Truth, task: TrialTask, random: np.random.Generator) -> TrialOutcome:

@@ -18,7 +18,7 @@ from atorch_ns.search import Candidate, SearchSettings, explore
 from atorch_ns.testing import Case
 from benchmarks._ranks import on_ranks
 from benchmarks._results import Column, Findings
-from benchmarks._search_worlds import Truth, made_up, recorded, replay, share_right
+from benchmarks._search_worlds import Replay, Truth, made_up, recorded, replay
 from benchmarks._time_cases import GLOBAL_BATCH, make_cases
 from benchmarks.estimate_time import _calibration, _step_seconds, profile_case
 
@@ -115,9 +115,13 @@ def _row(space: str, truths: Sequence[Truth], seeds: Sequence[int]) -> dict[str,
         "share": max(one.num_trials for one in guided) / count,
         "regret": statistics.median(one.regret for one in guided),
         "worst": max(one.regret for one in guided),
-        "right": share_right(guided),
-        "right_random": share_right(random),
+        "right": _share_right(guided),
+        "right_random": _share_right(random),
     }
+
+
+def _share_right(found: Sequence[Replay]) -> float:
+    return sum(one.right for one in found) / len(found)
 
 
 def measure(

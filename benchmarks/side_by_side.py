@@ -166,8 +166,10 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     missing = {"nnScaler": by_nnscaler.prepare(), "Merak": by_merak.prepare()}
     kept = None if quick else KEPT
     rows: list[dict[str, Any]] = []
+    num_kept = 0
     for work in _works(quick):
         row = _kept(kept, work)
+        num_kept += row is not None
         if row is None:
             report(f"side_by_side: {work.part}: {work.work}: {work.peer}")
             found = {"error": missing[work.peer]} if missing[work.peer] else _row(work, 2 if quick else 8)
@@ -191,6 +193,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         settings={
             "model that is trained": (TINY if quick else SMALL).describe(),
             "batch of all ranks": f"{_SAMPLES} samples of {_TOKENS} tokens",
+            "rows of earlier runs, which were stopped": num_kept,
         },
     )
 
