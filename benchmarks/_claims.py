@@ -385,6 +385,10 @@ def _peers(data: Data) -> Iterator[Claim]:
         )
 
 
+_OF_AUTOPARALLEL = 0.05
+"""Of AutoParallel's processor time: as much as planning the same model may take."""
+
+
 def _side_by_side(data: Data) -> Iterator[Claim]:
     clocks = {
         "planning": "processor seconds",
@@ -400,7 +404,11 @@ def _side_by_side(data: Data) -> Iterator[Claim]:
         ratio = row["ratio"]
         low, median = (ratio["low"], ratio["median"]) if isinstance(ratio, Mapping) else (ratio, ratio)
         found = _interval(ratio) if isinstance(ratio, Mapping) else f"{ratio:.3f}"
+        bar = _OF_AUTOPARALLEL if row["peer"] == "AutoParallel" else None
+        holds = None if bar is None else low <= bar
         short = [f"{work}: ours takes {median:.2f} times as long as {row['peer']}."] if low > 1 else []
+        if holds is False:
+            short.append(f"{work}: ours takes {median:.3f} of {row['peer']}'s time; at most {bar} is asked.")
         ours, theirs = row.get("peak_mib"), row.get("peak_mib_theirs")
         if ours is not None and theirs is not None and ours > 1.02 * theirs:
             short.append(f"{work}: our peak is {ours:.0f} MiB, {row['peer']}'s {theirs:.0f}.")
@@ -408,7 +416,14 @@ def _side_by_side(data: Data) -> Iterator[Claim]:
             short.append(
                 f"{work}: losses are up to {max(row['apart'], row['apart_theirs']):.2g} off one process."
             )
-        yield Claim(what=what, found=found, n=row.get("pairs"), shortfall=" ".join(short))
+        yield Claim(
+            what=what,
+            asked="" if bar is None else f"≤ {bar}",
+            found=found,
+            n=row.get("pairs"),
+            holds=holds,
+            shortfall=" ".join(short),
+        )
 
 
 def _losses(row: Data) -> Iterator[str]:

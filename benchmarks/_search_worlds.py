@@ -1,7 +1,8 @@
 """Spaces whose truth is known, and searches that are replayed in them.
 
 A *truth table* holds for every candidate the steps of several runs. A replayed trial draws its steps from one
-run, so that noise within a run and drift between runs are those that were measured.
+run, until its stop rule ends it, so that noise within a run and differences between runs are those that were measured; on request
+the machine's drift too.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from pydantic import TypeAdapter
 
+from atorch_ns.engine.trial.run import decide
 from atorch_ns.estimate import Estimate, MemoryParts, TimeParts
 from atorch_ns.search import (
     Candidate,
@@ -29,7 +31,6 @@ from atorch_ns.strategy import Step
 
 __all__ = ["Replay", "Truth", "made_up", "recorded", "replay"]
 
-TRIAL_STEPS = 8
 GOOD_ENOUGH = 0.03
 """A choice is right if it is slower than the best by less than this, or than the truth's own noise."""
 
@@ -40,11 +41,14 @@ class Truth:
 
     Attributes:
         candidates: with predictions.
-        runs: seconds of steps by candidate's key, for each run.
+        runs: seconds of steps by candidate's key, for each run, at the machine's usual speed.
+        drift: by candidate's key, for each run, how much slower than usual the machine was meanwhile, as a factor;
+            empty where it always has one speed.
     """
 
     candidates: tuple[Candidate, ...]
     runs: Mapping[str, Sequence[Sequence[float]]]
+    drift: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def seconds(self, key: str) -> float:
         """The middle of the runs' medians."""
@@ -78,7 +82,7 @@ class Truth:
             replace(one, estimate=replace(one.estimate, collectives=(), notes=()) if one.estimate else None)
             for one in self.candidates
         )
-        return TypeAdapter(Truth).dump_json(Truth(bare, self.runs)).decode()
+        return TypeAdapter(Truth).dump_json(Truth(bare, self.runs, self.drift)).decode()
 
 
 def recorded(text: str) -> Truth:
@@ -103,13 +107,20 @@ class Replay:
     outcome: SearchOutcome
 
 
-def replay(truth: Truth, *, seed: int, sampler: str = "guided") -> Replay:
-    """Searches once."""
+def replay(truth: Truth, *, seed: int, sampler: str = "guided", drifting: bool = False) -> Replay:
+    """Searches once.
+
+    Args:
+        truth: of the space.
+        seed: of the sampler and of what trials draw.
+        sampler: of the search.
+        drifting: whether a trial's steps are as slow as the machine was when they were measured.
+    """
     random = np.random.default_rng(seed)
     settings = SearchSettings(sampler=sampler, seed=seed, probe=False)  # type: ignore[arg-type]
     search = Search(_setting(), settings, truth.candidates, clock=lambda: 0.0)
     while (task := search.ask()) is not None:
-        search.tell(task.id, _trial(truth, task, random))
+        search.tell(task.id, _trial(truth, task, random, drifting))
     outcome = search.outcome()
     assert outcome.best is not None
     regret = float(truth.seconds(outcome.best) / truth.best - 1)
@@ -117,11 +128,19 @@ def replay(truth: Truth, *, seed: int, sampler: str = "guided") -> Replay:
     return Replay(outcome.num_trials, regret, right, outcome)
 
 
-def _trial(truth: Truth, task: TrialTask, random: np.random.Generator) -> TrialOutcome:
+def _trial(truth: Truth, task: TrialTask, random: np.random.Generator, drifting: bool) -> TrialOutcome:
     runs = truth.runs[task.key]
-    run = runs[int(random.integers(len(runs)))]
-    steps = tuple(float(step) for step in random.choice(np.asarray(run), TRIAL_STEPS))
-    return TrialOutcome(status="ok", step_seconds=steps, total_seconds=1.0 + sum(steps))
+    number = int(random.integers(len(runs)))
+    factor = truth.drift[task.key][number] if drifting else 1.0
+    steps: list[float] = []
+    while (verdict := decide(task.rule, steps)) == "go on":
+        drawn = random.choice(np.asarray(runs[number]), task.rule.block_steps)
+        steps += [float(step) * factor for step in drawn]
+    return TrialOutcome(
+        status="stopped early" if verdict == "worse" else "ok",
+        step_seconds=tuple(steps),
+        total_seconds=1.0 + sum(steps),
+    )
 
 
 def _setting() -> Setting:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from atorch_ns.cluster import Cluster, Hardware
 from atorch_ns.estimate import Workload
 from atorch_ns.method import load_registry
 from atorch_ns.search import Candidate, SearchSettings, explore
 from atorch_ns.testing import Case
+from atorch_ns.testing.parity import accelerate_case
 from benchmarks._ranks import on_ranks
 from benchmarks._results import Column, Findings
 from benchmarks._search_worlds import Replay, Truth, made_up, recorded, replay
 from benchmarks._time_cases import GLOBAL_BATCH, make_cases
-from benchmarks.estimate_time import _calibration, _step_seconds, profile_case
+from benchmarks.estimate_time import _calibration, profile_case
 
 __all__ = ["KEPT", "measure", "run"]
 
@@ -28,26 +34,33 @@ KEPT = Path(__file__).parent.parent / "build" / "benchmarks" / "spaces"
 """What a run that was stopped has measured: the next one goes on from there."""
 
 _NUM_CANDIDATES = 36
+_WARM_UP, _TOGETHER = 2, 6
+"""Steps that do not count; strategies that the same processes run one after the other."""
+
 _TEXT = """
 *Measured* spaces: {candidates} strategies (the plain one and others drawn from the whole space, compilation left out),
-each run twice for {steps} steps on real processes; the second pass goes through them in reverse, so that the two show
-how the machine drifts. *Made-up* spaces: {made_up} strategies whose predictions are wrong by random factors for each
-method and each candidate.
+each run twice for {steps} steps on real processes; the second pass goes through them in reverse. A shared machine's speed drifts by
+more than strategies differ: every step is followed by one of the plain strategy in the same processes, and a run's steps are
+divided by how much slower than usual those were. *drift* is that factor's middle deviation from 1.
+*Made-up* spaces: {made_up} strategies whose predictions are wrong by random factors for each method and each candidate.
 
-Then {seeds} searches are replayed in each, whose trials draw their steps from what was measured. *right*: searches
+Then {seeds} searches are replayed in each, whose trials draw their steps from what was measured until a trial's own rule ends it. *right*: searches
 whose choice is slower than the best of all by at most 3 %, or by the noise (the middle difference of two runs of one
-strategy). *share*: the most trials of a search, of all candidates. *rho*: rank correlation of predicted and true times.
+strategy). *right, drifting*: the same where the drift is put back into the trials, not into the truth. *share*: the most trials of
+a search, of all candidates. *rho*: rank correlation of predicted and true times.
 """
 _COLUMNS = (
     Column(title="space", key="space"),
     Column(title="candidates", key="num_candidates"),
     Column(title="rho", key="rank_correlation", digits=2),
     Column(title="noise", key="noise", digits=3),
+    Column(title="drift", key="drift", digits=3),
     Column(title="trials, median", key="trials", digits=1),
     Column(title="share", key="share", digits=2),
     Column(title="regret, median", key="regret", digits=3),
     Column(title="regret, worst", key="worst", digits=3),
     Column(title="right", key="right", digits=2),
+    Column(title="right, drifting", key="right_drifting", digits=2),
     Column(title="right with random trials", key="right_random", digits=2),
 )
 
@@ -103,19 +116,24 @@ def _made_up_kinds() -> dict[str, dict[str, float]]:
 
 
 def _row(space: str, truths: Sequence[Truth], seeds: Sequence[int]) -> dict[str, Any]:
-    guided = [replay(truth, seed=seed) for truth, seed in zip(truths, seeds, strict=True)]
-    random = [replay(truth, seed=seed, sampler="random") for truth, seed in zip(truths, seeds, strict=True)]
+    def replayed(**how: Any) -> list[Replay]:
+        return [replay(truth, seed=seed, **how) for truth, seed in zip(truths, seeds, strict=True)]
+
+    guided, random = replayed(), replayed(sampler="random")
+    factors = [abs(math.log(factor)) for truth in truths for runs in truth.drift.values() for factor in runs]
     count = len(truths[0].candidates)
     return {
         "space": space,
         "num_candidates": count,
         "rank_correlation": statistics.median(truth.rank_correlation for truth in truths),
         "noise": statistics.median(truth.noise for truth in truths),
+        "drift": statistics.median(factors) if factors else None,
         "trials": float(statistics.median(one.num_trials for one in guided)),
         "share": max(one.num_trials for one in guided) / count,
         "regret": statistics.median(one.regret for one in guided),
         "worst": max(one.regret for one in guided),
         "right": _share_right(guided),
+        "right_drifting": _share_right(replayed(drifting=True)) if factors else None,
         "right_random": _share_right(random),
     }
 
@@ -138,14 +156,70 @@ def measure(
     """
     hardware: Hardware = on_ranks(_calibration, num_ranks)[0]
     candidates = _some_candidates(case, num_ranks, num_candidates, hardware)
-    runs: dict[str, list[list[float]]] = {one.key: [] for one in candidates}
+    plain = next(list(one.steps) for one in candidates if one.is_baseline)
+    pairs: dict[str, list[list[tuple[float, float]]]] = {one.key: [] for one in candidates}
     for order in (candidates, list(reversed(candidates))):
-        for one in order:
-            runs[one.key].append(on_ranks(_step_seconds, num_ranks, case, list(one.steps), num_steps)[0])
-            report(
-                f"search_quality: {case.name}, {num_ranks} processes: {one.label}: {_ms(runs[one.key][-1])}"
-            )
-    return Truth(tuple(candidates), runs)
+        for start in range(0, len(order), _TOGETHER):
+            part = order[start : start + _TOGETHER]
+            strategies = [list(one.steps) for one in part]
+            found = on_ranks(_beside_plain, num_ranks, case, plain, strategies, num_steps)[0]
+            for one, run in zip(part, found, strict=True):
+                pairs[one.key].append(run)
+                shown = [f"{statistics.median(side) * 1e3:.1f}" for side in zip(*run, strict=True)]
+                report(
+                    f"search_quality: {case.name}, {num_ranks} processes: {one.label}: {shown[0]} ms, "
+                    f"the plain one beside it {shown[1]}"
+                )
+    return _without_drift(candidates, pairs)
+
+
+def _without_drift(
+    candidates: Sequence[Candidate], pairs: Mapping[str, Sequence[Sequence[tuple[float, float]]]]
+) -> Truth:
+    """Runs at the machine's usual speed: that of the plain strategy's middle run."""
+    beside = {
+        key: [statistics.median(plain for _, plain in run) for run in runs] for key, runs in pairs.items()
+    }
+    usual = statistics.median(seconds for runs in beside.values() for seconds in runs)
+    drift = {key: [seconds / usual for seconds in runs] for key, runs in beside.items()}
+    steady = {
+        key: [[own / factor for own, _ in run] for run, factor in zip(runs, drift[key], strict=True)]
+        for key, runs in pairs.items()
+    }
+    return Truth(tuple(candidates), steady, drift)
+
+
+def _beside_plain(
+    case: Case, plain: Sequence[Any], strategies: Sequence[Sequence[Any]], num_steps: int
+) -> list[list[tuple[float, float]]]:
+    """On one rank: for each strategy seconds of its steps and of the plain one's that follow them, the maximum over ranks."""
+    known = _stepping(case, plain)
+    found = []
+    for strategy in strategies:
+        sides = (_stepping(case, strategy), known)
+        seconds = torch.tensor(
+            [[step() for step in sides] for _ in range(num_steps + _WARM_UP)][_WARM_UP:], dtype=torch.float64
+        )
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        found.append([(float(own), float(other)) for own, other in seconds])
+        del sides
+        gc.collect()
+    return found
+
+
+def _stepping(case: Case, strategy: Sequence[Any]) -> Callable[[], float]:
+    """A step of the case under the strategy, which all ranks begin together; seconds."""
+    result = accelerate_case(case, list(strategy), steps=1, global_batch=GLOBAL_BATCH)
+    assert result.dataloader is not None
+    batch = next(iter(result.dataloader))
+
+    def step() -> float:
+        dist.barrier()
+        started = time.perf_counter()
+        result.train_step(batch)
+        return time.perf_counter() - started
+
+    return step
 
 
 def _some_candidates(case: Case, num_ranks: int, number: int, hardware: Hardware) -> list[Candidate]:
@@ -159,7 +233,3 @@ def _some_candidates(case: Case, num_ranks: int, number: int, hardware: Hardware
     free = [one for one in space.candidates if one.pruned is None]
     drawn = set(np.random.default_rng(0).permutation(len(free))[: number - 1].tolist())
     return [replace(one) for index, one in enumerate(free) if index in drawn or one.is_baseline]
-
-
-def _ms(steps: Sequence[float]) -> str:
-    return f"{statistics.median(steps) * 1e3:.1f} ms"

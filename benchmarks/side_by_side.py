@@ -1,4 +1,4 @@
-"""Side by side: nnScaler and Merak, alive, and our front ends of the same names on the same work."""
+"""Side by side: nnScaler, Merak and AutoParallel, alive, and ours on the same work."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from atorch_ns.testing import reserve_port
 from benchmarks import operator_predictions
 from benchmarks._llama import SMALL, TINY, Llama, next_token_loss, random_batch
 from benchmarks._pairs import Block, Pair, measure, ratios, spread_of
-from benchmarks._peers import by_merak, by_nnscaler
 from benchmarks._peers._beside import FOLDER, Beside, ask_all, python_of, rank_variables
 from benchmarks._peers._peer import OPTIM_ARGS
+from benchmarks._peers._sources import SOURCES, prepare
 from benchmarks._ranks import on_ranks
 from benchmarks._results import Column, Findings, Spread
 
@@ -64,15 +64,17 @@ _MATCHED = ("linear", "embedding", "scaled_dot_product_attention")
 """Operators whose division is taken over from nnScaler's plan when it is priced and run here."""
 
 _TEXT = """
-nnScaler 0.8 and Merak 2.2.2 run beside our front ends of the same names (`parallelize`, `MerakTrainer`): the same program
-calls both, with the same model, weights, batch, optimizer and number of processes, each side in environments and processes of
-its own. Both are written for CUDA and NCCL; they are adapted to CPUs and gloo, and nnScaler to this torch
+nnScaler 0.8 and Merak 2.2.2 run beside our front ends of the same names (`parallelize`, `MerakTrainer`), AutoParallel beside `plan`:
+the same program calls both, with the same model, weights, batch, optimizer and number of processes, each side in environments and
+processes of its own. nnScaler and Merak are written for CUDA and NCCL; they are adapted to CPUs and gloo, and nnScaler to this torch
 (`benchmarks/_peers`), which changes neither what they search nor what they compute. A peer that cannot do a piece of
 work has the reason in its row. *ratio* is ours over theirs, below 1 where we are better; sides take turns, a b, b a, …
 
 - *planning*: processor seconds of `parallelize(…, "autodist", load_module=False)`, from the module to its code or plan; operator
   profiles of nnScaler are warm, so that nothing is timed but the search and what is made of its plan. Merak searches for nothing:
   its seconds are of tracing a model and cutting it into that many stages, ours of the whole search over all methods.
+  AutoParallel places every tensor on a mesh of one axis; its seconds end before the placements are applied, and ours are of `plan`
+  over all methods for as many H100s, both in processes that have not planned before.
 - *plan*: nnScaler's choice on {plan_ranks} ranks for products, attention and embedding, ours for everything, given the same measured
   links: seconds of a step measured with both plans run by `operator_parallel`, and as *priced ratio* those that our cost
   model predicts. The rest is filled in by our solver, to the best of nnScaler's plan.
@@ -108,7 +110,7 @@ class Work:
     Attributes:
         part: which part of the page it belongs to.
         work: in words.
-        peer: ``nnScaler`` or ``Merak``.
+        peer: of :data:`~benchmarks._peers._sources.SOURCES`.
         ranks: processes.
         options: what its rank's program is told besides.
     """
@@ -141,6 +143,9 @@ def _works(quick: bool) -> Iterator[Work]:
         yield Work(part="plan", work=what, peer="nnScaler", ranks=ranks, options=options)
         whole = {"size": asdict(_8B), "policy": "autodist", "degree": 8, "meta": True}
         yield Work(part="planning", work="Llama of 8B, 8 devices", peer="nnScaler", ranks=8, options=whole)
+    size = TINY if quick else _8B
+    what = f"Llama of {size.num_layers} layers, 8 devices" if quick else "Llama of 8B, 8 devices"
+    yield Work(part="planning", work=what, peer="AutoParallel", ranks=8, options={"size": asdict(size)})
     for policy, degree, ranks in (("dp", 1, 2), ("autodist", 2, 2), ("autodist", 4, 4))[: 1 if quick else 3]:
         options = {"size": model, "policy": policy, "degree": degree}
         yield Work(
@@ -163,7 +168,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         quick: tiny models, two pairs each, nothing slowed.
         report: told what is being done.
     """
-    missing = {"nnScaler": by_nnscaler.prepare(), "Merak": by_merak.prepare()}
+    missing = {peer: prepare(peer) for peer in SOURCES}
     kept = None if quick else KEPT
     rows: list[dict[str, Any]] = []
     num_kept = 0

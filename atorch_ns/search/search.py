@@ -32,6 +32,9 @@ MOST_REPETITIONS = 4
 NEAR_WITHIN = 0.05
 """Who is this near to the repeated best is repeated, too: which of them is best is noise."""
 
+FIRST_LOOK = 3
+"""Trials before the last ones are kept for repetitions."""
+
 KNOWN_WITHIN = 0.1
 """A known strategy is confirmed by a trial that is this near to what it gave before, or faster."""
 
@@ -202,7 +205,9 @@ class Search:
                 return again
             self._stop_reason = f"max_trials={self.settings.max_trials} was reached"
             return None
-        self._stop_reason = self._confirmed_known() or stop_reason(self._knowledge, self.settings)
+        self._stop_reason = (
+            self._confirmed_known() or stop_reason(self._knowledge, self.settings) or self._kept_to_confirm()
+        )
         if self._stop_reason:
             return None
         usual = self._budget.usual_cost(self._by_key, self._ledger)
@@ -262,14 +267,31 @@ class Search:
         now, then = seconds_text(one.outcome.median_seconds), seconds_text(self._known.seconds)
         return f"an earlier search found it, and one trial confirms it ({now}, then {then})"
 
+    @property
+    def _trials_left(self) -> int:
+        limit = self.settings.max_trials or default_max_trials(self._knowledge)
+        return limit - self._ledger.num_run
+
+    def _kept_to_confirm(self) -> str:
+        """Why the trials that are left try nothing new, which predictions have put last; empty if they do.
+
+        The best of many is partly luck.
+        """
+        guessing = self.settings.sampler == "random" or any(one.estimate is None for one in self.candidates)
+        rivals = [] if guessing else self._rivals()
+        if not rivals or self._ledger.num_run < FIRST_LOOK or self._trials_left != len(rivals):
+            return ""
+        run = counted(self._ledger.num_run, "trial")
+        names = " and ".join(self._by_key[key].label for key in rivals)
+        return f"{run} were run, and those that are left repeat {names}"
+
     def _confirm(self) -> str | None:
         """Winner and closest rival in turn, where they are close: machines drift between trials."""
         self._confirming = self._confirming or self._rivals()
         while self._confirming:
             key = self._confirming.pop(0)
-            limit = self.settings.max_trials or default_max_trials(self._knowledge)
             usual = self._budget.usual_cost(self._by_key, self._ledger)
-            if self._ledger.num_run < limit and self._budget.affords(self._by_key[key], usual):
+            if self._trials_left > 0 and self._budget.affords(self._by_key[key], usual):
                 return key
         return None
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import side_by_side
 from benchmarks._llama import TINY
-from benchmarks._peers import _beside, by_merak, by_nnscaler
+from benchmarks._peers import _beside
 from benchmarks._peers._beside import Beside, ask_all
 from benchmarks._results import Spread
 
@@ -69,18 +69,18 @@ def test_a_source_that_is_there_is_taken(folder: Path) -> None:
 
 
 def test_a_peer_that_is_missing_has_the_reason_in_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_nnscaler, "prepare", lambda: "no network")
-    monkeypatch.setattr(by_merak, "prepare", lambda: "no source")
+    monkeypatch.setattr(side_by_side, "prepare", lambda peer: f"no source of {peer}")
     rows = side_by_side.run(quick=True, report=WITHOUT_TIME.append).rows
     assert {(row["peer"], row["error"]) for row in rows} == {
-        ("nnScaler", "no network"),
-        ("Merak", "no source"),
+        (peer, f"no source of {peer}") for peer in ("nnScaler", "Merak", "AutoParallel")
     }
     assert {row["part"] for row in rows} == {"planning", "training"}
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("peer", "missing"), [("nnScaler", "nnscaler"), ("Merak", "Merak")])
+@pytest.mark.parametrize(
+    ("peer", "missing"), [("nnScaler", "nnscaler"), ("Merak", "Merak"), ("AutoParallel", "autoparallel")]
+)
 def test_our_side_answers_where_the_peer_cannot(
     folder: Path, monkeypatch: pytest.MonkeyPatch, peer: str, missing: str
 ) -> None:

@@ -57,6 +57,28 @@ def test_the_faster_of_two_wins_through_jitter() -> None:
         assert wins.count("other") >= 19, predicted
 
 
+@pytest.mark.parametrize("max_trials", [None, 5])
+def test_the_last_trials_of_a_search_that_could_go_on_repeat_the_best_and_its_rival(
+    max_trials: int | None,
+) -> None:
+    candidates = ladder(44, step=0.0001)
+    world = World(as_predicted(candidates), jitter=0.05, drift=0.02)
+    outcome = world.search(candidates, win_probability=1e-9, max_trials=max_trials)
+    tried = [task.key for task in world.tasks if task.kind == "trial"]
+    assert len(tried) == (max_trials or 9)
+    *explored, first, second = tried
+    assert len(set(explored)) == len(explored)
+    assert {first, second} <= set(explored)
+    assert "those that are left repeat" in outcome.stop_reason
+
+
+def test_a_search_of_few_trials_keeps_none_of_them_to_repeat() -> None:
+    candidates = ladder(44, step=0.0001)
+    world = World(as_predicted(candidates), jitter=0.05, drift=0.02)
+    world.search(candidates, win_probability=1e-9, max_trials=4)
+    assert len({task.key for task in world.tasks if task.kind == "trial"}) == 4
+
+
 def test_equal_strategies_never_beat_the_plain_one_by_noise() -> None:
     others = [candidate(f"o{index}", "fsdp", ("x", {"n": index}), seconds=0.030) for index in range(5)]
     wins = [
