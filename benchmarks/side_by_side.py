@@ -73,8 +73,9 @@ work has the reason in its row. *ratio* is ours over theirs, below 1 where we ar
 - *planning*: processor seconds of `parallelize(…, "autodist", load_module=False)`, from the module to its code or plan; operator
   profiles of nnScaler are warm, so that nothing is timed but the search and what is made of its plan. Merak searches for nothing:
   its seconds are of tracing a model and cutting it into that many stages, ours of the whole search over all methods.
-  AutoParallel places every tensor on a mesh of one axis; its seconds end before the placements are applied, and ours are of `plan`
-  over all methods for as many H100s, both in processes that have not planned before.
+  AutoParallel (with eager attention: on CPUs it has no prices for fused attention) places every tensor on a mesh of one axis; its seconds
+  end before the placements are applied. Ours are of `plan` over all methods for as many H100s; both in processes that have not planned
+  before.
 - *plan*: nnScaler's choice on {plan_ranks} ranks for products, attention and embedding, ours for everything, given the same measured
   links: seconds of a step measured with both plans run by `operator_parallel`, and as *priced ratio* those that our cost
   model predicts. The rest is filled in by our solver, to the best of nnScaler's plan.
