@@ -33,7 +33,7 @@ NEAR_WITHIN = 0.05
 """Who is this near to the repeated best is repeated, too: which of them is best is noise."""
 
 FIRST_LOOK = 3
-"""Trials before the last ones are kept for repetitions."""
+"""Trials of different strategies at least, before the last ones are kept for repetitions."""
 
 KNOWN_WITHIN = 0.1
 """A known strategy is confirmed by a trial that is this near to what it gave before, or faster."""
@@ -277,7 +277,8 @@ class Search:
 
         The best of many is partly luck.
         """
-        guessing = self.settings.sampler == "random" or any(one.estimate is None for one in self.candidates)
+        unordered = any(self.candidates[index].estimate is None for index in self._knowledge.open)
+        guessing = unordered or self.settings.sampler == "random"
         rivals = [] if guessing else self._rivals()
         if not rivals or self._ledger.num_run < FIRST_LOOK or self._trials_left != len(rivals):
             return ""

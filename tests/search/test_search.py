@@ -62,8 +62,10 @@ def test_the_last_trials_of_a_search_that_could_go_on_repeat_the_best_and_its_ri
     max_trials: int | None,
 ) -> None:
     candidates = ladder(44, step=0.0001)
+    impossible = Pruned(kind="impossible", reason="a method refuses it")
+    refused = replace(candidates[-1], key="refused", estimate=None, pruned=impossible)
     world = World(as_predicted(candidates), jitter=0.05, drift=0.02)
-    outcome = world.search(candidates, win_probability=1e-9, max_trials=max_trials)
+    outcome = world.search([*candidates, refused], win_probability=1e-9, max_trials=max_trials)
     tried = [task.key for task in world.tasks if task.kind == "trial"]
     assert len(tried) == (max_trials or 9)
     *explored, first, second = tried
