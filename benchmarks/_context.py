@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Context"]
+__all__ = ["Context", "date_and_cpu"]
 
 _PACKAGES = ("atorch-ns", "torch", "transformers", "fairscale", "deepspeed", "accelerate")
 
@@ -42,6 +42,11 @@ class Context:
             },
             "threads per process": os.environ.get("OMP_NUM_THREADS", "torch's default"),
         }
+
+
+def date_and_cpu() -> str:
+    """For one row of a table that several runs have filled: ``2026-11-26, AMD EPYC``."""
+    return f"{datetime.now(UTC):%Y-%m-%d}, {_cpu_model()}"
 
 
 def _cpu_model() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -135,16 +136,21 @@ def _calibration() -> Hardware:
     return calibrate(Cluster.detect())
 
 
-def _step_seconds(case: Case, strategy: Sequence[Any], num_steps: int) -> list[float]:
-    """On one rank: seconds of each step, the maximum over ranks."""
+def ready_step(case: Case, strategy: Sequence[Any]) -> Callable[[], object]:
+    """On one rank: a step of the case under the strategy, on its first batch."""
     result = accelerate_case(case, list(strategy), steps=1, global_batch=GLOBAL_BATCH)
     assert result.dataloader is not None
-    batch = next(iter(result.dataloader))
+    return functools.partial(result.train_step, next(iter(result.dataloader)))
+
+
+def _step_seconds(case: Case, strategy: Sequence[Any], num_steps: int) -> list[float]:
+    """On one rank: seconds of each step, the maximum over ranks."""
+    step = ready_step(case, strategy)
     seconds = []
     for number in range(num_steps + 2):
         dist.barrier()
         started = time.perf_counter()
-        result.train_step(batch)
+        step()
         if number >= 2:
             seconds.append(time.perf_counter() - started)
     slowest = torch.tensor(seconds, dtype=torch.float64)

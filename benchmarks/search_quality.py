@@ -6,48 +6,52 @@ import gc
 import math
 import shutil
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from atorch_ns.cluster import Cluster, Hardware
 from atorch_ns.estimate import Workload
 from atorch_ns.method import load_registry
 from atorch_ns.search import Candidate, SearchSettings, explore
 from atorch_ns.testing import Case
-from atorch_ns.testing.parity import accelerate_case
-from benchmarks._ranks import on_ranks
+from benchmarks._pairs import Block, Pair, combine, neighbours
+from benchmarks._pairs import measure as in_turns
+from benchmarks._ranks import barrier, on_ranks
 from benchmarks._results import Column, Findings
 from benchmarks._search_worlds import Replay, Truth, made_up, recorded, replay
 from benchmarks._time_cases import GLOBAL_BATCH, make_cases
-from benchmarks.estimate_time import _calibration, profile_case
+from benchmarks.estimate_time import _calibration, profile_case, ready_step
 
 __all__ = ["KEPT", "measure", "run"]
 
 KEPT = Path(__file__).parent.parent / "build" / "benchmarks" / "spaces"
 """What a run that was stopped has measured: the next one goes on from there."""
 
+_PAIR: Pair = ("own", "plain")
 _NUM_CANDIDATES = 36
 _WARM_UP, _TOGETHER = 2, 6
 """Steps that do not count; strategies that the same processes run one after the other."""
 
+_LEAST_RIGHT, _WORST_REGRET, _MOST_TRIALS = 0.95, 0.1, 0.2
+"""The bars of a measured space: searches that are right, regret of the worst, trials of all candidates."""
+
 _TEXT = """
 *Measured* spaces: {candidates} strategies (the plain one and others drawn from the whole space, compilation left out),
 each run twice for {steps} steps on real processes; the second pass goes through them in reverse. A shared machine's speed drifts by
-more than strategies differ: every step is followed by one of the plain strategy in the same processes, and a run's steps are
+more than strategies differ: every step has one of the plain strategy beside it in the same processes, and a run's steps are
 divided by how much slower than usual those were. *drift* is that factor's middle deviation from 1.
 *Made-up* spaces: {made_up} strategies whose predictions are wrong by random factors for each method and each candidate.
 
 Then {seeds} searches are replayed in each, whose trials draw their steps from what was measured until a trial's own rule ends it. *right*: searches
 whose choice is slower than the best of all by at most 3 %, or by the noise (the middle difference of two runs of one
 strategy). *right, drifting*: the same where the drift is put back into the trials, not into the truth. *share*: the most trials of
-a search, of all candidates. *rho*: rank correlation of predicted and true times.
+a search, of all candidates. *rho*: rank correlation of predicted and true times. The bars of a measured space: {right:.0%} right, a
+regret of {regret:.0%} at worst, and {share:.0%} of the trials. Where random
+trials are always right, the plain strategy, which every search tries, is right itself.
 """
 _COLUMNS = (
     Column(title="space", key="space"),
@@ -62,6 +66,7 @@ _COLUMNS = (
     Column(title="right", key="right", digits=2),
     Column(title="right, drifting", key="right_drifting", digits=2),
     Column(title="right with random trials", key="right_random", digits=2),
+    Column(title="within the bars", key="holds"),
 )
 
 
@@ -73,7 +78,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         report: told what is being done.
     """
     number, steps, seeds = (8, 3, 5) if quick else (_NUM_CANDIDATES, 8, 40)
-    rows = []
+    rows, num_kept = [], 0
     for label, errors in _made_up_kinds().items():
         truths = [made_up(seed=seed, **errors) for seed in range(seeds)]
         rows.append(_row(f"made up, {label}", truths, list(range(seeds))))
@@ -84,7 +89,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
             if quick or not file.exists():
                 truth = measure(case, num_ranks, number, steps, report=report)
             else:
-                truth = recorded(file.read_text(encoding="utf-8"))
+                truth, num_kept = recorded(file.read_text(encoding="utf-8")), num_kept + 1
             if not quick:
                 KEPT.mkdir(parents=True, exist_ok=True)
                 file.write_text(truth.as_json(), encoding="utf-8")
@@ -96,10 +101,18 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     return Findings(
         name="search_quality",
         title="What a search chooses, and after how many trials",
-        text=_TEXT.format(candidates=number, steps=steps, made_up=rows[0]["num_candidates"], seeds=seeds),
+        text=_TEXT.format(
+            candidates=number,
+            steps=steps,
+            made_up=rows[0]["num_candidates"],
+            seeds=seeds,
+            right=_LEAST_RIGHT,
+            regret=_WORST_REGRET,
+            share=_MOST_TRIALS,
+        ),
         columns=_COLUMNS,
         rows=rows,
-        settings={"global batch": GLOBAL_BATCH},
+        settings={"global batch": GLOBAL_BATCH, "spaces of earlier runs, which were stopped": num_kept},
     )
 
 
@@ -121,20 +134,23 @@ def _row(space: str, truths: Sequence[Truth], seeds: Sequence[int]) -> dict[str,
 
     guided, random = replayed(), replayed(sampler="random")
     factors = [abs(math.log(factor)) for truth in truths for runs in truth.drift.values() for factor in runs]
-    count = len(truths[0].candidates)
+    share = max(one.num_trials for one in guided) / len(truths[0].candidates)
+    right, worst = _share_right(guided), max(one.regret for one in guided)
+    within = right >= _LEAST_RIGHT and worst <= _WORST_REGRET and share <= _MOST_TRIALS
     return {
         "space": space,
-        "num_candidates": count,
+        "num_candidates": len(truths[0].candidates),
         "rank_correlation": statistics.median(truth.rank_correlation for truth in truths),
         "noise": statistics.median(truth.noise for truth in truths),
         "drift": statistics.median(factors) if factors else None,
         "trials": float(statistics.median(one.num_trials for one in guided)),
-        "share": max(one.num_trials for one in guided) / count,
+        "share": share,
         "regret": statistics.median(one.regret for one in guided),
-        "worst": max(one.regret for one in guided),
-        "right": _share_right(guided),
+        "worst": worst,
+        "right": right,
         "right_drifting": _share_right(replayed(drifting=True)) if factors else None,
         "right_random": _share_right(random),
+        "holds": within if factors else None,
     }
 
 
@@ -162,8 +178,9 @@ def measure(
         for start in range(0, len(order), _TOGETHER):
             part = order[start : start + _TOGETHER]
             strategies = [list(one.steps) for one in part]
-            found = on_ranks(_beside_plain, num_ranks, case, plain, strategies, num_steps)[0]
-            for one, run in zip(part, found, strict=True):
+            ranks = on_ranks(_beside_plain, num_ranks, case, plain, strategies, num_steps)
+            for one, blocks in zip(part, map(combine, zip(*ranks, strict=True)), strict=True):
+                run = [(own.wall_s, other.wall_s) for own, other in neighbours(blocks, _PAIR)]
                 pairs[one.key].append(run)
                 shown = [f"{statistics.median(side) * 1e3:.1f}" for side in zip(*run, strict=True)]
                 report(
@@ -191,35 +208,17 @@ def _without_drift(
 
 def _beside_plain(
     case: Case, plain: Sequence[Any], strategies: Sequence[Sequence[Any]], num_steps: int
-) -> list[list[tuple[float, float]]]:
-    """On one rank: for each strategy seconds of its steps and of the plain one's that follow them, the maximum over ranks."""
-    known = _stepping(case, plain)
+) -> list[list[Block]]:
+    """On one rank: the steps of each strategy, in turns with those of the plain one."""
+    known = ready_step(case, plain)
     found = []
     for strategy in strategies:
-        sides = (_stepping(case, strategy), known)
-        seconds = torch.tensor(
-            [[step() for step in sides] for _ in range(num_steps + _WARM_UP)][_WARM_UP:], dtype=torch.float64
-        )
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        found.append([(float(own), float(other)) for own, other in seconds])
+        sides = dict(zip(_PAIR, (ready_step(case, strategy), known), strict=True))
+        blocks = in_turns(sides, [_PAIR], rounds=num_steps + _WARM_UP, calls=1, barrier=barrier)
+        found.append(blocks[len(_PAIR) * _WARM_UP :])
         del sides
         gc.collect()
     return found
-
-
-def _stepping(case: Case, strategy: Sequence[Any]) -> Callable[[], float]:
-    """A step of the case under the strategy, which all ranks begin together; seconds."""
-    result = accelerate_case(case, list(strategy), steps=1, global_batch=GLOBAL_BATCH)
-    assert result.dataloader is not None
-    batch = next(iter(result.dataloader))
-
-    def step() -> float:
-        dist.barrier()
-        started = time.perf_counter()
-        result.train_step(batch)
-        return time.perf_counter() - started
-
-    return step
 
 
 def _some_candidates(case: Case, num_ranks: int, number: int, hardware: Hardware) -> list[Candidate]:

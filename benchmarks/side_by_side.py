@@ -33,11 +33,12 @@ from atorch_ns.operators.graph.graph import Operator
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.testing import reserve_port
 from benchmarks import operator_predictions
+from benchmarks._context import date_and_cpu
 from benchmarks._llama import SMALL, TINY, Llama, next_token_loss, random_batch
 from benchmarks._pairs import Block, Pair, measure, ratios, spread_of
 from benchmarks._peers._beside import FOLDER, Beside, ask_all, python_of, rank_variables
 from benchmarks._peers._peer import OPTIM_ARGS
-from benchmarks._peers._sources import SOURCES, prepare
+from benchmarks._peers._sources import prepare
 from benchmarks._ranks import on_ranks
 from benchmarks._results import Column, Findings, Spread
 
@@ -51,6 +52,9 @@ _TOKENS, _SAMPLES, _MIB = 128, 8, 2**20
 _NUM_LOSSES, _WARM_UP, _APART = 5, 2, 1e-4
 _SECONDS = (0.04, 0.08)
 """Of a slowed stage's forward and backward pass for one micro-batch, as in ``schedules``."""
+
+_BAR = 0.05
+"""Of AutoParallel's processor time: as much as planning may take."""
 
 _COMMUNICATION = {
     "all gather": "all_gather",
@@ -68,14 +72,14 @@ nnScaler 0.8 and Merak 2.2.2 run beside our front ends of the same names (`paral
 the same program calls both, with the same model, weights, batch, optimizer and number of processes, each side in environments and
 processes of its own. nnScaler and Merak are written for CUDA and NCCL; they are adapted to CPUs and gloo, and nnScaler to this torch
 (`benchmarks/_peers`), which changes neither what they search nor what they compute. A peer that cannot do a piece of
-work has the reason in its row. *ratio* is ours over theirs, below 1 where we are better; sides take turns, a b, b a, …
+work has the reason in its row; *measured* says when and on what machine a row was, which need not be this table's. *ratio* is ours over theirs, below 1 where we are better; sides take turns, a b, b a, …
 
 - *planning*: processor seconds of `parallelize(…, "autodist", load_module=False)`, from the module to its code or plan; operator
   profiles of nnScaler are warm, so that nothing is timed but the search and what is made of its plan. Merak searches for nothing:
   its seconds are of tracing a model and cutting it into that many stages, ours of the whole search over all methods.
   AutoParallel (with eager attention: on CPUs it has no prices for fused attention) places every tensor on a mesh of one axis; its seconds
   end before the placements are applied. Ours are of `plan` over all methods for as many H100s; both in processes that have not planned
-  before.
+  before; at most {bar} of its time is asked.
 - *plan*: nnScaler's choice on {plan_ranks} ranks for products, attention and embedding, ours for everything, given the same measured
   links: seconds of a step measured with both plans run by `operator_parallel`, and as *priced ratio* those that our cost
   model predicts. The rest is filled in by our solver, to the best of nnScaler's plan.
@@ -101,6 +105,7 @@ _COLUMNS = (
     Column(title="peak MiB, ours", key="peak_mib", digits=1),
     Column(title="peak MiB, theirs", key="peak_mib_theirs", digits=1),
     Column(title="does not run, since", key="error"),
+    Column(title="measured", key="measured"),
 )
 
 
@@ -114,6 +119,7 @@ class Work:
         peer: of :data:`~benchmarks._peers._sources.SOURCES`.
         ranks: processes.
         options: what its rank's program is told besides.
+        bar: what the ratio may be at most; ``None`` where nothing is asked.
     """
 
     part: str
@@ -121,6 +127,7 @@ class Work:
     peer: str
     ranks: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    bar: float | None = None
 
 
 _DEEP = Llama(vocab_size=32000, width=256, hidden=704, num_layers=24)
@@ -146,7 +153,9 @@ def _works(quick: bool) -> Iterator[Work]:
         yield Work(part="planning", work="Llama of 8B, 8 devices", peer="nnScaler", ranks=8, options=whole)
     size = TINY if quick else _8B
     what = f"Llama of {size.num_layers} layers, 8 devices" if quick else "Llama of 8B, 8 devices"
-    yield Work(part="planning", work=what, peer="AutoParallel", ranks=8, options={"size": asdict(size)})
+    yield Work(
+        part="planning", work=what, peer="AutoParallel", ranks=8, options={"size": asdict(size)}, bar=_BAR
+    )
     for policy, degree, ranks in (("dp", 1, 2), ("autodist", 2, 2), ("autodist", 4, 4))[: 1 if quick else 3]:
         options = {"size": model, "policy": policy, "degree": degree}
         yield Work(
@@ -169,7 +178,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         quick: tiny models, two pairs each, nothing slowed.
         report: told what is being done.
     """
-    missing = {peer: prepare(peer) for peer in SOURCES}
+    missing: dict[str, str] = {}
     kept = None if quick else KEPT
     rows: list[dict[str, Any]] = []
     num_kept = 0
@@ -178,8 +187,11 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         num_kept += row is not None
         if row is None:
             report(f"side_by_side: {work.part}: {work.work}: {work.peer}")
+            if work.peer not in missing:
+                missing[work.peer] = prepare(work.peer)
             found = {"error": missing[work.peer]} if missing[work.peer] else _row(work, 2 if quick else 8)
-            row = {"part": work.part, "work": work.work, "peer": work.peer, **found}
+            named = {"part": work.part, "work": work.work, "peer": work.peer}
+            row = {**named, "bar": work.bar, **found, "measured": date_and_cpu()}
             _keep(kept, row)
         rows.append(row)
     if kept is not None:
@@ -189,6 +201,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         title="Side by side",
         text=_TEXT.format(
             plan_ranks=operator_predictions.RANKS,
+            bar=_BAR,
             losses=_NUM_LOSSES,
             apart=_APART,
             forward=_SECONDS[0] * 1000,
