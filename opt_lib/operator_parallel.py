@@ -166,6 +166,11 @@ class OperatorParallel(Method[OperatorParallelConfig]):
         job.resolved_settings[self.name] = {"plan": found.plan.as_json()}
         for text in (found.note, found.plan.describe()):
             job.explain(self.name, text)
+        if not found.dims and not found.plan.operators:
+            job.warn(
+                f"operator_parallel: nothing is divided, so each of the {group.size} tensor ranks computes all of its samples, "
+                "and as many fewer processes would train as fast."
+            )
 
     def _divide_layers(self, job: Job, reason: str) -> None:
         """Divides layers, which needs no graph, and says so."""

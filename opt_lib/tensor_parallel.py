@@ -14,6 +14,7 @@ from atorch_ns.data import call_model
 from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Method, Phase
+from atorch_ns.pipeline import own_units
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import (
     ChosenPlan,
@@ -98,9 +99,10 @@ class TensorParallel(Method[TensorParallelConfig]):
             job.module if job.parts.full_structure is None else job.parts.full_structure
         )
         batch = common_sample(job, self.name)
+        units = sorted(set().union(*job.cluster.gathered(list(own_units(job.module)))))
         # By one rank: one plan, however the numbers are rounded, and the others' cores are free for it.
         planned = job.cluster.on_first(
-            lambda: or_refusal(lambda: _planned(job, config, model, batch, group.size)),
+            lambda: or_refusal(lambda: _planned(job, config, model, batch, group.size, units)),
             what="finding and testing a tensor plan",
         )
         if isinstance(planned, InputError):  # which every rank raises
@@ -162,10 +164,10 @@ def _ends(chain: Sequence[str]) -> str:
 
 
 def _planned(
-    job: Job, config: TensorParallelConfig, model: nn.Module, batch: Any, degree: int
+    job: Job, config: TensorParallelConfig, model: nn.Module, batch: Any, degree: int, units: Sequence[str]
 ) -> tuple[ChosenPlan, LossOnParts]:
     """A tested plan, and whether the loss is computed on parts; nothing is communicated."""
-    graph = _traced(job, model, batch, degree, chains=config.sequence)
+    graph = replace(_traced(job, model, batch, degree, chains=config.sequence), units=tuple(units))
     chosen = choose_plan(
         model,
         degree,

@@ -16,6 +16,7 @@ from atorch_ns.job.job import MODEL, OPTIMIZER, Job
 from atorch_ns.job.loss import ForwardScope, LossFunction, LossScaler, cast_inputs, wrap_loss
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.result import MethodRow, Report, Result
+from atorch_ns.job.same_batch import SameBatch
 from atorch_ns.job.train_step import TrainStep
 from atorch_ns.method import Resolved
 
@@ -71,8 +72,10 @@ def _agree_over_model_axes(job: Job) -> None:
         job.gradients.sums.watch(job.module)
     if job.mesh is not None and job.mesh.divides_model:
         job.step.randomness = SharedRandomness(seed=job.seed, data_rank=job.data_rank, device=job.device)
-        if not job.parts.stages:  # a pipeline seeds every unit's call itself
+        job.step.same_batch = SameBatch(job.mesh)
+        if not job.parts.stages:  # a pipeline seeds every unit's call itself, and is run by train_step alone
             job.step.randomness.attach([job.module])
+            SameBatch(job.mesh).attach(job.module)  # a loop of one's own may call it otherwise
 
 
 def _wrap_forward(job: Job) -> None:

@@ -69,14 +69,15 @@ def check_sizes(folder: Path, sizes: Mapping[str, int], *, at_least: bool = Fals
         CheckpointError: naming each file that is missing or of another size.
     """
     problems = []
+    least = "at least " if at_least else ""
     for name, wanted in sizes.items():
         try:
             found = (folder / name).stat().st_size
         except OSError as error:
-            problems.append(f"{name} of {wanted} bytes cannot be opened: {error.strerror}")
+            problems.append(f"{name} of {least}{wanted} bytes cannot be opened: {error.strerror}")
             continue
         if found < wanted or (found > wanted and not at_least):
-            problems.append(f"{name} has {found} bytes, and {wanted} were written")
+            problems.append(f"{name} has {found} bytes, and {least}{wanted} were written")
     _raise(folder, problems)
 
 

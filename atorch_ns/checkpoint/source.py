@@ -192,7 +192,8 @@ class Source:
     def open(cls, folder: Path, result: Result, *, data_position: bool) -> Source:
         """Checks everything and allocates the tensors to fill; nothing of ``result`` is changed."""
         manifest = Manifest.read(folder)
-        check_files(folder, manifest.files or {}, [INDEX])
+        records = manifest.files or {}
+        check_files(folder, records, [INDEX])
         specs = describe_tensors(folder)
         states = states_of(result)
         weights, job = states.weights(), result.job
@@ -216,7 +217,10 @@ class Source:
         )
         source._check_values()
         files = files_read(source._tensors(), folder, whole_chunks=source._whole_chunks())
-        check_sizes(folder, files, at_least=True)
+        check_sizes(folder, {name: records[name].size for name in files if name in records})
+        check_sizes(
+            folder, {name: least for name, least in files.items() if name not in records}, at_least=True
+        )
         return replace(source, files=files)
 
     def read(self, *, distributed: bool) -> None:

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from textwrap import indent
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import typer
@@ -109,5 +110,12 @@ def _end(errors: Mapping[int, Mapping[str, Any]], silent: Sequence[RankEnd], as_
 
 
 def _silent_end(end: RankEnd) -> str:
-    output = f": {end.output}" if end.output else ""
-    return f"rank {end.rank} ended with code {end.code} and without a message{output}"
+    how = f"ended with code {end.code}"
+    if end.code < 0:
+        how = f"was ended by {signal.Signals(-end.code).name}"
+    if end.code == -signal.SIGKILL:
+        how += ", as the system ends processes when memory runs out"
+    output = (
+        f". The end of its output:\n{indent(end.output, '    ')}" if end.output else "; it printed nothing"
+    )
+    return f"rank {end.rank} {how}, without a message{output}"

@@ -48,7 +48,9 @@ Batch = Annotated[
 ]
 MemoryLimit = Annotated[
     str | None,
-    typer.Option(help="What one rank may use, as 70GiB. Without it, the device's memory less a tenth."),
+    typer.Option(
+        help="What one rank may use, as 70GiB. Without it, all memory of a GPU, and of a CPU nine tenths of a rank's share."
+    ),
 ]
 ProfileFile = Annotated[
     Path | None,
@@ -67,6 +69,12 @@ StrategyText = Annotated[
     str, typer.Option(help="A strategy file, or a strategy as JSON text or names: fsdp,amp_native.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+
+
+def check_writable(**options: Path | None) -> None:
+    """Raises an :class:`InputError` with what :func:`unwritable` finds."""
+    if problems := unwritable(**options):
+        raise InputError("\n".join(problems))
 
 
 def unwritable(**options: Path | None) -> list[str]:

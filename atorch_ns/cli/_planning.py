@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from atorch_ns.errors import InputError, StrategyFileError
+from atorch_ns.errors import InputError, LayoutError, StrategyError, StrategyFileError
 from atorch_ns.text import with_period
 from atorch_ns.usercode import build_model, gibibytes, load_object, load_sample
 
@@ -35,6 +35,44 @@ class ModelOptions(NamedTuple):
     input_format: str = "auto"
     profile: Path | None = None
     cluster: str | None = None
+
+
+class PlanningInputs(NamedTuple):
+    """What :class:`ModelOptions` name, read.
+
+    Attributes:
+        options: the options.
+        cluster: what is planned for.
+        profile: that of a file; ``None`` where the model is to be profiled.
+        model: the model, a sample of its data, and how it is given that.
+        loss, optimizer: those named.
+    """
+
+    options: ModelOptions
+    cluster: Cluster
+    profile: Profile | None
+    model: Any = None
+    loss: Any = None
+    optimizer: Any = None
+
+
+def all_or_problems(*actions: Callable[[], Any]) -> list[Any]:
+    """What each action returns.
+
+    Raises:
+        AtorchError: of the one that refuses; where several do, an InputError with all that they say, a line or more each.
+    """
+    found, refusals = [], []
+    for action in actions:
+        try:
+            found.append(action())
+        except (InputError, LayoutError, StrategyError) as refusal:
+            refusals.append(refusal)
+    if len(refusals) == 1:
+        raise refusals[0]
+    if refusals:
+        raise InputError("\n".join(dict.fromkeys(map(str, refusals))))
+    return found
 
 
 def say(text: str) -> None:
@@ -71,7 +109,7 @@ def make_model(options: ModelOptions) -> tuple[nn.Module, Any, InputFormat]:
     """The model, the sample, and how the one is given the other.
 
     Raises:
-        InputError: if options are missing or cannot be used.
+        InputError: if options are missing or cannot be used; with all of them.
     """
     missing = [
         name for name, value in (("--model", options.model), ("--sample", options.sample)) if not value
@@ -83,50 +121,67 @@ def make_model(options: ModelOptions) -> tuple[nn.Module, Any, InputFormat]:
         )
     from atorch_ns.engine.input_format import check_format, chosen_format
 
-    wanted = check_format(options.input_format)
-    assert options.model is not None
-    assert options.sample is not None
-    model, how = build_model(options.model)
+    name, batch = options.model, options.sample
+    assert name is not None
+    assert batch is not None
+    wanted, (model, how), sample = all_or_problems(
+        lambda: check_format(options.input_format), lambda: build_model(name), lambda: load_sample(batch)
+    )
     say(how)
-    sample = load_sample(options.sample)
     chosen, why = chosen_format(wanted, model, sample)
     if why:
         say(why)
     return model, sample, chosen
 
 
-def make_profile(options: ModelOptions) -> tuple[Profile, Cluster, float]:
-    """The profile, the cluster, and the seconds that profiling took.
+def read_inputs(options: ModelOptions) -> PlanningInputs:
+    """What options name: the cluster, and the model with its training or a profile of it.
 
     Raises:
-        InputError: if options are missing or cannot be used; all that are missing at once.
+        InputError: if options are missing or cannot be used; with all of them.
     """
-    cluster = make_cluster(options.cluster)
-    profile, seconds = _profile(options, device=cluster.device_type)
-    if options.cluster is None:  # once the other options are known to be of use
-        say(
-            f"no --cluster was given: planning for this machine, {cluster.world_size} × {cluster.device_type}"
-        )
-    return profile, cluster, seconds
-
-
-def _profile(options: ModelOptions, *, device: str) -> tuple[Profile, float]:
-    from atorch_ns.engine.offline import profile_offline
     from atorch_ns.profile import Profile
     from atorch_ns.report.report import read_text
 
+    def place() -> Cluster:
+        return make_cluster(options.cluster)
+
     if options.profile is not None:
-        return Profile.from_json(read_text(options.profile)), 0.0
-    model, sample, chosen = make_model(options)
-    loss = None if options.loss is None else load_object(options.loss, option="--loss")
+        text = options.profile
+        cluster, profile = all_or_problems(place, lambda: Profile.from_json(read_text(text)))
+        return PlanningInputs(options, cluster, profile)
     no_optimizer = options.optimizer.lower() == "none"
-    optimizer = None if no_optimizer else load_object(options.optimizer, option="--optimizer")
-    say("profiling one step on fake tensors …")
-    began = time.perf_counter()
-    profile = profile_offline(
-        model, sample, loss=loss, optimizer=optimizer, input_format=chosen, device=device
+    cluster, model, loss, optimizer = all_or_problems(
+        place,
+        lambda: make_model(options),
+        lambda: options.loss and load_object(options.loss, option="--loss"),
+        lambda: None if no_optimizer else load_object(options.optimizer, option="--optimizer"),
     )
-    return profile, time.perf_counter() - began
+    return PlanningInputs(options, cluster, None, model, loss or None, optimizer)
+
+
+def make_profile(inputs: PlanningInputs) -> tuple[Profile, float]:
+    """The profile, and the seconds that profiling took."""
+    from atorch_ns.engine.offline import profile_offline
+
+    profile, cluster, began = inputs.profile, inputs.cluster, time.perf_counter()
+    if profile is None:
+        model, sample, chosen = inputs.model
+        say("profiling one step on fake tensors …")
+        profile = profile_offline(
+            model,
+            sample,
+            loss=inputs.loss,
+            optimizer=inputs.optimizer,
+            input_format=chosen,
+            device=cluster.device_type,
+        )
+    seconds = 0.0 if inputs.profile is not None else time.perf_counter() - began
+    if inputs.options.cluster is None:
+        say(
+            f"no --cluster was given: planning for this machine, {cluster.world_size} × {cluster.device_type}"
+        )
+    return profile, seconds
 
 
 def make_settings(*, objective: str = "time", memory_limit: str | None = None) -> SearchSettings:

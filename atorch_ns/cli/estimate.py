@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atorch_ns.cli import _options as options
-from atorch_ns.cli._planning import ModelOptions, make_profile, make_settings, print_json, read_strategy, say
+from atorch_ns.cli._planning import (
+    ModelOptions,
+    all_or_problems,
+    make_profile,
+    make_settings,
+    print_json,
+    read_inputs,
+    read_strategy,
+    say,
+)
 
 if TYPE_CHECKING:
     from atorch_ns.engine.offline import PricedStrategy
@@ -35,12 +44,13 @@ def estimate(
     from atorch_ns.engine.offline import price_strategy
     from atorch_ns.report import estimate_text
 
-    settings = make_settings(memory_limit=memory_limit)
-    chosen = read_strategy(strategy, "--strategy")
-    known, place, _ = make_profile(
-        ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)
+    settings, chosen, inputs = all_or_problems(
+        lambda: make_settings(memory_limit=memory_limit),
+        lambda: read_strategy(strategy, "--strategy"),
+        lambda: read_inputs(ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)),
     )
-    priced = price_strategy(chosen, known, place, global_batch=batch, settings=settings)
+    known, _ = make_profile(inputs)
+    priced = price_strategy(chosen, known, inputs.cluster, global_batch=batch, settings=settings)
     for note in (*priced.notes, *(known.trace.notes if known.trace else ())):
         say(note)
     if as_json:
@@ -118,8 +128,9 @@ def _priced(
 ) -> tuple[PricedStrategy, ...]:
     from atorch_ns.engine.offline import price_strategy
 
-    profile, place, _ = make_profile(named)
-    priced = tuple(price_strategy(each, profile, place, global_batch=batch) for each in strategies)
+    inputs = read_inputs(named)
+    profile, _ = make_profile(inputs)
+    priced = tuple(price_strategy(each, profile, inputs.cluster, global_batch=batch) for each in strategies)
     for side, one in zip(("before", "after"), priced, strict=True):
         for note in one.notes:
             say(f"{side}: {note}")

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atorch_ns.cli import _options as options
-from atorch_ns.cli._planning import ModelOptions, make_cluster, make_model, make_profile, make_settings, say
+from atorch_ns.cli._planning import (
+    ModelOptions,
+    all_or_problems,
+    make_cluster,
+    make_model,
+    make_profile,
+    make_settings,
+    read_inputs,
+    say,
+)
 from atorch_ns.errors import InputError
 from atorch_ns.usercode import constraint, gibibytes
 
@@ -65,24 +74,27 @@ def plan(
     from atorch_ns.report.report import write_text
     from atorch_ns.strategy import Strategy
 
-    problems = options.unwritable(save=save, report=report, save_profile=save_profile)
-    if problems:
-        raise InputError("\n".join(problems))
     if operators is not None:
+        options.check_writable(save=save)
         asked = ModelOptions(model=model, sample=sample, input_format=input_format, cluster=cluster)
         _plan_operators(asked, operators, memory_limit, top=top, save=save, as_json=as_json)
         return
-    settings = make_settings(objective=objective, memory_limit=memory_limit)
-    known, place, seconds = make_profile(
-        ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)
+    inputs, settings, excluded, included, _ = all_or_problems(
+        lambda: read_inputs(ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)),
+        lambda: make_settings(objective=objective, memory_limit=memory_limit),
+        lambda: [constraint(text) for text in exclude or ()],
+        lambda: [constraint(text) for text in include or ()],
+        lambda: options.check_writable(save=save, report=report, save_profile=save_profile),
     )
+    known, seconds = make_profile(inputs)
+    place = inputs.cluster
     outcome = plan_offline(
         known,
         place,
         global_batch=batch,
         settings=settings,
-        excluded=[constraint(text) for text in exclude or ()],
-        included=[constraint(text) for text in include or ()],
+        excluded=excluded,
+        included=included,
         profile_seconds=seconds,
     )
     whole = TrainingReport(search=outcome)

@@ -9,7 +9,7 @@ import typer
 
 from atorch_ns.cli import _options as options
 from atorch_ns.cli._on_ranks import on_ranks
-from atorch_ns.cli._planning import make_settings, say
+from atorch_ns.cli._planning import all_or_problems, make_settings, say
 from atorch_ns.errors import InputError
 from atorch_ns.usercode import constraint, gibibytes
 
@@ -60,9 +60,17 @@ def search(
     if optimizer.lower() == "none":
         problems.append("--optimizer=none: trials run training steps, which need an optimizer.")
     problems += options.unwritable(save=save, report=report, history=history)
-    if problems:
-        raise InputError("\n".join(problems))
-    make_settings(objective=objective, memory_limit=memory_limit)
+
+    def check() -> None:
+        if problems:
+            raise InputError("\n".join(problems))
+
+    _, excluded, included, _ = all_or_problems(
+        check,
+        lambda: [constraint(text) for text in exclude or ()],
+        lambda: [constraint(text) for text in include or ()],
+        lambda: make_settings(objective=objective, memory_limit=memory_limit),
+    )
     settings = {
         "objective": objective,
         "time_limit_s": time_limit,
@@ -78,8 +86,8 @@ def search(
         "optimizer": optimizer,
         "input_format": input_format,
         "batch": batch,
-        "exclude": [constraint(text) for text in exclude or ()],
-        "include": [constraint(text) for text in include or ()],
+        "exclude": excluded,
+        "include": included,
         "settings": settings,
         "history": None if history is None else str(history.absolute()),
         "save": None if save is None else str(save.absolute()),

@@ -34,18 +34,19 @@ def check_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
     """Checks names and sizes, and replaces aliases.
 
     Raises:
-        LayoutError: for an unknown name, a repeated name, or a size that is not a positive integer.
+        LayoutError: with every unknown name, repeated name, and size that is not a positive integer.
     """
-    checked: list[tuple[str, int]] = []
-    for name, size in axes:
-        full = _ALIASES.get(name, name)
-        if full not in AXES:
-            raise LayoutError(f"unknown axis {name!r}. Axes are {', '.join(AXES)}.")
-        if any(full == other for other, _ in checked):
-            raise LayoutError(f"the axis {full!r} is named twice.")
+    checked = [(_ALIASES.get(name, name), size) for name, size in axes]
+    names = [name for name, _ in checked]
+    problems = [f"the axis {name!r} is named twice." for name in AXES if names.count(name) > 1]
+    for name, size in checked:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise LayoutError(f"{full}={size!r} is no size: give a positive integer.")
-        checked.append((full, size))
+            problems.append(f"{name}={size!r} is no size: give a positive integer.")
+    unknown = [repr(name) for name in names if name not in AXES]
+    if unknown:
+        problems.append(f"unknown axis {', '.join(unknown)}. Axes are {', '.join(AXES)}.")
+    if problems:
+        raise LayoutError(" ".join(problems))
     return tuple(checked)
 
 

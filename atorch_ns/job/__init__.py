@@ -12,6 +12,7 @@ from atorch_ns.job.optimizer import StepOptimizer
 from atorch_ns.job.optimizer_checks import keeps_blocks
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.result import MethodRow, Report, Result
+from atorch_ns.job.same_batch import SameBatch
 from atorch_ns.job.states import (
     OptimizerStates,
     ParameterStates,
@@ -40,6 +41,7 @@ __all__ = [
     "PeakMemory",
     "Report",
     "Result",
+    "SameBatch",
     "SharedRandomness",
     "SkipSync",
     "StateSpec",

@@ -22,6 +22,7 @@ from atorch_ns.job.loss import LossFunction, Precision
 from atorch_ns.job.materialise import Materialiser, is_on_meta
 from atorch_ns.job.model import ModelParts, OriginalModel
 from atorch_ns.job.randomness import SharedRandomness
+from atorch_ns.job.same_batch import SameBatch
 from atorch_ns.job.states import ParameterStates, TrainingStates
 from atorch_ns.strategy import Plan
 
@@ -79,6 +80,7 @@ class StepOptions:
         recomputed_shares: the share of its blocks that each stage recomputes then.
         kept_activations: forward passes inside recompute nothing afterwards.
         randomness: the random states that forward passes begin from, where ranks must share them.
+        same_batch: compares what ranks are given that work on the same samples; ``None`` where all have samples of their own.
         shares_batch_norms: whether batch norms share statistics over the data ranks.
     """
 
@@ -92,6 +94,7 @@ class StepOptions:
     recomputed_shares: tuple[float, ...] = ()
     kept_activations: KeptActivations = field(default_factory=KeptActivations)
     randomness: SharedRandomness | None = None
+    same_batch: SameBatch | None = None
     shares_batch_norms: bool = False
 
     def micro_batches(self, data: Any) -> list[Any]:

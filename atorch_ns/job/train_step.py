@@ -435,8 +435,9 @@ class TrainStep:
         return 1.0 / total
 
     def _mean_of(self, batch: Any) -> StepWork:
-        micro_batches = self._job.step.micro_batches(self._prepare_input(batch, self._job.device))
-        return StepWork.mean(micro_batches, self._job.num_data_ranks)
+        data = self._prepare_input(batch, self._job.device)
+        self._compare(data)
+        return StepWork.mean(self._job.step.micro_batches(data), self._job.num_data_ranks)
 
     def _weighed(
         self, samples: Sequence[Any], *, functions: Mapping[str, Callable[..., Any] | None], **weights: Any
@@ -447,7 +448,12 @@ class TrainStep:
             samples, data_ranks=data_ranks, device=job.device, functions=functions, **weights
         )
         prepared = [self._prepare_input(sample, job.device) for sample in given]
+        self._compare(prepared)
         return StepWork(micro_batches=prepared, scale_fn=functions.get("scale_fn"), **fields)
+
+    def _compare(self, samples: Any) -> None:
+        if self._job.step.same_batch is not None:
+            self._job.step.same_batch.check(samples)
 
     def _parameters(self) -> list[torch.Tensor]:
         assert self.optimizer is not None

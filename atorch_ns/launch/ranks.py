@@ -153,7 +153,10 @@ class Ranks:
     def wait(
         self, *, timeout_s: float | None = None, on_poll: Callable[[], object] | None = None
     ) -> list[RankEnd]:
-        """Waits for all to end; once one has failed, the others have ten seconds. Never raises for a failure.
+        """Waits for all to end. Never raises for a failure.
+
+        Once one has failed, the others have ten seconds to say what they know of it, or three if a signal has ended it,
+        which gave it no time to tell them.
 
         Args:
             timeout_s: seconds after which all are ended.
@@ -165,8 +168,9 @@ class Ranks:
             if now > min(limit, self._stop_at):
                 self.close_ranks()
                 break
-            if any(code not in (None, 0) for code in self._codes()):
-                limit = min(limit, now + self._grace_s)
+            if failed := [code for code in self._codes() if code]:
+                grace_s = _STOPPING_S if min(failed) < 0 else self._grace_s
+                limit = min(limit, now + grace_s)
             if on_poll is not None:
                 on_poll()
             time.sleep(_POLL_S)

@@ -5,7 +5,6 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from atorch_ns.torch_compat.attention import FlashAttention
 from atorch_ns.torch_compat.compile import (
     CpuMemoryRecord,
     compile_records,
@@ -58,6 +57,7 @@ from atorch_ns.torch_compat.fake import (
     tensor_without_storage,
     without_transforms,
 )
+from atorch_ns.torch_compat.kernels import FlashAttention, has_matrix_tiles, onednn_block, onednn_computes_in
 from atorch_ns.torch_compat.modules import (
     checkpoint_wrapper,
     has_gradient_hooks,
@@ -70,7 +70,6 @@ from atorch_ns.torch_compat.modules import (
     stood_for,
     unwrap_checkpoint,
 )
-from atorch_ns.torch_compat.onednn import has_matrix_tiles, onednn_block, onednn_computes_in
 
 __all__ = [
     "CpuMemoryRecord",

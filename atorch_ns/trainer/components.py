@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from atorch_ns.errors import AtorchError, InputError
@@ -22,6 +23,40 @@ def named(value: Any, *, what: str) -> Callable[..., Any]:
         raise InputError(f"{what} must be a class or a function; it is {with_article(found)}.")
     made: Callable[..., Any] = found
     return made
+
+
+def check_names(args: Any) -> None:
+    """Looks up the ``type`` of every component of a configuration, and every ``__type`` in their arguments.
+
+    Raises:
+        InputError: with all that name nothing, a line each.
+    """
+    problems = [problem for what, name in _names(args, "") if (problem := _unknown(name, what))]
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+def _names(value: Any, what: str) -> Iterator[tuple[str, str]]:
+    """The names in a configuration, each with where it stands."""
+    inside = [(str(place), item) for place, item in enumerate(value)] if isinstance(value, list) else []
+    key = "__type"
+    if isinstance(value, Mapping):
+        inside = [(str(name), item) for name, item in value.items()]
+    elif is_dataclass(value) and not isinstance(value, type):
+        inside, key = list(vars(value).items()), "type"
+    for name, item in inside:
+        where = f"{what}.{name}" if what else name
+        if name == key and isinstance(item, str):
+            yield where, item
+        yield from _names(item, where)
+
+
+def _unknown(name: str, what: str) -> str:
+    try:
+        named(name, what=what)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def arguments(given: Mapping[str, Any], *, what: str) -> dict[str, Any]:

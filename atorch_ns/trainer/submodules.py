@@ -24,6 +24,7 @@ from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.model import OriginalModel
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.reducer import GradientReducer
+from atorch_ns.job.same_batch import SameBatch
 from atorch_ns.job.states import reshard
 from atorch_ns.job.train_step import TrainStep
 from atorch_ns.parallel import ComputeConfig, ParallelModule
@@ -225,6 +226,8 @@ def job_of(
     if randoms:  # one for the whole: parts of one class would draw the same masks by themselves
         job.step.randomness = SharedRandomness(seed=job.seed, data_rank=job.data_rank, device=job.device)
         job.step.randomness.attach([model])
+        assert job.mesh is not None
+        job.step.same_batch = SameBatch(job.mesh)
         for one in randoms:
             one.give_way()
     job.gradients = _JointGradients([part.result.job for part in parts.values()], rest)

@@ -26,7 +26,7 @@ from atorch_ns.tracking import ProgressTracker
 from atorch_ns.trainer.args import HookConfig, TrainerArgs
 from atorch_ns.trainer.batches import Data, Window, make_data, make_dataset
 from atorch_ns.trainer.checkpoints import Checkpoints, Loaded, TrainStatus, merge_folder
-from atorch_ns.trainer.components import make, named
+from atorch_ns.trainer.components import check_names, make, named
 from atorch_ns.trainer.hooks import HookChain, TrainHook, TrainStepMetrics, ValMetrics
 from atorch_ns.trainer.loggers import BUILT_IN, LoggerBase
 from atorch_ns.trainer.outputs import Aggregation
@@ -120,6 +120,7 @@ class Trainer:
         args = self.train_args
         if args.init_env_fn is not None:
             named(args.init_env_fn, what="init_env_fn")(self)
+        check_names(args)  # which that function may have made known
         if args.seed is not None:
             seed_all(args.seed)
         return make_dataset(args, "train")

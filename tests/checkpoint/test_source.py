@@ -156,6 +156,14 @@ def test_a_damaged_checkpoint(saved: Path, name: str, damage: Callable[[Path], N
         checkpoint.load(saved / "step-1", make())
 
 
+def test_a_missing_file_is_named_with_the_size_that_it_had_however_little_of_it_is_read(saved: Path) -> None:
+    file = saved / "step-1" / "__0_0.distcp"
+    size = file.stat().st_size
+    file.unlink()
+    with pytest.raises(CheckpointError, match=rf"__0_0\.distcp of {size} bytes cannot be opened"):
+        checkpoint.load(saved / "step-1", make(optim_func=None, dataset=None, dataloader_args=None))
+
+
 class Remembers(torch.optim.SGD):
     """SGD that keeps something more in its state."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from atorch_ns.cli._failures import described, failure_record, split_debug, wants_json
+from atorch_ns.cli._on_ranks import _silent_end
 from atorch_ns.errors import InputError
+from atorch_ns.launch import RankEnd
 
 
 @pytest.mark.parametrize(
@@ -38,3 +41,14 @@ def test_a_record_keeps_letters_as_they_are() -> None:
     text = failure_record("größer", 2, rank=1)
     assert "größer" in text
     assert json.loads(text) == {"schema": 1, "error": "größer", "code": 2, "rank": 1}
+
+
+def test_a_rank_that_a_signal_ended_is_told_by_its_name_and_apart_from_what_it_printed() -> None:
+    killed = RankEnd(rank=1, code=-9, output="a warning\nof a library", ended_by_us=False)
+    assert _silent_end(killed) == (
+        "rank 1 was ended by SIGKILL, as the system ends processes when memory runs out, without a message. The end of "
+        "its output:\n    a warning\n    of a library"
+    )
+    assert _silent_end(replace(killed, code=3, output="")) == (
+        "rank 1 ended with code 3, without a message; it printed nothing"
+    )

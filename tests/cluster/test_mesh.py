@@ -48,6 +48,12 @@ def test_rank_order() -> None:
         ([("tensor", 4), ("pipeline", 4)], 8, None, "= 16"),
         ([("tensr", 2)], 8, None, "unknown axis 'tensr'"),
         ([("data", 2), ("data", 4)], 8, None, "named twice"),
+        (
+            [("pipe", 2), ("pipeline", 0), ("x", 1), ("y", 1)],
+            8,
+            None,
+            r"'pipeline' is named twice\. pipeline=0 is no size: .* unknown axis 'x', 'y'\.",
+        ),
         ([("data", 0)], 8, None, "positive integer"),
         ([("data", True)], 8, None, "positive integer"),
         ([("data", 8)], 8, [0] * 8, "once"),

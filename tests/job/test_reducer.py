@@ -215,8 +215,10 @@ def _refused() -> None:
         sparse(torch.tensor([1])).sum().backward()
 
 
-def _batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+def _batch(place: int | None = None) -> tuple[Tensor, Tensor]:
+    """The batch of a rank, or of its place among those with data of their own."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(rank if place is None else place)
     return torch.randn(6, 8, generator=generator), torch.randn(6, 2, generator=generator)
 
 
@@ -293,7 +295,7 @@ def _attached(strategies: list[list[Any]]) -> list[tuple[dict[str, Tensor], dict
         )
         for result in (late, early):
             for _ in range(2):
-                result.train_step(_batch())
+                result.train_step(_batch(result.job.data_rank))
         assert late.optim is not None
         found.append(
             (
@@ -372,7 +374,7 @@ def test_what_cannot_be_attached_is_refused_in_words() -> None:
 
 def _without_loss(strategy: list[Any]) -> Tensor:
     result = _accelerated(strategy, loss_func=None, sample_batch=_batch())
-    (out,) = result.infer_step([_batch()])
+    (out,) = result.infer_step([_batch(result.job.data_rank)])
     return out.clone()
 
 

@@ -13,7 +13,9 @@ sys.stdout.write(f"rank {rank} of {os.environ['WORLD_SIZE']} in {os.environ['LOC
 sys.stdout.flush()
 if what == "fail" and rank == 1:
     sys.exit(7)
-if what in ("hang", "fail"):
+if what == "killed" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if what in ("hang", "fail", "killed"):
     time.sleep(60)
 if what == "interrupt":
     signal.signal(signal.SIGINT, lambda *_: os._exit(5 if rank == 0 else 6))

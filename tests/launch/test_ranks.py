@@ -40,6 +40,17 @@ def test_the_others_end_after_one_has_failed(monkeypatch: pytest.MonkeyPatch) ->
     assert ends[0].code < 0
 
 
+def test_the_others_end_sooner_after_a_signal_which_leaves_no_time_to_tell_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_GRACE_S", 40.0)
+    monkeypatch.setattr(module, "_STOPPING_S", 0.3)
+    began = time.monotonic()
+    ends = run_local_ranks(_PROGRAM, ["killed"], 2, timeout_s=50, shown=False)
+    assert time.monotonic() - began < 20
+    assert (ends[1].code, ends[1].ended_by_us, ends[0].ended_by_us) == (-signal.SIGKILL, False, True)
+
+
 def test_a_time_limit_ends_them() -> None:
     ends = run_local_ranks(_PROGRAM, ["hang"], 2, timeout_s=1.0, shown=False)
     assert all(end.ended_by_us and end.code < 0 for end in ends)

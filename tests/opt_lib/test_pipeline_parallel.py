@@ -251,6 +251,7 @@ class _Slow(nn.Module):
 
 
 def _timeline(schedule: str) -> tuple[list[Any], list[int]]:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), _Slow(), nn.Linear(4, 1))
     passes: list[int] = [0]
     model[0].register_forward_pre_hook(lambda *_: passes.append(1))
@@ -280,6 +281,7 @@ def test_a_recomputation_begins_before_the_gradient_has_come() -> None:
 
 def _sent_outputs() -> list[list[bool]]:
     """Before each forward pass of the first stage: which outputs of earlier ones have their memory still."""
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 64), nn.Linear(64, 1))
     kept: list[StorageWeakRef] = []
     seen: list[list[bool]] = []

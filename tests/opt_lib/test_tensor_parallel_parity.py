@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atorch_ns.testing.models import CASES
 from atorch_ns.testing.parity import BF16_GLOBAL_BATCH, compare, reference_run
 from atorch_ns.testing.workers import run_ranks
 from tests.opt_lib.scenarios import named
 from tests.opt_lib.tensor_cases import NAMES, SEQUENCE, TENSOR, by_hand, check, of_model, trajectories
-from tests.sharding.tensor_models import BETWEEN, Between, ByCount, Decoder, FusedParts, Heads, WithNorms
+from tests.sharding.tensor_models import (
+    BETWEEN,
+    VOCAB,
+    Between,
+    ByCount,
+    Decoder,
+    FusedParts,
+    Heads,
+    WithNorms,
+)
 
 
 class AsksWhatWeightsAre(Decoder):
@@ -23,6 +32,15 @@ class AsksWhatWeightsAre(Decoder):
     def forward(self, tokens: Tensor) -> Tensor:
         assert all(p.is_floating_point() and p.dim() and p.numel() for p in self.parameters())
         return super().forward(tokens)
+
+
+class OneLayerBlocks(nn.Sequential):
+    """Blocks of one layer each, two of which make a pair to divide."""
+
+    def __init__(self) -> None:
+        width = 16
+        blocks = (nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4))
+        super().__init__(nn.Embedding(VOCAB, width), nn.Sequential(*blocks), nn.Linear(width, VOCAB))
 
 
 class TestParity:
@@ -62,6 +80,15 @@ class TestParity:
     @pytest.mark.parametrize("what", BETWEEN)
     def test_code_between_blocks_sees_whole_sequences(self, what: str) -> None:
         check(of_model(lambda: Between(what)), 2, {"pieces": [TENSOR, SEQUENCE]})
+
+    def test_pairs_over_two_blocks(self) -> None:
+        case = of_model(OneLayerBlocks)
+        plan = {"1.*.0": "colwise", "1.1.0": "rowwise", "1.3.0": "rowwise"}
+        check(case, 2, {"found": [TENSOR], "given": [TENSOR, ("tensor_parallel", {"plan": plan})]})
+
+    def test_pairs_over_two_blocks_that_a_pipeline_may_cut_stay_whole(self) -> None:
+        mesh = ("parallel_mode", [("tensor", 2), ("pipeline", 2)])
+        check(of_model(OneLayerBlocks), 4, {"found": [mesh]})
 
     @pytest.mark.slow
     def test_heads_that_do_not_divide_can_be_kept_whole(self) -> None:

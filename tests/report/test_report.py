@@ -76,7 +76,9 @@ def test_the_text_says_what_was_chosen_why_and_where_figures_come_from() -> None
 def test_a_long_list_is_cut_and_counted() -> None:
     rows = searched().rows
     many = [
-        row(f"k{number}", (("fsdp", {"n": number}),), "untried", "slower", estimate=estimated(50, 10))
+        row(
+            f"k{number}", (("fsdp", {"n": number}),), "untried", "slower", estimate=estimated(50 + number, 10)
+        )
         for number in range(30)
     ]
     report = TrainingReport(search=replace(searched(), rows=(*rows, *many)))

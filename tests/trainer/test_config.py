@@ -24,7 +24,7 @@ from atorch_ns.trainer import (
     Trainer,
     TrainerArgs,
 )
-from atorch_ns.trainer.components import arguments, make
+from atorch_ns.trainer.components import arguments, check_names, make
 from atorch_ns.trainer.overrides import BARE, override, parse, resolve_references
 from atorch_ns.trainer.reading import made_args, read_args
 
@@ -348,3 +348,23 @@ checkpoint: {keep_last_n_checkpoints: 30, every_n_train_steps: 1, save_type: ded
     args.check()
     assert args.compute_config is not None
     assert args.compute_config.num_units == 25
+
+
+def test_all_names_that_name_nothing_are_told_at_once() -> None:
+    scheduler = {"type": "torch.optim.lr_scheduler.LambdaLR", "args": {"lr_lambda": {"__type": "nix.Rate"}}}
+    config = {
+        **MINIMAL,
+        "optimizer": {"type": "torch.optim.Nope"},
+        "lr_scheduler": scheduler,
+        "log": [{"type": "nada.Log"}],
+    }
+    args = made_args({**config, "compute_config": {"plan_ngpus": 1, "runtime_ngpus": 1, "use_end2end": True}})
+    with pytest.raises(InputError) as caught:
+        check_names(args)
+    told = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in told] == [
+        "optimizer.type='torch.optim.Nope'",
+        "lr_scheduler.args.lr_lambda.__type",
+        "log.0.type",
+    ]
+    check_names(made_args({**MINIMAL, "dataset": {**MINIMAL["dataset"], "val_args": {"type": "a word"}}}))

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from atorch_ns.estimate.intervals import Range
 from atorch_ns.search import Fate, Row, SearchOutcome, TrialStatus
-from atorch_ns.text import bytes_text, measured_text, range_text, seconds_text
+from atorch_ns.text import bytes_text, first_few, measured_text, range_text, seconds_text
 
 Source = Literal["measured", "corrected", "predicted", "unknown"]
 """Source of a figure. ``corrected``: predicted, with a correction learned from the trials."""
@@ -85,6 +85,9 @@ def is_planned(outcome: SearchOutcome) -> bool:
     return not outcome.num_trials and not outcome.resumed and all(row.trial is None for row in outcome.rows)
 
 
+_FEW_TWINS = 3
+"""Candidates of equal predictions that a line names."""
+
 _MARKS: dict[Fate, str] = {"won": "✓", "lost": "–", "failed": "✗", "pruned": "○", "untried": "·"}
 
 
@@ -151,6 +154,23 @@ class CandidatesInfo(NamedTuple):
         baseline = tuple(line for line in self.lines[len(kept) :] if line.is_baseline)
         return self._replace(lines=(*kept, *baseline))
 
+    def without_twins(self) -> CandidatesInfo:
+        """Without untried candidates whose predictions are those of a line before, whose reason then says what they change."""
+        kept: dict[object, CandidateLine] = {}
+        changes: dict[object, list[str]] = {}
+        for line in self.lines:
+            figures = (line.predicted_seconds, line.predicted_bytes)
+            first = kept.get(figures)
+            if first is None or None in figures or line.fate != "untried" or line.is_baseline:
+                kept[line.key if first is not None or None in figures else figures] = line
+            else:
+                changes.setdefault(figures, []).append(_change(first.label, line.label))
+        for place, alike in changes.items():
+            line = kept[place]
+            reason = f"{line.reason}; the same {first_few(alike, _FEW_TWINS, '; ')}"
+            kept[place] = line._replace(reason=reason.removeprefix("; "))
+        return self._replace(lines=tuple(kept.values()))
+
     @property
     def considered(self) -> tuple[CandidateLine, ...]:
         """Candidates that were not pruned."""
@@ -160,6 +180,16 @@ class CandidatesInfo(NamedTuple):
     def pruned(self) -> tuple[CandidateLine, ...]:
         """Candidates that were pruned."""
         return tuple(line for line in self.lines if line.fate == "pruned")
+
+
+def _change(before: str, after: str) -> str:
+    """What another strategy has more, or in the place of something: ``"with module_replace"``."""
+    old, new = before.split(" + "), after.split(" + ")
+    gone = [part for part in old if part not in new]
+    come = " + ".join(part for part in new if part not in old)
+    if not gone:
+        return f"with {come}"
+    return f"with {come} in place of {' + '.join(gone)}" if come else f"without {' + '.join(gone)}"
 
 
 def candidates_info(outcome: SearchOutcome) -> CandidatesInfo:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from io import StringIO
 from typing import NamedTuple, TypeVar
@@ -110,25 +111,55 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
     from rich.text import Text
 
     table = table.without_unknown()
+    narrow = {at for at in range(len(table.columns)) if at not in table.words} | table.short
     columns, rows = (
         _with_sentences_under_names(table) if table.ends_in_sentences else (table.columns, table.rows)
     )
-    numbers = {position for position in range(len(columns)) if position not in table.words}
-    lengths = {at: max(len(columns[at]) // 2, *(len(row[at]) for row in rows), 1) for at in numbers}
-    words = len(columns) - len(numbers)
-    roomy = sum(lengths.values()) + len(columns) * _GAP + words * _LEAST_WORDS <= width
+    widths = _widths([(name, *(row[at] for row in rows)) for at, name in enumerate(columns)], narrow, width)
     drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for position, name in enumerate(columns):
-        # A number is not broken while text can be.
-        least = lengths[position] if position in numbers and roomy else None
-        justify = "right" if position in numbers else "left"
-        drawn.add_column(name, justify=justify, overflow="fold", min_width=least)  # type: ignore[arg-type]
+        justify = "left" if position in table.words else "right"
+        drawn.add_column(name, justify=justify, overflow="fold", width=widths[position])  # type: ignore[arg-type]
     for row in rows:
         drawn.add_row(*(Text(cell) for cell in row))
     stream = StringIO()
-    console = Console(file=stream, width=width, no_color=True, force_terminal=False, highlight=False)
+    console = Console(
+        file=stream,
+        width=sum(widths) + len(widths) * _GAP,
+        no_color=True,
+        force_terminal=False,
+        highlight=False,
+    )
     console.print(drawn)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
+
+
+def _widths(columns: Sequence[Sequence[str]], narrow: Set[int], room: int) -> list[int]:
+    """The characters of each column; together more than ``room`` where words would be broken otherwise.
+
+    Numbers and short text have lines that are whole before long text has more than it needs.
+
+    Args:
+        columns: of each its head and its cells.
+        narrow: the columns of numbers and of short text.
+        room: characters of a line.
+    """
+    words = [max(map(len, " ".join(cells).split()), default=1) for cells in columns]
+    lines = [max(map(len, "\n".join(cells).split("\n"))) for cells in columns]
+    heads = [math.ceil(len(cells[0]) / 2) if at in narrow else 0 for at, cells in enumerate(columns)]
+    below = [max(map(len, "\n".join(cells[1:]).split("\n"))) for cells in columns]
+    widths = [one if at in narrow else min(one, _LEAST_WORDS) for at, one in enumerate(words)]
+    wanted = [
+        max(widths[at], heads[at], below[at]) if at in narrow else lines[at] for at in range(len(columns))
+    ]
+    left = room - sum(widths) - len(columns) * _GAP
+    order = sorted(range(len(columns)), key=lambda at: (at not in narrow, wanted[at]))
+    for place, at in enumerate(order):
+        share = left if at in narrow else left // (len(order) - place)
+        more = max(0, min(wanted[at] - widths[at], share))
+        widths[at] += more
+        left -= more
+    return widths
 
 
 def _with_sentences_under_names(table: Table) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -158,7 +189,7 @@ def candidates_table(info: CandidatesInfo) -> Table:
         whole = interval_text(line.predicted_bytes, line.bytes_interval, bytes_text)
         if line.allocated_bytes == line.predicted_bytes:
             return whole
-        return f"{whole}, {bytes_text(line.allocated_bytes)} allocated"
+        return f"{whole},\n{bytes_text(line.allocated_bytes)} allocated"
 
     columns: _Columns[CandidateLine] = {
         "#": lambda line: str(line.number),

@@ -177,13 +177,14 @@ def _search_parts(outcome: SearchOutcome, width: int, top: int | None) -> Iterat
 def _candidate_parts(info: CandidatesInfo, width: int, top: int | None) -> Iterator[str]:
     listed, usable = counted(len(info.lines), "candidate"), len(info.considered)
     yield f"\n{listed} listed: {usable} can be used, {len(info.pruned)} pruned"
-    shown = info.first(top)
+    shown = info.without_twins().first(top)
     yield as_text(candidates_table(shown), width=width)
-    hidden = len(info.lines) - len(shown.lines)
+    numbers = {line.number for line in shown.lines}
+    hidden = [line for line in info.lines if line.number not in numbers]
     if hidden:
-        kinds = Counter(_kind(line, planned=info.planned) for line in info.lines if line not in shown.lines)
+        kinds = Counter(_kind(line, planned=info.planned) for line in hidden)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-        yield f"  and {hidden} more: {counts}"
+        yield f"  and {len(hidden)} more: {counts}"
 
 
 def _kind(line: CandidateLine, *, planned: bool) -> str:

@@ -230,8 +230,9 @@ def _nothing_divided(model: nn.Module, degree: int, plan: TensorPlan, graph: Lay
             "sequence, which stay whole. Make pairs of layers colwise and rowwise, or leave the plan out to have one "
             "found."
         )
-    works = [n for n in _degrees_by_size(model, graph) if n != degree]
-    return no_layer_divides(model, degree, plan.left, works)
+    works = _degrees_by_size(model, graph)
+    # Where this degree divides the sizes of a region, something else is in the way of others as well.
+    return no_layer_divides(model, degree, plan.left, [] if degree in works else works)
 
 
 def _failed(
@@ -359,12 +360,13 @@ def _check_partial(graph: LayerGraph, partial: Iterable[str], stream: StreamSpec
 
 def _chains(graph: LayerGraph, regions: Iterable[RegionSpec], dim: int) -> list[tuple[str, ...]]:
     """Chains of blocks that hold divided layers and hand their first output to the next one's stream."""
-    rows = [spec.rows[0] for spec in regions]
+    specs = list(regions)
     chains: list[list[str]] = []
     for untouched in graph.blocks.chains:
         before = None
         for path in untouched:
-            if not any(row.startswith(f"{path}.") for row in rows):
+            holds = any(is_inside(spec.rows[0], path) for spec in specs)
+            if not holds or any(spec.crosses(path) for spec in specs):
                 before = None
             elif before is not None and _hands_on(graph, before, path, dim):
                 chains[-1].append(path)

@@ -329,6 +329,10 @@ class RegionSpec:
         """The paths of all its layers."""
         return (*self.columns, *self.rows)
 
+    def crosses(self, path: str) -> bool:
+        """Whether some of its layers lie in the module at ``path``, and some outside."""
+        return len({is_inside(layer, path) for layer in self.layers}) > 1
+
     def within(self, prefix: str) -> RegionSpec:
         """The region as the module at the path ``prefix`` sees it."""
         return replace(

@@ -148,7 +148,7 @@ class SelfTest:
         except Exception as error:
             if not shapes.reason:
                 raise
-            return Verdict(error_line(error), runs=False, whole_runs=False, reads=reads)
+            return Verdict(f"it fails with {error_line(error)}", runs=False, whole_runs=False, reads=reads)
 
     def plan(
         self, layout: Layout, regions: Iterable[RegionSpec], stream: StreamSpec | None = None
@@ -160,20 +160,19 @@ class SelfTest:
         """
         specs = list(regions)
         partial: set[str] = set()
-        for alike in self._places(layout, calls=stream is not None):
+        for alike in self._places(layout, specs, calls=stream is not None):
             path = alike[0]
             inside = stream is not None and stream.holds(path)
             its_stream = replace(stream, chains=(("",),)) if stream is not None and inside else None
             verdict = self.unit(path, layout, specs, its_stream, may_read_values=True)
             if not verdict.passed:
-                reason = verdict.reason if verdict.runs else f"it fails with {verdict.reason}"
-                return Failure(path, reason, alike), partial
+                return Failure(path, verdict.reason, alike), partial
             partial |= {".".join(filter(None, (each, name))) for each in alike for name in verdict.partial}
         return None, partial
 
-    def _places(self, layout: Layout, *, calls: bool) -> list[tuple[str, ...]]:
+    def _places(self, layout: Layout, regions: Iterable[RegionSpec], *, calls: bool) -> list[tuple[str, ...]]:
         """Paths of the blocks that hold divided layers, those of one kind together, and of the module that holds the
-        layers outside blocks.
+        layers of no block and those of regions that begin in one block and end in another.
 
         With ``calls``, blocks with other arguments are distinct too: the first may get one tensor twice.
         """
@@ -183,6 +182,8 @@ class SelfTest:
         for block in repeated_blocks(self._model):
             mine = [path for path in layers if path.startswith(f"{block.name}.")]
             if not mine or block.name not in self._graph.calls:
+                continue
+            if any(spec.crosses(block.name) for spec in regions):
                 continue
             covered |= set(mine)
             inner = layout.within(block.name)
@@ -238,7 +239,7 @@ def _run_without_memory(
             if training:
                 module.train()(*args, **kwargs)
     except Exception as error:  # whatever its code raises
-        shapes.reason = error_line(error)
+        shapes.reason = f"it fails with {error_line(error)}"
     else:
         shapes.reason = "" if wanted == found else f"it gives {found} in place of {wanted}"
     return shapes

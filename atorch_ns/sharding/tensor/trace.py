@@ -204,6 +204,7 @@ class LayerGraph:
         read: places of the tensors that each module's first call returns and that other code reads, by path.
         read_by_code: addresses of the tensors that operators outside layers read.
         blocks: the trace of the blocks that the model repeats.
+        units: paths of the modules between which a pipeline may cut, so that no region crosses one.
     """
 
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -214,6 +215,7 @@ class LayerGraph:
     read: dict[str, set[int]] = field(default_factory=dict)
     read_by_code: set[int] = field(default_factory=set)
     blocks: BlockTrace = field(default_factory=BlockTrace)
+    units: tuple[str, ...] = ()
 
     def reads_in_code(self, tensor: torch.Tensor) -> bool:
         """Whether an operator outside layers reads an argument of :attr:`calls`."""

@@ -51,6 +51,38 @@ def test_long_cells_are_folded_and_never_cut(width: int) -> None:
     assert " ".join(sentence.split()) in " ".join(text.split())
 
 
+def test_words_are_not_broken_however_little_room_there_is() -> None:
+    columns = ("strategy", "against the baseline", "peak predicted", "fate", "why")
+    row = (
+        "one + another(with_a_long_setting=4)",
+        "10.1× as fast",
+        "62.2 GiB,\n55.1 GiB allocated",
+        "· not chosen",
+        "",
+    )
+    text = as_text(Table(columns, (row,), frozenset({0, 3, 4}), ends_in_sentences=True), width=20)
+    for whole in ("baseline", "predicted", "chosen", "allocated"):
+        assert any(whole in line for line in text.splitlines()), text
+
+
+def test_candidates_of_equal_predictions_are_one_line() -> None:
+    info = candidates_info(searched())
+    first = info.lines[0]
+    untried = first._replace(fate="untried", is_best=False, is_baseline=False, reason="it is slower")
+    alike = [
+        untried._replace(number=number, key=label, label=label, predicted_seconds=2.0, predicted_bytes=3.0)
+        for number, label in enumerate(
+            ("ddp + compile", "module_replace + ddp + compile", "ddp + half", "ddp"), start=100
+        )
+    ]
+    unknown = [untried._replace(number=n, key=str(n), predicted_bytes=None) for n in (200, 201)]
+    shown = info._replace(lines=(*info.lines, *alike, *unknown)).without_twins().lines
+    assert [line.number for line in shown] == [*(line.number for line in info.lines), 100, 200, 201]
+    assert shown[-3].reason == (
+        "it is slower; the same with module_replace; with half in place of compile; without compile"
+    )
+
+
 def test_candidates_have_the_heads_of_their_cells() -> None:
     table = candidates_table(candidates_info(searched()))
     base = dict(zip(table.columns, table.rows[2], strict=True))
@@ -83,7 +115,7 @@ def test_memory_of_a_gpu_is_allocated_and_reserved() -> None:
     base = dict(zip(table.columns, table.rows[0], strict=True))
     assert (base["allocated"], base["reserved"], base["predicted"]) == ("400 MiB", "450 MiB", "550 MiB")
     table = candidates_table(candidates_info(search))
-    assert table.rows[0][table.columns.index("peak predicted")] == "550 MiB, 400 MiB allocated"
+    assert table.rows[0][table.columns.index("peak predicted")] == "550 MiB,\n400 MiB allocated"
 
 
 def test_changes_have_their_sign() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,31 @@ class TestDegrees:
             InputError, match=r"Sequential \(\{0,2\}: 25 outputs do not divide by 2.*\{5, 25\}"
         ):
             choose_plan(model, 2, graph, run_numerics=False)
+
+
+def test_pairs_over_two_blocks_are_tested_together() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)))
+    graph = graph_of(model, torch.randn(4, WIDTH))
+    chosen = choose_plan(model, 2, graph)
+    assert [spec.layers for spec in chosen.regions] == [("0.0", "1.0"), ("2.0", "3.0")]
+    with pytest.raises(InputError, match="repeats no block whose layers are all divided"):
+        choose_plan(model, 2, graph, sequence_dim=0)
+    cut = replace(graph, units=("0", "1", "2", "3"))
+    assert not choose_plan(model, 2, cut).regions
+
+
+class Rows(nn.Module):
+    """Knows the width of its input by heart."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, WIDTH)
+
+
+def test_degrees_that_would_fail_as_well_are_not_advised() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Rows(), nn.Linear(WIDTH, 8))
+    with pytest.raises(InputError) as caught:
+        choose_plan(model, 2, graph_of(model, torch.randn(4, WIDTH)))
+    assert "Use another axis than tensor" in str(caught.value)
 
 
 def test_a_plan_divides_the_numbers_of_no_other_block() -> None:

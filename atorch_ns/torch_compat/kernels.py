@@ -1,9 +1,8 @@
-"""Flash attention that also returns the logarithm of its sum of exponentials.
-
-Tensors are [B, H, T, E] and [B, H, S, E]; the logarithm of the sum is float32 [B, H, T].
-"""
+"""Kernels of torch: flash attention with the logarithm of its sum of exponentials, and what oneDNN has on this CPU."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -13,6 +12,8 @@ QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class FlashAttention:
     """``aten._scaled_dot_product_flash_attention_for_cpu`` or, in fp16 and bf16, ``_scaled_dot_product_flash_attention``,
     and its backward: without dropout or mask.
+
+    Tensors are [B, H, T, E] and [B, H, S, E]; the logarithm of the sum is float32 [B, H, T].
 
     Args:
         device_type: the type of the tensors' device.
@@ -56,3 +57,28 @@ class FlashAttention:
             unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # random state of a dropout
             found = operator(gradient, *tensors, *saved, 0.0, causal, unused, unused[:1], scale=scale)
         return found[0], found[1], found[2]
+
+
+@functools.cache
+def onednn_computes_in(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has kernels for ``dtype`` on this CPU; operators use ATen's own where it has none."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype is torch.float32
+
+
+def onednn_block() -> int:
+    """Channels in a block of oneDNN's layouts nChw16c and nChw8c: floats in a vector register."""
+    return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+
+
+def has_matrix_tiles() -> bool:
+    """Whether the CPU has AMX, whose kernels oneDNN prefers in reduced precision.
+
+    Every CPU with AMX computes in fp16: where oneDNN does not, both are disabled (``ONEDNN_MAX_CPU_ISA``).
+    """
+    return bool(torch.cpu._is_amx_tile_supported()) and onednn_computes_in(torch.float16)
