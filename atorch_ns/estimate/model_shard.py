@@ -6,7 +6,7 @@ Legend: R plans of one kind (or stages of them), S segments.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -201,6 +201,17 @@ class AxisUses(tuple[AxisUse, ...]):
         places = {pipeline: place for place, pipeline in enumerate(self.pipelines)}
         return np.asarray([places[use.pipeline] for use in self], dtype=np.int64)
 
+    @cached_property
+    def flags(self) -> Mapping[str, np.ndarray]:
+        """What is so or not with each, by its name in :class:`Sizes`."""
+        return {
+            "tensor_sequence": np.asarray([use.tensor.sequence for use in self]),
+            "asynchronous": np.asarray([use.tensor.asynchronous for use in self]),
+            "parallel_loss": np.asarray([use.tensor.parallel_loss for use in self]),
+            "is_ring": np.asarray([use.sequence.exchange == "ring" for use in self]),
+            "sequence_loss": np.asarray([use.sequence.parallel_loss for use in self]),
+        }
+
 
 @dataclass(frozen=True, eq=False)  # a key of the memo by its identity
 class Sizes:
@@ -234,27 +245,27 @@ class Sizes:
     @cached_property
     def tensor_sequence(self) -> np.ndarray:
         """[R] whether the axis ``tensor`` divides the residual stream too."""
-        return self._where(lambda use: use.tensor.sequence)
+        return np.asarray(self.uses.flags["tensor_sequence"][self.use])
 
     @cached_property
     def asynchronous(self) -> np.ndarray:
         """[R] whether exchanges along the axis ``tensor`` go on while the products beside them are computed."""
-        return self._where(lambda use: use.tensor.asynchronous)
+        return np.asarray(self.uses.flags["asynchronous"][self.use])
 
     @cached_property
     def parallel_loss(self) -> np.ndarray:
         """[R] whether logits stay divided over the axis ``tensor`` in the loss."""
-        return self._where(lambda use: use.tensor.parallel_loss)
+        return np.asarray(self.uses.flags["parallel_loss"][self.use])
 
     @cached_property
     def is_ring(self) -> np.ndarray:
         """[R] whether keys and values travel around the axis ``sequence``."""
-        return self._where(lambda use: use.sequence.exchange == "ring")
+        return np.asarray(self.uses.flags["is_ring"][self.use])
 
     @cached_property
     def sequence_loss(self) -> np.ndarray:
         """[R] whether head and loss are computed on parts of samples."""
-        return self._where(lambda use: use.sequence.parallel_loss)
+        return np.asarray(self.uses.flags["sequence_loss"][self.use])
 
     @property
     def pipelines(self) -> tuple[PipelineParallelism, ...]:
@@ -265,9 +276,6 @@ class Sizes:
     def pipelined(self) -> np.ndarray:
         """[R] index into :attr:`pipelines`."""
         return np.asarray(self.uses.pipelined[self.use])
-
-    def _where(self, holds: Callable[[AxisUse], bool]) -> np.ndarray:
-        return np.asarray(np.asarray([holds(use) for use in self.uses])[self.use])
 
     @cached_property
     def divides(self) -> bool:

@@ -6,7 +6,7 @@ Legend: p ranks of a pipeline, v stages on each, S segments.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -40,12 +40,12 @@ class Stages:
     info: ScheduleInfo
     recomputed: np.ndarray
 
-    @property
+    @cached_property
     def on_rank(self) -> np.ndarray:
         """[p, S] blocks of each segment on each rank."""
         return np.asarray(self.counts.sum(axis=1))
 
-    @property
+    @cached_property
     def recomputed_on_rank(self) -> np.ndarray:
         """[p] the share of its blocks that a rank recomputes."""
         blocks = self.counts.sum(axis=2)
@@ -101,11 +101,11 @@ def _staged(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]
     for (num_ranks, passes, place), rows in groups(sizes.pipeline, sizes.micro_batches, sizes.pipelined):
         pipeline = sizes.pipelines[place]
         key = ("distinct ranks", pipeline, num_ranks, passes)
-        for one in memo.get(key, partial(_distinct, trace, pipeline, num_ranks, passes, memo)):
-            owner.append(rows)
-            counts.append(np.broadcast_to(one.counts, (len(rows), len(one.counts))))
-            live.append(np.full(len(rows), one.live))
-            flags.append(np.broadcast_to(one[2:], (len(rows), 4)))
+        ranks = memo.get(key, partial(_distinct, trace, pipeline, num_ranks, passes, memo))
+        owner.append(np.tile(rows, len(ranks)))
+        counts.append(np.repeat([one.counts for one in ranks], len(rows), axis=0))
+        live.append(np.repeat([one.live for one in ranks], len(rows)))
+        flags.append(np.repeat(np.asarray([one[2:] for one in ranks], dtype=float), len(rows), axis=0))
     together = np.concatenate(owner)
     order = np.argsort(together, kind="stable")
     index = together[order]
@@ -153,7 +153,7 @@ def _distinct(
 
 def known_stages(pipeline: PipelineParallelism, trace: Trace, num_ranks: int, memo: Memo) -> Stages:
     """:func:`stages_of`, once for each pipeline."""
-    return memo.get(("stages", pipeline, num_ranks), lambda: stages_of(pipeline, trace, num_ranks))
+    return memo.get(("stages", pipeline, num_ranks), lambda: stages_of(pipeline, trace, num_ranks, memo))
 
 
 def schedule_of(pipeline: PipelineParallelism) -> ScheduleInfo:
@@ -167,23 +167,35 @@ def usual_micro_batches(pipeline: PipelineParallelism, num_ranks: int, num_sampl
     return info.usual_micro_batches(num_ranks, on_rank, num_samples) or 1
 
 
-def stages_of(pipeline: PipelineParallelism, trace: Trace, num_ranks: int) -> Stages:
+def stages_of(
+    pipeline: PipelineParallelism, trace: Trace, num_ranks: int, memo: Memo | None = None
+) -> Stages:
     """The stages that a pipeline makes of a model.
 
     Blocks, and what runs between them, are the pieces; ``auto`` balances their floating point operations.
+
+    Args:
+        memo: knows the blocks of stages that other pipelines have too.
 
     Raises:
         InputError: if there are more stages than pieces, or no such schedule.
     """
     info = schedule_of(pipeline)
     v = pipeline.stages_per_rank or info.usual_stages
-    owner = np.repeat(np.arange(len(trace.segments)), [segment.count for segment in trace.segments])
-    cuts = _cuts(pipeline, trace, owner, num_ranks * v)
-    in_stages = [owner[list(blocks)] for blocks in stage_ranges(cuts, len(owner))]
-    per_stage = np.stack([np.bincount(blocks, minlength=len(trace.segments)) for blocks in in_stages])
+    how = (pipeline.split_method, tuple(pipeline.split_points), num_ranks * v)
+    blocks = partial(_blocks_of_stages, pipeline, trace, num_ranks * v)
+    per_stage = (memo or Memo()).get(("blocks of stages", *how), blocks)
     numbers = np.asarray([info.stages_of(rank, num_ranks, v) for rank in range(num_ranks)])
     shares = np.asarray(pipeline.recomputed or [np.nan] * (num_ranks * v))
     return Stages(per_stage[numbers], numbers, info, shares[numbers])
+
+
+def _blocks_of_stages(pipeline: PipelineParallelism, trace: Trace, num_stages: int) -> np.ndarray:
+    """[stages, S] blocks of each segment in each stage."""
+    owner = np.repeat(np.arange(len(trace.segments)), [segment.count for segment in trace.segments])
+    cuts = _cuts(pipeline, trace, owner, num_stages)
+    in_stages = [owner[list(blocks)] for blocks in stage_ranges(cuts, len(owner))]
+    return np.stack([np.bincount(blocks, minlength=len(trace.segments)) for blocks in in_stages])
 
 
 def _cuts(pipeline: PipelineParallelism, trace: Trace, owner: np.ndarray, num_stages: int) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from atorch_ns.cluster import Cluster, cluster_from_spec
 from atorch_ns.estimate import PlanTable, TimeParts, Workload, price
@@ -95,9 +94,9 @@ def _measured(name: str, strategies: Sequence[Any]) -> list[PeakMemory]:
         num_data = dict(strategy[0][1][0]).get("data", 1)
         rows = BATCH // num_data
 
-        def batches(rows: int = rows, num_data: int = num_data) -> Iterator[Any]:
+        def batches(rows: int = rows) -> Iterator[Any]:
             for step in range(6):
-                yield case.make_batch(rows, 100 * step + dist.get_rank() % num_data)
+                yield case.make_batch(rows, step)
 
         def make(strategy: Any = strategy, rows: int = rows) -> Any:
             sample = case.make_batch(rows, 0)

@@ -93,7 +93,7 @@ def _kind(
             degrees = np.where(parameters.is_expert, keys[:, 1:2], keys[:, :1])
     else:
         degrees, row = np.unique(degree, return_inverse=True)
-    shares = shares_of(plan, parameters, trace.optimizer, degrees)
+    shares = shares_of(plan, parameters, trace.optimizer, degrees, memo)
     of_segments = memo.get(
         ("bytes", computed_in(plan), parts), lambda: _segment_bytes(plan, trace, workload, parts)
     )

@@ -18,7 +18,7 @@ from atorch_ns.estimate.memory.shards import (
     row_share,
     whole_share,
 )
-from atorch_ns.estimate.model_shard import DTYPE_BYTES, stored_dtype, units_of
+from atorch_ns.estimate.model_shard import DTYPE_BYTES, Memo, stored_dtype, units_of
 from atorch_ns.profile import OptimizerSpec, ParameterSpec, Trace
 from atorch_ns.strategy import Plan
 
@@ -119,10 +119,16 @@ class Shares:
     optimizer: Share
 
 
-def shares_of(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray) -> Shares:
+def shares_of(
+    plan: Plan,
+    parameters: Parameters,
+    spec: OptimizerSpec | None,
+    degrees: np.ndarray,
+    memo: Memo | None = None,
+) -> Shares:
     """The division of states over each number of ranks in ``degrees`` ([K], or [K, P] in rows)."""
     everything = _undivided(parameters, len(degrees))
-    divided = _divided(plan, parameters, spec, degrees)
+    divided = _divided(plan, parameters, spec, degrees, memo or Memo())
     return Shares(
         parameters=divided if plan.sharding.parameters_over else everything,
         gradients=divided if plan.sharding.gradients_over else everything,
@@ -135,7 +141,9 @@ def _undivided(parameters: Parameters, num: int) -> Share:
     return Share(whole, whole, num_trainable(parameters, num))
 
 
-def _divided(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray) -> Share:
+def _divided(
+    plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray, memo: Memo
+) -> Share:
     if plan.sharding.layout == "rows":
         return row_share(parameters, degrees)
     if plan.sharding.layout == "flat":
@@ -145,7 +153,10 @@ def _divided(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, deg
         return replace(share, parameters=np.full(len(degrees), sum(units.values())))
     costs = state_bytes_of(plan, parameters, spec, parameters.elements) + (spec.fixed_bytes if spec else 0)
     # Experts and what is beside them are given to the ranks that have the same experts.
-    return whole_share(parameters, degrees.reshape(len(degrees), -1).min(axis=1), costs)
+    ranks = degrees.reshape(len(degrees), -1).min(axis=1)
+    arrays = (parameters.elements, parameters.copies, parameters.trainable, ranks, costs)
+    key = ("whole share", *((array.shape, array.tobytes()) for array in arrays))
+    return memo.get(key, lambda: whole_share(parameters, ranks, costs))
 
 
 def state_bytes_of(

@@ -63,7 +63,7 @@ def as_pipeline(
     counts = np.tile([segment.count for segment in context.trace.segments], (len(none), 1))
     recomputed = np.full(len(none), np.nan)
     waiting = Waiting(none.copy(), none.copy(), none.copy())
-    sizes = context.sizes
+    sizes, each = context.sizes, _seconds_of_a_send(context)
     for (num_ranks, place), rows in groups(sizes.pipeline, sizes.pipelined):
         if num_ranks == 1:
             continue
@@ -79,7 +79,7 @@ def as_pipeline(
         recomputed[rows] = shares[slowest]
         others = of_rank.sum(axis=0) - of_rank[slowest, np.arange(len(rows))]
         waiting.bubble[rows] = others * _shares(context, rows, stages, again * round(2 * shares.mean()) / 2)
-        waiting.sends[rows] = _sends(context, rows, stages)
+        waiting.sends[rows] = 2.0 * each[rows] * _unhidden_sends(context, rows, stages)
         if stages.info.splits_backward and not context.plan.whole_backward:
             once = (counts[rows] * backward[:, rows].T).sum(axis=1)
             waiting.twice[rows] = context.micro_batches[rows] * once * _SECOND_WALK
@@ -152,21 +152,24 @@ def _share(info: ScheduleInfo, numbers: tuple[int, int, int], again: float, whol
     return float(idle / ((3.0 + again) * v * (p - 1)))
 
 
-def _sends(context: PricingContext, rows: np.ndarray, stages: Stages) -> np.ndarray:
-    """[R] seconds of sends that nothing hides: those of the first and the last micro-batch; and on GPUs all of a rank.
+def _seconds_of_a_send(context: PricingContext) -> np.ndarray:
+    """[R] seconds in which one micro-batch is sent to the next stage."""
+    inner = max(range(len(context.trace.segments)), key=lambda s: context.trace.segments[s].count)
+    output = cost_of(context.plan, context.trace.segments[inner]).output
+    num_bytes = np.asarray(output.at(context.num_samples, context.num_tokens), dtype=float)
+    num_bytes = num_bytes * context.parts.share(inner, output.divided, output.words)
+    near, far = context.hardware.within_node, context.hardware.between_nodes
+    inside = context.groups(("pipeline",)).within > 1
+    return np.where(inside, near.message_seconds("send", num_bytes), far.message_seconds("send", num_bytes))
+
+
+def _unhidden_sends(context: PricingContext, rows: np.ndarray, stages: Stages) -> np.ndarray:
+    """[R] sends, of a pass each way, that nothing hides: those of the first and the last micro-batch; on GPUs all of a rank.
 
     There the sends and receives of two ranks run in the order in which they are started, each when both have come to it,
     and with passes in alternation what is received was sent last.
     """
     p, v = stages.numbers.shape
-    inner = max(range(len(context.trace.segments)), key=lambda s: context.trace.segments[s].count)
-    output = cost_of(context.plan, context.trace.segments[inner]).output
-    num_bytes = np.asarray(output.at(context.num_samples, context.num_tokens), dtype=float)
-    num_bytes = (num_bytes * context.parts.share(inner, output.divided, output.words))[rows]
-    groups = context.groups(("pipeline",))
-    inside = groups.within[rows] > 1
-    near, far = context.hardware.within_node, context.hardware.between_nodes
-    each = np.where(inside, near.message_seconds("send", num_bytes), far.message_seconds("send", num_bytes))
     all_sent = context.hardware.device.type != "cpu"
     steady = context.micro_batches[rows] * v if all_sent else 0
-    return np.asarray(2.0 * (steady + p - 1) * each)
+    return np.asarray(steady + p - 1)

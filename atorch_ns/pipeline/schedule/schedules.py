@@ -109,8 +109,9 @@ class ScheduleInfo:
 
     def stages_of(self, rank: int, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
         """The stages that ``rank`` holds, in the order of the model."""
-        num_stages = num_ranks * (stages_per_rank or self.usual_stages)
-        return tuple(stage for stage in range(num_stages) if self.rank_of(stage, num_ranks) == rank)
+        back = num_ranks - 1 - rank  # its place in every other lap of a placement that turns
+        laps = range(stages_per_rank or self.usual_stages)
+        return tuple(num_ranks * lap + (back if self.placement == "v" and lap % 2 else rank) for lap in laps)
 
     def problem(self, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None) -> str:
         """The reason why this pipeline cannot be run, with the choices that can; empty if it can."""

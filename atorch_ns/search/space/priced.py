@@ -183,6 +183,7 @@ class _Kinds:
         kinds: dict[Plan, int] = {}
         uses: dict[AxisUse, int] = {}
         index, use = [], []
+        rows: dict[AxisUse, list[int]] = {}  # few templates set something of axes themselves
         # What no price depends on; what replaced modules cost is known of some models.
         alike: dict[str, Any] = _USUAL._asdict()
         if not any(segment.replaced_costs for segment in trace.segments):
@@ -191,7 +192,9 @@ class _Kinds:
             kind = template_of(one.plan, axes=_order(one.plan.axes), **alike)
             index.append(kinds.setdefault(kind, len(kinds)))
             own = AxisUse.of(one.plan)
-            use.append([uses.setdefault(each.plan.over(own), len(uses)) for each in options])
+            if own not in rows:
+                rows[own] = [uses.setdefault(each.plan.over(own), len(uses)) for each in options]
+            use.append(rows[own])
         return cls(
             tuple(kinds), np.asarray(index, dtype=np.int64), tuple(uses), np.asarray(use, dtype=np.int64)
         )

@@ -15,7 +15,6 @@ from atorch_ns.method import (
     Registry,
     Resolved,
     clash,
-    fold_plan,
     ordered,
     resolve,
 )
@@ -226,6 +225,7 @@ def find_templates(
         except StrategyError as error:
             refused[str(error)] = refused.get(str(error), 0) + len(combinations)
             continue
+        known: dict[tuple[int, ...], Plan] = {}
         for chosen in combinations:
             if not all(group.has(axis) for item in chosen for axis in axes_of(item)):
                 continue
@@ -243,7 +243,7 @@ def find_templates(
                 continue
             if only is not None and any(item.method.name not in only for item in complete):
                 continue
-            plan = fold_plan(complete) if resolved is None else resolved.plan
+            plan = _folded(complete, known) if resolved is None else resolved.plan
             kind = _kind(canonical(plan))
             if kind not in distinct:
                 distinct[kind] = Template(chosen, plan, group)
@@ -252,6 +252,21 @@ def find_templates(
             ):  # no row to say that an axis over which nothing is sharded changes nothing
                 same.append((resolved, distinct[kind]))
     return Templates(tuple(distinct.values()), tuple(same), refused, left_out)
+
+
+def _folded(chosen: Iterable[Chosen], known: dict[tuple[int, ...], Plan]) -> Plan:
+    """:func:`~atorch_ns.method.fold_plan`, of which ``known`` has the plans of what other combinations begin with.
+
+    Combinations of one group are made of the same objects, which live as long as ``known``.
+    """
+    plan = Plan()
+    key: tuple[int, ...] = ()
+    for item in chosen:
+        key = (*key, id(item))
+        if key not in known:
+            known[key] = item.method.plan(plan, item.config)
+        plan = known[key]
+    return plan
 
 
 @dataclass(frozen=True)
