@@ -298,12 +298,15 @@ class Plan:
 
     def changed(self, **changes: Any) -> Plan:
         """The plan with other values; a mapping changes fields of a group: ``changed(sharding={"units": ()})``."""
-        groups = {
-            name: replace(getattr(self, name), **new)
-            for name, new in changes.items()
-            if isinstance(new, Mapping)
-        }
-        return replace(self, **{**changes, **groups})
+        values = {}
+        for name, new in changes.items():
+            value, old = new, getattr(self, name)
+            if isinstance(new, Mapping):
+                other = {key: one for key, one in new.items() if getattr(old, key) != one}
+                value = replace(old, **other) if other else old
+            if value is not old:
+                values[name] = value
+        return replace(self, **values) if values else self
 
     def size(self, names: str | Iterable[str]) -> int:
         """The product of the sizes of the named axes; an absent axis counts 1."""

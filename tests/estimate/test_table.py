@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import pytest
+
 from atorch_ns.estimate import PlanTable, Workload
-from atorch_ns.estimate.model_shard import Memo
+from atorch_ns.estimate.model_shard import Memo, distinct_rows
 from atorch_ns.strategy import Plan
 from benchmarks._plan_tables import product
 
@@ -59,3 +62,14 @@ def test_equal_sizes_are_one_object_in_one_pricing() -> None:
     table = PlanTable.of([FSDP, FSDP.changed(precision={"parameter_dtype": "bfloat16"})])
     (_, first), (_, second) = (table.sizes(kind, workload, memo) for kind in (0, 1))
     assert first is second
+
+
+@pytest.mark.parametrize("largest", [3, 2**20])
+def test_distinct_rows_are_those_of_numpy(largest: int) -> None:
+    """With large numbers rows do not fit into one."""
+    table = np.random.default_rng(0).integers(0, 3, (50, 4)) * (largest // 3)
+    keys, row = distinct_rows(table)
+    expected, places = np.unique(table, axis=0, return_inverse=True)
+    assert np.array_equal(keys, expected)
+    assert np.array_equal(row, places.reshape(-1))
+    assert np.array_equal(keys[row], table)

@@ -23,7 +23,7 @@ from atorch_ns.estimate.memory.reserved import CACHED_SHARE, outside_bytes, work
 from atorch_ns.estimate.memory.sharded import sharded_moments
 from atorch_ns.estimate.memory.shards import Parameters
 from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
-from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes, computed_in, cost_of
+from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes, computed_in, cost_of, distinct_rows
 from atorch_ns.estimate.stages import staged
 from atorch_ns.estimate.table import PlanTable
 from atorch_ns.profile import Trace
@@ -122,10 +122,7 @@ def _held(parts: ModelShard, degree: np.ndarray) -> tuple[np.ndarray, np.ndarray
     counts = np.stack([np.broadcast_to(count, len(sizes)) for count in parts.counts], axis=1)
     # Experts are divided over the ranks that have the same ones.
     alike = np.where(sizes.zero > 1, sizes.zero, sizes.data)
-    keys, row = np.unique(
-        np.column_stack([degree, alike, sizes.tensor, sizes.expert, counts]), axis=0, return_inverse=True
-    )
-    return keys, row
+    return distinct_rows(np.column_stack([degree, alike, sizes.tensor, sizes.expert, counts]))
 
 
 def _segment_bytes(plan: Plan, trace: Trace, workload: Workload, parts: ModelShard) -> SegmentBytes:
