@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from atorch_ns.errors import InputError, RankError
-from atorch_ns.text import clipped, error_text, first_few
+from atorch_ns.text import clipped, error_text, first_few, with_article
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -168,14 +168,32 @@ def same_everywhere(values: Mapping[str, str], *, distributed: bool) -> None:
 
 
 def from_first(value: T | None, *, distributed: bool, group: dist.ProcessGroup | None = None) -> T:
-    """The value of a group's first rank, on each of its ranks; collective. It must be picklable; other ranks may pass ``None``."""
-    values: list[Any] = [value]
-    if distributed:
-        import torch.distributed as dist
+    """The value of a group's first rank, on each of its ranks; collective. Other ranks may pass ``None``.
 
-        with _reaching(group, value):
-            dist.broadcast_object_list(values, group=group, group_src=0)
-    return cast("T", values[0])
+    Raises:
+        InputError: on every rank, if it does not pickle, or cannot be made again from that.
+    """
+    if not distributed:
+        return cast("T", value)
+    import torch.distributed as dist
+
+    told: list[Any] = [_pickled(value) if dist.get_rank(group) == 0 else None]
+    with _reaching(group, None):
+        dist.broadcast_object_list(told, group=group, group_src=0)
+    data, problem = told[0]
+    if problem:
+        raise InputError(f"the first rank cannot send the others {problem}")
+    return cast("T", value if dist.get_rank(group) == 0 else pickle.loads(data))  # noqa: S301  # of a rank of this job
+
+
+def _pickled(value: object) -> tuple[bytes, str]:
+    """The value as bytes, and what stands in the way: otherwise the ranks that read it would fail alone."""
+    try:
+        data = pickle.dumps(value)
+        pickle.loads(data)  # noqa: S301  # its own
+    except Exception as error:
+        return b"", f"{with_article(value)}, which does not pickle: {error_text(error)}"
+    return data, ""
 
 
 def gathered(value: T, *, distributed: bool, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -93,7 +93,7 @@ def _leaves(samples: Any) -> Iterator[_Leaf]:
         if isinstance(leaf, torch.Tensor):
             kind = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
             yield _Leaf(where, kind, _some_values(leaf))
-        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+        elif leaf is None or isinstance(leaf, (bool, int, float)):  # texts may be names of a machine's files
             yield _Leaf(where, repr(leaf), torch.empty(0))
 
 

@@ -21,8 +21,8 @@ from atorch_ns.cluster import (
     same_everywhere,
     sharing_failures,
 )
-from atorch_ns.errors import RankError
-from atorch_ns.testing import catch_ranks
+from atorch_ns.errors import InputError, RankError
+from atorch_ns.testing import catch_ranks, run_ranks
 
 
 def _raise() -> int:
@@ -55,6 +55,37 @@ def test_a_value_that_cannot_be_sent_is_no_lost_rank(monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match="it has no storage") as caught:
         gathered(_Unwritable(), distributed=True)
     assert not isinstance(caught.value, RankError)
+
+
+class _Unreadable:
+    """Pickles, and fails where it is made again, as tensors of uint16 do in torch 2.13."""
+
+    def __reduce__(self) -> Any:
+        return _fails, ()
+
+
+def _fails() -> None:
+    raise AttributeError("it has no dtype")
+
+
+def _sent() -> tuple[list[str], int]:
+    found = []
+    for value in (_Unwritable(), [_Unreadable()]):
+        try:
+            from_first(value if dist.get_rank() == 0 else None, distributed=True)
+        except InputError as error:
+            found.append(str(error))
+    return found, from_first(dist.get_rank() + 5, distributed=True)
+
+
+def test_what_others_cannot_read_is_refused_on_all_ranks() -> None:
+    """Where the readers failed alone, they went on to another exchange than the first rank."""
+    first, second = run_ranks(_sent, 2)
+    assert first == second
+    (unwritable, unreadable), number = first
+    assert "which does not pickle: RuntimeError: it has no storage" in unwritable
+    assert "a list, which does not pickle: AttributeError: it has no dtype" in unreadable
+    assert number == 5
 
 
 def test_one_process_agrees_with_itself() -> None:

@@ -114,6 +114,7 @@ def _compared() -> dict[str, str]:
             object(),
         ],
         "nothing": [],
+        "names": {"file": f"rank-{rank}"},
     }
     found = {name: _refusal(lambda nest=nest: SameBatch(mesh).check(nest)) for name, nest in given.items()}
     later = SameBatch(mesh)
@@ -126,7 +127,7 @@ def _compared() -> dict[str, str]:
 def test_what_differs_is_named() -> None:
     first, second = run_ranks(_compared, 2)
     assert first == second
-    assert not any(first[name] for name in ("rounding", "kinds", "nothing"))
+    assert not any(first[name] for name in ("rounding", "kinds", "nothing", "names"))
     assert "batch['ids'] differ, such as 3 and 4" in first["one token"]
     assert "batch['ids'] differ" in first["order"]
     assert "batch[0] float32[2] and batch[0] float32[3]" in first["shape"]
