@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -71,10 +72,10 @@ StrategyText = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
-def check_writable(**options: Path | None) -> None:
-    """Raises an :class:`InputError` with what :func:`unwritable` finds."""
-    if problems := unwritable(**options):
-        raise InputError("\n".join(problems))
+def refuse(problems: Iterable[str]) -> None:
+    """Raises an :class:`InputError` with all problems, if there are any."""
+    if told := "\n".join(problems):
+        raise InputError(told)
 
 
 def unwritable(**options: Path | None) -> list[str]:

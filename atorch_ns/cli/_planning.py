@@ -154,20 +154,21 @@ def read_inputs(options: ModelOptions) -> PlanningInputs:
     cluster, model, loss, optimizer = all_or_problems(
         place,
         lambda: make_model(options),
-        lambda: options.loss and load_object(options.loss, option="--loss"),
+        lambda: None if options.loss is None else load_object(options.loss, option="--loss"),
         lambda: None if no_optimizer else load_object(options.optimizer, option="--optimizer"),
     )
-    return PlanningInputs(options, cluster, None, model, loss or None, optimizer)
+    return PlanningInputs(options, cluster, None, model, loss, optimizer)
 
 
 def make_profile(inputs: PlanningInputs) -> tuple[Profile, float]:
     """The profile, and the seconds that profiling took."""
     from atorch_ns.engine.offline import profile_offline
 
-    profile, cluster, began = inputs.profile, inputs.cluster, time.perf_counter()
+    profile, cluster, seconds = inputs.profile, inputs.cluster, 0.0
     if profile is None:
         model, sample, chosen = inputs.model
         say("profiling one step on fake tensors …")
+        began = time.perf_counter()
         profile = profile_offline(
             model,
             sample,
@@ -176,7 +177,7 @@ def make_profile(inputs: PlanningInputs) -> tuple[Profile, float]:
             input_format=chosen,
             device=cluster.device_type,
         )
-    seconds = 0.0 if inputs.profile is not None else time.perf_counter() - began
+        seconds = time.perf_counter() - began
     if inputs.options.cluster is None:
         say(
             f"no --cluster was given: planning for this machine, {cluster.world_size} × {cluster.device_type}"

@@ -49,8 +49,7 @@ def calibrate(
     """
     launched = _join_launcher()
     problems = _problems(nproc, seconds, device, launched=launched)
-    if problems:
-        raise InputError("\n".join(problems))
+    options.refuse(problems)
     request = {"seconds": seconds, "device": device}
     if launched:
         from atorch_ns.cli._rank_work import calibrate_on_rank

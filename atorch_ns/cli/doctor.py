@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atorch_ns.cli._options import AsJson
+from atorch_ns.cli._options import AsJson, refuse
 from atorch_ns.cli._planning import print_json
-from atorch_ns.errors import InputError
 from atorch_ns.text import bytes_text
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ def doctor(
             f"--only={alone[0]!r} is about several nodes. Start doctor on each by torchrun: "
             "torchrun --nnodes=2 ... -m atorch_ns.cli doctor."
         )
-    if problems:
-        raise InputError("\n".join(problems))
+    refuse(problems)
     place = Place(num_ranks=nproc or 2, folder=folder, timeout_s=timeout)
     if who is None:
         _print_findings(examine(place, names=tuple(only or ())), as_json)

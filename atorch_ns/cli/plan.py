@@ -74,17 +74,16 @@ def plan(
     from atorch_ns.report.report import write_text
     from atorch_ns.strategy import Strategy
 
+    unwritable = options.unwritable(save=save, report=report, save_profile=save_profile)
     if operators is not None:
-        options.check_writable(save=save)
+        options.refuse(unwritable)
         asked = ModelOptions(model=model, sample=sample, input_format=input_format, cluster=cluster)
         _plan_operators(asked, operators, memory_limit, top=top, save=save, as_json=as_json)
         return
-    inputs, settings, excluded, included, _ = all_or_problems(
+    inputs, settings, _ = all_or_problems(
         lambda: read_inputs(ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)),
         lambda: make_settings(objective=objective, memory_limit=memory_limit),
-        lambda: [constraint(text) for text in exclude or ()],
-        lambda: [constraint(text) for text in include or ()],
-        lambda: options.check_writable(save=save, report=report, save_profile=save_profile),
+        lambda: options.refuse(unwritable),
     )
     known, seconds = make_profile(inputs)
     place = inputs.cluster
@@ -93,8 +92,8 @@ def plan(
         place,
         global_batch=batch,
         settings=settings,
-        excluded=excluded,
-        included=included,
+        excluded=[constraint(text) for text in exclude or ()],
+        included=[constraint(text) for text in include or ()],
         profile_seconds=seconds,
     )
     whole = TrainingReport(search=outcome)

@@ -10,7 +10,6 @@ import typer
 from atorch_ns.cli import _options as options
 from atorch_ns.cli._on_ranks import on_ranks
 from atorch_ns.cli._planning import all_or_problems, make_settings, say
-from atorch_ns.errors import InputError
 from atorch_ns.usercode import constraint, gibibytes
 
 
@@ -60,15 +59,8 @@ def search(
     if optimizer.lower() == "none":
         problems.append("--optimizer=none: trials run training steps, which need an optimizer.")
     problems += options.unwritable(save=save, report=report, history=history)
-
-    def check() -> None:
-        if problems:
-            raise InputError("\n".join(problems))
-
-    _, excluded, included, _ = all_or_problems(
-        check,
-        lambda: [constraint(text) for text in exclude or ()],
-        lambda: [constraint(text) for text in include or ()],
+    all_or_problems(
+        lambda: options.refuse(problems),
         lambda: make_settings(objective=objective, memory_limit=memory_limit),
     )
     settings = {
@@ -86,8 +78,8 @@ def search(
         "optimizer": optimizer,
         "input_format": input_format,
         "batch": batch,
-        "exclude": excluded,
-        "include": included,
+        "exclude": [constraint(text) for text in exclude or ()],
+        "include": [constraint(text) for text in include or ()],
         "settings": settings,
         "history": None if history is None else str(history.absolute()),
         "save": None if save is None else str(save.absolute()),

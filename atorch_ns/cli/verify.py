@@ -10,7 +10,6 @@ import typer
 from atorch_ns.cli import _options as options
 from atorch_ns.cli._on_ranks import on_ranks
 from atorch_ns.cli._planning import check_strategy_is_there, say
-from atorch_ns.errors import InputError
 from atorch_ns.text import counted
 
 _TIMEOUT_S = 600.0
@@ -40,8 +39,7 @@ def verify(
         problems.append(f"--steps={steps}: at least one step is needed.")
     if timeout <= 0:
         problems.append(f"--timeout={timeout:g}: the time limit must be positive.")
-    if problems:
-        raise InputError("\n".join(problems))
+    options.refuse(problems)
     check_strategy_is_there(strategy, "--strategy")  # before ranks are started for it; they read it
     request = {
         "strategy": strategy,

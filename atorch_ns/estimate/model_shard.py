@@ -54,7 +54,7 @@ def distinct_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if math.prod(spans.tolist()) >= 2**63:
         keys, row = np.unique(table, axis=0, return_inverse=True)
         return keys, row.reshape(-1)
-    code = np.zeros(len(table), dtype=np.int64)  # rows as numbers are sorted ten times as fast
+    code = np.zeros(len(table), dtype=np.int64)  # numbers are sorted faster than rows
     for column, span in zip(table.T, spans.tolist(), strict=True):
         code = code * span + column
     _, first, row = np.unique(code, return_index=True, return_inverse=True)

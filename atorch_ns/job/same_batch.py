@@ -75,8 +75,9 @@ class SameBatch:
         for name in self._axes:
             every = gathered(told, distributed=True, group=self._mesh.axis(name).get_group())
             told = list(chain.from_iterable(every))
-        first, expected = min(told, key=lambda one: one[0])
-        for rank, found in sorted(told, key=lambda one: one[0]):
+        told.sort(key=lambda one: one[0])
+        first, expected = told[0]
+        for rank, found in told[1:]:
             problem = _difference(expected, found)
             if problem is not None:
                 axes = ", ".join(f"{name}={self._mesh.size(name)}" for name in self._axes)

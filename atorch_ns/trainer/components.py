@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -25,13 +25,17 @@ def named(value: Any, *, what: str) -> Callable[..., Any]:
     return made
 
 
-def check_names(args: Any) -> None:
+def check_names(args: Any, *, known: Container[str] = ()) -> None:
     """Looks up the ``type`` of every component of a configuration, and every ``__type`` in their arguments.
+
+    Args:
+        known: names that stand for something without their module.
 
     Raises:
         InputError: with all that name nothing, a line each.
     """
-    problems = [problem for what, name in _names(args, "") if (problem := _unknown(name, what))]
+    names = [(what, name) for what, name in _names(args, "") if name not in known]
+    problems = [problem for what, name in names if (problem := _unknown(name, what))]
     if problems:
         raise InputError("\n".join(problems))
 

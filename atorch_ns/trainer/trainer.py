@@ -120,7 +120,7 @@ class Trainer:
         args = self.train_args
         if args.init_env_fn is not None:
             named(args.init_env_fn, what="init_env_fn")(self)
-        check_names(args)  # which that function may have made known
+        check_names(args, known=BUILT_IN)  # after that function, which may make modules known
         if args.seed is not None:
             seed_all(args.seed)
         return make_dataset(args, "train")

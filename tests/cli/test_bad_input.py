@@ -291,3 +291,30 @@ def test_a_failure_is_a_record_too(folder: Path, run: Run, verb: str) -> None:
 
 def test_every_verb_is_tried() -> None:
     assert {verb for verb, _, _, _ in CASES} == set(VERBS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            "plan --model job.py:buidl --sample job.py:sampel --loss nix.py:loss --cluster 9xZZZ --objective foo "
+            "--save nowhere/x.json",
+            ("'buidl'", "'sampel'", "nix.py", "'ZZZ'", "--objective", "--save=nowhere/x.json"),
+        ),
+        (
+            "estimate --strategy missing.json --model job.py:buidl --sample job.py:sample --cluster 9xZZZ --memory-limit moo",
+            ("missing.json", "'buidl'", "'ZZZ'", "--memory-limit='moo'"),
+        ),
+        (
+            "search --model job.py:build --sample job.py:sample --time-limit 0 --objective foo",
+            ("--time-limit=0", "--objective"),
+        ),
+    ],
+)
+def test_all_that_is_wrong_is_told_at_once(
+    folder: Path, run: Run, arguments: str, told: tuple[str, ...]
+) -> None:
+    done = run(*arguments.split())
+    assert done.returncode == 2
+    for one in told:
+        assert one in done.stderr, f"{one} is not in {done.stderr}"

@@ -111,6 +111,8 @@ def _compared() -> dict[str, str]:
             torch.zeros(2, dtype=torch.complex64),
             torch.zeros(0),
             torch.zeros(3, dtype=torch.bool),
+            torch.zeros(3, dtype=torch.uint16),
+            torch.zeros(3, dtype=torch.float8_e4m3fn),
             object(),
         ],
         "nothing": [],

@@ -65,6 +65,23 @@ def test_bf16() -> None:
     assert compare(run, reference).max_loss_error < 2e-2
 
 
+def _dividing_nothing() -> list[str]:
+    plan = {"degree": 2, "operators": {}, "parameters": {}, "schema": 1}
+    found = []
+    for settings in ({"plan": plan}, {"policy": "batch"}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerate_case(CASES["mlp"], [MESH, ("operator_parallel", settings)])
+        found.append(" ".join(str(one.message) for one in caught))
+    return found
+
+
+def test_a_plan_that_divides_nothing_is_warned_of() -> None:
+    (nothing, batch), _ = run_ranks(_dividing_nothing, 2)  # the first rank warns
+    assert "nothing is divided, so each of the 2 tensor ranks computes all of its samples" in nothing
+    assert "nothing is divided" not in batch
+
+
 class _Box:
     """A result that is no container which torch knows."""
 

@@ -358,9 +358,9 @@ def test_all_names_that_name_nothing_are_told_at_once() -> None:
         "lr_scheduler": scheduler,
         "log": [{"type": "nada.Log"}],
     }
-    args = made_args({**config, "compute_config": {"plan_ngpus": 1, "runtime_ngpus": 1, "use_end2end": True}})
+    compute = {"plan_ngpus": 1, "runtime_ngpus": 1, "use_end2end": True}
     with pytest.raises(InputError) as caught:
-        check_names(args)
+        Trainer(train_args={**config, "compute_config": compute, "max_epochs": 1}).run()
     told = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in told] == [
         "optimizer.type='torch.optim.Nope'",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 from atorch_ns.estimate.intervals import Range
@@ -155,21 +155,23 @@ class CandidatesInfo(NamedTuple):
         return self._replace(lines=(*kept, *baseline))
 
     def without_twins(self) -> CandidatesInfo:
-        """Without untried candidates whose predictions are those of a line before, whose reason then says what they change."""
-        kept: dict[object, CandidateLine] = {}
-        changes: dict[object, list[str]] = {}
+        """Without candidates whose predictions are those of a line before, whose reason then says what they change; where
+        neither was tried."""
+        first: dict[tuple[float, float], CandidateLine] = {}
+        changes: dict[int, list[str]] = {}  # by the number of the line that is kept
+        kept = []
         for line in self.lines:
-            figures = (line.predicted_seconds, line.predicted_bytes)
-            first = kept.get(figures)
-            if first is None or None in figures or line.fate != "untried" or line.is_baseline:
-                kept[line.key if first is not None or None in figures else figures] = line
-            else:
-                changes.setdefault(figures, []).append(_change(first.label, line.label))
-        for place, alike in changes.items():
-            line = kept[place]
-            reason = f"{line.reason}; the same {first_few(alike, _FEW_TWINS, '; ')}"
-            kept[place] = line._replace(reason=reason.removeprefix("; "))
-        return self._replace(lines=tuple(kept.values()))
+            if (
+                line.predicted_seconds is not None
+                and line.predicted_bytes is not None
+                and not line.trial_number
+            ):
+                like = first.setdefault((line.predicted_seconds, line.predicted_bytes), line)
+                if like is not line and line.fate == "untried" and not line.is_baseline:
+                    changes.setdefault(like.number, []).append(_change(like.label, line.label))
+                    continue
+            kept.append(line)
+        return self._replace(lines=tuple(_with_twins(line, changes.get(line.number, ())) for line in kept))
 
     @property
     def considered(self) -> tuple[CandidateLine, ...]:
@@ -180,6 +182,13 @@ class CandidatesInfo(NamedTuple):
     def pruned(self) -> tuple[CandidateLine, ...]:
         """Candidates that were pruned."""
         return tuple(line for line in self.lines if line.fate == "pruned")
+
+
+def _with_twins(line: CandidateLine, changes: Sequence[str]) -> CandidateLine:
+    if not changes:
+        return line
+    reason = f"{line.reason}; the same {first_few(changes, _FEW_TWINS, '; ')}"
+    return line._replace(reason=reason.removeprefix("; "))
 
 
 def _change(before: str, after: str) -> str:

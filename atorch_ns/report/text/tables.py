@@ -137,7 +137,8 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
 def _widths(columns: Sequence[Sequence[str]], narrow: Set[int], room: int) -> list[int]:
     """The characters of each column; together more than ``room`` where words would be broken otherwise.
 
-    Numbers and short text have lines that are whole before long text has more than it needs.
+    Numbers and short text have lines that are whole before long text has more than it needs; their heads may be in two
+    lines, unless there is room to spare.
 
     Args:
         columns: of each its head and its cells.
@@ -157,6 +158,10 @@ def _widths(columns: Sequence[Sequence[str]], narrow: Set[int], room: int) -> li
     for place, at in enumerate(order):
         share = left if at in narrow else left // (len(order) - place)
         more = max(0, min(wanted[at] - widths[at], share))
+        widths[at] += more
+        left -= more
+    for at in order:
+        more = max(0, min(len(columns[at][0]) - widths[at], left)) if at in narrow else 0
         widths[at] += more
         left -= more
     return widths

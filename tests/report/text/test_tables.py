@@ -68,17 +68,22 @@ def test_words_are_not_broken_however_little_room_there_is() -> None:
 def test_candidates_of_equal_predictions_are_one_line() -> None:
     info = candidates_info(searched())
     first = info.lines[0]
-    untried = first._replace(fate="untried", is_best=False, is_baseline=False, reason="it is slower")
+    untried = first._replace(
+        fate="untried", is_best=False, is_baseline=False, trial_number=0, reason="it is slower"
+    )
     alike = [
         untried._replace(number=number, key=label, label=label, predicted_seconds=2.0, predicted_bytes=3.0)
         for number, label in enumerate(
             ("ddp + compile", "module_replace + ddp + compile", "ddp + half", "ddp"), start=100
         )
     ]
+    tried = untried._replace(
+        number=150, key="tried", trial_number=3, predicted_seconds=2.0, predicted_bytes=3.0
+    )
     unknown = [untried._replace(number=n, key=str(n), predicted_bytes=None) for n in (200, 201)]
-    shown = info._replace(lines=(*info.lines, *alike, *unknown)).without_twins().lines
-    assert [line.number for line in shown] == [*(line.number for line in info.lines), 100, 200, 201]
-    assert shown[-3].reason == (
+    shown = info._replace(lines=(*info.lines, *alike, tried, *unknown)).without_twins().lines
+    assert [line.number for line in shown] == [*(line.number for line in info.lines), 100, 150, 200, 201]
+    assert shown[-4].reason == (
         "it is slower; the same with module_replace; with half in place of compile; without compile"
     )
 
