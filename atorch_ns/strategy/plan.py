@@ -319,9 +319,9 @@ class Plan:
 
     @property
     def whole_backward(self) -> bool:
-        """Whether a pipeline never splits backward passes: compiled blocks and selective recomputation compute
-        the gradients of inputs and weights at once, and only once."""
-        return self.compiled or self.recomputation.kind == "selective"
+        """Whether a pipeline never splits backward passes: compiled blocks compute the gradients of inputs and weights at
+        once."""
+        return self.compiled
 
     def reduces_each(self, num_trainable: int, memory_bytes: float) -> bool:
         """Whether sharded gradients are reduced after every micro-batch; a pipeline reduces them at the end of a step.

@@ -17,8 +17,6 @@ from atorch_ns.torch_compat.compile import (
 )
 from atorch_ns.torch_compat.distributed import (
     after_backward,
-    backward_for_inputs,
-    backward_for_weights,
     default_store,
     flatten_mesh,
     found_inf_tensors,
@@ -49,6 +47,7 @@ from atorch_ns.torch_compat.fake import (
     fake_tensor_mode,
     fake_tensor_type,
     gpu_described,
+    in_shape,
     is_view,
     outside_fake_mode,
     quiet_fake_kernels,
@@ -77,8 +76,6 @@ __all__ = [
     "FlashAttention",
     "TorchDispatchMode",
     "after_backward",
-    "backward_for_inputs",
-    "backward_for_weights",
     "checkpoint_wrapper",
     "compile_records",
     "count_operators",
@@ -99,6 +96,7 @@ __all__ = [
     "has_gradient_hooks",
     "has_matrix_tiles",
     "in_backward",
+    "in_shape",
     "inner_hooks",
     "is_stand_in",
     "is_strided_shard",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -210,27 +210,6 @@ def pipeline_orders(
         _stages=[None] * stages_per_rank,
     )
     return [_passes(schedule._calculate_single_rank_operations(rank)) for rank in range(num_ranks)]
-
-
-def backward_for_inputs(
-    outputs: tuple[torch.Tensor, ...],
-    gradients: tuple[torch.Tensor, ...],
-    inputs: tuple[torch.Tensor, ...],
-    weights: Iterable[nn.Parameter],
-) -> Any:
-    """Adds the gradients of ``inputs`` alone; what it returns is for :func:`backward_for_weights`
-    (``pipelining._backward.stage_backward_input``). ``outputs`` leave the graph of autograd."""
-    from torch.distributed.pipelining import _backward
-
-    found = _backward.stage_backward_input(list(outputs), list(gradients), list(inputs), iter(list(weights)))
-    return found[1]
-
-
-def backward_for_weights(weights: Iterable[nn.Parameter], groups: Any) -> None:
-    """Adds the gradients of ``weights`` after those of inputs (``pipelining._backward.stage_backward_weight``)."""
-    from torch.distributed.pipelining import _backward
-
-    _backward.stage_backward_weight(iter(list(weights)), groups)
 
 
 def reduce_after_backward(module: nn.Module) -> None:

@@ -18,7 +18,6 @@ from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, SkipSync
-from atorch_ns.pipeline import get_schedule
 from atorch_ns.strategy import MODEL_AXES
 from atorch_ns.torch_compat import is_view
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
@@ -127,9 +126,6 @@ def _options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) -> dict[
         options["reshard_after_forward"] = config.reshard_after_forward
     elif job.plan.sharding.keeps_gathered:
         options["reshard_after_forward"] = False
-    if job.parts.stages and get_schedule(job.plan.pipeline.schedule).splits_backward:
-        _refuse_resharding(job, config)
-        options["reshard_after_forward"] = False
     policy = _mixed_precision(job, config)
     if policy is not None:
         options["mp_policy"] = policy
@@ -164,17 +160,6 @@ def _full_precision_norms(
         and id(module) not in own_units
         and not any(parameter in options["ignored_params"] for parameter in module.parameters())
     ]
-
-
-def _refuse_resharding(job: Job, config: ShardConfig) -> None:
-    """torch looks for the weights' part of a split backward pass among gathered parameters; where these have been
-    freed after the forward pass, it finds none and computes no gradient."""
-    if config.reshard_after_forward not in (None, False):
-        raise InputError(
-            f"reshard_after_forward={config.reshard_after_forward} cannot stand with the pipeline schedule "
-            f"{job.plan.pipeline.schedule}, which computes gradients of weights apart from those of inputs. Use "
-            "reshard_after_forward=False, or the schedule 1F1B, GPipe, Interleaved1F1B or LoopedBFS."
-        )
 
 
 def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecisionPolicy | None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.errors import AtorchError, BatchSizeError, InputError, RankError, StrategyError
 from atorch_ns.job import Materialiser, Result
+from atorch_ns.pipeline.run import executor
+from atorch_ns.pipeline.run.weight_gradients import WeightGradients
 from atorch_ns.testing.conformance import MethodConformance
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import (
@@ -53,6 +56,7 @@ class TestConformance(MethodConformance):
 
 TWO = ("parallel_mode", [("pipeline", 2)])
 TWO_BY_TWO = ("parallel_mode", [("pipeline", 2), ("data", 2)])
+RESHARDED = ("fsdp", {"reshard_after_forward": True})
 
 
 def _runs(jobs: Sequence[tuple[str, Strategy, dict[str, Any]]]) -> list[Trajectory]:
@@ -101,6 +105,7 @@ def test_four_stages_and_two_by_two_train_as_one_process() -> None:
         ("tied_llama", _with("shifted_critical_path", "checkpoint", mesh=four, num_micro_batches=8), {}),
         ("tied_llama", _with("pre_recompute_1f1b", "fsdp", "checkpoint", mesh=TWO_BY_TWO), {}),
         ("tied_llama", _with("ZBVZeroBubble", "fsdp", "checkpoint", mesh=TWO_BY_TWO), {}),
+        ("tied_llama", _with("ZBVZeroBubble", RESHARDED, mesh=TWO_BY_TWO, num_micro_batches=4), {}),
         ("encoder_decoder", _with("Interleaved1F1B", mesh=TWO_BY_TWO), {}),
     ]
     _assert_parity(jobs, 4)
@@ -111,6 +116,54 @@ def test_stages_of_one_rank_divide_the_sequence_each_for_itself() -> None:
     mesh = ("parallel_mode", [("tensor", 2), ("pipeline", 2)])
     steps = _with("Interleaved1F1B", ("tensor_parallel", {"sequence": True}), "checkpoint", mesh=mesh)
     _assert_parity([("tied_llama", steps, {})], 4)
+
+
+def _weights_left(name: str, strategy: Strategy) -> tuple[Trajectory, int, int]:
+    """A run, the weight gradients that it left for later, and the layers that a rank has."""
+    left, layers = 0, 0
+
+    class Counting(WeightGradients):
+        def __init__(self, found: Sequence[nn.Module]) -> None:
+            nonlocal layers
+            layers = max(layers, len(found))
+            super().__init__(found)
+
+        def takes(self, *product: Any) -> bool:
+            nonlocal left
+            left += super().takes(*product)
+            return self._defers
+
+    with mock.patch.object(executor, "WeightGradients", Counting):
+        return accelerated_run(get_case(name), strategy), left, layers
+
+
+BOTH = ("parallel_mode", [("tensor", 2), ("pipeline", 2)])
+SELECTIVE = ("checkpoint", {"save_operators": "every_second_product"})
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("tied_llama", [SELECTIVE]),
+        pytest.param("hf_gpt2", ["checkpoint"], marks=pytest.mark.slow),
+        ("hf_llama", ["tensor_parallel"]),
+        pytest.param(
+            "hf_llama", [("tensor_parallel", {"sequence": True}), "checkpoint"], marks=pytest.mark.slow
+        ),
+        pytest.param("hf_gpt2", ["tensor_parallel"], marks=pytest.mark.slow),
+    ],
+)
+def test_weight_gradients_are_computed_later(name: str, others: list[Any]) -> None:
+    divided = any("tensor_parallel" in str(one) for one in others)
+    strategy = _with("InterleavedZeroBubble", *others, mesh=BOTH if divided else TWO, num_micro_batches=4)
+    reference = reference_run(get_case(name))
+    num_steps = len(reference.losses)
+    for run, left, layers in run_ranks(
+        _weights_left, 4 if divided else 2, args=(name, strategy), timeout_s=120
+    ):
+        assert_parity(compare(reference, run))
+        assert layers
+        assert left >= layers * 4 * num_steps
 
 
 def test_bf16_is_that_of_one_process() -> None:

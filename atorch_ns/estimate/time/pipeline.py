@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.passes import SegmentSeconds
 from atorch_ns.estimate.time.traffic import Exchange
 from atorch_ns.pipeline import ScheduleInfo, StageCosts, simulate, split_backward
+from atorch_ns.profile import Segment
 
 
 class Waiting(NamedTuple):
@@ -26,12 +27,12 @@ class Waiting(NamedTuple):
     Attributes:
         bubble: [R] seconds of waiting for other ranks to compute.
         sends: [R] seconds of waiting for what they send.
-        twice: [R] seconds of computing that a backward pass in two parts takes longer.
+        operators: [R] more operators that the host starts where backward passes are in two parts.
     """
 
     bubble: np.ndarray
     sends: np.ndarray
-    twice: np.ndarray
+    operators: np.ndarray
 
 
 def as_pipeline(
@@ -58,7 +59,7 @@ def as_pipeline(
     recompute = _rows([one.recompute for one in segments], none)
     restarted = _rows([launch * one.more_operators for one in segments], none)
     by_share = context.plan.recomputation.share is not None
-    backward = _rows([one.backward for one in segments], none)
+    matrices = np.asarray([_num_matrices(one) for one in context.trace.segments])
     again = _recomputed(segments)
     counts = np.tile([segment.count for segment in context.trace.segments], (len(none), 1))
     recomputed = np.full(len(none), np.nan)
@@ -81,8 +82,7 @@ def as_pipeline(
         waiting.bubble[rows] = others * _shares(context, rows, stages, again * round(2 * shares.mean()) / 2)
         waiting.sends[rows] = 2.0 * each[rows] * _unhidden_sends(context, rows, stages)
         if stages.info.splits_backward and not context.plan.whole_backward:
-            once = (counts[rows] * backward[:, rows].T).sum(axis=1)
-            waiting.twice[rows] = context.micro_batches[rows] * once * _SECOND_WALK
+            waiting.operators[rows] = _DEFERRED * context.micro_batches[rows] * (counts[rows] @ matrices)
     ones = np.ones(len(none), dtype=bool)
     staged = context.parts.staged(
         counts, context.parts.live, context.parts.accumulates, ones, ones, recomputed
@@ -95,8 +95,12 @@ def _rows(values: Sequence[np.ndarray | float], none: np.ndarray) -> np.ndarray:
     return np.stack([np.broadcast_to(value, none.shape) for value in values])
 
 
-_SECOND_WALK = sum(part[0] for part in split_backward([1.0])) - 1.0
-"""The share by which both parts of a backward pass take longer than the whole."""
+_DEFERRED: Final = 3.0
+"""Operators for each matrix whose gradient is computed later: the layer in Python, in both passes, and its sum."""
+
+
+def _num_matrices(segment: Segment) -> int:
+    return sum(one.trainable and len(one.shape) == 2 for one in segment.parameters)
 
 
 def _recomputed(segments: Sequence[SegmentSeconds]) -> float:

@@ -120,7 +120,7 @@ def _price_kind(
     context, waiting = as_pipeline(context, segments, exchanges)
     passes = passes_of(context, segments)
     slowest = _slowest(context)
-    compute = (passes.compute + waiting.twice) * slowest
+    compute = passes.compute * slowest
     recompute = passes.recompute * slowest
     gather, reduce = gather_and_reduce(context, passes)
     update, update_operators = update_seconds(context)
@@ -129,7 +129,7 @@ def _price_kind(
     device_seconds = compute + recompute + gather + reduce + update + offload + exchange
     operators = passes.operators + communication_operators(context) + update_operators + _STEP_OPERATORS
     of_exchanges = context.parts.total([each.operators for each in exchanges])
-    operators = operators + context.micro_batches * of_exchanges
+    operators = operators + context.micro_batches * of_exchanges + waiting.operators
     parts = {
         "compute": compute,
         "recompute": recompute,

@@ -18,8 +18,9 @@ from atorch_ns.capture.random_states import buffers_lent
 from atorch_ns.pipeline.cut.graph import TensorSpec
 from atorch_ns.pipeline.run.forward_pass import StageRange
 from atorch_ns.pipeline.run.stage import StageModule
+from atorch_ns.pipeline.run.weight_gradients import WeightGradients, linear_layers
 from atorch_ns.pipeline.schedule.actions import Action, Orders
-from atorch_ns.torch_compat import backward_for_inputs, backward_for_weights, reduce_after_backward
+from atorch_ns.torch_compat import reduce_after_backward
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -80,7 +81,6 @@ def given_by(action: Action, num_stages: int) -> Message | None:
     kind, stage, micro_batch = action
     if kind == "F":
         return Message("F", stage + 1, micro_batch) if stage + 1 < num_stages else None
-    # torch computes all gradients of the first stage in its weights' part, and they go nowhere.
     return Message("B", stage - 1, micro_batch) if kind in "BI" and stage else None
 
 
@@ -137,17 +137,15 @@ class _Held:
 
     Attributes:
         received: the tensors that have entered the stage, with their gradients later.
-        outputs: the results that have a gradient, where its backward pass is taken apart; else none.
-        edges: their places in the graph of autograd, which does not keep the results themselves.
+        edges: the results' places in the graph of autograd, which does not keep the results themselves.
         gradients: those of the results.
-        groups: what the weights' part of the backward pass begins from.
+        later: the weights' gradients that are computed later, where some are.
     """
 
     received: Tensors
-    outputs: Tensors = ()
     edges: tuple[Any, ...] = ()
     gradients: Tensors = ()
-    groups: Any = None
+    later: WeightGradients | None = None
 
 
 @dataclass(kw_only=True)
@@ -164,7 +162,7 @@ class Execution:
         keeping: a context in which forward passes keep the activations that would be recomputed.
         kept: stages whose forward passes run in it.
         idle: micro-batches that leave the stages' buffers as they are.
-        whole: stages whose gradients of inputs and of weights are computed together, when those of inputs are due.
+        whole_backward: whether gradients of inputs and of weights are computed together, when those of inputs are due.
         timeline: the actions with their times.
         losses: the losses of the micro-batches, on the rank of the last stage.
     """
@@ -178,7 +176,7 @@ class Execution:
     keeping: Callable[[], AbstractContextManager[object]] = nullcontext
     kept: Collection[int] = ()
     idle: Collection[int] = ()
-    whole: Collection[int] = ()
+    whole_backward: bool = False
     timeline: list[Timed] = field(default_factory=list)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -192,8 +190,8 @@ class Execution:
         self._sent: dict[Message, list[tuple[torch.Tensor, Any]]] = {}
         self._held: dict[tuple[int, int], _Held] = {}
         self._again = {action[1:] for action in self._order if action.kind == "R"}
-        # torch finds the weights' part from gradients of inputs, of which the first stage has none.
-        self._apart = {action.stage for action in self._order if action.kind == "I"} - {0, *self.whole}
+        splits = not self.whole_backward and any(action.kind == "I" for action in self._order)
+        self._layers = {n: linear_layers(stage) for n, stage in self.stages.items()} if splits else {}
 
     def run(self) -> None:
         """Takes all actions; collective over the pipeline."""
@@ -262,7 +260,8 @@ class Execution:
             received = self.ranges[micro_batch][number].received
             for tensor, one in zip(arrived, received.carried if received else (), strict=True):
                 tensor.requires_grad_(one.spec.requires_grad)
-            held = self._held[key] = _Held(arrived)
+            later = WeightGradients(self._layers[number]) if self._layers else None
+            held = self._held[key] = _Held(arrived, later=later)
             results = self._forward(action, held, with_graph=key not in self._again)
             if number + 1 == len(self.rank_of):
                 self.losses[micro_batch] = results[0].detach()
@@ -272,38 +271,36 @@ class Execution:
             with self.keeping(), buffers_lent(self.stages[number]):
                 self._forward(action, held, with_graph=True)
             return ()
-        held.gradients = arrived or held.gradients
-        if kind == "W":
-            self._backward_weights(action, held)
-        elif kind == "I" and number in self._apart:
-            weights = self.stages[number].parameters()
-            held.groups = backward_for_inputs(held.outputs, held.gradients, held.received, weights)
-        elif held.edges and (kind == "B" or number):
-            torch.autograd.backward(held.edges, held.gradients)
-            held.edges = ()
+        given: Tensors = ()
+        if kind != "W":
+            held.gradients = arrived or held.gradients
+            self._backward(held)
+            given, held.received = _gradients_of(held.received), ()
         if kind != "I":
+            if held.later is not None:
+                held.later.add()
             del self._held[key]
-        return () if kind == "W" else _gradients_of(held.received)
+        return given
 
     def _forward(self, action: Action, held: _Held, *, with_graph: bool) -> Tensors:
         stage = self.stages[action.stage]
         keeping = self.keeping if action.stage in self.kept else nullcontext
         lent = buffers_lent(stage) if action.micro_batch in self.idle else nullcontext()
-        with nullcontext() if with_graph else torch.no_grad(), keeping(), lent:
+        with nullcontext() if with_graph else torch.no_grad(), keeping(), lent, held.later or nullcontext():
             found = stage(*held.received, index=action.micro_batch)
         results: Tensors = found if isinstance(found, tuple) else (found,)
         trained = tuple(tensor for tensor in results if tensor.requires_grad)
         held.edges = tuple(get_gradient_edge(tensor) for tensor in trained)
-        held.outputs = trained if action.stage in self._apart else ()
         if action.stage + 1 == len(self.rank_of):
             held.gradients = tuple(torch.ones_like(loss) for loss in trained)
         return results
 
-    def _backward_weights(self, action: Action, held: _Held) -> None:
-        if action.stage in self._apart:
-            backward_for_weights(self.stages[action.stage].parameters(), held.groups)
-        elif held.edges and action.stage == 0:
-            torch.autograd.backward(held.edges, held.gradients)
+    def _backward(self, held: _Held) -> None:
+        """A backward pass, but for what is computed later."""
+        run = torch.autograd.backward if held.later is None else held.later.backward
+        if held.edges:
+            run(held.edges, held.gradients)
+        held.edges = held.gradients = ()
 
 
 def _gradients_of(received: Tensors) -> Tensors:

@@ -13,8 +13,8 @@ from torch import nn
 from atorch_ns.capture.nests import map_instances, tensors_of
 from atorch_ns.capture.random_states import random_stream
 from atorch_ns.errors import StepError
-from atorch_ns.pipeline.cut.crossing import Carried, Crossing, stage_parameters
-from atorch_ns.pipeline.cut.graph import CallGraph, TensorSpec, Value
+from atorch_ns.pipeline.cut.crossing import Carried, Crossing
+from atorch_ns.pipeline.cut.graph import CallGraph, TensorSpec
 from atorch_ns.torch_compat import is_view
 
 CALL_STRIDE = 7_919
@@ -255,30 +255,3 @@ def _sendable(tensor: torch.Tensor, carried: Carried, received: set[int]) -> tor
     if tensor.requires_grad and (is_view(tensor) or id(tensor) in received):
         return tensor.clone()
     return tensor
-
-
-def backward_splits(graph: CallGraph, stage: StageRange) -> bool:
-    """Whether torch's schedules may compute a stage's gradients of inputs and of weights separately.
-
-    torch finds the weights' part of a backward pass from the operators that the inputs' part has passed through
-    (``stage_backward_input`` and ``stage_backward_weight``). A weight whose results do not meet the received tensors
-    inside the stage, such as the embedding of a decoder's own tokens, would silently get no gradient. The first
-    stage is always right: torch runs its whole backward pass at once.
-    """
-    if stage.received is None:
-        return True
-    if stage_parameters(graph, stage.begin, stage.end, received=stage.received, sent=stage.sent):
-        return False
-    meets = {one.value for one in stage.received.carried if one.spec.requires_grad}
-    for number, value in enumerate(graph.values):
-        if any(source in meets for source in _sources(graph, stage, value)):
-            meets.add(number)
-    return all(
-        any(value in meets for value in call.arguments) for call in graph.calls[stage.begin : stage.end]
-    )
-
-
-def _sources(graph: CallGraph, stage: StageRange, value: Value) -> tuple[int, ...]:
-    if not value.is_output:
-        return value.inputs
-    return graph.calls[value.call].arguments if stage.begin <= value.call < stage.end else ()

@@ -18,7 +18,7 @@ from atorch_ns.pipeline.cut.graph import CallGraph
 from atorch_ns.pipeline.cut.install import ranges
 from atorch_ns.pipeline.run.executor import Execution, Links, Timed
 from atorch_ns.pipeline.run.failure import FailureNotes, tear_down
-from atorch_ns.pipeline.run.forward_pass import StageRange, backward_splits
+from atorch_ns.pipeline.run.forward_pass import StageRange
 from atorch_ns.pipeline.run.stage import LossOf, StageModule
 from atorch_ns.pipeline.schedule.actions import Orders, forward_only
 
@@ -59,15 +59,6 @@ class StageSet:
         self._trace = trace
         self._draw_seed = draw_seed
         self._traced: dict[tuple[Signature, bool], tuple[CallGraph, tuple[StageRange, ...]]] = {}
-        self._splits: dict[tuple[Signature, int], bool] = {}
-
-    def splits_backward(self, micro_batch: Any, stage: int) -> bool:
-        """Whether a stage's gradients of inputs and of weights can be computed separately for such micro-batches."""
-        key = (signature(micro_batch), stage)
-        if key not in self._splits:
-            graph, all_ranges = self._known(micro_batch)
-            self._splits[key] = backward_splits(graph, all_ranges[stage])
-        return self._splits[key]
 
     def begin(
         self, micro_batches: Sequence[Any], loss_of: LossOf, *, outputs: bool = False
@@ -193,7 +184,6 @@ class PipelineRunner:
                     outputs[number] = map_tensors(torch.Tensor.detach, output)
             return work.share(number, loss)
 
-        apart = {action.stage for action in orders[self._links.rank] if action.kind == "I"}
         execution = Execution(
             links=self._links,
             device=self._device,
@@ -204,7 +194,7 @@ class PipelineRunner:
             keeping=self._keeping,
             kept=self._kept,
             idle=work.dummies,
-            whole=[stage for stage in apart if self._is_whole(stage, work.micro_batches)],
+            whole_backward=self._whole_backward,
         )
         self.timeline = execution.timeline
         try:
@@ -261,9 +251,6 @@ class PipelineRunner:
         """Whether the error comes from this rank's part of the model, not from the connection to another."""
         failed = any(stage.failed for stage in self._set.stages)
         return failed or isinstance(error, AtorchError) or not isinstance(error, RuntimeError)
-
-    def _is_whole(self, stage: int, micro_batches: Sequence[Any]) -> bool:
-        return self._whole_backward or not all(self._set.splits_backward(one, stage) for one in micro_batches)
 
     def _release_links(self) -> None:
         del self._links

@@ -190,12 +190,8 @@ def _passes(orders: Sequence[Sequence[Action]], costs: StageCosts) -> dict[tuple
         passes["B", stage] = _Pass("B", *after, costs.backward[stage])
         passes["R", stage] = _Pass("R", None, 0.0, costs.forward[stage])
         passes[_RECOMPUTED, stage] = _Pass("B", *after, costs.backward[stage] - costs.recompute[stage])
-        # No stage waits for gradients of the first one's input: torch runs its whole backward as the weights' part.
-        first, second = (
-            (costs.backward_input[stage], costs.backward_weight[stage]) if stage else (0.0, costs.backward[0])
-        )
-        passes["I", stage] = _Pass("B", *after, first)
-        passes["W", stage] = _Pass("W", None, 0.0, second)
+        passes["I", stage] = _Pass("B", *after, costs.backward_input[stage])
+        passes["W", stage] = _Pass("W", None, 0.0, costs.backward_weight[stage])
     return passes
 
 

@@ -236,11 +236,14 @@ class _Rows:
         """Columns of one template: [n] its index, [n, 6] shapes, [n] options and [n] numbers of micro-batches."""
         own = AxisUse.of(template.plan)
         filled = self._filled(template.chosen)
-        can_split = _can_split_backward(template.plan)
         none = np.zeros(0, int)
         parts = [(np.zeros((0, 2 + len(MODEL_AXES)), int), none, none)]
         for place, use in self._possible(template.group, own, filled):
-            if not can_split and _splits_backward(use.pipeline.schedule) and template.group.has("pipeline"):
+            if (
+                template.plan.whole_backward
+                and _splits_backward(use.pipeline.schedule)
+                and template.group.has("pipeline")
+            ):
                 continue
             if use.tensor.asynchronous and template.plan.compiler != "inductor":
                 continue
@@ -317,11 +320,6 @@ def axis_options(choices: Choices) -> tuple[AxisOption, ...]:
         axes = frozenset(axis for item in chosen for axis in axes_of(item))
         found.append(AxisOption(chosen, AxisUse.of(fold_plan(chosen)), axes))
     return tuple(found)
-
-
-def _can_split_backward(plan: Plan) -> bool:
-    """Whether the backward pass can run in two parts, which needs parameters that stay gathered."""
-    return not plan.whole_backward and (plan.sharding.keeps_gathered or not plan.sharding.parameters_over)
 
 
 @cache

@@ -20,9 +20,8 @@ from atorch_ns.pipeline import (
     refused_cuts,
 )
 from atorch_ns.pipeline.cut.install import ranges
-from atorch_ns.pipeline.run.forward_pass import CALL_STRIDE, StagePass, backward_splits
+from atorch_ns.pipeline.run.forward_pass import CALL_STRIDE, StagePass
 from atorch_ns.pipeline.run.stage import Unit
-from atorch_ns.testing.models import get_case
 from atorch_ns.torch_compat import plain_name
 from tests.pipeline.chains import CPU, assert_same, chain_pass, trace, whole_pass
 from tests.pipeline.odd_models import (
@@ -169,20 +168,6 @@ def test_blocks_are_found_inside_units_and_nowhere_else() -> None:
         "blocks.1",
     ]
     assert isinstance(part.blocks[0], Unit)
-
-
-def test_which_stages_may_split_their_backward_pass() -> None:
-    case = get_case("encoder_decoder")
-    model = case.build()
-    how = HowToRun(model_input_format=case.model_input_format, loss_func=case.loss_func)
-    graph = CallTracer(model, find_units(model), CPU).trace(case.make_batch(2, 0), how)
-    first_decoder = graph.paths.index("decoder.0")
-    whole = ranges(graph, [first_decoder - 2, first_decoder + 1])  # its embedding is in the second stage
-    assert [backward_splits(graph, stage) for stage in whole] == [True, False, True]
-    apart = ranges(graph, [first_decoder, first_decoder + 1])
-    assert [backward_splits(graph, stage) for stage in apart] == [True, True, True]
-    between = trace(build(ParametersInParent), tokens(), mean_loss)
-    assert [backward_splits(between, stage) for stage in ranges(between, [3])] == [True, False]
 
 
 def test_a_batch_for_which_the_model_calls_other_units_is_refused() -> None:

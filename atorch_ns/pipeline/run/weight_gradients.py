@@ -1,0 +1,207 @@
+"""Weight gradients of linear layers apart from the rest of a backward pass, for schedules that compute them later.
+
+A backward pass computes for each linear layer the gradient of its input, which the layer before waits for, and that of
+its weight, for which nothing waits: two products of the same size. Qi et al. 2023 ("Zero Bubble Pipeline Parallelism")
+fill the bubble with the second. Everything else is computed with the inputs' part, as there is little of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from atorch_ns.torch_compat import has_gradient_hooks, in_shape
+
+
+def linear_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers inside that compute as ``nn.Linear``, or as ``Conv1D`` of transformers; divided ones too."""
+    return [
+        layer for layer in module.modules() if _computes_as_written(layer) and "forward" not in vars(layer)
+    ]
+
+
+def _computes_as_written(layer: nn.Module) -> bool:
+    whole = getattr(type(layer), "whole_forward", type(layer).forward)
+    return whole is nn.Linear.forward or _is_conv1d(layer)
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    """Whether it is transformers' linear layer of GPT-2, whose weight is [inputs, outputs]."""
+    return any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__)
+
+
+class WeightGradients:
+    """The weight gradients of a stage and a micro-batch, which :meth:`add` computes.
+
+    Forward passes run with it as their context, and so do their recomputations.
+
+    Args:
+        layers: the stage's :func:`linear_layers`.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        self._layers = layers
+        self._defers = False
+        self._products: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        for layer in self._layers:
+            layer.forward = partial(self._forward, layer)
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._layers:
+            del layer.forward
+
+    def _forward(self, layer: Any, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        run = type(layer).forward
+        if not layer.weight.requires_grad or has_gradient_hooks(layer.weight):
+            return run(layer, *args, **kwargs)  # type: ignore[no-any-return]
+        if isinstance(layer.weight, DTensor):
+            with _ProductOfPart(self, layer):
+                return run(layer, *args, **kwargs)  # type: ignore[no-any-return]
+        (value,) = (*args, *kwargs.values())
+        if not _go_together(value, layer.weight, layer.bias):
+            return run(layer, value)  # type: ignore[no-any-return]
+        return self.product(layer, value, layer.weight, layer.bias)
+
+    def product(
+        self, layer: Any, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What a layer returns, of its weight or of this rank's part of it."""
+        later = _Later(self, layer.weight, _is_conv1d(layer))
+        found: torch.Tensor = _Linear.apply(later, value.to(_computed_in(value, weight)), weight, bias)  # type: ignore[no-untyped-call]
+        return found
+
+    def backward(self, edges: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
+        """A backward pass without these weight gradients."""
+        self._defers = True
+        try:
+            with self:
+                torch.autograd.backward(edges, gradients)
+        finally:
+            self._defers = False
+
+    def takes(self, weight: nn.Parameter, left: torch.Tensor, right: torch.Tensor) -> bool:
+        """Whether ``left @ right``, the gradient of a weight, is left for later."""
+        if self._defers:
+            self._products.append((weight, left, right))
+        return self._defers
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Adds the gradients to those of the weights."""
+        for weight, left, right in self._products:
+            grad = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+            if grad is None:
+                weight.grad = _as_gradient(weight, (left @ right).to(weight.dtype))
+            elif grad.dtype == left.dtype:
+                grad.addmm_(left, right)
+            else:
+                grad += left @ right
+        self._products.clear()
+
+
+def _as_gradient(weight: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """The gradient of a weight: of a divided one, the whole of which this is the rank's part."""
+    if not isinstance(weight, DTensor):
+        return found
+    return DTensor.from_local(
+        found,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+
+
+class _Later(NamedTuple):
+    """Where the gradient of a weight is left, and whether the weight is [inputs, outputs]."""
+
+    gradients: WeightGradients
+    parameter: nn.Parameter
+    inputs_first: bool
+
+
+class _ProductOfPart(TorchFunctionMode):
+    """Computes the one product of a divided layer, whose own code exchanges what goes in or comes out."""
+
+    def __init__(self, gradients: WeightGradients, layer: Any) -> None:
+        super().__init__()
+        self._gradients, self._layer = gradients, layer
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Calls a function."""
+        given: tuple[Any, ...] = ()
+        if func is F.linear:
+            given = (*args, None)[:3]
+        elif func is torch.addmm:
+            given = (*args[1:], args[0])
+        elif func is torch.mm:
+            given = (*args, None)
+        if kwargs or len(given) != 3 or not _go_together(*given):
+            return func(*args, **(kwargs or {}))
+        return self._gradients.product(self._layer, *given)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer, whose weight is [outputs, inputs], or the other way round."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, later: _Later, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(value, weight)
+        ctx.later = later
+        matrix = (weight if later.inputs_first else weight.t()).to(value.dtype)
+        rows = value.flatten(0, -2)
+        found = torch.mm(rows, matrix) if bias is None else torch.addmm(bias.to(value.dtype), rows, matrix)
+        return in_shape(found, (*value.shape[:-1], matrix.shape[1]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,), (value, weight) = gradients, ctx.saved_tensors
+        _, needs_value, _, needs_bias = ctx.needs_input_grad
+        gradients_of, parameter, inputs_first = ctx.later
+        matrix = weight.to(gradient.dtype)
+        of_value = gradient @ (matrix.t() if inputs_first else matrix) if needs_value else None
+        rows, columns = gradient.flatten(0, -2), value.flatten(0, -2)
+        of_bias = rows.sum(0) if needs_bias else None
+        left, right = (columns.t(), rows) if inputs_first else (rows.t(), columns)
+        of_weight = None if gradients_of.takes(parameter, left, right) else left @ right
+        return None, of_value, of_weight, of_bias
+
+
+def _go_together(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a gradient is wanted, and all are plain tensors that can be multiplied."""
+    return (
+        torch.is_grad_enabled()
+        and type(value) is torch.Tensor
+        and value.dim() > 1
+        and type(weight) in _PLAIN
+        and (bias is None or type(bias) in _PLAIN)
+        and (value.dtype == weight.dtype or _computed_in(value, weight) != weight.dtype)
+    )
+
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def _computed_in(value: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """The dtype of a product: autocast's, which leaves fp64 alone, or that of the weight."""
+    if value.dtype != torch.float64 and torch.is_autocast_enabled(value.device.type):
+        return torch.get_autocast_dtype(value.device.type)
+    return weight.dtype
