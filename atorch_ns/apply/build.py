@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from functools import partial
 from typing import Any
 
@@ -88,10 +89,13 @@ def _wrap_forward(job: Job) -> None:
 
 
 def _loader(job: Job) -> TrainLoader | None:
-    if job.inputs.dataset is None:
+    dataset = job.inputs.dataset
+    if dataset is None:
         return None
+    if hasattr(dataset, "__getitem__") and isinstance(dataset, Sized) and len(dataset) == 0:
+        raise InputError("dataset is empty: len(dataset) is 0.")
     return build_dataloader(
-        job.inputs.dataset,
+        dataset,
         args=job.inputs.dataloader_args,
         sampler_cls=job.inputs.distributed_sampler_cls,
         seed=job.inputs.sampler_seed,

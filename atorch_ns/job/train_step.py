@@ -366,6 +366,11 @@ class TrainStep:
                 if work.wants_outputs and not is_dummy:
                     outputs.append(map_tensors(torch.Tensor.detach, output))
                 share = work.share(number, loss)
+                if not share.requires_grad:
+                    raise InputError(
+                        "the loss has no gradient: it was detached or made anew (loss.detach(), torch.tensor(loss)), was "
+                        "computed under torch.no_grad(), or from nothing that is trained."
+                    )
                 if job.optimizer.use_optim_backward:
                     optimizer.backward(share)  # type: ignore[attr-defined]
                 else:

@@ -20,6 +20,7 @@ bias of a key, whose gradient is zero but for rounding) can show nothing, and is
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +32,7 @@ from atorch_ns.job import Inputs
 from atorch_ns.method import Registry
 from atorch_ns.numerics.reference import measure
 from atorch_ns.numerics.run import StrategyRun, run_strategy
-from atorch_ns.numerics.setup import Prepared, prepare, reference_in
+from atorch_ns.numerics.setup import Prepared, parts_reason, prepare, reference_in
 from atorch_ns.numerics.verdict import TOLERANCE, judge
 from atorch_ns.strategy import Strategy
 from atorch_ns.text import error_text
@@ -51,6 +52,7 @@ class ProbeResult:
         num_judged, num_parameters: parameters that were compared, and all.
         seconds: wall time.
         reason: why it failed or did not run; empty if it passed.
+        caution: why even what passed is not what one process does with a whole batch in one pass; empty if it is.
     """
 
     passed: bool
@@ -63,6 +65,7 @@ class ProbeResult:
     num_parameters: int = 0
     seconds: float = 0.0
     reason: str = ""
+    caution: str = ""
 
     @property
     def text(self) -> str:
@@ -75,7 +78,7 @@ class ProbeResult:
             else ""
         )
         allowed = f"{worst}, {self.tolerance:.1e} allowed; {self.num_judged} of {self.num_parameters} parameters judged"
-        return "; ".join(part for part in (self.reason, allowed if worst else "") if part)
+        return "; ".join(part for part in (self.reason, allowed if worst else "", self.caution) if part)
 
 
 def probe(
@@ -97,6 +100,8 @@ def probe(
     begin = time.perf_counter()
     with random_states_kept(torch.device(cluster.device)):
         found = cluster.from_first(_probe(inputs, cluster, strategy, registry, shallow=shallow))
+    if found.caution and cluster.rank == 0:
+        warnings.warn(found.caution, stacklevel=2)
     return replace(found, seconds=time.perf_counter() - begin)
 
 
@@ -112,7 +117,11 @@ def _probe(
         return ProbeResult(passed=False, reason=str(error))
     except Exception as error:
         return ProbeResult(passed=False, ran=False, reason=error_text(error))
-    return judge_run(prepared, inputs, cluster, run)
+    found = judge_run(prepared, inputs, cluster, run)
+    if not found.passed:
+        return found
+    caution = cluster.on_first(lambda: parts_reason(prepared, inputs, cluster), what="judging the loss")
+    return replace(found, caution=f"but {caution}" if caution else "")
 
 
 def prepare_small(

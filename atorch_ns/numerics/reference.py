@@ -15,7 +15,7 @@ from atorch_ns.capture.nests import floats_to
 from atorch_ns.data import default_prepare_input, split_batch
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs
-from atorch_ns.job.sampling import forward_loss
+from atorch_ns.job.sampling import forward_loss, join_batches
 from atorch_ns.sharding.compare import largest
 
 UPDATE_FLOOR = 1e-3
@@ -139,6 +139,34 @@ def run_reference(
     )
 
 
+def run_whole(
+    model: nn.Module,
+    inputs: Inputs,
+    batch: Sequence[Any],
+    parts: Sequence[int],
+    num_micro_batches: int,
+    device: torch.device,
+    *,
+    like: Reference,
+) -> tuple[Reference | None, tuple[str, ...]]:
+    """One step on a whole global batch in one pass; arguments as of :func:`run_reference`, but for one step's ``batch``.
+
+    Returns:
+        The run, ``None`` where that is one pass already or cannot be made; and why it cannot, as sentences.
+    """
+    if len(parts) * num_micro_batches == 1:
+        return None, ()
+    if like.training:
+        return None, ("the loss of the whole batch in one pass is not compared, in training mode",)
+    try:
+        joined = join_batches([batch[part] for part in parts])
+    except Exception as error:  # parts of different shapes, or of types that nobody knows how to join
+        return None, (
+            f"the loss of the whole batch in one pass is not compared: its parts cannot be joined ({error})",
+        )
+    return run_reference(model, inputs, [[joined]], (0,), 1, device, like=like), ()
+
+
 def measure(reference: Reference, final: Mapping[str, torch.Tensor], losses: Sequence[float]) -> Deviation:
     """The deviation of a run with these final parameters and losses from the reference."""
     return Deviation(
@@ -214,6 +242,8 @@ def _mode(model: nn.Module, inputs: Inputs, part: Any, device: torch.device) -> 
             continue
         if losses[0] == losses[1]:
             return training
+        if math.isnan(losses[0]) or math.isnan(losses[1]):
+            failure = failure or InputError("the model's loss is not a number (NaN), before any training.")
     if failure is not None:
         raise failure
     raise InputError(

@@ -30,7 +30,9 @@ from atorch_ns.numerics.reference import (
     measure,
     part_of_ranks,
     run_reference,
+    run_whole,
 )
+from atorch_ns.numerics.verdict import judge_parts
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Strategy
 from atorch_ns.text import bytes_text
@@ -249,12 +251,39 @@ def reference_in(num_micro_batches: int, prepared: Prepared, inputs: Inputs, clu
 
     A mean over tokens of which some do not count is another one for other micro-batches.
     """
-    small = _small_inputs(inputs, cluster, shallow=prepared.shallow)
-    precision = prepared.resolved.plan.precision
-    round_to(small.model, getattr(torch, precision.parameter_dtype))
-    parts = part_of_ranks(prepared.resolved.plan.num_data_ranks)
-    device, like = torch.device(cluster.device), prepared.reference
+    small, parts, device = _again(prepared, inputs, cluster)
+    like = prepared.reference
     return run_reference(small.model, small, prepared.batches, parts, num_micro_batches, device, like=like)
+
+
+def parts_reason(prepared: Prepared, inputs: Inputs, cluster: Cluster) -> str | None:
+    """Why the losses of the parts that ranks and micro-batches compute have another mean than the loss of a whole
+    batch; ``None`` if they have not, or that cannot be told. On rank 0."""
+    small, parts, device = _again(prepared, inputs, cluster)
+    number, like = prepared.num_micro_batches, prepared.reference
+    assert like is not None
+    batches = prepared.batches[:1]
+    try:
+        whole, _ = run_whole(copy.deepcopy(small.model), small, batches[0], parts, number, device, like=like)
+        if whole is None:
+            return None
+        return judge_parts(
+            run_reference(small.model, small, batches, parts, number, device, like=like),
+            whole,
+            prepared.noise,
+        )
+    except Exception:  # a whole batch that the model does not take, or no memory for it
+        return None
+
+
+def _again(
+    prepared: Prepared, inputs: Inputs, cluster: Cluster
+) -> tuple[Inputs, tuple[int, ...], torch.device]:
+    """The inputs of a small job with its first values, the part of each data rank, and the device."""
+    small = _small_inputs(inputs, cluster, shallow=prepared.shallow)
+    plan = prepared.resolved.plan
+    round_to(small.model, getattr(torch, plan.precision.parameter_dtype))
+    return small, part_of_ranks(plan.num_data_ranks), torch.device(cluster.device)
 
 
 def _small_inputs(inputs: Inputs, cluster: Cluster, *, shallow: bool) -> Inputs:

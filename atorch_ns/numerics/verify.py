@@ -24,7 +24,7 @@ from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import AtorchError, InputError, RankError
 from atorch_ns.job import Inputs
-from atorch_ns.job.sampling import join_batches, num_samples, sample_inputs
+from atorch_ns.job.sampling import num_samples, sample_inputs
 from atorch_ns.method import Registry, Resolved, resolve
 from atorch_ns.numerics.reference import (
     Deviation,
@@ -33,6 +33,7 @@ from atorch_ns.numerics.reference import (
     measure,
     part_of_ranks,
     run_reference,
+    run_whole,
 )
 from atorch_ns.numerics.run import StrategyRun, bit_sum, run_strategy
 from atorch_ns.numerics.setup import draw_batches, is_reduced, round_to
@@ -206,7 +207,8 @@ def _truth(
     # Momentum adds up: the rate of one step is lowered so that all of them move no parameter further.
     gentle = replace(found, learning_rate=found.learning_rate * 2 / (num_steps * (num_steps + 1)))
     first, last = run(1, like=gentle), run(num_steps, like=gentle)
-    whole, notes = _whole(inputs, batches[0], parts, num_micro_batches, gentle, torch.device(cluster.device))
+    model, device = copy.deepcopy(inputs.model), torch.device(cluster.device)
+    whole, notes = run_whole(model, inputs, batches[0], parts, num_micro_batches, device, like=gentle)
     noises: list[Deviation | None] = [None, None]
     if is_reduced(resolved):
         for place, exact in enumerate((first, last)):
@@ -221,29 +223,6 @@ def _truth(
         parts_reason=None if whole is None else judge_parts(first, whole, noises[0]),
         notes=notes,
     )
-
-
-def _whole(
-    inputs: Inputs,
-    batch: list[Any],
-    parts: tuple[int, ...],
-    num_micro_batches: int,
-    like: Reference,
-    device: torch.device,
-) -> tuple[Reference | None, tuple[str, ...]]:
-    """The first step on the whole global batch in one pass; ``None`` where it is that already, or cannot be made."""
-    if len(parts) * num_micro_batches == 1:
-        return None, ()
-    if like.training:
-        return None, ("the loss of the whole batch in one pass is not compared, in training mode",)
-    try:
-        joined = join_batches([batch[part] for part in parts])
-    except Exception as error:  # parts of different shapes, or of types that nobody knows how to join
-        return None, (
-            f"the loss of the whole batch in one pass is not compared: its parts cannot be joined ({error})",
-        )
-    model = copy.deepcopy(inputs.model)
-    return run_reference(model, inputs, [[joined]], (0,), 1, device, like=like), ()
 
 
 def _count(batch: list[Any], parts: tuple[int, ...]) -> int:

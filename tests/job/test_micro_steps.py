@@ -382,6 +382,17 @@ def _refused(strategy: list[Any]) -> list[str]:
     return [*texts, str(caught.value)]
 
 
+def test_an_empty_dataset_is_told() -> None:
+    with pytest.raises(InputError, match="dataset is empty"):
+        auto_accelerate(_model(), torch.optim.SGD, [], mean_loss, optim_args={"lr": 0.1}, load_strategy=[])
+
+
+def test_a_loss_without_a_gradient_is_told() -> None:
+    result = _accelerated([], lambda batch, out: mean_loss(batch, out).detach())
+    with pytest.raises(InputError, match="the loss has no gradient: it was detached"):
+        result.train_step(_samples()[0])
+
+
 def test_bad_weights_on_one_rank_are_refused_on_all() -> None:
     first, second = run_ranks(_refused, 2, args=(["ddp"],), timeout_s=60)
     assert "rank 1: there are 2 samples, 1 weight" in first[0]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from atorch_ns import auto_accelerate
 from atorch_ns.errors import InputError, StrategyError
@@ -80,6 +82,44 @@ def test_a_plan_that_divides_nothing_is_warned_of() -> None:
     (nothing, batch), _ = run_ranks(_dividing_nothing, 2)  # the first rank warns
     assert "nothing is divided, so each of the 2 tensor ranks computes all of its samples" in nothing
     assert "nothing is divided" not in batch
+
+
+class _TakesGradients(nn.Module):
+    """A model whose forward pass differentiates it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        out: torch.Tensor = self.layers(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slope
+
+
+def _refused() -> str:
+    data = TensorDataset(torch.randn(8, 8))
+    try:
+        auto_accelerate(
+            _TakesGradients(),
+            torch.optim.SGD,
+            data,
+            lambda batch, out: out.square().mean(),
+            optim_args={"lr": 0.1},
+            dataloader_args={"batch_size": 4},
+            model_input_format="unpack_sequence",
+            load_strategy=[MESH, "operator_parallel"],
+        )
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_differentiates_itself_is_refused() -> None:
+    for told in run_ranks(_refused, 2):
+        assert "the divided model fails where the whole one runs: RuntimeError: Trying to backward" in told
+        assert "leave operator_parallel out" in told
 
 
 class _Box:

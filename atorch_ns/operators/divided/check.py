@@ -57,7 +57,7 @@ def check_division(
     except InputError as differs:
         try:  # not by what fp32 rounds
             _check_in(torch.float64, division, model, tensors, device, made)
-        except InputError:
+        except (InputError, RuntimeError):
             raise differs from None
 
 
@@ -84,6 +84,11 @@ def _check_in(
         except InputError:
             _compare_results(division, whole, ranks)  # an operator before it may be the cause
             raise
+        except RuntimeError as error:
+            raise InputError(
+                f"the divided model fails where the whole one runs: {error_line(error)}. A forward pass that takes gradients "
+                "itself (torch.autograd.grad) cannot be divided operator by operator: leave operator_parallel out."
+            ) from error
     _compare(division, whole, ranks)
 
 

@@ -131,7 +131,11 @@ def event_lines(event: Event, progress: Progress, *, verbose: bool) -> Iterator[
             yield f"{progress.doing} …{expected}"
         case TrialEnded() if progress.probing:
             passed = event.outcome.status == "ok"
-            result = "the same as in one process" if passed else trial_text(event.outcome)
+            result = (
+                f"the same as in one process ({event.outcome.reason})"
+                if passed
+                else trial_text(event.outcome)
+            )
             yield f"numerics of {event.candidate.label}: {result}"
         case TrialEnded():
             best = progress.candidates.get(event.best or "")
