@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
@@ -14,7 +15,7 @@ from atorch_ns.data import call_model
 from atorch_ns.errors import InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Method, Phase
-from atorch_ns.pipeline import own_units
+from atorch_ns.pipeline import StageModule, own_units
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import (
     ChosenPlan,
@@ -99,10 +100,10 @@ class TensorParallel(Method[TensorParallelConfig]):
             job.module if job.parts.full_structure is None else job.parts.full_structure
         )
         batch = common_sample(job, self.name)
-        units = sorted(set().union(*job.cluster.gathered(list(own_units(job.module)))))
+        stages = dict(ChainMap(*job.cluster.gathered(_stage_of_units(job))))
         # By one rank: one plan, however the numbers are rounded, and the others' cores are free for it.
         planned = job.cluster.on_first(
-            lambda: or_refusal(lambda: _planned(job, config, model, batch, group.size, units)),
+            lambda: or_refusal(lambda: _planned(job, config, model, batch, group.size, stages)),
             what="finding and testing a tensor plan",
         )
         if isinstance(planned, InputError):  # which every rank raises
@@ -163,11 +164,22 @@ def _ends(chain: Sequence[str]) -> str:
     return chain[0] if len(chain) == 1 else f"{chain[0]} to {chain[-1]}"
 
 
+def _stage_of_units(job: Job) -> dict[str, int]:
+    """The stage of every unit that this rank has, by the unit's path."""
+    stages = [stage for stage in job.parts.stages if isinstance(stage, StageModule)]
+    return {path: stage.number for stage in stages for path in own_units(stage)}
+
+
 def _planned(
-    job: Job, config: TensorParallelConfig, model: nn.Module, batch: Any, degree: int, units: Sequence[str]
+    job: Job,
+    config: TensorParallelConfig,
+    model: nn.Module,
+    batch: Any,
+    degree: int,
+    stages: Mapping[str, int],
 ) -> tuple[ChosenPlan, LossOnParts]:
     """A tested plan, and whether the loss is computed on parts; nothing is communicated."""
-    graph = replace(_traced(job, model, batch, degree, chains=config.sequence), units=tuple(units))
+    graph = replace(_traced(job, model, batch, degree, chains=config.sequence), stages=stages)
     chosen = choose_plan(
         model,
         degree,

@@ -268,6 +268,9 @@ class MerakTrainer(Trainer):
             )
         args = self.args
         inputs, _, _ = self._sample_of(sample[1] or {}, None)
+        inputs = cluster.from_first(
+            inputs
+        )  # each rank reads its own, and those that divide a model need the same
         size = self._global_batch_size(cluster)
         found = search(self.model, args, mpu.asked_degrees(), inputs, self._optimizer_recipe(), size)
         return self._lay_out(found, cluster)

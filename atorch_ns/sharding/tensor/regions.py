@@ -41,7 +41,7 @@ def candidate_regions(graph: LayerGraph) -> list[RegionSpec]:
             continue
         inside = tuple(sorted(columns, key=order.__getitem__))
         spec = RegionSpec(inside, tuple(sorted(rows, key=order.__getitem__)))
-        if any(spec.crosses(unit) for unit in graph.units):
+        if len({graph.stage_of(layer) for layer in spec.layers}) > 1:
             continue
         specs.append(replace(spec, random=bool(columns & graph.random)))
     return sorted(specs, key=lambda spec: (len(spec.layers), order[spec.rows[0]]))

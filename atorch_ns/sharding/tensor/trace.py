@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ class LayerGraph:
         read: places of the tensors that each module's first call returns and that other code reads, by path.
         read_by_code: addresses of the tensors that operators outside layers read.
         blocks: the trace of the blocks that the model repeats.
-        units: paths of the modules between which a pipeline may cut, so that no region crosses one.
+        stages: the stage of every unit of a pipeline, by its path: no region crosses a cut.
     """
 
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -215,7 +216,12 @@ class LayerGraph:
     read: dict[str, set[int]] = field(default_factory=dict)
     read_by_code: set[int] = field(default_factory=set)
     blocks: BlockTrace = field(default_factory=BlockTrace)
-    units: tuple[str, ...] = ()
+    stages: Mapping[str, int] = field(default_factory=dict)
+
+    def stage_of(self, layer: str) -> int | None:
+        """The stage that a layer is in; ``None`` without a pipeline, or outside of its units."""
+        homes = accumulate(layer.split("."), "{}.{}".format)
+        return next((self.stages[home] for home in homes if home in self.stages), None)
 
     def reads_in_code(self, tensor: torch.Tensor) -> bool:
         """Whether an operator outside layers reads an argument of :attr:`calls`."""

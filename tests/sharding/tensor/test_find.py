@@ -123,8 +123,15 @@ def test_pairs_over_two_blocks_are_tested_together() -> None:
     assert [spec.layers for spec in chosen.regions] == [("0.0", "1.0"), ("2.0", "3.0")]
     with pytest.raises(InputError, match="repeats no block whose layers are all divided"):
         choose_plan(model, 2, graph, sequence_dim=0)
-    cut = replace(graph, units=("0", "1", "2", "3"))
-    assert not choose_plan(model, 2, cut).regions
+    cut = replace(graph, stages={"0": 0, "1": 1, "2": 1, "3": 1})
+    assert [spec.layers for spec in choose_plan(model, 2, cut).regions] == [("1.0", "2.0")]
+
+
+def test_no_region_of_units_that_are_layers_crosses_a_cut() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    graph = graph_of(model, torch.randn(4, WIDTH))
+    cut = replace(graph, stages={"0": 0, "1": 1, "2": 1, "3": 1})
+    assert [spec.layers for spec in choose_plan(model, 2, cut).regions] == [("1", "2")]
 
 
 class Rows(nn.Module):
