@@ -29,12 +29,12 @@ def linear_layers(module: nn.Module) -> list[nn.Module]:
 
 def _computes_as_written(layer: nn.Module) -> bool:
     whole = getattr(type(layer), "whole_forward", type(layer).forward)
-    return whole is nn.Linear.forward or _is_conv1d(layer)
+    return whole is nn.Linear.forward or _is_conv1d(type(layer))
 
 
-def _is_conv1d(layer: nn.Module) -> bool:
+def _is_conv1d(kind: type) -> bool:
     """Whether it is transformers' linear layer of GPT-2, whose weight is [inputs, outputs]."""
-    return any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__)
+    return not issubclass(kind, nn.Linear) and any(one.__name__ == "Conv1D" for one in kind.__mro__)
 
 
 class WeightGradients:
@@ -75,7 +75,7 @@ class WeightGradients:
         self, layer: Any, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """What a layer returns, of its weight or of this rank's part of it."""
-        later = _Later(self, layer.weight, _is_conv1d(layer))
+        later = _Later(self, layer.weight, _is_conv1d(type(layer)))
         found: torch.Tensor = _Linear.apply(later, value.to(_computed_in(value, weight)), weight, bias)  # type: ignore[no-untyped-call]
         return found
 
