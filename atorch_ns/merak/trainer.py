@@ -267,10 +267,8 @@ class MerakTrainer(Trainer):
                 "degrees are searched for by training; name dp, tp and pp in init to evaluate or generate."
             )
         args = self.args
-        inputs, _, _ = self._sample_of(sample[1] or {}, None)
-        inputs = cluster.from_first(
-            inputs
-        )  # each rank reads its own, and those that divide a model need the same
+        # Each rank reads its own, and those that divide a model need the same.
+        inputs = cluster.from_first(self._sample_of(sample[1] or {}, None)[0])
         size = self._global_batch_size(cluster)
         found = search(self.model, args, mpu.asked_degrees(), inputs, self._optimizer_recipe(), size)
         return self._lay_out(found, cluster)
