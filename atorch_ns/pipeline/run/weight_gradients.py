@@ -34,7 +34,9 @@ def _computes_as_written(layer: nn.Module) -> bool:
 
 def _is_conv1d(kind: type) -> bool:
     """Whether it is transformers' linear layer of GPT-2, whose weight is [inputs, outputs]."""
-    return not issubclass(kind, nn.Linear) and any(one.__name__ == "Conv1D" for one in kind.__mro__)
+    return any(
+        one.__name__ == "Conv1D" and one.__module__.startswith("transformers.") for one in kind.__mro__
+    )
 
 
 class WeightGradients:
@@ -60,16 +62,19 @@ class WeightGradients:
             del layer.forward
 
     def _forward(self, layer: Any, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        run = type(layer).forward
-        if not layer.weight.requires_grad or has_gradient_hooks(layer.weight):
+        run, own = type(layer).forward, layer._parameters
+        weight, bias = own.get("weight"), own.get("bias")
+        # What is no parameter, as under torch's parametrizations, is computed anew whenever it is read.
+        is_own = weight is not None and weight.is_leaf and "bias" in own
+        if not is_own or not weight.requires_grad or has_gradient_hooks(weight):
             return run(layer, *args, **kwargs)  # type: ignore[no-any-return]
-        if isinstance(layer.weight, DTensor):
+        if isinstance(weight, DTensor):
             with _ProductOfPart(self, layer):
                 return run(layer, *args, **kwargs)  # type: ignore[no-any-return]
         (value,) = (*args, *kwargs.values())
-        if not _go_together(value, layer.weight, layer.bias):
+        if not _go_together(value, weight, bias):
             return run(layer, value)  # type: ignore[no-any-return]
-        return self.product(layer, value, layer.weight, layer.bias)
+        return self.product(layer, value, weight, bias)
 
     def product(
         self, layer: Any, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

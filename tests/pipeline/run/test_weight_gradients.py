@@ -152,3 +152,38 @@ def test_tensors_that_do_not_go_together_are_refused_as_by_torch() -> None:
     model.bfloat16()
     with WeightGradients(linear_layers(model)), pytest.raises(RuntimeError, match="dtype"):
         model(torch.randn(3, 4))
+
+
+class _Doubles(nn.Module):
+    """A layer without a weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+OWN_CONV1D = type("Conv1D", (_Doubles,), {})
+"""A user's own class of that name."""
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_weights_that_are_computed_are_left_to_the_layer(wrap: Callable[..., nn.Module]) -> None:
+    """Each reading of such a weight iterates once."""
+
+    def trained(later: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(wrap(nn.Linear(4, 4)), OWN_CONV1D(), nn.Linear(4, 4))
+        gradients = WeightGradients(linear_layers(model))
+        with gradients if later else nullcontext():
+            out = model(torch.ones(3, 4, requires_grad=True))
+        if later:
+            gradients.backward([get_gradient_edge(out)], [torch.ones_like(out)])
+            gradients.add()
+        else:
+            out.sum().backward()
+        found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        return {**dict(model.named_buffers()), **found}
+
+    wanted, found = trained(False), trained(True)
+    assert set(found) == set(wanted)
+    for name, one in wanted.items():
+        torch.testing.assert_close(found[name], one)
