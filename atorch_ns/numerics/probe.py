@@ -53,6 +53,7 @@ class ProbeResult:
         seconds: wall time.
         reason: why it failed or did not run; empty if it passed.
         caution: why even what passed is not what one process does with a whole batch in one pass; empty if it is.
+        notes: what could not be compared, as sentences.
     """
 
     passed: bool
@@ -66,6 +67,7 @@ class ProbeResult:
     seconds: float = 0.0
     reason: str = ""
     caution: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -78,7 +80,8 @@ class ProbeResult:
             else ""
         )
         allowed = f"{worst}, {self.tolerance:.1e} allowed; {self.num_judged} of {self.num_parameters} parameters judged"
-        return "; ".join(part for part in (self.reason, allowed if worst else "", self.caution) if part)
+        parts = (self.reason, allowed if worst else "", self.caution, *self.notes)
+        return "; ".join(part for part in parts if part)
 
 
 def probe(
@@ -120,8 +123,10 @@ def _probe(
     found = judge_run(prepared, inputs, cluster, run)
     if not found.passed:
         return found
-    caution = cluster.on_first(lambda: parts_reason(prepared, inputs, cluster), what="judging the loss")
-    return replace(found, caution=f"but {caution}" if caution else "")
+    caution, notes = cluster.on_first(
+        lambda: parts_reason(prepared, inputs, cluster), what="judging the loss"
+    )
+    return replace(found, caution=f"but {caution}" if caution else "", notes=notes)
 
 
 def prepare_small(

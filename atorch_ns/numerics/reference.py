@@ -17,6 +17,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs
 from atorch_ns.job.sampling import forward_loss, join_batches
 from atorch_ns.sharding.compare import largest
+from atorch_ns.text import error_line
 
 UPDATE_FLOOR = 1e-3
 """Parameters that move less than this share of the largest update are held to that instead: their gradient
@@ -157,14 +158,18 @@ def run_whole(
     if len(parts) * num_micro_batches == 1:
         return None, ()
     if like.training:
-        return None, ("the loss of the whole batch in one pass is not compared, in training mode",)
+        return None, (f"{_NOT_COMPARED}, in training mode",)
     try:
         joined = join_batches([batch[part] for part in parts])
     except Exception as error:  # parts of different shapes, or of types that nobody knows how to join
-        return None, (
-            f"the loss of the whole batch in one pass is not compared: its parts cannot be joined ({error})",
-        )
-    return run_reference(model, inputs, [[joined]], (0,), 1, device, like=like), ()
+        return None, (f"{_NOT_COMPARED}: its parts cannot be joined ({error})",)
+    try:
+        return run_reference(model, inputs, [[joined]], (0,), 1, device, like=like), ()
+    except Exception as error:  # more samples than the model takes, or than there is memory for
+        return None, (f"{_NOT_COMPARED}: it cannot be run ({error_line(error)})",)
+
+
+_NOT_COMPARED = "the loss of the whole batch in one pass is not compared"
 
 
 def measure(reference: Reference, final: Mapping[str, torch.Tensor], losses: Sequence[float]) -> Deviation:

@@ -256,24 +256,18 @@ def reference_in(num_micro_batches: int, prepared: Prepared, inputs: Inputs, clu
     return run_reference(small.model, small, prepared.batches, parts, num_micro_batches, device, like=like)
 
 
-def parts_reason(prepared: Prepared, inputs: Inputs, cluster: Cluster) -> str | None:
+def parts_reason(prepared: Prepared, inputs: Inputs, cluster: Cluster) -> tuple[str | None, tuple[str, ...]]:
     """Why the losses of the parts that ranks and micro-batches compute have another mean than the loss of a whole
-    batch; ``None`` if they have not, or that cannot be told. On rank 0."""
+    batch, ``None`` if they have not; and why that could not be told, as sentences. On rank 0."""
     small, parts, device = _again(prepared, inputs, cluster)
     number, like = prepared.num_micro_batches, prepared.reference
     assert like is not None
     batches = prepared.batches[:1]
-    try:
-        whole, _ = run_whole(copy.deepcopy(small.model), small, batches[0], parts, number, device, like=like)
-        if whole is None:
-            return None
-        return judge_parts(
-            run_reference(small.model, small, batches, parts, number, device, like=like),
-            whole,
-            prepared.noise,
-        )
-    except Exception:  # a whole batch that the model does not take, or no memory for it
-        return None
+    whole, notes = run_whole(copy.deepcopy(small.model), small, batches[0], parts, number, device, like=like)
+    if whole is None:
+        return None, notes
+    found = run_reference(small.model, small, batches, parts, number, device, like=like)
+    return judge_parts(found, whole, prepared.noise), ()
 
 
 def _again(
