@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import InputError
 from atorch_ns.sharding import Packing
-from atorch_ns.torch_compat import is_strided_shard, plain_name
+from atorch_ns.torch_compat import is_strided_shard, laid_out, plain_name
 
 
 def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
@@ -40,18 +40,6 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 def divided_like(whole: torch.Tensor, like: DTensor) -> DTensor:
     """``whole`` as a DTensor in the layout of ``like``, each rank with a copy of its part."""
     return laid_out(local_part(whole, like).contiguous().clone(), like)
-
-
-def laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor in the layout of ``like``, of which ``local`` is this rank's part; they share memory."""
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
 
 
 def _chunk(tensor: torch.Tensor, count: int, dim: int, index: int) -> torch.Tensor:

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
 from atorch_ns.errors import InputError, StepError
-from atorch_ns.job.materialise import laid_out
 from atorch_ns.sharding.rank_context import local_part
-from atorch_ns.torch_compat import after_backward
+from atorch_ns.torch_compat import after_backward, laid_out
 
 BucketHook = Callable[["GradientReducer", torch.Tensor], object]
 """Called with the reducer and a bucket, 1-d: the gradients of its parameters one after the other. It may change them."""

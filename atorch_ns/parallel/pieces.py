@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Job
-from atorch_ns.job.materialise import divided_like, laid_out
+from atorch_ns.job.materialise import divided_like
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import first_few
-from atorch_ns.torch_compat import local_box, plain_name
+from atorch_ns.torch_compat import laid_out, local_box, plain_name
 
 PIECES: Final = "_parallel_pieces"
 """The entry of a state dict that says what its tensors are pieces of."""

@@ -212,6 +212,18 @@ def pipeline_orders(
     return [_passes(schedule._calculate_single_rank_operations(rank)) for rank in range(num_ranks)]
 
 
+def laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor in the layout of ``like``, of which ``local`` is this rank's part; they share memory."""
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
 def reduce_after_backward(module: nn.Module) -> None:
     """Reduces the gradients that a module of ``fully_shard`` or ``replicate`` has kept to itself, after backward passes
     that its hooks have not seen (``pipelining.stage._PipelineStageBase.perform_reduce_grad``)."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from atorch_ns.torch_compat import has_gradient_hooks, in_shape
+from atorch_ns.torch_compat import has_gradient_hooks, in_shape, laid_out
 
 
 def linear_layers(module: nn.Module) -> list[nn.Module]:
@@ -105,26 +105,13 @@ class WeightGradients:
         for weight, left, right in self._products:
             grad = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
             if grad is None:
-                weight.grad = _as_gradient(weight, (left @ right).to(weight.dtype))
+                found = (left @ right).to(weight.dtype)
+                weight.grad = laid_out(found, weight) if isinstance(weight, DTensor) else found
             elif grad.dtype == left.dtype:
                 grad.addmm_(left, right)
             else:
                 grad += left @ right
         self._products.clear()
-
-
-def _as_gradient(weight: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """The gradient of a weight: of a divided one, the whole of which this is the rank's part."""
-    if not isinstance(weight, DTensor):
-        return found
-    return DTensor.from_local(
-        found,
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
 
 
 class _Later(NamedTuple):
