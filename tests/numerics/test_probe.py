@@ -212,6 +212,18 @@ def test_a_loss_that_is_no_mean_over_samples_is_told() -> None:
         probe(whole, Cluster.detect(), Strategy([("gradient_accumulation", 2)]), _registry())
 
 
+def test_a_whole_batch_that_cannot_be_run_is_told() -> None:
+    def loss(batch: Any, output: torch.Tensor) -> torch.Tensor:
+        if len(output) > 2:
+            raise ValueError("more than two samples")
+        return output.square().mean()
+
+    (found,) = _on_ranks(replace(_inputs(), loss_func=loss), [["ddp"]])
+    assert found.passed
+    assert not found.caution
+    assert "in one pass is not compared: it cannot be run (ValueError: more than two samples)" in found.text
+
+
 def test_a_loss_that_is_not_a_number_is_told() -> None:
     (found,) = _probe_all(replace(_inputs(), loss_func=lambda batch, output: output.sum() * math.nan), [[]])
     assert not found.ran
