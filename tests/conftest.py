@@ -1,4 +1,4 @@
-"""One thread, no network, and a check after every test that it left nothing behind."""
+"""One thread, no network, the same random numbers every time, and a check that a test left nothing behind."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import functools
 import gc
 import importlib.util
 import inspect
+import random
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -118,6 +120,14 @@ def cold_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name.partition(".")[0]) is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Every test, and every fixture that it is the first to use, draws the same numbers on every run."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

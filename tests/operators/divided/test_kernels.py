@@ -66,9 +66,9 @@ def test_a_loss_counts_the_targets_of_all_ranks(dtype: torch.dtype) -> None:
     )
     assert losses[0] == losses[1]
     assert losses[0].dtype == dtype
-    torch.testing.assert_close(
-        losses[0].float(), whole, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=0
-    )
+    # The operator rounds log-probabilities and their sum, and the result is rounded: 2^-8 of each at most.
+    tolerance = 1e-5 if dtype == torch.float32 else 3 * 2**-8
+    torch.testing.assert_close(losses[0].float(), whole, rtol=tolerance, atol=0)
 
 
 def test_a_loss_without_a_target_is_nan_as_on_the_whole() -> None:
