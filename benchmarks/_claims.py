@@ -75,7 +75,7 @@ def _schedules(data: Data) -> Iterator[Claim]:
     speed = [row for row in data["rows"] if row["part"] == "speed"]
     yield from _ratios({"rows": speed}, clock="wall", bar=1.03, label="plan", than="torch's schedule by hand")
     for row in data["rows"]:
-        if row["part"] == "speed":
+        if row["part"] != "recomputing early":
             continue
         what, holds = f"{row['plan']} over 1F1B, {row['step']}", bool(row["holds"])
         ratio, gain = row["wall_ratio"], f"{row['simulated_ms']:.0f} ms ({row['simulated_percent']:.1f}%)"

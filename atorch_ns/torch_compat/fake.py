@@ -177,10 +177,3 @@ def registered_children(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]]
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd knows a tensor as a view of another: an operator in place on it rewrites the history of both."""
     return tensor._is_view()
-
-
-def in_shape(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor that nothing else holds in another shape, of the same values, and no view to autograd
-    (``aten._unsafe_view``, which ``matmul`` returns): one from inside of a ``Function`` could not be changed in place."""
-    found: torch.Tensor = torch.ops.aten._unsafe_view.default(tensor, list(shape))
-    return found

@@ -82,7 +82,9 @@ def as_pipeline(
         waiting.bubble[rows] = others * _shares(context, rows, stages, again * round(2 * shares.mean()) / 2)
         waiting.sends[rows] = 2.0 * each[rows] * _unhidden_sends(context, rows, stages)
         if stages.info.splits_backward and not context.plan.whole_backward:
-            waiting.operators[rows] = _DEFERRED * context.micro_batches[rows] * (counts[rows] @ matrices)
+            waiting.operators[rows] = (
+                _DEFERRED_OPERATORS * context.micro_batches[rows] * (counts[rows] @ matrices)
+            )
     ones = np.ones(len(none), dtype=bool)
     staged = context.parts.staged(
         counts, context.parts.live, context.parts.accumulates, ones, ones, recomputed
@@ -95,9 +97,9 @@ def _rows(values: Sequence[np.ndarray | float], none: np.ndarray) -> np.ndarray:
     return np.stack([np.broadcast_to(value, none.shape) for value in values])
 
 
-_DEFERRED: Final = 5.5
-"""Operators for each matrix whose gradient is computed later, whose layer is Python in both passes: 5 to 7 of tiny blocks of
-GPT-2 and Llama on a CPU."""
+_DEFERRED_OPERATORS: Final = 3.4
+"""More operators for each matrix whose gradient is computed later, as its layer is Python in both passes: by the time that
+starting one takes, 4.4, 2.6 and 3.2 of tiny blocks of GPT-2, Llama and BERT on a CPU (benchmark ``schedules``)."""
 
 
 def _num_matrices(segment: Segment) -> int:

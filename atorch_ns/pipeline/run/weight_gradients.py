@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from atorch_ns.torch_compat import has_gradient_hooks, in_shape, laid_out
+from atorch_ns.torch_compat import has_gradient_hooks, laid_out
 
 
 def linear_layers(module: nn.Module) -> list[nn.Module]:
@@ -71,18 +71,23 @@ class WeightGradients:
         if isinstance(weight, DTensor):
             with _ProductOfPart(self, layer):
                 return run(layer, *args, **kwargs)  # type: ignore[no-any-return]
-        (value,) = (*args, *kwargs.values())
-        if not _go_together(value, weight, bias):
-            return run(layer, value)  # type: ignore[no-any-return]
-        return self.product(layer, value, weight, bias)
+        (value,) = args or kwargs.values()
+        found = self.product(layer, value, weight, bias)
+        return run(layer, value) if found is None else found
 
     def product(
         self, layer: Any, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """What a layer returns, of its weight or of this rank's part of it."""
+    ) -> torch.Tensor | None:
+        """What a layer returns, of its weight or of this rank's part of it; nothing where they do not go together."""
+        if not _is_wanted(value, weight, bias):
+            return None
+        dtype = _computed_in(value, weight)
+        if value.dtype != dtype:
+            if weight.dtype == dtype:
+                return None
+            value = value.to(dtype)
         later = _Later(self, layer.weight, _is_conv1d(type(layer)))
-        found: torch.Tensor = _Linear.apply(later, value.to(_computed_in(value, weight)), weight, bias)  # type: ignore[no-untyped-call]
-        return found
+        return _Linear.apply(later, value, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
 
     def backward(self, edges: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
         """A backward pass without these weight gradients."""
@@ -127,7 +132,7 @@ class _ProductOfPart(TorchFunctionMode):
 
     def __init__(self, gradients: WeightGradients, layer: Any) -> None:
         super().__init__()
-        self._gradients, self._layer = gradients, layer
+        self._product = partial(gradients.product, layer)
 
     def __torch_function__(
         self,
@@ -144,9 +149,8 @@ class _ProductOfPart(TorchFunctionMode):
             given = (*args[1:], args[0])
         elif func is torch.mm:
             given = (*args, None)
-        if kwargs or len(given) != 3 or not _go_together(*given):
-            return func(*args, **(kwargs or {}))
-        return self._gradients.product(self._layer, *given)
+        found = self._product(*given) if len(given) == 3 and not kwargs else None
+        return func(*args, **(kwargs or {})) if found is None else found
 
 
 class _Linear(torch.autograd.Function):
@@ -158,10 +162,10 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(value, weight)
         ctx.later = later
-        matrix = (weight if later.inputs_first else weight.t()).to(value.dtype)
-        rows = value.flatten(0, -2)
-        found = torch.mm(rows, matrix) if bias is None else torch.addmm(bias.to(value.dtype), rows, matrix)
-        return in_shape(found, (*value.shape[:-1], matrix.shape[1]))
+        weight = weight if weight.dtype == value.dtype else weight.to(value.dtype)
+        bias = bias if bias is None or bias.dtype == value.dtype else bias.to(value.dtype)
+        # Detached: a view that is made in here could not be changed in place.
+        return F.linear(value, weight.t() if later.inputs_first else weight, bias).detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -177,15 +181,14 @@ class _Linear(torch.autograd.Function):
         return None, of_value, of_weight, of_bias
 
 
-def _go_together(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether a gradient is wanted, and all are plain tensors that can be multiplied."""
+def _is_wanted(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether a gradient is wanted, and all are plain tensors."""
     return (
         torch.is_grad_enabled()
         and type(value) is torch.Tensor
         and value.dim() > 1
         and type(weight) in _PLAIN
         and (bias is None or type(bias) in _PLAIN)
-        and (value.dtype == weight.dtype or _computed_in(value, weight) != weight.dtype)
     )
 
 

@@ -22,8 +22,8 @@ BUFFERS: Final = 2
 """Buffers of a micro-batch's tensors on each side of a cut, in each direction: one that is used, and one on its way."""
 
 _WEIGHT_SHARE = 0.3
-"""Share of a backward pass that is the products of linear layers' weight gradients: 0.28 to 0.33, measured in fp32 on one
-CPU core with two blocks of GPT-2, Llama and BERT, width 512 and 512 tokens."""
+"""Share of a backward pass that is the products of linear layers' weight gradients: 0.28 to 0.33, in fp32 on one CPU core,
+of two blocks of GPT-2, Llama and BERT, width 512 and 512 tokens (benchmark ``schedules``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
