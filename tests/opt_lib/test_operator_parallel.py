@@ -19,6 +19,7 @@ from atorch_ns.operators import OperatorPlan
 from atorch_ns.testing.models import CASES
 from atorch_ns.testing.parity import accelerate_case, accelerated_run, compare, reference_run
 from atorch_ns.testing.workers import run_ranks
+from tests.opt_lib.scenarios import named
 from tests.opt_lib.tensor_cases import check
 
 MESH = ("parallel_mode", [("tensor", 2)])
@@ -30,7 +31,10 @@ def anything(seed: int) -> tuple[str, dict[str, Any]]:
     return ("operator_parallel", {"policy": "random", "seed": seed})
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied_llama", "hf_gpt2", "hf_bert", "hf_mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    named(("mlp", "tied_llama", "hf_gpt2", "hf_bert", "hf_mixtral"), often=("mlp", "hf_gpt2", "hf_mixtral")),
+)
 def test_two_ranks(name: str) -> None:
     small = {"memory_gib": 0.0015} if name != "mlp" else {}
     strategies = {
@@ -311,7 +315,7 @@ def test_settings_that_nothing_would_use() -> None:
     assert "memory_gib count with the policy solve alone, and it is batch" in text
 
 
-@pytest.mark.parametrize("name", ["mlp", "hf_gpt2", "hf_llama"])
+@pytest.mark.parametrize("name", named(("mlp", "hf_gpt2", "hf_llama"), often=("mlp", "hf_gpt2")))
 def test_stages_of_a_pipeline(name: str) -> None:
     mesh = ("parallel_mode", [("tensor", 2), ("pipeline", 2)])
     stages = ("pipeline_parallel", {"num_micro_batches": 2})

@@ -142,11 +142,11 @@ def _variants(num_ranks: int, num_stages: int) -> list[tuple[str, dict[str, Any]
 @pytest.mark.parametrize(
     ("name", "num_ranks", "num_stages"),
     [
-        ("dropouts", 2, 2),
+        pytest.param("dropouts", 2, 2, marks=pytest.mark.slow),
         ("dropouts", 2, 4),
         pytest.param("dropouts", 4, 4, marks=pytest.mark.slow),
         ("gpt2", 2, 2),
-        ("gpt2", 2, 4),
+        pytest.param("gpt2", 2, 4, marks=pytest.mark.slow),
         pytest.param("gpt2", 4, 4, marks=pytest.mark.slow),
     ],
 )

@@ -156,7 +156,7 @@ GLUE = (
 )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_code_between_blocks_trains_as_in_one_process(num_ranks: int) -> None:
     check(num_ranks, [(case, strategy("auto", sequence=num_ranks)) for case in GLUE])
 

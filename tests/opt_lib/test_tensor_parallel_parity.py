@@ -46,8 +46,8 @@ class OneLayerBlocks(nn.Sequential):
 class TestParity:
     @pytest.mark.parametrize("name", NAMES)
     def test_two_ranks(self, name: str) -> None:
+        """The method alone: ``tests/parity/test_model_axes.py``."""
         strategies = {
-            "alone": [TENSOR],
             "found, with checkpoint": [TENSOR, ("tensor_parallel", {"source": "found"}), "checkpoint"],
         }
         if name != "mlp":

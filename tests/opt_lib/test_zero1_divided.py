@@ -23,6 +23,7 @@ from atorch_ns.testing.parity import (
     reference_run,
 )
 from atorch_ns.testing.workers import run_ranks
+from tests.opt_lib.scenarios import named
 from tests.parity.variants import TOLERANCES, global_batch
 
 PIPELINE = ("pipeline_parallel", {"num_micro_batches": 2})
@@ -55,7 +56,7 @@ class Row(NamedTuple):
 
 
 ROWS: dict[str, list[Row]] = {
-    "meshes": [Row(mesh) for mesh in MESHES],
+    "meshes": [*(Row(mesh) for mesh in MESHES), Row("tensor", "SGD", max_norm=0.1)],
     "optimizers": [
         *(Row(mesh, name, max_norm=0.1) for mesh in ("tensor", "pipeline") for name in ("Adam", "SGD")),
         *(Row("sequence", "SGD"), Row("expert", "Adam", max_norm=0.1)),
@@ -106,7 +107,7 @@ def _reference(row: Row) -> Trajectory:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ["meshes", "optimizers", pytest.param("precisions", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", named(ROWS, often=("meshes",)))
 def test_trained_as_in_one_process(name: str) -> None:
     rows = ROWS[name]
     for case, _, _ in MESHES.values():
