@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from atorch_ns.cluster.speed_probes import compute_probes
 from atorch_ns.pipeline.run.weight_gradients import WeightGradients, linear_layers
 from benchmarks._results import Spread
+from benchmarks._stage_passes import host_start_seconds
 
 __all__ = ["split_rows"]
 
@@ -124,9 +124,7 @@ def _products(stage: _Stage, size: _Size, rounds: int) -> tuple[Spread, Spread]:
 
 def _operators(stage: _Stage, size: _Size, rounds: int) -> Spread:
     """More operators, by the time that starting one takes, for each matrix."""
-    (name, probe), *_ = (one for one in compute_probes("cpu").items() if one[0].startswith("operators/"))
-    start_s = Spread.of(probe() for _ in range(9)).median / int(name.partition("/")[2])
-    matrices = len(linear_layers(stage))
+    start_s, matrices = host_start_seconds(), len(linear_layers(stage))
     return Spread.of(
         (sum(split) - sum(whole)) / matrices / start_s for whole, split in _passes(stage, size, rounds)
     )

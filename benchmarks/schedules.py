@@ -17,6 +17,7 @@ from benchmarks._ranks import barrier, on_ranks
 from benchmarks._results import Column, Findings, Spread
 from benchmarks._slow_stage import SLOW_WIDTH, Slow, SlowStage
 from benchmarks._split_backward import split_rows
+from benchmarks._stage_passes import stage_rows
 from benchmarks.model_axes import MICRO_BATCHES, TARGET, Plan, batch_text, compared
 
 __all__ = ["GAIN_TARGET", "gain_row", "run"]
@@ -52,8 +53,9 @@ quartiles). *ratio*: measured over simulated. *within*: at most {gain:.0%} off.
 
 *split backward*: a backward pass whose weight gradients of linear layers are computed later, on one core: both its parts over
 the whole pass (*ratio*), the *weights' share* of the whole, and what deferring adds to both passes where
-products take no time, in *operators* to start for each matrix. The planner prices schedules that split with a share of 0.3
-and 3.4 operators.
+products take no time, in *operators* to start for each matrix. *passes of a stage*: what a micro-batch costs the host on a
+stage beside its layers, in operators that it could start instead. The planner prices schedules that split with a share of
+0.3 and 3.4 operators, and every stage with 45.
 """
 _COLUMNS = (
     Column(title="part", key="part"),
@@ -69,7 +71,7 @@ _COLUMNS = (
     Column(title="1F1B simulated, ms", key="base_ms", digits=0),
     Column(title="1F1B measured, ms (p25..p75)", key="base_measured_ms", digits=0),
     Column(title="weights' share", key="weight_share", confidence=True),
-    Column(title="operators per matrix", key="operators", digits=1, confidence=True),
+    Column(title="operators", key="operators", digits=1, confidence=True),
 )
 
 
@@ -82,7 +84,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     """
     model, launches, rounds = (TINY, 1, 2) if quick else (SMALL, 4, 8)
     torch.optim.AdamW(model.build("meta").parameters())  # imports here, once, what every rank would
-    rows = split_rows(quick=quick, report=report)
+    rows = split_rows(quick=quick, report=report) + stage_rows(quick=quick, report=report)
     for forward_s, backward_s in _SECONDS:
         report(f"schedules: forward {forward_s} s, backward {backward_s} s")
         blocks = combine(on_ranks(_slowed, _STAGES, forward_s, backward_s, 2 if quick else 10))

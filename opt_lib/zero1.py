@@ -19,6 +19,7 @@ from atorch_ns.job import (
     explained_groups,
     make_user_optimizer,
     optimizer_arguments,
+    step_on_local_parts,
 )
 from atorch_ns.job.batch_norm import synchronise_batch_norms
 from atorch_ns.method import Conflict, Flag, Method, MethodConfig, Need, Phase
@@ -148,6 +149,7 @@ def _shard_optimizer(job: Job) -> None:
                 **arguments,
             )
         local_state_view(optimizer)
+        step_on_local_parts(_holder(optimizer))
         return optimizer
 
     job.optimizer.make = make

@@ -245,8 +245,9 @@ def _measured_device(known: Device, speed: ComputeSpeed, times: Mapping[str, flo
 
 
 def _attention_factors(device: Device, times: Mapping[str, float]) -> dict[str, float]:
-    """Measured rates of fused attention, of those that the device has without them; the median of sizes, by pass."""
-    shares: dict[str, list[float]] = {"forward": [], "backward": []}
+    """Measured rates of fused attention, of those that the device has without them; the median of sizes, by pass
+    and dtype."""
+    shares: dict[str, list[float]] = {}
     for name, seconds in times.items():
         what, *rest = name.split("/")
         if what != "attention":
@@ -261,8 +262,8 @@ def _attention_factors(device: Device, times: Mapping[str, float]) -> dict[str, 
         for passes, (flops, spent) in done.items():
             expected = device.attention_of(dtype, AttentionKind(passes, width, True, tokens))
             if spent > 0:
-                shares[passes].append(flops / spent / expected)
-    return {passes: float(np.median(found)) for passes, found in shares.items() if found}
+                shares.setdefault(f"{passes}/{dtype}", []).append(flops / spent / expected)
+    return {key: float(np.median(found)) for key, found in shares.items()}
 
 
 def _measured_link(known: Hardware, level: str, times: dict[str, float], num_ranks: int, source: str) -> Link:

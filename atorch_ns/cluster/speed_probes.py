@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -54,7 +54,7 @@ def compute_probes(device: str, *, by_size: bool = False) -> dict[str, Callable[
 
     Args:
         device: the device, as torch writes it.
-        by_size: whether square products and causal attention are timed too, by dtype and size.
+        by_size: whether square products are timed too, by dtype and size, and causal attention of more sizes than one.
     """
     kind = device.partition(":")[0]
     probes: dict[str, Callable[[], float]] = {}
@@ -66,16 +66,23 @@ def compute_probes(device: str, *, by_size: bool = False) -> dict[str, Callable[
     probes |= dict(_element_wise(device, _ELEMENTS[kind]))
     layers, operators = _small_layers(device)
     probes[f"operators/{operators}"] = timed(layers, device)
-    return probes | (dict(_probes_by_size(device, kind)) if by_size else {})
+    probes |= dict(_attention_probes(device, kind, _ATTENTION[kind] if by_size else _ATTENTION[kind][:1]))
+    return probes | (dict(_squares(device, kind)) if by_size else {})
 
 
-def _probes_by_size(device: str, kind: str) -> Iterator[tuple[str, Callable[[], float]]]:
+def _squares(device: str, kind: str) -> Iterator[tuple[str, Callable[[], float]]]:
     for dtype in _FAST[kind]:
         for size in _SQUARES[kind]:
             probe = _product(device, dtype, (size, size, size))
             if probe is not None:
                 yield f"square/{dtype}/{size}x{size}x{size}", probe
-        for shape in _ATTENTION[kind]:
+
+
+def _attention_probes(
+    device: str, kind: str, shapes: Sequence[tuple[int, int, int, int]]
+) -> Iterator[tuple[str, Callable[[], float]]]:
+    for dtype in _FAST[kind]:
+        for shape in shapes:
             name = f"{dtype}/{'x'.join(map(str, shape))}"
             try:
                 forward, training = _attention(device, dtype, shape)

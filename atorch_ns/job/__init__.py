@@ -23,7 +23,12 @@ from atorch_ns.job.states import (
 )
 from atorch_ns.job.step_times import StepSummary
 from atorch_ns.job.train_step import TrainStep
-from atorch_ns.job.user_optimizer import explained_groups, make_user_optimizer, optimizer_arguments
+from atorch_ns.job.user_optimizer import (
+    explained_groups,
+    make_user_optimizer,
+    optimizer_arguments,
+    step_on_local_parts,
+)
 
 __all__ = [
     "OPTIMIZER",
@@ -65,5 +70,6 @@ __all__ = [
     "optimizer_arguments",
     "parameter_names",
     "state_bytes",
+    "step_on_local_parts",
     "track_memory",
 ]

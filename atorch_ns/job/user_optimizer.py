@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +17,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.job.job import OPTIMIZER, Job, ParameterGroups
 from atorch_ns.job.optimizer_checks import refuse_what_fails
 from atorch_ns.text import with_article
-from atorch_ns.torch_compat import plain_name
+from atorch_ns.torch_compat import TorchDispatchMode, plain_name
 
 
 def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
@@ -76,9 +78,57 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"optim_func returned {with_article(optimizer)}, not a torch.optim.Optimizer.")
     refuse_what_fails(optimizer)
+    step_on_local_parts(optimizer)
     return optimizer
 
 
+def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Lets fused kernels update this rank's parts of DTensors, beside plain tensors and on whatever meshes.
+
+    They update each element by itself, so no rank needs anything of another. torch refuses mixtures, and for DTensors
+    alone it looks at every one of them in every step.
+    """
+    fused = [
+        parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]
+    ]
+    if not any(isinstance(parameter, DTensor) for parameter in fused):
+        return
+    run, reference = type(optimizer).step, weakref.ref(optimizer)
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _LocalParts():
+            return run(self, *args, **kwargs)
+
+    @functools.wraps(run)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        return step(reference(), *args, **kwargs)
+
+    vars(bound)["__func__"] = step  # what torch's schedulers wrap once more
+    vars(optimizer)["step"] = bound
+
+
+class _LocalParts(TorchDispatchMode):
+    """Runs fused kernels of optimizers on local parts, laid out as those of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _KERNELS:
+            parameters, *_ = args
+            args = [list(map(_local_part, values, parameters)) for values in args]
+        return func(*args, **(kwargs or {}))
+
+
+def _local_part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value
+    if isinstance(parameter, DTensor) and value.placements != parameter.placements:
+        value = value.redistribute(parameter.device_mesh, parameter.placements)
+    return value.to_local()
+
+
+_KERNELS: Final = (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_, torch.ops.aten._fused_sgd_)
 _FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with fused kernels for CPUs and for CUDA. Adagrad has one for CPUs only."""
 _DEVICES: Final = ("cpu", "cuda")
@@ -93,8 +143,9 @@ def choose_fused(
 ) -> tuple[bool, str]:
     """Whether an optimizer is asked for its fused kernel, and why, for the report; empty if there is nothing to decide.
 
-    A fused kernel updates all parameters of a group in one pass over memory, with no temporary. torch itself leaves
-    it off; a loop over parameters is what it runs on CPUs, and for DTensors on GPUs too.
+    A fused kernel updates all parameters of a group in one pass over memory, with no temporary, and of DTensors this
+    rank's parts (:func:`step_on_local_parts`). torch itself leaves it off; a loop over parameters is what it runs on CPUs,
+    and for DTensors on GPUs too.
 
     Args:
         optim_func: a class of torch, or a ``functools.partial`` of one; others are left alone.
@@ -111,7 +162,7 @@ def choose_fused(
     reason = (
         _sparse(models)
         or _late(kind, given, groups)
-        or next((reason for group in groups if (reason := _obstacle(kind, group["params"]))), None)
+        or next((reason for group in groups if (reason := _obstacle(group["params"]))), None)
     )
     if reason is not None:
         return False, f"{kind.__name__}: not fused, since {reason}"
@@ -160,9 +211,8 @@ def _late(
     return None
 
 
-def _obstacle(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.Tensor]) -> str | None:
+def _obstacle(parameters: Iterable[torch.Tensor]) -> str | None:
     """Why one fused call cannot update these parameters; ``None`` if it can."""
-    layouts = set()
     for parameter in parameters:
         if not parameter.is_floating_point():
             return f"a parameter is {parameter.dtype}"
@@ -171,10 +221,4 @@ def _obstacle(kind: type[torch.optim.Optimizer], parameters: Iterable[torch.Tens
         if parameter.device.type == "cpu" and parameter.itemsize < 4:
             # SGD's kernel loses the momentum of 16-bit numbers (torch 2.13); the others round otherwise than a loop.
             return f"torch's fused kernels for CPUs are not right for {parameter.dtype}"
-        layouts.add(parameter.device_mesh if isinstance(parameter, DTensor) else None)
-    if kind is torch.optim.SGD and layouts - {None}:
-        return "torch has no fused SGD for DTensors"
-    if len(layouts) > 1:
-        kinds = "DTensors and plain tensors" if None in layouts else "DTensors on several meshes"
-        return f"a group holds {kinds}, which one call cannot update"
     return None

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.errors import StepError
 from atorch_ns.job import Job
+from atorch_ns.pipeline.run.weight_gradients import awaits_gradient
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import after_backward, in_backward, plain_name, unwrap_checkpoint
 
@@ -104,17 +105,18 @@ class IdleParameters:
         self._seen.update(dict.fromkeys(self._names[part] for part in parts))
         for part in parts:
             for parameter in _trainable(part):
-                if parameter.grad is None and parameter not in self._ignored:
+                if self._has_none(parameter):
                     # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
                     parameter.grad = torch.full_like(parameter, -0.0)
 
     def _unused(self, parts: list[nn.Module]) -> None:
         """Ends the backward pass of a unit that has called ``parts``, some of whose parameters it may not have used."""
-        idle = [
-            part for part in parts if any(p.grad is None and p not in self._ignored for p in _trainable(part))
-        ]
+        idle = [part for part in parts if any(map(self._has_none, _trainable(part)))]
         if idle:
             self._left_out(idle)
+
+    def _has_none(self, parameter: nn.Parameter) -> bool:
+        return parameter.grad is None and parameter not in self._ignored and not awaits_gradient(parameter)
 
     def _end(self) -> None:
         parts = list(self._idle)

@@ -43,7 +43,7 @@ def _gpus(num_nodes: int = 2) -> tuple[Cluster, Measurement]:
         efficiencies={},
         in_place_bytes_per_s=2.9e12,
         attention="FlashAttention-2",
-        attention_factors={"forward": 1.1, "backward": 0.9},
+        attention_factors={"forward/bfloat16": 1.1, "backward/bfloat16": 0.9},
         price_per_hour=2.5,
         source="measured on 16 × H100-80GB on 2 nodes",
     )
@@ -104,16 +104,17 @@ def test_a_measurement_of_this_machine_is_read_as_it_was_made(tmp_path: Path) ->
     assert read is not None
     assert read.measured
     forward = {name: seconds for name, seconds in found.seconds.items() if name.startswith("attention/")}
-    predicted: dict[str, list[float]] = {"forward": [], "backward": []}
+    predicted: dict[str, list[float]] = {}
     for name, seconds in forward.items():
         _, dtype, shape = name.split("/")
         tokens, width = map(int, shape.split("x")[2:])
         both = found.seconds[f"attention_training/{dtype}/{shape}"]
         for passes, flops, spent in (("forward", 1.0, seconds), ("backward", 2.5, both - seconds)):
             rate = read.device.attention_of(dtype, AttentionKind(passes, width, True, tokens))
-            predicted[passes].append(flops * probe_flops(name) / rate / spent)
-    for passes, ratios in predicted.items():
-        assert statistics.median(ratios) == pytest.approx(1.0, rel=0.01), passes
+            predicted.setdefault(f"{passes}/{dtype}", []).append(flops * probe_flops(name) / rate / spent)
+    assert len(predicted) == 4
+    for key, ratios in predicted.items():
+        assert statistics.median(ratios) == pytest.approx(1.0, rel=0.01), key
     figures = [row.figure for row in comparisons(found)]
     assert "product, float32, 256 × 256 × 256" in figures
     assert any(figure.startswith("causal attention forward and backward, bfloat16") for figure in figures)

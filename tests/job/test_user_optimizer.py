@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from atorch_ns import auto_accelerate, checkpoint
 from atorch_ns.errors import CheckpointError, InputError
 from atorch_ns.job import Result
 from atorch_ns.job.optimizer import inner_optimizer
-from atorch_ns.job.user_optimizer import choose_fused
+from atorch_ns.job.user_optimizer import choose_fused, step_on_local_parts
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import (
     ADAMW,
@@ -177,32 +177,47 @@ def test_what_stands_in_the_way_is_said() -> None:
     )
 
 
-def _mixtures() -> list[str]:
-    mesh = init_device_mesh("cpu", (2,))
-    divided = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]))
-    plain = nn.Parameter(torch.ones(2))
-    mixed, separate = [[divided, plain]], [[divided], [plain]]
-    said = []
-    for kind, lists in (
-        (torch.optim.AdamW, mixed),
-        (torch.optim.AdamW, separate),
-        (torch.optim.SGD, separate),
+def _mixtures() -> dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """This rank's parts after two steps, by the optimizer: of a fused kernel and of a loop."""
+    mesh, rows = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)), init_device_mesh("cpu", (2, 1))
+    found = {}
+    for kind, options in (
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.SGD, {"weight_decay": 0.1}),
     ):
-        groups: list[dict[str, Any]] = [{"params": each} for each in lists]
-        used, why = choose_fused(kind, {"lr": 0.1}, groups)
-        said.append(why)
-        optimizer = kind(groups, lr=0.1, fused=used or None)
-        for parameter in (divided, plain):
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-    return said
+        pair = []
+        for fused in (True, False):
+            parameters = [
+                nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)])),
+                nn.Parameter(torch.ones(2)),
+                nn.Parameter(DTensor.from_local(torch.ones(2, 4), rows, [Shard(1), Replicate()])),
+            ]
+            given = {"lr": 0.1, **options}
+            assert choose_fused(kind, given, [{"params": parameters}])[0]
+            optimizer = kind(parameters, **given, fused=fused)
+            step_on_local_parts(optimizer)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            for step in range(2):
+                for parameter in parameters:
+                    parameter.grad = torch.full_like(parameter, 1.0 + step)
+                # Added up by ranks that have half of it each.
+                whole = DTensor.from_local(torch.full((4, 2), 0.5 + step / 2), mesh, [Partial()])
+                parameters[0].grad = whole
+                optimizer.step()
+                schedule.step()
+            assert all(
+                isinstance(one, DTensor) for one in optimizer.state[parameters[0]].values() if one.dim() > 1
+            )
+            pair.append([getattr(one, "to_local", one.detach)().detach() for one in parameters])
+        found[kind.__name__] = (pair[0], pair[1])
+    return found
 
 
-def test_dtensors_and_plain_tensors_are_not_updated_in_one_call() -> None:
-    for mixed, separate, sgd in run_ranks(_mixtures, 2, timeout_s=60):
-        assert "DTensors and plain tensors" in mixed
-        assert "fused, in one pass" in separate
-        assert "no fused SGD for DTensors" in sgd
+def test_dtensors_and_plain_tensors_are_updated_in_one_call() -> None:
+    for updated in run_ranks(_mixtures, 2, timeout_s=60):
+        for kind, (fused, looped) in updated.items():
+            torch.testing.assert_close(fused, looped, msg=kind)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": False}], ids=str)

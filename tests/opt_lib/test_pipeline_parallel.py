@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.errors import AtorchError, BatchSizeError, InputError, RankError, StrategyError
 from atorch_ns.job import Materialiser, Result
 from atorch_ns.pipeline.run import executor
-from atorch_ns.pipeline.run.weight_gradients import WeightGradients
+from atorch_ns.pipeline.run.weight_gradients import WeightGradients, awaits_gradient
 from atorch_ns.testing.conformance import MethodConformance
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import (
@@ -164,6 +165,23 @@ def test_weight_gradients_are_computed_later(name: str, others: list[Any]) -> No
         assert_parity(compare(reference, run))
         assert layers
         assert left >= layers * 4 * num_steps
+
+
+def _waiting(strategy: Strategy) -> tuple[str, bool]:
+    """The report after two steps, and whether a weight still waits for its gradient."""
+    result = accelerate_case(get_case("hf_llama"), strategy)
+    for batch in itertools.islice(result.dataloader, 2):
+        result.train_step(batch)
+    return str(result.applied), any(map(awaits_gradient, result.model.parameters()))
+
+
+@pytest.mark.parametrize("method", ["zero2", "fsdp"])
+def test_weights_that_wait_are_not_taken_for_unused_ones(method: str) -> None:
+    strategy = _with("InterleavedZeroBubble", method, num_micro_batches=4)
+    for report, waits in run_ranks(_waiting, 2, args=(strategy,)):
+        assert "each sharded over" in report
+        assert "has not used" not in report
+        assert not waits
 
 
 def test_bf16_is_that_of_one_process() -> None:

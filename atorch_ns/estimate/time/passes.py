@@ -156,7 +156,7 @@ def update_operators(
 ) -> np.ndarray:
     """Operators launched by the update on the busiest rank, [R]."""
     each = _UPDATE_FUSED if fused else _UPDATE[num_states]
-    if plan.sharding.layout == "rows" and plan.sharding.optimizer_over:
+    if plan.sharding.layout == "rows" and plan.sharding.optimizer_over and not fused:
         each *= _DTENSOR
     if plan.precision.master_dtype is not None:
         each += 2.0
@@ -320,7 +320,7 @@ class _Running:
 
         They are of a rank's part where the segment's ``place`` is given. A product takes the time of both: the best
         one's operations, and the operands that it moves, which smaller ones have more of for each operation. On a CPU
-        caches hold the operands. Measured times are in the precision of the weights or of autocast, so they are held
+        they are there already: new results are slower. Measured times are in the precision of the weights or of autocast, so they are held
         against a pass without ``narrow`` products.
         """
 
@@ -341,8 +341,9 @@ class _Running:
         attention, flops = on_rank(self.phase.attention), on_rank(self.phase.flops)
         is_gpu, is_fused = device.type != "cpu", _is_fused(self.context, segment)
         num_bytes = on_rank(self.phase.fused if is_fused else self.phase.moved)
-        if is_gpu:
-            num_bytes = num_bytes / (1.0 if is_fused else _EAGER_STREAM) + on_rank(self.phase.operands)
+        operands = on_rank(self.phase.operands) / device.update_bytes_per_s
+        if is_gpu and not is_fused:
+            num_bytes = num_bytes / _EAGER_STREAM
         narrowed = np.zeros_like(flops)
         if narrow is not None and low_bit is not None:
             narrowed = np.minimum(narrow.flops * flops, flops - attention)
@@ -350,7 +351,7 @@ class _Running:
         seconds = (flops - attention - narrowed) / device.products_of(dtype)
         seconds = seconds + attention / device.attention_of(dtype, kind)
         seconds = seconds + narrowed / low_bit_rate(self.context.plan, device)
-        return np.asarray(seconds + num_bytes / device.memory_bytes_per_s)
+        return np.asarray(seconds + operands + num_bytes / device.memory_bytes_per_s)
 
 
 def recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:

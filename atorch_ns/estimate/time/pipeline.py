@@ -27,7 +27,7 @@ class Waiting(NamedTuple):
     Attributes:
         bubble: [R] seconds of waiting for other ranks to compute.
         sends: [R] seconds of waiting for what they send.
-        operators: [R] more operators that the host starts where backward passes are in two parts.
+        operators: [R] more operators that the host starts, for each stage and where backward passes are in two parts.
     """
 
     bubble: np.ndarray
@@ -81,10 +81,10 @@ def as_pipeline(
         others = of_rank.sum(axis=0) - of_rank[slowest, np.arange(len(rows))]
         waiting.bubble[rows] = others * _shares(context, rows, stages, again * round(2 * shares.mean()) / 2)
         waiting.sends[rows] = 2.0 * each[rows] * _unhidden_sends(context, rows, stages)
-        if stages.info.splits_backward and not context.plan.whole_backward:
-            waiting.operators[rows] = (
-                _DEFERRED_OPERATORS * context.micro_batches[rows] * (counts[rows] @ matrices)
-            )
+        splits = stages.info.splits_backward and not context.plan.whole_backward
+        deferred = _DEFERRED_OPERATORS * (counts[rows] @ matrices) if splits else 0.0
+        num_stages = stages.numbers.shape[1]
+        waiting.operators[rows] = context.micro_batches[rows] * (_STAGE_OPERATORS * num_stages + deferred)
     ones = np.ones(len(none), dtype=bool)
     staged = context.parts.staged(
         counts, context.parts.live, context.parts.accumulates, ones, ones, recomputed
@@ -96,6 +96,10 @@ def _rows(values: Sequence[np.ndarray | float], none: np.ndarray) -> np.ndarray:
     """[S, R] a value of each segment, for all plans or for each."""
     return np.stack([np.broadcast_to(value, none.shape) for value in values])
 
+
+_STAGE_OPERATORS: Final = 45.0
+"""Operators that the host could start while it passes a micro-batch through a stage and back, beside those of its layers:
+messages, the stage's call, the engine's. 34 to 59 of stages of four and of two layers on a CPU (benchmark ``schedules``)."""
 
 _DEFERRED_OPERATORS: Final = 3.4
 """More operators for each matrix whose gradient is computed later, as its layer is Python in both passes: by the time that

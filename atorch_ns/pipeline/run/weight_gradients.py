@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,14 @@ def _is_conv1d(kind: type) -> bool:
     return any(
         one.__name__ == "Conv1D" and one.__module__.startswith("transformers.") for one in kind.__mro__
     )
+
+
+def awaits_gradient(parameter: nn.Parameter) -> bool:
+    """Whether some micro-batch's gradient of it is left for later, so that it is not one without."""
+    return bool(getattr(parameter, _AWAITS, False))
+
+
+_AWAITS: Final = "_awaits_gradient"
 
 
 class WeightGradients:
@@ -102,6 +110,7 @@ class WeightGradients:
         """Whether ``left @ right``, the gradient of a weight, is left for later."""
         if self._defers:
             self._products.append((weight, left, right))
+            setattr(weight, _AWAITS, True)
         return self._defers
 
     @torch.no_grad()
@@ -116,6 +125,7 @@ class WeightGradients:
                 grad.addmm_(left, right)
             else:
                 grad += left @ right
+            vars(weight).pop(_AWAITS, None)
         self._products.clear()
 
 
