@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +24,7 @@ from atorch_ns.torch_compat import (
     CpuMemoryRecord,
     FlashAttention,
     TorchDispatchMode,
+    accumulate_after_backward,
     after_backward,
     checkpoint_wrapper,
     compile_records,
@@ -358,6 +359,27 @@ def _reduced_at_the_end() -> bool:
     module(x).sum().backward()
     reduce_after_backward(module)
     return torch.equal(module.weight.grad.full_tensor(), torch.full((4, 4), 3.0))  # 2 × the mean of 1 and 2
+
+
+def _added_late() -> bool:
+    """A bias's gradient is computed by the backward pass, twice, and a weight's after each."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    module = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    module.set_requires_gradient_sync(False)
+    module.set_reshard_after_backward(False)
+    module.set_is_last_backward(False)
+    for late in (1.0, 2.0**-9):  # whose sum bfloat16 does not hold
+        module(torch.ones(2, 4)).sum().backward(inputs=[module.bias])
+        module.weight.grad = torch.full_like(module.weight, late)
+        accumulate_after_backward(module)
+    reduce_after_backward(module)
+    found = module.weight.grad.full_tensor()
+    return module.bias.grad is not None and torch.equal(found, torch.full((4, 4), 1 + 2.0**-9))
+
+
+def test_gradients_that_come_late_are_added_in_the_dtype_of_reduction() -> None:
+    accumulate_after_backward(nn.Linear(4, 4))  # keeps none to itself
+    assert run_ranks(_added_late, 2) == [True] * 2
 
 
 def test_gradients_kept_by_each_rank_are_reduced_at_the_end() -> None:

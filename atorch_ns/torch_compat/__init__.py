@@ -16,6 +16,7 @@ from atorch_ns.torch_compat.compile import (
     watch_compiled,
 )
 from atorch_ns.torch_compat.distributed import (
+    accumulate_after_backward,
     after_backward,
     default_store,
     flatten_mesh,
@@ -75,6 +76,7 @@ __all__ = [
     "DropoutOfGpus",
     "FlashAttention",
     "TorchDispatchMode",
+    "accumulate_after_backward",
     "after_backward",
     "checkpoint_wrapper",
     "compile_records",

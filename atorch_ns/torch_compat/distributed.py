@@ -224,6 +224,21 @@ def laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
     )
 
 
+def accumulate_after_backward(module: nn.Module) -> None:
+    """Adds gradients that came after a backward pass to those that a module of ``fully_shard`` or ``replicate`` keeps, in
+    the dtype in which it reduces them, as its hooks do with others (``FSDPParamGroup.post_backward``)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(module, FSDPModule):
+        return
+    for state in module._get_fsdp_state()._state_ctx.all_states:
+        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):  # it was gathered before
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
 def reduce_after_backward(module: nn.Module) -> None:
     """Reduces the gradients that a module of ``fully_shard`` or ``replicate`` has kept to itself, after backward passes
     that its hooks have not seen (``pipelining.stage._PipelineStageBase.perform_reduce_grad``)."""

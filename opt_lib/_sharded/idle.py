@@ -148,8 +148,11 @@ def _watch(unit: nn.Module, parts: list[nn.Module], left_out: Callable[[list[nn.
     class_name = type(unwrap_checkpoint(unit)).__name__.removeprefix("FSDP").removeprefix("Replicate")
 
     def end(_: nn.Module, inputs: Any, output: Any) -> None:
-        idle = [part for part in parts if part not in called]
-        if idle and torch.is_grad_enabled():
+        idle = [part for part in parts if part not in called] if torch.is_grad_enabled() else []
+        if idle:  # a tied parameter is used by any of its modules
+            used = {id(parameter) for part in called for parameter in _trainable(part)}
+            idle = [part for part in idle if any(id(p) not in used for p in _trainable(part))]
+        if idle:
             begin = _once(partial(left_out, idle))
             for tensor in unique_tensors_of(output):
                 if tensor.requires_grad:

@@ -167,18 +167,18 @@ def test_weight_gradients_are_computed_later(name: str, others: list[Any]) -> No
         assert left >= layers * 4 * num_steps
 
 
-def _waiting(strategy: Strategy) -> tuple[str, bool]:
+def _waiting(name: str, strategy: Strategy) -> tuple[str, bool]:
     """The report after two steps, and whether a weight still waits for its gradient."""
-    result = accelerate_case(get_case("hf_llama"), strategy)
+    result = accelerate_case(get_case(name), strategy)
     for batch in itertools.islice(result.dataloader, 2):
         result.train_step(batch)
     return str(result.applied), any(map(awaits_gradient, result.model.parameters()))
 
 
-@pytest.mark.parametrize("method", ["zero2", "fsdp"])
-def test_weights_that_wait_are_not_taken_for_unused_ones(method: str) -> None:
+@pytest.mark.parametrize(("name", "method"), [("hf_llama", "zero2"), ("hf_gpt2", "fsdp")])
+def test_weights_that_wait_or_are_tied_are_not_taken_for_unused_ones(name: str, method: str) -> None:
     strategy = _with("InterleavedZeroBubble", method, num_micro_batches=4)
-    for report, waits in run_ranks(_waiting, 2, args=(strategy,)):
+    for report, waits in run_ranks(_waiting, 2, args=(name, strategy)):
         assert "each sharded over" in report
         assert "has not used" not in report
         assert not waits
@@ -190,10 +190,19 @@ def test_bf16_is_that_of_one_process() -> None:
     jobs = [
         ("tied_llama", _with("1F1B", ("amp_native", {"dtype": "bf16"}), num_micro_batches=4), batch),
         ("tied_llama", _with("ZBVZeroBubble", "half", "checkpoint", num_micro_batches=4), batch),
+        *(
+            (
+                "tied_llama",
+                _with(schedule, sharded, ("amp_native", {"dtype": "bf16"}), num_micro_batches=2),
+                batch,
+            )
+            for schedule, sharded in (("InterleavedZeroBubble", "zero2"), ("ZBVZeroBubble", RESHARDED))
+        ),
     ]
-    amp, half = run_ranks(_runs, 2, args=(jobs,), timeout_s=120)[0]
-    assert compare(reference, amp).max_loss_error < 1e-3
+    amp, half, *sharded = run_ranks(_runs, 2, args=(jobs,), timeout_s=120)[0]
     assert compare(reference, half).max_loss_error < 3e-3
+    for run in (amp, *sharded):
+        assert compare(reference, run).max_loss_error < 1e-3
 
 
 def _clipped() -> tuple[float, float, dict[str, torch.Tensor]]:

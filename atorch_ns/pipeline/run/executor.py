@@ -20,7 +20,7 @@ from atorch_ns.pipeline.run.forward_pass import StageRange
 from atorch_ns.pipeline.run.stage import StageModule
 from atorch_ns.pipeline.run.weight_gradients import WeightGradients, linear_layers
 from atorch_ns.pipeline.schedule.actions import Action, Orders
-from atorch_ns.torch_compat import reduce_after_backward
+from atorch_ns.torch_compat import accumulate_after_backward, reduce_after_backward
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -279,6 +279,7 @@ class Execution:
         if kind != "I":
             if held.later is not None:
                 held.later.add()
+                accumulate_after_backward(self.stages[number])
             del self._held[key]
         return given
 
