@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -88,20 +88,25 @@ def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
     They update each element by itself, so no rank needs anything of another. torch refuses mixtures, and for DTensors
     alone it looks at every one of them in every step.
     """
-    fused = [
-        parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]
-    ]
-    if not any(isinstance(parameter, DTensor) for parameter in fused):
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if type(optimizer) not in _FUSED or not any(isinstance(parameter, DTensor) for parameter in parameters):
         return
     run, reference = type(optimizer).step, weakref.ref(optimizer)
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _LocalParts():
-            return run(self, *args, **kwargs)
+    def step(self: Any, closure: Callable[[], float] | None = None) -> float | None:
+        if closure is not None:
+            with torch.enable_grad():
+                loss: float | None = closure()
+        else:
+            loss = None
+        is_fused = any(group.get("fused") for group in self.param_groups)
+        with _LocalParts() if is_fused else nullcontext():
+            run(self)
+        return loss
 
     @functools.wraps(run)
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        return step(reference(), *args, **kwargs)
+    def bound(closure: Callable[[], float] | None = None) -> float | None:
+        return step(reference(), closure)
 
     vars(bound)["__func__"] = step  # what torch's schedulers wrap once more
     vars(optimizer)["step"] = bound
@@ -114,7 +119,7 @@ class _LocalParts(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _KERNELS:
+        if getattr(func, "overloadpacket", None) in _KERNELS:
             parameters, *_ = args
             args = [list(map(_local_part, values, parameters)) for values in args]
         return func(*args, **(kwargs or {}))

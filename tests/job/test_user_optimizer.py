@@ -204,7 +204,7 @@ def _mixtures() -> dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]:
                 # Added up by ranks that have half of it each.
                 whole = DTensor.from_local(torch.full((4, 2), 0.5 + step / 2), mesh, [Partial()])
                 parameters[0].grad = whole
-                optimizer.step()
+                assert optimizer.step(lambda: 2.0) == 2.0
                 schedule.step()
             assert all(
                 isinstance(one, DTensor) for one in optimizer.state[parameters[0]].values() if one.dim() > 1
