@@ -322,8 +322,8 @@ class _Running:
 
         They are of a rank's part where the segment's ``place`` is given. A product takes the time of both: the best
         one's operations, and the operands that it moves, which smaller ones have more of for each operation. On a CPU
-        they are there already: new results are slower. Measured times are in the precision of the weights or of autocast, so they are held
-        against a pass without ``narrow`` products.
+        they move faster than new results, whose memory is mapped first. Measured times are in the precision of the weights
+        or of autocast, so they are held against a pass without ``narrow`` products.
         """
 
         def on_rank(growth: Growth) -> np.ndarray:
