@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -89,11 +87,17 @@ def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
     alone it looks at every one of them in every step.
     """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if type(optimizer) not in _FUSED or not any(isinstance(parameter, DTensor) for parameter in parameters):
-        return
-    run, reference = type(optimizer).step, weakref.ref(optimizer)
+    if type(optimizer) in _FUSED and any(isinstance(parameter, DTensor) for parameter in parameters):
+        optimizer.__class__ = _class_on_local_parts(type(optimizer))
 
-    def step(self: Any, closure: Callable[[], float] | None = None) -> float | None:
+
+def _class_on_local_parts(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # as checkpoints name it
+    return type(kind.__name__, (_OnLocalParts, kind), names)
+
+
+class _OnLocalParts(torch.optim.Optimizer):
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         if closure is not None:
             with torch.enable_grad():
                 loss: float | None = closure()
@@ -101,15 +105,8 @@ def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
             loss = None
         is_fused = any(group.get("fused") for group in self.param_groups)
         with _LocalParts() if is_fused else nullcontext():
-            run(self)
+            super().step()
         return loss
-
-    @functools.wraps(run)
-    def bound(closure: Callable[[], float] | None = None) -> float | None:
-        return step(reference(), closure)
-
-    vars(bound)["__func__"] = step  # what torch's schedulers wrap once more
-    vars(optimizer)["step"] = bound
 
 
 class _LocalParts(TorchDispatchMode):
