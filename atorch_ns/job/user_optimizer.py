@@ -88,12 +88,13 @@ def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
     """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if type(optimizer) in _FUSED and any(isinstance(parameter, DTensor) for parameter in parameters):
-        optimizer.__class__ = _class_on_local_parts(type(optimizer))
+        optimizer.__class__ = class_above(_OnLocalParts, type(optimizer))
 
 
-def _class_on_local_parts(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # as checkpoints name it
-    return type(kind.__name__, (_OnLocalParts, kind), names)
+def class_above(added: type, kind: type) -> type:
+    """``kind`` with the methods of ``added`` above its own, under its own name, as checkpoints write it."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (added, kind), names)
 
 
 class _OnLocalParts(torch.optim.Optimizer):

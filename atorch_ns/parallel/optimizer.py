@@ -15,6 +15,7 @@ from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.gradients import clip_gradients
 from atorch_ns.job.reducer import BucketHook, GradientReducer
 from atorch_ns.job.states import reshard
+from atorch_ns.job.user_optimizer import class_above
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.module import STEP, ParallelModule, named_parameters, parallel_modules
 from atorch_ns.parallel.pieces import PIECES, Pieces, as_part, localised, part_of
@@ -64,7 +65,8 @@ def build_optimizer(
         optimizer = optimizer_fn(own, **kwargs)
         if not isinstance(optimizer, Optimizer):
             raise InputError(f"optimizer_fn returned {optimizer!r}, which is no torch.optim.Optimizer.")
-    optimizer.__class__ = _parallel_class(type(optimizer))
+    if not isinstance(optimizer, ParallelOptimizer):
+        optimizer.__class__ = class_above(ParallelOptimizer, type(optimizer))
     cast("ParallelOptimizer", optimizer)._join(module, tuple(parts.values()), config, reducer)
     return optimizer
 
@@ -301,13 +303,6 @@ def _refuse_gradient_hooks(parts: Iterable[ParallelModule]) -> None:
                         f"{name} has a hook on its gradient, which is not called with use_zero; change gradients between "
                         "sync_shard_grad() and step(), or leave use_zero out."
                     )
-
-
-def _parallel_class(kind: type) -> type:
-    if issubclass(kind, ParallelOptimizer):
-        return kind
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}  # as checkpoints name it
-    return type(kind.__name__, (ParallelOptimizer, kind), names)
 
 
 def _common_config(
