@@ -88,12 +88,7 @@ def _llama(size: _Size) -> _Stage:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-    config = LlamaConfig(
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_attention_heads=size.width // 16,
-        attn_implementation="sdpa",
-    )
+    config = LlamaConfig(**_sizes(size))
     places = torch.arange(size.tokens)[None]
     rotations = LlamaRotaryEmbedding(config)(torch.empty(1, 1, size.width), places)
     blocks = [LlamaDecoderLayer(config, number) for number in range(size.blocks)]
@@ -104,13 +99,17 @@ def _bert(size: _Size) -> _Stage:
     from transformers import BertConfig
     from transformers.models.bert.modeling_bert import BertLayer
 
-    config = BertConfig(
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_attention_heads=size.width // 16,
-        attn_implementation="sdpa",
-    )
+    config = BertConfig(**_sizes(size))
     return _Stage([BertLayer(config) for _ in range(size.blocks)])
+
+
+def _sizes(size: _Size) -> dict[str, Any]:
+    return {
+        "hidden_size": size.width,
+        "intermediate_size": 4 * size.width,
+        "num_attention_heads": size.width // 16,
+        "attn_implementation": "sdpa",
+    }
 
 
 def _products(stage: _Stage, size: _Size, rounds: int) -> tuple[Spread, Spread]:
