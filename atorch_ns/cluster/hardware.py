@@ -84,7 +84,7 @@ class Device:
         attention: the library of fused attention (:data:`~atorch_ns.cluster.kernels.ATTENTION_LIBRARIES`); empty for
             the one that torch takes on this device.
         attention_factors: rates of fused attention as they were measured, of those of the table, by pass and
-            dtype (``"backward/bfloat16"``; 1 of those that are not there).
+            dtype (``"backward/bfloat16"``), or by pass alone, as 0.2.0 wrote them; 1 of those that are not there.
         capability: CUDA compute capability.
         price_per_hour: US dollars, for the objective of cost; 0 where unknown.
         source: where the figures come from, or "measured on …".
@@ -122,7 +122,8 @@ class Device:
     def attention_of(self, dtype: str, kind: AttentionKind) -> float:
         """FLOP/s of fused attention: the share of the rate of products that it has by the table, where it is there."""
         library = self.attention or usual_attention(self.kernels)
-        factor = self.attention_factors.get(f"{kind.passes}/{dtype}", 1.0)
+        of_all = self.attention_factors.get(kind.passes, 1.0)
+        factor = self.attention_factors.get(f"{kind.passes}/{dtype}", of_all)
         return factor * self.products_of(dtype) * attention_share(self.kernels, library, kind)
 
 

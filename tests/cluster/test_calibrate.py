@@ -104,5 +104,9 @@ def test_one_process_measures_its_device_only() -> None:
     assert hardware.measured
     assert hardware.device.source == "measured on 1 × cpu"
     assert "measured on" not in hardware.within_node.source
+    measured = {
+        f"{passes}/{dtype}" for passes in ("forward", "backward") for dtype in ("float32", "bfloat16")
+    }
+    assert set(hardware.device.attention_factors) == measured
     with pytest.raises(InputError, match="positive"):
         calibrate(Cluster(), seconds=0)

@@ -121,6 +121,13 @@ def test_a_measurement_of_this_machine_is_read_as_it_was_made(tmp_path: Path) ->
     assert all(row.measured > 0 and row.share for row in comparisons(found))
 
 
+def test_factors_of_attention_by_pass_alone_are_those_of_all_dtypes() -> None:
+    device, kind = DEVICES["H100-80GB"].device("H100-80GB"), AttentionKind("backward", 128, True, 4096)
+    slower = replace(device, attention_factors={"backward": 0.5, "backward/float16": 0.25})
+    for dtype, factor in (("bfloat16", 0.5), ("float16", 0.25)):
+        assert slower.attention_of(dtype, kind) == pytest.approx(factor * device.attention_of(dtype, kind))
+
+
 def test_figures_stand_beside_the_table() -> None:
     rows = {row.figure: row for row in comparisons(_gpus()[1])}
     layers = rows["products, bfloat16"]
