@@ -150,6 +150,22 @@ def test_the_slowest_of_many_devices_counts() -> None:
     assert _parts(DDP, measured).compute == pytest.approx(_parts(DDP).compute / SLOWEST)
 
 
+def test_operands_of_products_move_at_the_rate_of_what_is_there_on_a_cpu() -> None:
+    cluster = _cluster("cpu")
+    assert cluster.hardware is not None
+    device = replace(cluster.hardware.device, in_place_bytes_per_s=4e12)
+    cluster = replace(cluster, hardware=replace(cluster.hardware, device=device))
+    with_operands = []
+    for segment in TRACE.segments:
+        cost = segment.costs["float32"]
+        forward = replace(cost.forward, operands=Growth(per_sample=40 * MB))
+        with_operands.append(replace(segment, costs={"float32": replace(cost, forward=forward)}))
+    more = _parts(DDP, cluster, replace(TRACE, segments=tuple(with_operands))).compute
+    # 10 segments, 8 samples on each rank.
+    added = 10 * 8 * 40 * MB / 4e12
+    assert more - _parts(DDP, cluster).compute == pytest.approx(added)
+
+
 def test_recomputation_is_the_forward_pass_of_what_is_recomputed() -> None:
     forward = SLOWEST * 8 * (GFLOP / 1e14 + MB / STREAM)
     assert _parts(DDP.changed(recomputation={"kind": "blocks"})).recompute == pytest.approx(8 * forward)
@@ -179,6 +195,16 @@ def test_a_cpu_hides_nothing_behind_computation_and_a_gpu_does() -> None:
     assert _parts(FSDP).gather < 0.7 * _parts(FSDP, bare_cpu).gather
     assert _parts(ZERO2).reduce < 0.7 * _parts(ZERO2, bare_cpu).reduce
     assert _parts(DDP).reduce < _parts(DDP, bare_cpu).reduce
+
+
+def test_every_stage_of_a_rank_costs_its_host_for_each_micro_batch() -> None:
+    """Twice the stages on a rank, of half the layers: 34 to 59 starts of operators more in a micro-batch (``schedules``)."""
+    cluster, launch = _cluster("cpu", world=2), 1e-6
+    one = Plan(axes=(("pipeline", 2),), num_micro_batches=8)
+    one = one.changed(pipeline={"schedule": "1F1B"})
+    two = one.changed(pipeline={"schedule": "Interleaved1F1B", "stages_per_rank": 2})
+    more = _parts(two, cluster).overhead - _parts(one, cluster).overhead
+    assert 8 * 34 * launch < more < 8 * 59 * launch
 
 
 def test_what_each_method_costs_against_its_neighbour() -> None:
