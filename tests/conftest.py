@@ -19,6 +19,7 @@ import importlib.util
 import inspect
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -86,12 +87,15 @@ def _starts_processes(name: str) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPUs from tests that do not ask for one.
+    """Hide the GPUs from tests that do not ask for one, and make interrupts work as in a terminal.
 
     Where a GPU is seen, the first backward starts a thread for it, and a rank forked later has no backward.
     """
     if "gpu" not in str(config.getoption("markexpr", "")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Shells let jobs in the background ignore interrupts, and what these start would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
