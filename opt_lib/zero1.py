@@ -131,7 +131,8 @@ def _shard_optimizer(job: Job) -> None:
 
     mesh = job.mesh
     assert mesh is not None
-    torchs: Any = zero_redundancy_of_parts() if mesh.divides_model else ZeroRedundancyOptimizer
+    is_mixed = len({parameter.dtype for parameter in job.module.parameters() if parameter.requires_grad}) > 1
+    torchs: Any = zero_redundancy_of_parts() if mesh.divides_model or is_mixed else ZeroRedundancyOptimizer
     kind = with_checkpoint_hint(torchs)
     ranks = mesh.shard if mesh.size("expert") == 1 or mesh.size("zero") > 1 else mesh.copies
 

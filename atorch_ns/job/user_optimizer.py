@@ -81,13 +81,17 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
 
 
 def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Lets fused kernels update this rank's parts of DTensors, beside plain tensors and on whatever meshes.
+    """Lets fused kernels update this rank's parts of DTensors, beside plain tensors and on whatever meshes; and any optimizer
+    of torch those of complex numbers.
 
     They update each element by itself, so no rank needs anything of another. torch refuses mixtures, and for DTensors
-    alone it looks at every one of them in every step.
+    alone it looks at every one of them in every step. Complex numbers it updates as pairs of real ones, which of parts of
+    unequal sizes are copies of the whole: the parameter would stay as it is.
     """
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if type(optimizer) in _FUSED and any(isinstance(parameter, DTensor) for parameter in parameters):
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    divided = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    has_complex = _is_of_torch(optimizer) and any(map(torch.is_complex, divided))
+    if has_complex or (divided and type(optimizer) in _FUSED):
         optimizer.__class__ = class_above(_OnLocalParts, type(optimizer))
 
 
@@ -104,23 +108,39 @@ class _OnLocalParts(torch.optim.Optimizer):
                 loss: float | None = closure()
         else:
             loss = None
-        is_fused = any(group.get("fused") for group in self.param_groups)
-        with _LocalParts() if is_fused else nullcontext():
+        by_parts = any(
+            group.get("fused") or any(map(torch.is_complex, group["params"])) for group in self.param_groups
+        )
+        with _LocalParts() if by_parts else nullcontext():
             super().step()
         return loss
 
 
 class _LocalParts(TorchDispatchMode):
-    """Runs fused kernels of optimizers on local parts, laid out as those of the parameters."""
+    """Runs fused kernels of optimizers on local parts, laid out as those of the parameters, and takes complex numbers for
+    pairs in their places."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.view_as_real.default and isinstance(args[0], DTensor):
+            return _pairs(args[0])
         if getattr(func, "overloadpacket", None) in _KERNELS:
             parameters, *_ = args
             args = [list(map(_local_part, values, parameters)) for values in args]
         return func(*args, **(kwargs or {}))
+
+
+def _pairs(value: DTensor) -> DTensor:
+    pairs = torch.view_as_real(value.to_local())
+    shape = torch.Size((*value.shape, 2))
+    stride = (*(2 * step for step in value.stride()), 1)
+    return DTensor.from_local(pairs, value.device_mesh, value.placements, shape=shape, stride=stride)
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _local_part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

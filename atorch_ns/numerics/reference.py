@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -76,6 +76,9 @@ class Deviation:
     errors: Mapping[str, float]
     loss_error: float
     missing: tuple[str, ...] = ()
+
+
+NO_DEVIATION: Final = Deviation(errors={}, loss_error=0.0)
 
 
 def bare_groups(inputs: Inputs) -> Callable[[nn.Module], Iterable[Any]] | None:

@@ -24,6 +24,7 @@ from atorch_ns.job import Inputs, Materialiser
 from atorch_ns.job.sampling import read_samples
 from atorch_ns.method import Registry, Resolved, resolve
 from atorch_ns.numerics.reference import (
+    NO_DEVIATION,
     Deviation,
     Reference,
     bare_groups,
@@ -332,7 +333,7 @@ def _reference(
 
     reference = run()
     if not is_reduced(resolved):
-        return batches, reference, None
+        return batches, reference, NO_DEVIATION if has_short_weights(inputs.model) else None
     rounded = run(compute_dtype=torch.bfloat16, like=reference)
     return batches, reference, measure(reference, rounded.final, rounded.losses)
 
@@ -347,6 +348,12 @@ def is_reduced(resolved: Resolved) -> bool:
         plan.sharding.reduce_dtype,
     )
     return any(dtype not in (None, "float32") for dtype in dtypes)
+
+
+def has_short_weights(model: nn.Module) -> bool:
+    """Whether some weights have 16 bits and others more: what the former round shows in updates of the latter."""
+    sizes = {parameter.itemsize for parameter in model.parameters() if parameter.is_floating_point()}
+    return len(sizes) > 1 and min(sizes) <= 2
 
 
 def draw_batches(

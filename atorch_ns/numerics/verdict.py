@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from atorch_ns.numerics.reference import Deviation, Reference, measure
+from atorch_ns.numerics.reference import NO_DEVIATION, Deviation, Reference, measure
 
 TOLERANCE: Final = 2e-4
 """Relative to a parameter's update, in full precision; rounding alone reaches 2e-5."""
@@ -19,7 +19,6 @@ LOSS_TOLERANCE: Final = 1e-4
 REDUCED_LOSS_TOLERANCE: Final = 0.02
 
 State = Literal["ok", "drifts", "not judged"]
-_NONE: Final = Deviation(errors={}, loss_error=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +111,7 @@ def judge(
         first_noise, last_noise: deviations of one process in bfloat16; ``None`` in full precision.
         differing: names of parameters that ranks should hold alike and do not.
     """
-    rounded_first, rounded_last = first_noise or _NONE, last_noise or _NONE
+    rounded_first, rounded_last = first_noise or NO_DEVIATION, last_noise or NO_DEVIATION
     base = TOLERANCE if last_noise is None else REDUCED_TOLERANCE
     rows = []
     for name, error in last.errors.items():

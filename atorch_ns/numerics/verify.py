@@ -27,6 +27,7 @@ from atorch_ns.job import Inputs
 from atorch_ns.job.sampling import num_samples, sample_inputs
 from atorch_ns.method import Registry, Resolved, resolve
 from atorch_ns.numerics.reference import (
+    NO_DEVIATION,
     Deviation,
     Reference,
     bare_groups,
@@ -36,7 +37,7 @@ from atorch_ns.numerics.reference import (
     run_whole,
 )
 from atorch_ns.numerics.run import StrategyRun, bit_sum, run_strategy
-from atorch_ns.numerics.setup import draw_batches, is_reduced, round_to
+from atorch_ns.numerics.setup import draw_batches, has_short_weights, is_reduced, round_to
 from atorch_ns.numerics.verdict import Verification, judge, judge_parts
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Strategy
@@ -209,7 +210,7 @@ def _truth(
     first, last = run(1, like=gentle), run(num_steps, like=gentle)
     model, device = copy.deepcopy(inputs.model), torch.device(cluster.device)
     whole, notes = run_whole(model, inputs, batches[0], parts, num_micro_batches, device, like=gentle)
-    noises: list[Deviation | None] = [None, None]
+    noises: list[Deviation | None] = [NO_DEVIATION if has_short_weights(inputs.model) else None] * 2
     if is_reduced(resolved):
         for place, exact in enumerate((first, last)):
             rounded = run(len(exact.losses), like=gentle, compute_dtype=torch.bfloat16)

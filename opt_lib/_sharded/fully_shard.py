@@ -33,8 +33,10 @@ from opt_lib._sharded.units import (
     init_function,
     leave_sequence_sums,
     move_to_device,
+    own_dtype,
     parameters_kept_whole,
     shard_experts,
+    units_of_other_dtypes,
     wrap_units,
 )
 
@@ -55,15 +57,17 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     if config.wrap_trainable_outmost:
         _shard_trainable(job, config, options, materialiser)
     norms = _full_precision_norms(job.module, units, options)
-    for norm in norms:
-        _prepare(job, config, materialiser, norm)
-        fully_shard(norm, **{**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
+    others = []
+    if not config.wrap_trainable_outmost:  # which has sharded all that is trainable
+        others = units_of_other_dtypes([*job.roots, *units, *norms], options["ignored_params"])
+    in_fp32 = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+    inner = {**dict.fromkeys([*units, *others], options), **dict.fromkeys(norms, in_fp32)}
     # Children before parents: a unit manages what no unit inside it manages.
-    for module in reversed(units):
+    for module in reversed([module for module in job.module.modules() if module in inner]):
         _prepare(job, config, materialiser, module)
-        if not job.plan.compiled:  # the compiler would trace the hook
+        if module in units and not job.plan.compiled:  # the compiler would trace the hook
             module.register_forward_hook(_without_views)
-        fully_shard(module, **options)
+        fully_shard(module, **inner[module])
     for root in job.roots:
         _prepare(job, config, materialiser, root)
         if keeps_input_dtypes(job, config):
@@ -82,7 +86,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     average_ignored(job, ignored)
     leave_sequence_sums(job, options["ignored_params"])
     job.placed = True
-    _explain(job, method, config, (len(units), len(norms), len(ignored)), options)
+    _explain(job, method, config, (len(units), len(norms), len(others), len(ignored)), options)
     gather_where_read(job, method, options)
     reduce_idle_parameters(job, method, options["ignored_params"])
     call_skipped_units(job, method, units)
@@ -203,7 +207,7 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 def _shard_trainable(
     job: Job, config: ShardConfig, options: dict[str, Any], materialiser: Materialiser
 ) -> None:
-    """Makes one unit of all modules that own trainable parameters, gathered once a step."""
+    """Makes one unit of all modules that own trainable parameters, gathered once a step; one for each dtype."""
     frozen = any(not parameter.requires_grad for parameter in job.module.parameters())
     modules = [
         module
@@ -216,9 +220,12 @@ def _shard_trainable(
             "wrap_trainable_outmost gathers the trainable parameters of a model that is mostly frozen (LoRA); "
             "here " + ("nothing is frozen." if not frozen else "nothing is trainable.")
         )
+    of_dtype: dict[torch.dtype | None, list[nn.Module]] = {}
     for module in modules:
         _prepare(job, config, materialiser, module)
-    fully_shard(modules, **{**options, "reshard_after_forward": False})
+        of_dtype.setdefault(own_dtype(module, options["ignored_params"]), []).append(module)
+    for alike in of_dtype.values():
+        fully_shard(alike, **{**options, "reshard_after_forward": False})
 
 
 def skip_sync(roots: Iterable[nn.Module]) -> SkipSync:
@@ -239,10 +246,10 @@ def skip_sync(roots: Iterable[nn.Module]) -> SkipSync:
 
 
 def _explain(
-    job: Job, method: str, config: ShardConfig, counts: tuple[int, int, int], options: dict[str, Any]
+    job: Job, method: str, config: ShardConfig, counts: tuple[int, int, int, int], options: dict[str, Any]
 ) -> None:
     assert job.mesh is not None
-    num_units, num_norms, num_ignored = counts
+    num_units, num_norms, num_others, num_ignored = counts
     ranks = job.mesh.unit_shard.size()
     copies = job.num_data_ranks // job.mesh.shard.size()
     text = f"{num_units} unit(s) and the rest, each sharded over {ranks} rank(s)"
@@ -255,6 +262,8 @@ def _explain(
         text += f", gathered in {str(policy.param_dtype).removeprefix('torch.')}"
     if num_norms:
         text += f", but for {num_norms} batch norm(s), units of their own in full precision"
+    if num_others:
+        text += f"; {num_others} module(s) of another dtype are units of their own"
     if num_ignored:
         text += f"; {num_ignored} parameter(s) replicated"
     job.explain(method, text)

@@ -41,6 +41,70 @@ def wrap_units(model: nn.Module, config: ShardConfig) -> list[nn.Module]:
     ]
 
 
+def units_of_other_dtypes(
+    units: Collection[nn.Module], left_alone: Collection[nn.Parameter]
+) -> list[nn.Module]:
+    """Modules that become units of their own, since torch shards trainable parameters of one dtype together.
+
+    A unit has the dtype of its own parameters, else that of most elements inside.
+
+    Args:
+        units: the roots and the units inside that are known.
+        left_alone: parameters that are not sharded, or elsewhere.
+
+    Raises:
+        InputError: as :func:`own_dtype`.
+    """
+    found: list[nn.Module] = []
+    waiting, edges = list(units), set(units)
+    while waiting:
+        unit = waiting.pop()
+        dtypes = {
+            module: dtype
+            for module in _inside(unit, edges)
+            if (dtype := own_dtype(module, left_alone)) is not None
+        }
+        sizes: Counter[torch.dtype] = Counter()
+        for module, dtype in dtypes.items():
+            sizes[dtype] += sum(parameter.numel() for parameter in _own(module))
+        usual = dtypes.get(unit) or next((dtype for dtype, _ in sizes.most_common(1)), None)
+        for module, dtype in dtypes.items():
+            if dtype != usual:
+                found.append(module)
+                waiting.append(module)
+                edges.add(module)
+    return found
+
+
+def _inside(unit: nn.Module, edges: Collection[nn.Module]) -> Iterable[nn.Module]:
+    """The unit and the modules inside it that belong to no unit inside it."""
+    yield unit
+    for child in unit.children():
+        if child not in edges:
+            yield from _inside(child, edges)
+
+
+def own_dtype(module: nn.Module, left_alone: Collection[nn.Parameter]) -> torch.dtype | None:
+    """The dtype of a module's own trainable parameters, if it has any.
+
+    Raises:
+        InputError: if there are several.
+    """
+    named = {
+        name: parameter.dtype
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad and parameter not in left_alone
+    }
+    if len(set(named.values())) > 1:
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in named.items())
+        raise InputError(
+            f"{type(module).__name__} has trainable parameters of several dtypes ({listed}), and torch shards those of one dtype "
+            "together. Give them one dtype, move some into a module of their own, or replicate the module: "
+            "atorch_ignored_cls."
+        )
+    return next(iter(named.values()), None)
+
+
 def _uses(module: nn.Module) -> Counter[int]:
     """The number of places in ``module`` that hold each parameter, by identity; a module may stand in several."""
     return Counter(

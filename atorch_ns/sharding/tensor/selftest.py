@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from atorch_ns.sharding.tensor.apply import Divided, divide
 from atorch_ns.sharding.tensor.plan import Layout, RegionSpec, common_parent, integers, is_inside
 from atorch_ns.sharding.tensor.sequence import StreamSpec
 from atorch_ns.sharding.tensor.trace import LayerGraph
-from atorch_ns.sharding.tensor.unit import Unit, unit_for
+from atorch_ns.sharding.tensor.unit import InFloat32, Unit, unit_for
 from atorch_ns.text import error_line
 
 TOLERANCE = 1e-3
@@ -294,13 +295,23 @@ def _compare(
 ) -> Verdict:
     """Compares outputs and all gradients of the unit, divided and whole, on random inputs."""
     module, args, kwargs = unit.with_values(device)
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def whole() -> _Run:
+        with mode():
+            return _run(unit, copy_structure(module, _own_buffers, {}), args, kwargs)
 
     def run(group: SimulatedGroup) -> tuple[_Run, Divided]:
         copy = copy_structure(module, _own_buffers, {})
         done = divide(copy, layout, TensorGroup(group), regions, stream)
-        return _run(unit, copy, args, kwargs), done
+        with mode():
+            return _run(unit, copy, args, kwargs), done
 
-    reference = _run(unit, copy_structure(module, _own_buffers, {}), args, kwargs)
+    try:
+        reference = whole()
+    except RuntimeError:  # a dtype of its own beside weights in fp32
+        mode = InFloat32
+        reference = whole()
     found, (done, *_) = zip(*simulate(degree, run, device), strict=True)
     floor = gradient_floor(reference.inputs)
     errors = {

@@ -78,3 +78,22 @@ def test_masks_hide_a_part_whatever_their_values_mean() -> None:
     assert (
         verdict.error > 0.1
     )  # a softmax of half a head's products is another one, but not where all is hidden
+
+
+class Casting(BySettings):
+    """Computes in bf16 by casts of its own, and gives what it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x.float().bfloat16()).to(torch.bfloat16)
+        return out
+
+
+def test_casts_of_its_own_are_left_out_of_the_comparison() -> None:
+    model = make(Casting).bfloat16()
+    graph = graph_of(model, tokens())
+    styles = {"qkv": "colwise", "o": "rowwise"}
+    for attributes in (("cfg.n_head",), ()):
+        layout = TensorPlan(styles=styles, parts={"qkv": (WIDTH,) * 3}, attributes=attributes).resolve(model)
+        verdict = SelfTest(model, graph, 2).unit("blocks.0.attention", layout, regions_in(graph, layout))
+        assert verdict.passed == bool(attributes), verdict.reason
+        assert not attributes or verdict.error < 1e-5, "compared in fp32"
