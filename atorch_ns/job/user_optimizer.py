@@ -140,7 +140,9 @@ def _pairs(value: DTensor) -> DTensor:
 
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
+    """Whether it updates as one of torch's optimizers, which call their closure once, before that."""
+    kinds = set(type(optimizer).__mro__) - {torch.optim.Optimizer}
+    return torch.optim.LBFGS not in kinds and any(one.__module__.startswith("torch.optim.") for one in kinds)
 
 
 def _local_part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

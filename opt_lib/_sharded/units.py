@@ -53,7 +53,7 @@ def units_of_other_dtypes(
         left_alone: parameters that are not sharded, or elsewhere.
 
     Raises:
-        InputError: as :func:`own_dtype`.
+        InputError: as :func:`own_dtype`, and if such a module shares a parameter with another.
     """
     found: list[nn.Module] = []
     waiting, edges = list(units), set(units)
@@ -65,11 +65,19 @@ def units_of_other_dtypes(
             if (dtype := own_dtype(module, left_alone)) is not None
         }
         sizes: Counter[torch.dtype] = Counter()
+        holders: Counter[nn.Parameter] = Counter()
         for module, dtype in dtypes.items():
             sizes[dtype] += sum(parameter.numel() for parameter in _own(module))
+            holders.update(_own(module))
         usual = dtypes.get(unit) or next((dtype for dtype, _ in sizes.most_common(1)), None)
         for module, dtype in dtypes.items():
             if dtype != usual:
+                if any(holders[parameter] > 1 for parameter in _own(module)):
+                    raise InputError(
+                        f"{type(module).__name__} shares a parameter in {dtype} with another module, so that it cannot be a "
+                        f"unit of its own, and what is around them in {type(unit).__name__} is in {usual}. torch shards "
+                        "parameters of one dtype together: give them one, or replicate the modules: atorch_ignored_cls."
+                    )
                 found.append(module)
                 waiting.append(module)
                 edges.add(module)

@@ -220,12 +220,16 @@ def test_dtensors_and_plain_tensors_are_updated_in_one_call() -> None:
             torch.testing.assert_close(fused, looped, msg=kind)
 
 
+class Derived(torch.optim.NAdam):
+    """A user's."""
+
+
 def _complex_updates() -> dict[str, float]:
     """The largest difference of complex parameters, whole and cut into unequal parts, after two steps; of what moved."""
     mesh = init_device_mesh("cpu", (2,))
     weight, *gradients = torch.randn(3, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     found = {}
-    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam):
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, Derived):
         for foreach in (False, True):
             whole = nn.Parameter(weight.clone())
             parts = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))

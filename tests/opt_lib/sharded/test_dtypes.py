@@ -167,3 +167,14 @@ def test_a_module_of_several_dtypes_is_refused() -> None:
     with pytest.raises(InputError, match=r"weight torch.float32, bias torch.bfloat16.*atorch_ignored_cls"):
         units_of_other_dtypes([layer], ())
     assert units_of_other_dtypes([layer], {layer.bias}) == []
+
+
+def test_tied_modules_of_another_dtype_are_refused() -> None:
+    model = Mixed()
+    model.blocks[0].layer.weight = model.blocks[1].layer.weight
+    with pytest.raises(
+        InputError, match=r"Linear shares a parameter in torch.bfloat16 .* in Mixed is in torch.float32"
+    ):
+        units_of_other_dtypes([model], ())
+    del model.position
+    assert set(units_of_other_dtypes([model], ())) == {*(block.norm for block in model.blocks), model.filter}
