@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+
+from atorch_ns.torch_compat import TorchDispatchMode
 
 _FLOOR = 1e-2
 """Gradients smaller than this share of the largest are compared on its scale: that of attention's key bias is zero but
@@ -48,3 +51,19 @@ def relative_error(found: torch.Tensor | None, wanted: torch.Tensor, *, floor: f
 def gradient_floor(gradients: Iterable[torch.Tensor]) -> float:
     """The scale below which gradients are compared as if they were that large."""
     return _FLOOR * max(map(largest, gradients), default=0.0)
+
+
+class InFloat32(TorchDispatchMode):
+    """Leaves out casts to 16 bits that a module asks for itself: self-tests have weights and inputs in fp32, and their
+    tolerances are for its roundings. For the thread that enters it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if given.get("dtype") in (torch.bfloat16, torch.float16):
+            given["dtype"] = torch.float32
+        return func(*args, **given)

@@ -64,7 +64,7 @@ class IdleParameters:
                 for part in (unit, *_gathered_by(unit))
                 if any(p not in self._ignored for p in _trainable(part))
             ]
-            _watch(unit, [part for part in parts if part is not unit], self._left_out)
+            _watch(unit, [part for part in parts if part is not unit], self._ignored, self._left_out)
             unit.register_forward_pre_hook(partial(self._enter, parts), with_kwargs=True)
 
     def text(self) -> str:
@@ -141,8 +141,16 @@ def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad)
 
 
-def _watch(unit: nn.Module, parts: list[nn.Module], left_out: Callable[[list[nn.Module]], None]) -> None:
-    """Calls ``left_out`` in each backward pass of ``unit`` with those of ``parts`` that its forward pass has not called."""
+def _watch(
+    unit: nn.Module,
+    parts: list[nn.Module],
+    ignored: Collection[nn.Parameter],
+    left_out: Callable[[list[nn.Module]], None],
+) -> None:
+    """Calls ``left_out`` in each backward pass of ``unit`` with those of ``parts`` that its forward pass has not called.
+
+    Parameters that are ``ignored`` are whole at all times.
+    """
     called: set[nn.Module] = set()
     # As the user has named it, before torch has put its own class around it.
     class_name = type(unwrap_checkpoint(unit)).__name__.removeprefix("FSDP").removeprefix("Replicate")
@@ -158,7 +166,7 @@ def _watch(unit: nn.Module, parts: list[nn.Module], left_out: Callable[[list[nn.
                 if tensor.requires_grad:
                     tensor.register_hook(begin)
 
-    sharded = {id(parameter) for part in parts for parameter in _trainable(part)}
+    sharded = {id(p) for part in parts for p in _trainable(part) if p not in ignored}
 
     def note(part: nn.Module, _: Any) -> None:
         called.add(part)

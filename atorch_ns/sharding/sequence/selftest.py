@@ -22,7 +22,7 @@ from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import agree, gathered, or_refusal
 from atorch_ns.errors import InputError
 from atorch_ns.sharding.collectives import SimulatedGroup, simulate, total
-from atorch_ns.sharding.compare import gradient_floor, gradients_of, relative_error, weighted_sum
+from atorch_ns.sharding.compare import InFloat32, gradient_floor, gradients_of, relative_error, weighted_sum
 from atorch_ns.sharding.rank_context import isolated, local_part
 from atorch_ns.sharding.sequence.attention import heads_divide
 from atorch_ns.sharding.sequence.block_calls import USE_SDPA, DividedCalls, SeenCalls
@@ -123,7 +123,8 @@ def _try_all(subject: Subject) -> Found:
             "norm, which would take the statistics of a part of the sequence. Use the axes data, zero or pipeline, or "
             "name in blocks modules without batch norms."
         )
-    whole, seen, arguments, length = _run_whole(subject)
+    with InFloat32():
+        whole, seen, arguments, length = _run_whole(subject)
     best: tuple[float, str] = (float("inf"), "")
     for plan, zigzag in candidates(subject, seen, arguments, length):
         error, found, why = _error_of(subject, plan, (length, zigzag), arguments, whole)
@@ -180,7 +181,8 @@ def _error_of(
     def run(group: SimulatedGroup) -> tuple[BlockPlan, _Outcome]:
         layout = SequenceLayout(length, group.size(), group.rank(), zigzag)
         block = copy_structure(subject.block, _own_buffers, {})  # which may hold what its code has noted
-        return _run_divided(block, plan, layout, copied_state(arguments), whole, group)
+        with InFloat32():
+            return _run_divided(block, plan, layout, copied_state(arguments), whole, group)
 
     try:
         ranks = simulate(settings.group.size(), run, settings.device)

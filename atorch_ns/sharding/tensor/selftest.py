@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,13 +20,13 @@ from atorch_ns.capture.nests import map_tensors, unique_tensors_of
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.profile.record.steps import ModuleCall
 from atorch_ns.sharding.collectives import SimulatedGroup, simulate
-from atorch_ns.sharding.compare import gradient_floor, largest, relative_error, weighted_sum
+from atorch_ns.sharding.compare import InFloat32, gradient_floor, largest, relative_error, weighted_sum
 from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.tensor.apply import Divided, divide
 from atorch_ns.sharding.tensor.plan import Layout, RegionSpec, common_parent, integers, is_inside
 from atorch_ns.sharding.tensor.sequence import StreamSpec
 from atorch_ns.sharding.tensor.trace import LayerGraph
-from atorch_ns.sharding.tensor.unit import InFloat32, Unit, unit_for
+from atorch_ns.sharding.tensor.unit import Unit, unit_for
 from atorch_ns.text import error_line
 
 TOLERANCE = 1e-3
@@ -295,23 +294,13 @@ def _compare(
 ) -> Verdict:
     """Compares outputs and all gradients of the unit, divided and whole, on random inputs."""
     module, args, kwargs = unit.with_values(device)
-    mode: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    def whole() -> _Run:
-        with mode():
-            return _run(unit, copy_structure(module, _own_buffers, {}), args, kwargs)
 
     def run(group: SimulatedGroup) -> tuple[_Run, Divided]:
         copy = copy_structure(module, _own_buffers, {})
         done = divide(copy, layout, TensorGroup(group), regions, stream)
-        with mode():
-            return _run(unit, copy, args, kwargs), done
+        return _run(unit, copy, args, kwargs), done
 
-    try:
-        reference = whole()
-    except RuntimeError:  # a dtype of its own beside weights in fp32
-        mode = InFloat32
-        reference = whole()
+    reference = _run(unit, copy_structure(module, _own_buffers, {}), args, kwargs)
     found, (done, *_) = zip(*simulate(degree, run, device), strict=True)
     floor = gradient_floor(reference.inputs)
     errors = {
@@ -359,7 +348,7 @@ def _run(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             given[id(tensor)] = leaf.clone()  # operators in place may not change a leaf
         return given[id(tensor)]
 
-    with torch.enable_grad():
+    with torch.enable_grad(), InFloat32():
         args, kwargs = map_tensors(own, args), map_tensors(own, kwargs)
         outputs = [tensor for tensor in unit.results(module(*args, **kwargs)) if tensor.is_floating_point()]
         loss = weighted_sum(outputs, seed=11)

@@ -15,7 +15,7 @@ from atorch_ns.capture.real_values import RealValues
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.profile.record.steps import ModuleCall
 from atorch_ns.sharding.tensor.trace import LayerGraph
-from atorch_ns.torch_compat import TorchDispatchMode, fake_tensor_mode, fake_tensor_type, quiet_fake_kernels
+from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type, quiet_fake_kernels
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,6 @@ class Unit:
         args = tuple(map_tensors(once, _fresh(value)) for value in self.call.args)
         kwargs = {name: map_tensors(once, _fresh(value)) for name, value in self.call.kwargs.items()}
         return args, kwargs
-
-
-class InFloat32(TorchDispatchMode):
-    """Leaves out casts to 16 bits that a module asks for itself, beside weights that a test has in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        if given.get("dtype") in (torch.bfloat16, torch.float16):
-            given["dtype"] = torch.float32
-        return func(*args, **given)
 
 
 def unit_for(model: nn.Module, graph: LayerGraph, path: str) -> Unit:
