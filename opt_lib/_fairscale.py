@@ -100,7 +100,7 @@ def _require_one_dtype(groups: list[dict[str, Any]]) -> None:
     if len(dtypes) > 1:
         raise BackendError(
             f"OSS packs each rank's parameters into one buffer, but they have {len(dtypes)} dtypes: "
-            f"{', '.join(sorted(map(str, dtypes)))}. Use another backend."
+            f"{', '.join(sorted(map(str, dtypes)))}. Use zero1 or zero2 with their default backend, torch's."
         )
 
 

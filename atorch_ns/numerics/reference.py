@@ -11,13 +11,14 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from atorch_ns.capture.nests import floats_to
+from atorch_ns.capture.nests import floats_to, tensors_of
 from atorch_ns.data import default_prepare_input, split_batch
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs
 from atorch_ns.job.sampling import forward_loss, join_batches
 from atorch_ns.sharding.compare import largest
 from atorch_ns.text import error_line
+from atorch_ns.torch_compat import TorchDispatchMode
 
 UPDATE_FLOOR = 1e-3
 """Parameters that move less than this share of the largest update are held to that instead: their gradient
@@ -79,6 +80,26 @@ class Deviation:
 
 
 NO_DEVIATION: Final = Deviation(errors={}, loss_error=0.0)
+
+
+class RoundsTo16Bits(TorchDispatchMode):
+    """Whether anything inside is rounded to 16 bits, by weights or by the model's own casts.
+
+    Attributes:
+        found: whether it was by now.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not self.found:
+            self.found = any(one.is_floating_point() and one.itemsize <= 2 for one in tensors_of(output))
+        return output
 
 
 def bare_groups(inputs: Inputs) -> Callable[[nn.Module], Iterable[Any]] | None:

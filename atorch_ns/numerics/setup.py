@@ -27,6 +27,7 @@ from atorch_ns.numerics.reference import (
     NO_DEVIATION,
     Deviation,
     Reference,
+    RoundsTo16Bits,
     bare_groups,
     measure,
     part_of_ranks,
@@ -331,9 +332,10 @@ def _reference(
         closed.watch(model)
         return run_reference(model, inputs, batches, parts, num_micro_batches, device, **options)
 
-    reference = run()
+    with RoundsTo16Bits() as rounds:
+        reference = run()
     if not is_reduced(resolved):
-        return batches, reference, NO_DEVIATION if has_short_weights(inputs.model) else None
+        return batches, reference, NO_DEVIATION if rounds.found else None
     rounded = run(compute_dtype=torch.bfloat16, like=reference)
     return batches, reference, measure(reference, rounded.final, rounded.losses)
 
@@ -348,12 +350,6 @@ def is_reduced(resolved: Resolved) -> bool:
         plan.sharding.reduce_dtype,
     )
     return any(dtype not in (None, "float32") for dtype in dtypes)
-
-
-def has_short_weights(model: nn.Module) -> bool:
-    """Whether some weights have 16 bits and others more: what the former round shows in updates of the latter."""
-    sizes = {parameter.itemsize for parameter in model.parameters() if parameter.is_floating_point()}
-    return len(sizes) > 1 and min(sizes) <= 2
 
 
 def draw_batches(

@@ -30,6 +30,7 @@ from atorch_ns.numerics.reference import (
     NO_DEVIATION,
     Deviation,
     Reference,
+    RoundsTo16Bits,
     bare_groups,
     measure,
     part_of_ranks,
@@ -37,7 +38,7 @@ from atorch_ns.numerics.reference import (
     run_whole,
 )
 from atorch_ns.numerics.run import StrategyRun, bit_sum, run_strategy
-from atorch_ns.numerics.setup import draw_batches, has_short_weights, is_reduced, round_to
+from atorch_ns.numerics.setup import draw_batches, is_reduced, round_to
 from atorch_ns.numerics.verdict import Verification, judge, judge_parts
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Strategy
@@ -204,13 +205,14 @@ def _truth(
         device = torch.device(cluster.device)
         return run_reference(model, inputs, batches[:steps], parts, num_micro_batches, device, **options)
 
-    found = run(1)
+    with RoundsTo16Bits() as rounds:
+        found = run(1)
     # Momentum adds up: the rate of one step is lowered so that all of them move no parameter further.
     gentle = replace(found, learning_rate=found.learning_rate * 2 / (num_steps * (num_steps + 1)))
     first, last = run(1, like=gentle), run(num_steps, like=gentle)
     model, device = copy.deepcopy(inputs.model), torch.device(cluster.device)
     whole, notes = run_whole(model, inputs, batches[0], parts, num_micro_batches, device, like=gentle)
-    noises: list[Deviation | None] = [NO_DEVIATION if has_short_weights(inputs.model) else None] * 2
+    noises: list[Deviation | None] = [NO_DEVIATION if rounds.found else None] * 2
     if is_reduced(resolved):
         for place, exact in enumerate((first, last)):
             rounded = run(len(exact.losses), like=gentle, compute_dtype=torch.bfloat16)
