@@ -108,13 +108,14 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
             yield ModuleReplaceConfig()
 
     def rewritten(self, model: nn.Module, profile: Profile, cluster: Cluster) -> nn.Module | None:
-        """The model with replacements in plain torch: other packages' kernels cannot be traced without their device."""
+        """The model with replacements that can be traced without their device."""
         if not any(True for _ in self.options(profile, cluster)):
             return None
         made: set[nn.Module] = set()
         for candidate in _chosen(ModuleReplaceConfig()):
-            if candidate.requirements.package is None:
-                outcome = candidate.replace(model, made)
+            traced = candidate.traced(cluster)
+            if traced is not None:
+                outcome = traced.replace(model, made)
                 model = outcome.model
                 made |= outcome.made
         return model

@@ -13,9 +13,18 @@ from atorch_ns.torch_compat import has_matrix_tiles, onednn_block, onednn_comput
 
 _aten = torch.ops.aten
 
-# They make an uninitialised tensor or describe one, and start no kernel.
+# They make an uninitialised tensor or describe one, and start no kernel; of the first, schemas do not say so.
 _FREE_NAMES = frozenset(
     [
+        "_unsafe_view",
+        "as_strided_",
+        "detach_",
+        "squeeze_",
+        "t_",
+        "transpose_",
+        "unsqueeze_",
+        "promote_types",
+        "result_type",
         "empty",
         "empty_like",
         "empty_permuted",
@@ -40,6 +49,9 @@ _FREE_NAMES = frozenset(
         "resize_",
     ]
 )
+
+SEPARATE_KERNELS = "kernel"
+"""Namespace of operators that stand for a package's kernels, with which no compiler fuses others."""
 
 WEIGHT_PRODUCTS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", "aten._grouped_mm")
 """Products of activations with weights, as of linear layers and experts; products of two activations are batched ones."""

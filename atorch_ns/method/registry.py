@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from atorch_ns.errors import MethodNotFoundError, Problem, RegistrationError
@@ -96,9 +97,18 @@ def load_registry() -> Registry:
     """All methods of the installed distributions, the built-in ones among them.
 
     A plug-in that fails to load is a warning that names its distribution; the rest is loaded.
+
+    Raises:
+        RegistrationError: if there is no distribution, as where the sources are on Python's path and nothing is installed.
     """
     registry = Registry()
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    if not points:
+        sources = Path(__file__).parents[2]
+        raise RegistrationError(
+            f"no method is known: atorch_ns was imported from {sources} and is not installed, and methods are found by the "
+            f"entry points of what is installed. Install it: pip install {sources}, or pip install -e {sources}"
+        )
     # Built-ins first, so that a plug-in that takes a built-in name is the one refused.
     distributions = {point.dist for point in points}  # each reads its name from a file
     names = {one: one.name if one is not None else "an unknown distribution" for one in distributions}

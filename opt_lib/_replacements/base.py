@@ -109,6 +109,10 @@ class Replacement(ABC):
         """Whether a search may gain from it: it is usable on ``cluster``, and the model likely holds what it replaces."""
         return False
 
+    def traced(self, cluster: Cluster) -> Replacement | None:
+        """The same for a copy of the model that is traced for its cost on ``cluster``; ``None`` if it cannot be traced."""
+        return self if self.requirements.package is None else None
+
     def concerns(self, model: nn.Module) -> bool:
         """Whether ``model`` holds what it replaces, as far as that shows without trying."""
         return True

@@ -2,8 +2,9 @@
 
 Legend: D features, I inner features, V classes, N rows, H heads, T tokens, B samples.
 
-Their kernels run on plain CUDA tensors. On all others, such as the fake ones that a model is traced with, the
-small CPU ones that a division is tested with, and DTensors, torch's own operators compute the same.
+Their kernels run on plain CUDA tensors. On all others, such as the small CPU ones that a division is tested with, and
+DTensors, torch's own operators compute the same. In a copy of a model that is traced for its cost, each kernel is one
+operator without values (``"traced"`` and ``"traced torch"`` below), which reads, writes and keeps what the kernel does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from atorch_ns.capture.operators import SEPARATE_KERNELS
 from opt_lib._replacements.base import Requirements
 
 _FLOATS: Final = frozenset({"float32", "float16", "bfloat16"})
@@ -36,6 +38,12 @@ APEX: Final = Requirements(
     dtypes=_FLOATS,
 )
 """Requirements of apex' CUDA kernels."""
+
+TRACED: Final = "traced"
+"""The kernel of modules that are traced for their cost: a package's."""
+
+TRACED_TORCH: Final = "traced torch"
+"""The same of torch's own, which a compiler fuses with others."""
 
 RmsKernel = Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
 """``(x [..., D], weight [D] of the same dtype, eps, offset added to the weight) -> normalised x``."""
@@ -87,6 +95,8 @@ _RMS_KERNELS: Final[dict[str, RmsKernel]] = {
     "torch": torch_rms_norm,
     "liger": liger_rms_norm,
     "apex": apex_rms_norm,
+    TRACED: lambda x, weight, *_: _traced_rms_norm(x, weight, SEPARATE_KERNELS),
+    TRACED_TORCH: lambda x, weight, *_: _traced_rms_norm(x, weight, _FUSIBLE),
 }
 
 
@@ -94,14 +104,14 @@ def rms_norm(kernel: str, x: torch.Tensor, weight: torch.Tensor, eps: float, off
     """``x / rms(x) * (offset + weight)`` by the kernels named.
 
     Args:
-        kernel: ``torch``, ``liger`` or ``apex``.
+        kernel: ``torch``, ``liger`` or ``apex``; ``traced`` or ``traced torch`` in a copy that is traced.
         x: [..., D].
         weight: [D], in the dtype of ``x``.
         eps: added to the mean square.
         offset: added to the weight; with one, torch and apex give fp32.
     """
-    chosen = _RMS_KERNELS[kernel] if runs_kernels(x, weight) else torch_rms_norm
-    return chosen(x, weight, eps, offset)
+    runs = kernel in (TRACED, TRACED_TORCH) or runs_kernels(x, weight)
+    return (_RMS_KERNELS[kernel] if runs else torch_rms_norm)(x, weight, eps, offset)
 
 
 def layer_norm(
@@ -119,8 +129,11 @@ def layer_norm(
     return result
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def silu_mul(kernel: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``, both [..., I], by Liger where it can run; it keeps neither result for the backward pass."""
+    if kernel == TRACED:
+        traced: torch.Tensor = _TracedSiluMul.apply(gate, up)  # type: ignore[no-untyped-call]
+        return traced
     if not runs_kernels(gate, up) or gate.dtype != up.dtype:
         return F.silu(gate) * up
     result: torch.Tensor = liger().liger_swiglu(gate, up)
@@ -128,6 +141,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(
+    kernel: str,
     original: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     q: torch.Tensor,
     k: torch.Tensor,
@@ -135,6 +149,9 @@ def rotate(
     sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary embedding of q and k [B, H, T, D], cos and sin [1 or B, T, D], by Liger where it can run."""
+    if kernel == TRACED and cos.dim() == 3:
+        turned: tuple[torch.Tensor, torch.Tensor] = _TracedRotation.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
+        return turned
     if not runs_kernels(q, k, cos, sin) or cos.dim() != 3 or cos.shape[-1] != q.shape[-1]:
         return original(q, k, cos, sin)
     rotated: tuple[torch.Tensor, torch.Tensor] = liger().liger_rope(q, k, cos, sin)
@@ -154,3 +171,81 @@ def linear_cross_entropy(
         x, weight, target, bias=bias, ignore_index=ignore_index, reduction=reduction
     )
     return result
+
+
+# What is traced for its cost. These operators have shapes and no values; what they keep for the backward pass, and
+# what they overwrite, is what the functions of liger-kernel 0.8 and torch 2.13 do.
+
+_FUSIBLE: Final = "fusible"
+_SCHEMAS: Final = {
+    "rms_norm": "(Tensor x, Tensor weight) -> (Tensor, Tensor)",
+    "rms_norm_backward": "(Tensor gradient, Tensor x, Tensor weight, Tensor inverse_rms) -> (Tensor, Tensor)",
+    "silu_mul": "(Tensor gate, Tensor up) -> Tensor",
+    "silu_mul_backward": "(Tensor gradient, Tensor(a!) gate, Tensor(b!) up) -> (Tensor(a!), Tensor(b!))",
+    "rotate": "(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin) -> (Tensor(a!), Tensor(b!))",
+}
+_RESULTS: Final[dict[str, Callable[..., Any]]] = {
+    "rms_norm": lambda x, _: (torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
+    "rms_norm_backward": lambda _, x, weight, __: (torch.empty_like(x), torch.empty_like(weight)),
+    "silu_mul": lambda gate, _: torch.empty_like(gate),
+    "silu_mul_backward": lambda _, gate, up: (gate, up),
+    "rotate": lambda q, k, *_: (q, k),
+}
+
+
+def _library(namespace: str) -> torch.library.Library:
+    library = torch.library.Library(namespace, "FRAGMENT")
+    for name, schema in _SCHEMAS.items():
+        library.define(name + schema)
+        library.impl(name, _RESULTS[name], "CompositeExplicitAutograd")
+    return library
+
+
+_LIBRARIES: Final = [_library(namespace) for namespace in (SEPARATE_KERNELS, _FUSIBLE)]
+_kernel: Final = getattr(torch.ops, SEPARATE_KERNELS)
+
+
+class _TracedRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, namespace: str) -> Any:
+        ctx.operators = getattr(torch.ops, namespace)
+        y, inverse_rms = ctx.operators.rms_norm(x, weight)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return *ctx.operators.rms_norm_backward(gradient, *ctx.saved_tensors), None
+
+
+def _traced_rms_norm(x: torch.Tensor, weight: torch.Tensor, namespace: str) -> torch.Tensor:
+    result: torch.Tensor = _TracedRmsNorm.apply(x, weight, namespace)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _TracedSiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> Any:
+        ctx.save_for_backward(gate, up)
+        return _kernel.silu_mul(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _kernel.silu_mul_backward(gradient, *ctx.saved_tensors)
+
+
+class _TracedRotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        ctx.save_for_backward(cos, sin)
+        return _turned(q, k, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return *_turned(*gradients, *ctx.saved_tensors), None, None
+
+
+def _turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    """In place where heads [B, H, T, D] lie in memory behind tokens, as they do behind a linear layer."""
+    turned = _kernel.rotate(q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous(), cos, sin)
+    return tuple(each.transpose(1, 2) for each in turned)

@@ -14,7 +14,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -24,19 +24,34 @@ from torch import nn
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.cluster import Cluster
 from atorch_ns.profile import Profile
-from opt_lib._replacements.base import ModuleReplacement, Requirements, classes_in
-from opt_lib._replacements.kernels import LIGER, rotate, silu_mul
+from opt_lib._replacements.base import ModuleReplacement, Replacement, Requirements, classes_in
+from opt_lib._replacements.kernels import LIGER, TRACED, rotate, silu_mul
 from opt_lib._replacements.making import Derived, Forward, derive
 
 _FUNCTION: Final = "apply_rotary_pos_emb"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LigerRope(ModuleReplacement):
+class _Liger(ModuleReplacement):
+    """A replacement that runs Liger's kernels.
+
+    Attributes:
+        kernel: ``liger``; ``traced`` in a copy of a model that is traced for its cost.
+    """
+
+    requirements: Requirements = LIGER
+    kernel: str = "liger"
+
+    def traced(self, cluster: Cluster) -> Replacement | None:
+        """With one operator for each kernel."""
+        return replace(self, kernel=TRACED) if self.requirements.usable_on(cluster) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LigerRope(_Liger):
     """Rotary embeddings that turn the two halves of a head against each other, as Llama's do."""
 
     name: str = "liger_rope"
-    requirements: Requirements = LIGER
 
     looks_for = "attention modules of transformers with rotary embeddings"
 
@@ -54,7 +69,7 @@ class LigerRope(ModuleReplacement):
         """The module with Liger's function, if its own computes the same."""
         rotation = _rotation_of(type(module))
         assert rotation is not None
-        return _why_not_rope(rotation) or derive(module, "LigerRope", _rope_forward)
+        return _why_not_rope(rotation) or derive(module, "LigerRope", _rope_forward, self.kernel)
 
 
 def _rotation_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
@@ -96,14 +111,14 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
 
-def _rope_forward(source: Any) -> Forward:
+def _rope_forward(source: Any, kernel: str) -> Forward:
     old = source.forward
     original = old.__globals__[_FUNCTION]
 
     def rotation(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:  # heads in another dimension
             return original(q, k, cos, sin, *args, **kwargs)
-        return rotate(original, q, k, cos, sin)
+        return rotate(kernel, original, q, k, cos, sin)
 
     # Without the file's name torch.compile guards these globals, not those of the file.
     others = {name: value for name, value in old.__globals__.items() if name != "__name__"}
@@ -125,11 +140,10 @@ _D, _I = 4, 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class LigerSwiglu(ModuleReplacement):
+class LigerSwiglu(_Liger):
     """MLPs of Llama's kind. What such a module computes is tried on a small input before it is replaced."""
 
     name: str = "liger_swiglu"
-    requirements: Requirements = LIGER
 
     looks_for = "MLPs with a gate"
 
@@ -147,7 +161,9 @@ class LigerSwiglu(ModuleReplacement):
         """The module with a fused forward pass, if that computes the same."""
         layers = _layers_of(module)
         assert layers is not None
-        return _why_not_swiglu(module, layers) or derive(module, "Liger", _swiglu_forward, layers)
+        return _why_not_swiglu(module, layers) or derive(
+            module, "Liger", _swiglu_forward, layers, self.kernel
+        )
 
 
 def _layers_of(module: nn.Module) -> tuple[str, str, str] | None:
@@ -207,12 +223,12 @@ def _linear(x: torch.Tensor, weights: dict[str, torch.Tensor], layer: str) -> to
     return F.linear(x, weights[f"{layer}.weight"], weights.get(f"{layer}.bias"))
 
 
-def _swiglu_forward(source: Any, layers: tuple[str, str, str]) -> Forward:
+def _swiglu_forward(source: Any, layers: tuple[str, str, str], kernel: str) -> Forward:
     gate, up, down = layers
 
     def forward(self: nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         (x,) = (*args, *kwargs.values())  # called as the original was, whatever its argument's name
-        inner = silu_mul(getattr(self, gate)(x), getattr(self, up)(x))
+        inner = silu_mul(kernel, getattr(self, gate)(x), getattr(self, up)(x))
         result: torch.Tensor = getattr(self, down)(inner)
         return result
 

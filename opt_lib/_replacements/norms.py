@@ -13,7 +13,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 import torch
@@ -30,7 +30,7 @@ from opt_lib._replacements.base import (
     classes_in,
     replace_modules,
 )
-from opt_lib._replacements.kernels import layer_norm, rms_norm
+from opt_lib._replacements.kernels import TRACED, TRACED_TORCH, layer_norm, rms_norm
 from opt_lib._replacements.making import Derived, Forward, derive
 
 ResultDtype = Literal["promoted", "input", "weight"]
@@ -200,7 +200,13 @@ def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return bool(((one - other).abs() <= tolerance * (1 + size)).all())
 
 
-_PREFIXES: Final = {"torch": "Fused", "liger": "Liger", "apex": "Apex"}
+_PREFIXES: Final = {
+    "torch": "Fused",
+    "liger": "Liger",
+    "apex": "Apex",
+    TRACED: "Traced",
+    TRACED_TORCH: "Traced",
+}
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "variance_eps")
 
 
@@ -227,6 +233,13 @@ class FusedRmsNorm(Replacement):
             return False
         names = classes_in(profile) - {"RMSNorm"}
         return any("RMSNorm" in name and not name.startswith("torch.") for name in names)
+
+    def traced(self, cluster: Cluster) -> Replacement | None:
+        """With one operator for the kernel; on CPUs with the operators that torch runs there."""
+        if not self.requirements.usable_on(cluster):
+            return None
+        on_cpu = cluster.device_type == "cpu"
+        return self if on_cpu else replace(self, kernel=TRACED_TORCH if self.kernel == "torch" else TRACED)
 
     def concerns(self, model: nn.Module) -> bool:
         """Whether a module looks like an RMSNorm."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from atorch_ns.capture.operators import workspace_bytes
+from atorch_ns.capture.operators import is_free, workspace_bytes
 from atorch_ns.torch_compat import CpuMemoryRecord
 
 FORWARD = torch.ops.aten.convolution.default
@@ -77,3 +77,10 @@ def test_other_operators_and_devices_are_assumed_to_take_nothing() -> None:
     args = (x, torch.randn(4, 4, 3, 3, device="meta"), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     assert workspace_bytes(FORWARD, args, x) == ()
     assert workspace_bytes(torch.ops.aten.mm.default, (x, x), x) == ()
+
+
+def test_views_start_no_kernel_whatever_their_schema_says() -> None:
+    aten = torch.ops.aten
+    views = (aten._unsafe_view.default, aten.view.default, aten.squeeze_.dim, aten.detach_.default)
+    assert all(map(is_free, views))
+    assert not any(map(is_free, (aten.clone.default, aten.add_.Tensor, aten.slice_backward.default)))

@@ -94,3 +94,9 @@ def test_every_field_of_every_config_is_described() -> None:
     for method in load_registry():
         for name, field in method.Config.model_fields.items():
             assert field.description, f"{method.name}.{name}"
+
+
+def test_sources_that_are_not_installed_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    with pytest.raises(RegistrationError, match=r"imported from .* is not installed.*pip install -e"):
+        load_registry()

@@ -13,18 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from atorch_ns.capture.operators import SEPARATE_KERNELS
 from atorch_ns.cluster import Cluster
+from atorch_ns.profile import Profile, profile_model
 from atorch_ns.testing import assert_parity, compare, get_case, reference_run, run_ranks
 from atorch_ns.testing.parity import accelerated_run
 from opt_lib._replacements import base
 from opt_lib._replacements import kernels as kernels_module
 from opt_lib._replacements.registry import known_replacements
+from opt_lib.module_replace import ModuleReplace
 from tests.opt_lib.replacements.kernels import called
 from tests.opt_lib.replacements.modules import GPU, apply_to, job_of
 from tests.opt_lib.replacements.transformers_models import PADDED, gpt2, llama, transformers
 
 __all__ = ["called"]  # a fixture
 
+B, T = 2, 64
 LIGER = ("liger_rope", "liger_swiglu", "liger_rms_norm")
 
 
@@ -91,7 +95,7 @@ def test_copies_and_pickles_work(called: Counter[str]) -> None:
 def test_what_is_no_plain_cuda_tensor_goes_through_torch() -> None:
     assert not kernels_module.runs_kernels(torch.zeros(2))
     gate, up = torch.randn(2, 3), torch.randn(2, 3)
-    torch.testing.assert_close(kernels_module.silu_mul(gate, up), F.silu(gate) * up)
+    torch.testing.assert_close(kernels_module.silu_mul("liger", gate, up), F.silu(gate) * up)
     x, weight, bias = torch.randn(2, 3), torch.randn(3), torch.randn(3)
     torch.testing.assert_close(
         kernels_module.layer_norm(x, (3,), weight, bias, 1e-5), F.layer_norm(x, (3,), weight, bias, 1e-5)
@@ -259,3 +263,65 @@ def test_compiled_training_matches(called: Counter[str], monkeypatch: pytest.Mon
     case = get_case("hf_llama")
     strategy = [("module_replace", {"include": list(LIGER)}), ("compile", {"backend": "aot_eager"})]
     assert_parity(compare(reference_run(case), accelerated_run(case, strategy)))
+
+
+def _traced(cluster: Cluster) -> dict[str, Any]:
+    """By precision, the cost of a block of a Llama as a plan with modules replaced has it."""
+    model = llama()
+    replaced = ModuleReplace().rewritten(model, Profile.of(model), cluster)
+    assert replaced is not None
+    return _block(replaced)
+
+
+def _block(model: nn.Module) -> dict[str, Any]:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(**batch).logits.flatten(0, 1), batch["input_ids"].flatten())
+
+    trace = profile_model(model, {"input_ids": torch.zeros(B, T, dtype=torch.long)}, loss).trace
+    assert trace is not None
+    block = next(segment for segment in trace.segments if segment.name == "model.layers.0")
+    return dict(block.costs)
+
+
+def test_a_trace_has_one_operator_for_each_kernel(called: Counter[str]) -> None:
+    config = llama().config
+    rows = B * T
+    width, inner = config.hidden_size, config.intermediate_size
+    heads = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    cost = _traced(GPU)["bfloat16"]
+    moved = {
+        each.name: each.moved.at(B, T) for each in cost.operators if each.name.startswith(SEPARATE_KERNELS)
+    }
+    turned = rows * heads * 2  # bytes of q and k, which are read and written
+    angles = 2 * rows * config.head_dim * 2
+    assert moved == {
+        "kernel.rms_norm": pytest.approx(2 * (rows * (2 * width * 2 + 4) + width * 2), rel=0.01),
+        "kernel.rms_norm_backward": pytest.approx(2 * (rows * (3 * width * 2 + 4) + 2 * width * 2), rel=0.01),
+        "kernel.silu_mul": rows * inner * 2 * 3,
+        "kernel.silu_mul_backward": rows * inner * 2 * 5,
+        "kernel.rotate": pytest.approx(2 * (2 * turned + angles), rel=0.25),  # angles of one sample for all
+    }
+    assert not called  # nothing of the package is run on tensors without values
+
+
+def test_what_kernels_do_not_keep_is_not_in_the_trace(called: Counter[str]) -> None:
+    config, rows = llama().config, B * T
+    plain = _traced(Cluster(device_type="cuda", packages={}))["bfloat16"]  # torch's normalisations alone
+    fused = _traced(GPU)["bfloat16"]
+    silu = rows * config.intermediate_size * 2
+    assert plain.saved.at(B, T) - fused.saved.at(B, T) >= silu  # silu(gate) is computed again
+    names = {each.name for each in plain.operators}
+    assert {"fusible.rms_norm", "fusible.rms_norm_backward"} <= names
+    assert not any(name.startswith(SEPARATE_KERNELS) for name in names)
+
+
+def test_a_compiler_fuses_with_torchs_kernels_and_not_with_those_of_packages(called: Counter[str]) -> None:
+    crossing = {}
+    for name in ("fused_rms_norm", "liger_rms_norm"):
+        model, traced = llama(), known_replacements()[name].traced(GPU)
+        assert traced is not None
+        traced.replace(model)
+        crossing[name] = _block(model)["bfloat16"].forward.fused.at(B, T)
+    residual = B * T * llama().config.hidden_size * 2
+    # The second normalisation of a block reads a sum that has just been made.
+    assert crossing["liger_rms_norm"] - crossing["fused_rms_norm"] >= residual
