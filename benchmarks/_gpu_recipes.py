@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -74,19 +77,14 @@ def ours(setting: Setting, strategy: Sequence[Any]) -> Step:
 
 def bf16_by_hand(setting: Setting) -> Step:
     """bf16 gathered by fully_shard, blocks compiled, Liger's modules where they are installed, fused AdamW."""
-    model = setting.model.build(setting.device)
-    if setting.device == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
-    return _trained(setting, _sharded(setting, model))
+    return _trained(setting, _sharded(setting, _with_liger(setting)))
 
 
 def fp8_by_hand(setting: Setting) -> Step:
     """The same with torchao's float8 linear layers, tensor by tensor, all but the last."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    model = setting.model.build(setting.device)
+    model = _with_liger(setting)
     config = Float8LinearConfig(emulate=setting.device == "cpu")
     convert_to_float8_training(
         model,
@@ -94,6 +92,41 @@ def fp8_by_hand(setting: Setting) -> Step:
         module_filter_fn=lambda module, name: isinstance(module, nn.Linear) and "lm_head" not in name,
     )
     return _trained(setting, _sharded(setting, model))
+
+
+def _uses_liger(setting: Setting) -> bool:
+    return setting.device == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+
+
+def _with_liger(setting: Setting) -> nn.Module:
+    """The model, with Liger's normalisations and MLPs; what Liger patches for all Llamas is put back."""
+    model = setting.model.build(setting.device)
+    if _uses_liger(setting):
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        with mock.patch.dict(vars(_llamas())):
+            _apply_liger_kernel_to_instance(
+                model=model, fused_linear_cross_entropy=False, cross_entropy=False
+            )
+    return model
+
+
+@contextmanager
+def _turned_by_liger(setting: Setting) -> Iterator[None]:
+    """Rotary embeddings are Liger's inside: a function of the module, not of a model."""
+    if not _uses_liger(setting):
+        yield
+        return
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    with mock.patch.object(_llamas(), "apply_rotary_pos_emb", liger_rotary_pos_emb):
+        yield
+
+
+def _llamas() -> ModuleType:
+    from transformers.models.llama import modeling_llama
+
+    return modeling_llama
 
 
 def _sharded(setting: Setting, model: nn.Module) -> nn.Module:
@@ -114,7 +147,8 @@ def _trained(setting: Setting, model: nn.Module) -> Step:
 
     def step() -> None:
         optimizer.zero_grad()
-        next_token_loss(batch, model(**batch)).backward()
+        with _turned_by_liger(setting):
+            next_token_loss(batch, model(**batch)).backward()
         optimizer.step()
 
     return step
