@@ -50,9 +50,6 @@ _FREE_NAMES = frozenset(
     ]
 )
 
-SEPARATE_KERNELS = "kernel"
-"""Namespace of operators that stand for a package's kernels, with which no compiler fuses others."""
-
 WEIGHT_PRODUCTS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", "aten._grouped_mm")
 """Products of activations with weights, as of linear layers and experts; products of two activations are batched ones."""
 

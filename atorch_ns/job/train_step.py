@@ -408,8 +408,9 @@ class TrainStep:
     def _output(self, work: StepWork, passed: Passed) -> _Arriving:
         """With the loss of the step, on its way to the sum over all data ranks."""
         job = self._job
-        counts = torch.tensor(work.counts, dtype=torch.float32, device=passed.losses.device)
-        loss, arrives = (passed.losses * counts).sum(), _nothing
+        # One number after the other: a tensor of them would be a copy from the host, which waits for the device.
+        weighted = [loss * count for loss, count in zip(passed.losses.unbind(), work.counts, strict=True)]
+        loss, arrives = torch.stack(weighted).sum(), _nothing
         if job.mesh is not None and job.num_data_ranks > 1:
             arrives = dist.all_reduce(loss, group=job.mesh.data_group, async_op=True).wait
         real = [number for number in range(len(work.counts)) if number not in work.dummies]

@@ -30,6 +30,8 @@ ROUNDINGS = 2.0
 """Errors up to this many units in the last place of a weight are rounding of the weight itself."""
 
 MAX_PARTS = 8
+_PIECE = 2**20
+"""Elements that are compared at a time: temporaries of a few MiB stay in a core's cache."""
 
 Batches = Sequence[Sequence[Any]]
 """``[step][part]`` → the batch of the ranks that are given this part; see :func:`part_of_ranks`."""
@@ -343,7 +345,10 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
         return math.inf
     if one.numel() == 0:
         return 0.0
-    return finite(float((one.double() - other.double()).abs().max()))
+    wide = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
+    pieces = zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True)
+    apart = [largest(first.to(wide) - second.to(wide)) for first, second in pieces]
+    return max(map(finite, apart))
 
 
 def finite(value: float) -> float:

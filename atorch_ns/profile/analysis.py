@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from atorch_ns.capture.operators import SEPARATE_KERNELS, WEIGHT_PRODUCTS
+from atorch_ns.capture.operators import WEIGHT_PRODUCTS
 from atorch_ns.profile.record.recorder import Attention, Event, Recording, backward_of, forward_of
 from atorch_ns.profile.record.steps import RecordedStep
 from atorch_ns.profile.record.tensor_division import Division
@@ -302,16 +302,14 @@ def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
 
 
 def _regions(recording: Recording) -> dict[int, int]:
-    """The number of the kernel that each operator is part of; a product, or a package's kernel, is one by itself."""
+    """The number of the kernel that each operator is part of; a product is one by itself."""
     regions, region = {}, 0
     for event, kind in enumerate(recording.kinds):
-        is_alone = kind == Event.OPERATOR and (
-            recording.sizes[event] > 0 or recording.labels[event].startswith(f"{SEPARATE_KERNELS}.")
-        )
-        region += is_alone or kind == Event.PHASE
+        is_product = kind == Event.OPERATOR and recording.sizes[event] > 0
+        region += is_product or kind == Event.PHASE
         if kind == Event.OPERATOR:
             regions[event] = region
-        region += is_alone
+        region += is_product
     return regions
 
 

@@ -30,7 +30,7 @@ from opt_lib._replacements.base import (
     classes_in,
     replace_modules,
 )
-from opt_lib._replacements.kernels import TRACED, TRACED_TORCH, layer_norm, rms_norm
+from opt_lib._replacements.kernels import TRACED, layer_norm, rms_norm
 from opt_lib._replacements.making import Derived, Forward, derive
 
 ResultDtype = Literal["promoted", "input", "weight"]
@@ -205,7 +205,6 @@ _PREFIXES: Final = {
     "liger": "Liger",
     "apex": "Apex",
     TRACED: "Traced",
-    TRACED_TORCH: "Traced",
 }
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "variance_eps")
 
@@ -238,8 +237,7 @@ class FusedRmsNorm(Replacement):
         """With one operator for the kernel; on CPUs with the operators that torch runs there."""
         if not self.requirements.usable_on(cluster):
             return None
-        on_cpu = cluster.device_type == "cpu"
-        return self if on_cpu else replace(self, kernel=TRACED_TORCH if self.kernel == "torch" else TRACED)
+        return self if cluster.device_type == "cpu" else replace(self, kernel=TRACED)
 
     def concerns(self, model: nn.Module) -> bool:
         """Whether a module looks like an RMSNorm."""

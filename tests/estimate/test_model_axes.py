@@ -22,7 +22,7 @@ from atorch_ns.estimate.model_shard import Memo
 from atorch_ns.estimate.stages import staged, stages_of
 from atorch_ns.job import PeakMemory
 from atorch_ns.pipeline import StageCosts, get_schedule, simulate
-from atorch_ns.profile import Profile, profile_model
+from atorch_ns.profile import Profile, SegmentCost, profile_model
 from atorch_ns.strategy import PipelineParallelism, Plan
 from atorch_ns.testing.models import Case, get_case
 from atorch_ns.testing.parity import ADAMW, accelerate_case
@@ -265,9 +265,22 @@ def test_slow_links_are_dearer_to_a_tensor_axis(llama: Profile) -> None:
     assert across.exchange > 1.5 * inside.exchange
 
 
+def _without_saved(cost: SegmentCost) -> SegmentCost:
+    return replace(
+        cost, saved=cost.saved * 0.5, forward=replace(cost.forward, moved=cost.forward.moved * 0.5)
+    )
+
+
 def test_rows_are_priced_as_alone(llama: Profile) -> None:
+    """Whatever of the computation differs: prices of parts are shared between rows that have them in common."""
+    assert llama.trace is not None
+    segments = tuple(
+        replace(segment, replaced_costs={key: _without_saved(cost) for key, cost in segment.costs.items()})
+        for segment in llama.trace.segments
+    )
+    llama = replace(llama, trace=replace(llama.trace, segments=segments))
     plans = [
-        _plan(**sizes).changed(num_micro_batches=passes, recomputation={"kind": recompute})
+        _plan(**sizes).changed(num_micro_batches=passes, recomputation={"kind": recompute}, **computing)
         for sizes in (
             {"data": 8},
             {"tensor": 2, "data": 4},
@@ -277,6 +290,12 @@ def test_rows_are_priced_as_alone(llama: Profile) -> None:
         )
         for passes in (4, 8)
         for recompute in ("none", "blocks")
+        for computing in (
+            {},
+            {"replaced": True},
+            {"compiled": True},
+            {"precision": {"compute_dtype": "bfloat16"}},
+        )
     ]
     assert llama.trace is not None
     work = Workload(global_batch=64, num_tokens=llama.trace.num_tokens)

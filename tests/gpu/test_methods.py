@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from atorch_ns.testing.parity import Trajectory, assert_parity, compare
+from atorch_ns.testing import get_case, map_tensors
+from atorch_ns.testing.parity import Trajectory, accelerate_case, assert_parity, compare
 from tests.gpu.ranks import needs_gpus, on_gpus
 from tests.gpu.training import Run, by_hand, under
 
@@ -105,6 +106,25 @@ def test_on_ranks(name: str, num_ranks: int) -> None:
 def test_divided_over_two(name: str) -> None:
     for (run,) in on_gpus(_all_under, 2, [ON_TWO[name]]):
         assert_parity(compare(_reference(), run.trajectory), **TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", [[], ["checkpoint", BF16], ["module_replace", "compile"]], ids=str)
+def test_no_step_waits_for_the_device(strategy: list[Any]) -> None:
+    """Copies from the host's memory and numbers that are read would leave the device without work for the next step."""
+    case = get_case(CASE)
+    result = accelerate_case(case, strategy, steps=1, global_batch=8)
+    assert result.dataloader is not None
+    (batch,) = result.dataloader
+    batch = map_tensors(lambda tensor: tensor.cuda(), batch)
+    for _ in range(3):  # the first steps compile, and look at what they are given
+        result.train_step(batch)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = result.train_step(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(loss)
 
 
 def test_blocks_share_one_inductor_graph() -> None:

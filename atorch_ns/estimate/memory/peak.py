@@ -95,7 +95,8 @@ def _kind(
         degrees, row = np.unique(degree, return_inverse=True)
     shares = shares_of(plan, parameters, trace.optimizer, degrees, memo)
     of_segments = memo.get(
-        ("bytes", computed_in(plan), parts), lambda: _segment_bytes(plan, trace, workload, parts)
+        ("bytes", computed_in(plan), plan.replaced, parts),
+        lambda: _segment_bytes(plan, trace, workload, parts),
     )
     return PlanGroup(
         plan=plan,

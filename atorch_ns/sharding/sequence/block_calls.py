@@ -252,14 +252,14 @@ def with_positions(
     own_square = rows and numbers == "own"
     if func is torch.arange:
         found = func(*args, **kwargs)
-        own = layout.own.to(found)
+        own = layout.own(found.device).to(found)
         return own if numbers == "own" else torch.arange(layout.length, device=own.device).to(found)
     if func is torch.Tensor.__getitem__:
         table, index = args
         indices = [slice(0, layout.length) if _is_prefix(item) else item for item in _indices(index)]
         prefixes = [place for place, item in enumerate(_indices(index)) if _is_prefix(item)]
         if own_square or (numbers == "own" and len(prefixes) == 1):
-            indices[prefixes[0]] = layout.own.to(table.device)
+            indices[prefixes[0]] = layout.own(table.device)
         return table[tuple(indices)]
     size = _size_of(func, args, kwargs)
     assert size is not None
@@ -274,8 +274,9 @@ def triangle(
     if func not in _TRIANGLES or not args or args[0].shape[-2:] != (layout.local, layout.length):
         return None
     diagonal = args[1] if len(args) > 1 else kwargs.get("diagonal", 0)
-    offsets = torch.arange(layout.length) - layout.own[:, None] - diagonal
-    kept = (offsets <= 0 if _TRIANGLES[func] == "lower" else offsets >= 0).to(args[0].device)
+    device = args[0].device
+    offsets = torch.arange(layout.length, device=device) - layout.own(device)[:, None] - diagonal
+    kept = offsets <= 0 if _TRIANGLES[func] == "lower" else offsets >= 0
     found: torch.Tensor = args[0].masked_fill(~kept, 0)
     return found
 

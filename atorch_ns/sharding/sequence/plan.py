@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -60,24 +59,30 @@ class SequenceLayout:
 
     def positions(self, rank: int) -> list[int]:
         """The L positions of a rank, ascending; padding has positions from T on."""
+        return [position for run in self._runs(rank) for position in run]
+
+    def _runs(self, rank: int) -> tuple[range, ...]:
         if not self.zigzag:
-            return list(range(rank * self.local, (rank + 1) * self.local))
+            return (range(rank * self.local, (rank + 1) * self.local),)
         half = self.local // 2
         early, late = rank * half, (2 * self.ranks - 1 - rank) * half
-        return [*range(early, early + half), *range(late, late + half)]
+        return range(early, early + half), range(late, late + half)
 
     def num_real(self, rank: int) -> int:
         """The number of positions of a rank that are not padding; they come first."""
         return sum(position < self.length for position in self.positions(rank))
 
-    @cached_property
-    def own(self) -> torch.Tensor:
+    def places(self, rank: int, device: torch.device) -> torch.Tensor:
+        """:meth:`positions`, int64 [L], made on ``device``: a copy from the host would wait for what it computes."""
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self._runs(rank)])
+
+    def own(self, device: torch.device) -> torch.Tensor:
         """This rank's positions, int64 [L]; padding stands at the last position."""
-        return torch.tensor(self.positions(self.rank)).clamp_(max=self.length - 1)
+        return self.places(self.rank, device).clamp_(max=self.length - 1)
 
     def select(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's positions of a whole ``x``; gradients stay on this rank."""
-        return x.index_select(dim, self.own.to(x.device))
+        return x.index_select(dim, self.own(x.device))
 
     def divide(self, x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
         """This rank's positions of a whole ``x``; the gradient is that of the whole."""

@@ -288,7 +288,7 @@ class _Ring:
 
     def positions(self, sender: int, real: int, device: torch.device) -> torch.Tensor:
         """The first positions of a rank."""
-        return torch.tensor(self.layout.positions(sender)[:real], device=device)
+        return self.layout.places(sender, device)[:real]
 
     def add_columns(self, of_mask: torch.Tensor, found: torch.Tensor, sender: int, rows: slice) -> None:
         """Adds the gradient of the mask that the keys of ``sender`` give: [..., rows, S], or with size 1 for both."""

@@ -96,9 +96,9 @@ class TokenPart:
         """The dimension of the part that is the whole tensor's ``dim``, of ``num_dims``."""
         return dim % num_dims + (self.dim if self.merged else 0)
 
-    def own(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def own(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """[L] this rank's positions as indices of the whole tensor, and whether each is one of it and no padding."""
-        places = torch.tensor(self.layout.positions(self.layout.rank))
+        places = self.layout.places(self.layout.rank, device)
         kept = (places < self.layout.length) & (places >= self.start) & (places < self.start + self.length)
         return (places - self.start).clamp_(0, max(0, self.length - 1)), kept
 
@@ -106,14 +106,14 @@ class TokenPart:
         """Whether each position of ``part`` counts, of a shape that broadcasts to it."""
         shape = [1] * part.dim()
         shape[self.dim] = -1
-        return self.own()[1].to(part.device).view(shape)
+        return self.own(part.device)[1].view(shape)
 
     def select(self, whole: torch.Tensor, dim: int, lead: Sequence[int]) -> torch.Tensor:
         """This rank's positions of a whole tensor, along its dimension ``dim``; ``lead``: sizes that are merged with it."""
         if self.merged:
             whole = whole.unflatten(0, (*lead, self.length))
             dim = self.dim
-        return whole.index_select(dim, self.own()[0].to(whole.device))
+        return whole.index_select(dim, self.own(whole.device)[0])
 
     def spread(self, whole: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
         """This rank's positions of a whole tensor's gradient: zeros for those that the tensor does not have."""

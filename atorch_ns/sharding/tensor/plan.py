@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -359,12 +358,13 @@ class Packing:
     sizes: tuple[int, ...]
     ranks: int
 
-    @cached_property
-    def order(self) -> torch.Tensor:
+    def order(self, device: torch.device) -> torch.Tensor:
         """The user's index at each place, int64, as long as the dimension."""
         starts = [sum(self.sizes[:part]) for part in range(len(self.sizes))]
         pieces = [
-            torch.arange(start + rank * size // self.ranks, start + (rank + 1) * size // self.ranks)
+            torch.arange(
+                start + rank * size // self.ranks, start + (rank + 1) * size // self.ranks, device=device
+            )
             for rank in range(self.ranks)
             for start, size in zip(starts, self.sizes, strict=True)
         ]
@@ -372,11 +372,11 @@ class Packing:
 
     def pack(self, whole: torch.Tensor) -> torch.Tensor:
         """The tensor, given in the user's order, in this order."""
-        return whole.index_select(self.dim, self.order.to(whole.device))
+        return whole.index_select(self.dim, self.order(whole.device))
 
     def unpack(self, whole: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`pack`."""
-        return whole.index_select(self.dim, torch.argsort(self.order).to(whole.device))
+        return whole.index_select(self.dim, torch.argsort(self.order(whole.device)))
 
 
 _WHOLE = {"replicated_with_grad_allreduce", "replicate", "all_reduce"}

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from atorch_ns.capture.operators import SEPARATE_KERNELS
 from atorch_ns.cluster import Cluster
 from atorch_ns.profile import Profile, profile_model
 from atorch_ns.testing import assert_parity, compare, get_case, reference_run, run_ranks
@@ -79,8 +78,10 @@ def test_replaced_modules_compile(called: Counter[str]) -> None:
     apply_to(job_of(model, GPU), LIGER)
     for block in model.model.layers:
         block.compile(backend="aot_eager", fullgraph=True)
+    model.model.norm = copy.deepcopy(original.model.norm)  # it is not compiled
     for ours, theirs in zip(_results(model), _results(original), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert not called  # what is compiled is torch's, for the compiler to fuse
     torch.compiler.reset()
 
 
@@ -289,9 +290,7 @@ def test_a_trace_has_one_operator_for_each_kernel(called: Counter[str]) -> None:
     width, inner = config.hidden_size, config.intermediate_size
     heads = (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
     cost = _traced(GPU)["bfloat16"]
-    moved = {
-        each.name: each.moved.at(B, T) for each in cost.operators if each.name.startswith(SEPARATE_KERNELS)
-    }
+    moved = {each.name: each.moved.at(B, T) for each in cost.operators if each.name.startswith("kernel.")}
     turned = rows * heads * 2  # bytes of q and k, which are read and written
     angles = 2 * rows * config.head_dim * 2
     assert moved == {
@@ -310,18 +309,5 @@ def test_what_kernels_do_not_keep_is_not_in_the_trace(called: Counter[str]) -> N
     fused = _traced(GPU)["bfloat16"]
     silu = rows * config.intermediate_size * 2
     assert plain.saved.at(B, T) - fused.saved.at(B, T) >= silu  # silu(gate) is computed again
-    names = {each.name for each in plain.operators}
-    assert {"fusible.rms_norm", "fusible.rms_norm_backward"} <= names
-    assert not any(name.startswith(SEPARATE_KERNELS) for name in names)
-
-
-def test_a_compiler_fuses_with_torchs_kernels_and_not_with_those_of_packages(called: Counter[str]) -> None:
-    crossing = {}
-    for name in ("fused_rms_norm", "liger_rms_norm"):
-        model, traced = llama(), known_replacements()[name].traced(GPU)
-        assert traced is not None
-        traced.replace(model)
-        crossing[name] = _block(model)["bfloat16"].forward.fused.at(B, T)
-    residual = B * T * llama().config.hidden_size * 2
-    # The second normalisation of a block reads a sum that has just been made.
-    assert crossing["liger_rms_norm"] - crossing["fused_rms_norm"] >= residual
+    names = {each.name for each in plain.operators if each.name.startswith("kernel.")}
+    assert names == {"kernel.rms_norm", "kernel.rms_norm_backward"}
