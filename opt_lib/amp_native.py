@@ -80,6 +80,11 @@ class AmpNative(Method[AmpNativeConfig]):
             return
         if job.inputs.loss_func is None and job.inputs.optim_func is not None:
             raise InputError("amp_native with fp16 scales the loss, so auto_accelerate needs loss_func.")
+        if any(p.requires_grad and p.dtype is torch.float16 for p in job.module.parameters()):
+            raise InputError(
+                "amp_native with fp16 scales gradients, which must be fp32, and the model has trainable weights in fp16. Give it "
+                'to auto_accelerate in fp32 (model.float()), or use ("half", "fp16"), which keeps fp32 copies of them.'
+            )
         job.precision.loss_scaling = config.loss_scaling
 
     def explain(self, config: AmpNativeConfig, cluster: Cluster) -> str:

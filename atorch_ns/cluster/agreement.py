@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -22,6 +23,9 @@ _LOST_CONNECTION = re.compile(
     r"no longer answers|gloo/|closed by peer|reset by peer|Broken pipe|NCCL|ncclRemoteError"
 )
 """Of :func:`_reaching`, of gloo, and of NCCL."""
+
+_FAIL_TOGETHER_S = 10.0
+"""How long a rank that failed and goes on waits for the others to have failed as well."""
 
 _TURNS_BACK = 6
 """How many blocks may begin between a failure and the next exchange: the phases of a step, where a loop calls each."""
@@ -71,20 +75,24 @@ def agree(
 
 
 @contextmanager
-def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -> Iterator[None]:
+def sharing_failures(
+    what: str, *, distributed: bool, turn: int | None = None, failed_turn: int | None = None
+) -> Iterator[None]:
     """Tells the other ranks why this one fails in code that communicates; all ranks enter the block.
 
     A rank that waits in a collective for one that failed notices it when that one's process ends, in the backend's words
     about a lost connection; it raises the failed rank's reason instead. The block itself communicates nothing. A failed
-    rank that catches its error and lives on keeps the others waiting: nothing ends another process's wait in gloo.
+    rank that catches its error and lives on keeps the others waiting, since nothing ends another process's wait in gloo; so
+    the next block is refused to it, unless all ranks have failed with it.
 
     Args:
         what: name of the code, for the message.
         distributed: whether there is a process group.
         turn: how often this rank has entered a block of that name, the same on all ranks; counted here by default.
+        failed_turn: the last of these, if this rank has failed there by itself.
 
     Raises:
-        RankError: if this rank has lost the connection to another one.
+        RankError: if this rank has lost the connection to another one, or has failed before without the others.
     """
     if not distributed:
         yield
@@ -96,6 +104,8 @@ def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -
     if turn is None:  # ranks enter in one order, so it is the same on all
         turn = default_store().add(f"atorch_ns/turn/{dist.get_rank()}", 1)
     key = f"atorch_ns/failure/{what}/{{}}/{{}}".format
+    if failed_turn is not None:
+        _require_failures(what, [key(failed_turn, rank) for rank in range(dist.get_world_size())])
     try:
         yield
     except Exception as error:
@@ -105,12 +115,15 @@ def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -
             raise
         failures: dict[int, str] = {}
         with suppress(RuntimeError):
-            store, ranks = default_store(), range(dist.get_world_size())
+            store, own = default_store(), dist.get_rank()
+            others = [rank for rank in range(dist.get_world_size()) if rank != own]
             # A rank that failed after the last exchange of a block is noticed in a later one of that name.
             for one in range(turn, turn - _TURNS_BACK, -1):
+                if store.check([key(one, own)]):  # this rank too, and all went on
+                    break
                 failures = failures or {
                     rank: store.get(key(one, rank)).decode()
-                    for rank in ranks
+                    for rank in others
                     if store.check([key(one, rank)])
                 }
         if failures:
@@ -121,6 +134,25 @@ def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -
             f"{what} lost the connection to another rank, whose process has ended without a word: killed, out of memory, or "
             f"by an error outside of {what}. Its own output, or that of its launcher, says which rank and why."
         ) from error
+
+
+def _require_failures(what: str, keys: Sequence[str]) -> None:
+    """Waits for the failures of all ranks under these keys.
+
+    Raises:
+        RankError: if a rank has not failed in time.
+    """
+    from atorch_ns.torch_compat import default_store
+
+    store, deadline = default_store(), time.monotonic() + _FAIL_TOGETHER_S
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise RankError(
+                f"{what} failed on this rank before, and not on rank(s) {', '.join(map(str, late))}, which may be waiting in it: "
+                "the ranks are no longer at one place, so none can go on. Let the error that was raised then end the process."
+            )
+        time.sleep(0.05)
 
 
 def or_refusal(action: Callable[[], T]) -> T | InputError:

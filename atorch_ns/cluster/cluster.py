@@ -222,9 +222,13 @@ class Cluster:
         """:func:`~atorch_ns.cluster.same_everywhere` over all ranks."""
         agreement.same_everywhere(values, distributed=self.distributed)
 
-    def sharing_failures(self, what: str, *, turn: int | None = None) -> AbstractContextManager[None]:
+    def sharing_failures(
+        self, what: str, *, turn: int | None = None, failed_turn: int | None = None
+    ) -> AbstractContextManager[None]:
         """:func:`~atorch_ns.cluster.sharing_failures` over all ranks."""
-        return agreement.sharing_failures(what, distributed=self.distributed, turn=turn)
+        return agreement.sharing_failures(
+            what, distributed=self.distributed, turn=turn, failed_turn=failed_turn
+        )
 
     def with_hardware(self) -> Cluster:
         """The same with figures for its devices and links, from the table; those it has are kept.

@@ -211,7 +211,23 @@ def optimizer_arguments(
     groups: Iterable[Mapping[str, Any]],
     models: Iterable[nn.Module] = (),
 ) -> tuple[dict[str, Any], str]:
-    """The keywords that ``optim_func`` is called with, and what the report says of them; see :func:`choose_fused`."""
+    """The keywords that ``optim_func`` is called with, and what the report says of them; see :func:`choose_fused`.
+
+    Raises:
+        InputError: if the user asks for a fused kernel, and a parameter holds complex numbers. Where ranks have a part of the
+            parameters each, torch would refuse it on some of them alone.
+    """
+    groups = list(groups)
+    kind, asked = _unwrapped(optim_func, dict(optim_args or {}))
+    if (
+        kind in _FUSED
+        and asked.get("fused")
+        and any(p.is_complex() for each in groups for p in each["params"])
+    ):
+        raise InputError(
+            f"optim_args has fused=True, and no fused kernel of {kind.__name__} updates complex parameters, which the model has. "
+            "Leave fused out: the kernel is then used where it fits."
+        )
     use_fused, why = choose_fused(optim_func, optim_args, groups, models)
     given = dict(optim_args or {})
     return ({**given, "fused": True} if use_fused else given), why

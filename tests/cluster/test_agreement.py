@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -213,3 +215,61 @@ def test_a_rank_that_fails_in_a_step_is_named_by_the_others(strategy: str) -> No
     assert "ZeroDivisionError: in the model" in failed.describe()
     assert "RankError: a training step failed on 1 other rank(s)" in waiting.describe()
     assert "rank 1: ZeroDivisionError: in the model" in waiting.describe()
+
+
+class _FailsOn(nn.Module):
+    """In the second step, on the ranks from ``first`` on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.first, self.calls = first, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        if self.calls == 2 and dist.get_rank() >= self.first:
+            raise ZeroDivisionError("in the model")
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def _fail_and_go_on(first: int, strategy: str) -> tuple[int, float]:
+    _, result, _ = auto_accelerate(
+        _FailsOn(first), torch.optim.SGD, loss_func=lambda _, out: out.mean(), load_strategy=strategy
+    )
+    assert result is not None
+    began, failed = time.monotonic(), 0
+    for _ in range(5):
+        try:
+            result.train_step(torch.ones(2, 4))
+        except ZeroDivisionError:
+            failed += 1
+    return failed, time.monotonic() - began
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_rank_that_failed_alone_cannot_go_on(strategy: str) -> None:
+    waiting, failed = catch_ranks(_fail_and_go_on, 2, args=(1, strategy))
+    assert "a training step failed on this rank before, and not on rank(s) 0" in failed.describe()
+    assert "rank 1: ZeroDivisionError: in the model" in waiting.describe()
+
+
+def test_ranks_that_failed_together_go_on() -> None:
+    for failed, seconds in run_ranks(_fail_and_go_on, 2, args=(0, "ddp")):
+        assert failed == 1
+        assert seconds < 8  # without a wait for failures that do not come
+
+
+def _fail_together_and_then_alone() -> None:
+    for turn in range(1, 4):
+        with contextlib.suppress(OSError), sharing_failures("a step", distributed=True, turn=turn):
+            if turn == 2:
+                raise OSError("the disk is full")
+            if turn == 3 and dist.get_rank() == 1:
+                raise ZeroDivisionError("in the model")
+            dist.barrier()
+
+
+def test_failures_that_are_past_are_not_counted() -> None:
+    waiting, _ = catch_ranks(_fail_together_and_then_alone, 3)[:2]
+    assert "failed on 1 other rank(s), so all stopped:\n  rank 1: ZeroDivisionError" in waiting.describe()

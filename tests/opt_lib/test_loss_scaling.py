@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch_ns import checkpoint
+from atorch_ns import auto_accelerate, checkpoint
+from atorch_ns.errors import InputError
 from atorch_ns.job import LossScaling, Result
 from atorch_ns.testing.models import CASES
 from atorch_ns.testing.parity import accelerate_case, whole_parameters
@@ -117,3 +118,14 @@ def _interrupted(folder: Path) -> list[float]:
 
 def test_a_checkpoint_keeps_the_count_of_overflows(tmp_path: Path) -> None:
     assert run_ranks(_interrupted, 2, args=(tmp_path / "saved",), timeout_s=60) == [SCALES] * 2
+
+
+def test_weights_in_fp16_are_refused_where_their_gradients_would_be_scaled() -> None:
+    model = nn.Linear(4, 4).half()
+    arguments: dict[str, Any] = {
+        "loss_func": lambda _, out: out.mean(),
+        "load_strategy": [("amp_native", "fp16")],
+    }
+    with pytest.raises(InputError, match=r"trainable weights in fp16.*model\.float\(\).*half"):
+        auto_accelerate(model, torch.optim.SGD, **arguments)
+    auto_accelerate(model.requires_grad_(False), **arguments)
