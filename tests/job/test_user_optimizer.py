@@ -322,5 +322,5 @@ def _sparse_notes(methods: list[Any]) -> list[str]:
 def test_a_fused_kernel_for_complex_numbers_is_refused_before_it_is_divided() -> None:
     model = nn.Linear(4, 4, dtype=torch.complex64)
     for optim_func in (torch.optim.AdamW, partial(torch.optim.Adam, lr=1e-3)):
-        with pytest.raises(InputError, match="no fused kernel of Adam.* updates complex parameters"):
+        with pytest.raises(InputError, match=r"no fused kernel of Adam.* updates complex parameters"):
             auto_accelerate(model, optim_func, optim_args={"fused": True}, load_strategy=[])
