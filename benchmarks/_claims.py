@@ -343,7 +343,12 @@ def _imports(data: Data) -> Iterator[Claim]:
 def _gpu(data: Data) -> Iterator[Claim]:
     for row in data["rows"]:
         ratio, error = row.get("ratio"), row.get("error")
-        found = _interval(ratio) if isinstance(ratio, Mapping) else f"{ratio if error is None else error:.3f}"
+        if isinstance(ratio, Mapping):
+            found = _interval(ratio)
+        elif ratio is None:
+            found = f"{error:.3f}"
+        else:
+            found = f"{ratio:.3f}" + ("" if error is None else f", memory {error:+.1%}")
         holds = row.get("holds")
         yield Claim(
             what=f"one GPU: {row['name']}",
