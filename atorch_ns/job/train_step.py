@@ -71,6 +71,7 @@ class TrainStep:
         self.num_steps = 0
         self._num_calls = 0
         self._failed_call: int | None = None
+        self._refusal: RankError | None = None
         self._is_shared = False
         self.grad_norm: torch.Tensor | None = None
         self.times = StepTimes(job.device)
@@ -329,6 +330,8 @@ class TrainStep:
         if self._is_shared:
             yield
             return
+        if self._refusal is not None:
+            raise self._refusal
         self._num_calls += 1
         self._is_shared = True
         sharing = self._job.cluster.sharing_failures(
@@ -338,7 +341,8 @@ class TrainStep:
             with sharing:
                 self._failed_call = None
                 yield
-        except RankError:
+        except RankError as error:
+            self._refusal = None if self._failed_call is None else error
             raise
         except Exception:
             self._failed_call = self._num_calls

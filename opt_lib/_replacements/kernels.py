@@ -153,10 +153,11 @@ def rotate(
     sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary embedding of q and k [B, H, T, D], cos and sin [1 or B, T, D], by Liger where it can run."""
-    if kernel == TRACED and cos.dim() == 3:
+    is_usual = cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
+    if kernel == TRACED and is_usual:
         turned: tuple[torch.Tensor, torch.Tensor] = _TracedRotation.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
         return turned
-    if not runs_kernels(q, k, cos, sin) or cos.dim() != 3 or cos.shape[-1] != q.shape[-1]:
+    if not is_usual or not runs_kernels(q, k, cos, sin):
         return original(q, k, cos, sin)
     rotated: tuple[torch.Tensor, torch.Tensor] = liger().liger_rope(q, k, cos, sin)
     return rotated

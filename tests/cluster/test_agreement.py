@@ -260,6 +260,30 @@ def test_ranks_that_failed_together_go_on() -> None:
         assert seconds < 8  # without a wait for failures that do not come
 
 
+def _fail_and_go_on_blindly() -> None:
+    _, result, _ = auto_accelerate(
+        _FailsOn(1), torch.optim.SGD, loss_func=lambda _, out: out.mean(), load_strategy="ddp"
+    )
+    assert result is not None
+    errors, began = [], time.monotonic()
+    for _ in range(20):
+        try:
+            result.train_step(torch.ones(2, 4))
+        except Exception as error:
+            if dist.get_rank() == 0:
+                raise
+            errors.append(type(error).__name__)
+    assert errors == ["ZeroDivisionError", *["RankError"] * 18]
+    assert time.monotonic() - began < 20  # one wait, and not one for each step
+    raise KeyError("the script is over")
+
+
+def test_a_script_that_catches_everything_ends_all_the_same() -> None:
+    waiting, over = catch_ranks(_fail_and_go_on_blindly, 2)
+    assert "the script is over" in over.describe()
+    assert "rank 1: ZeroDivisionError: in the model" in waiting.describe()
+
+
 def _fail_together_and_then_alone() -> None:
     for turn in range(1, 4):
         with contextlib.suppress(OSError), sharing_failures("a step", distributed=True, turn=turn):
