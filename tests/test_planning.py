@@ -136,6 +136,12 @@ def test_what_is_left_out_or_changed_is_noted(known: Profile) -> None:
     assert any("data" in note and "4" in note for note in found.notes)
 
 
+def test_that_replaced_modules_are_priced_as_without_is_noted(known: Profile) -> None:
+    assert not estimate(known, [], "1xH100-80GB").notes
+    found = estimate(known, ["module_replace"], "1xH100-80GB")
+    assert any("priced as without" in note for note in found.notes)
+
+
 def test_a_limit_is_the_memory_of_the_device_at_most(known: Profile) -> None:
     report = plan(known, CLUSTER, batch=64, search={"memory_limit_gib": 200})
     assert report.search is not None

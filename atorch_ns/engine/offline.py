@@ -26,7 +26,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.estimate import Estimate, Workload, estimate
 from atorch_ns.job import first_loss
 from atorch_ns.method import Registry, load_registry, resolve
-from atorch_ns.profile import Profile, profile_model
+from atorch_ns.profile import Profile, Segment, profile_model
 from atorch_ns.search import Candidate, Row, SearchOutcome, SearchSettings, Setting, explore, memory_limit
 from atorch_ns.search.conclude import pareto
 from atorch_ns.search.objective import Objective
@@ -309,7 +309,15 @@ def price_strategy(
     priced = estimate(resolved.plan, profile, cluster, workload)
     limit = memory_limit(cluster, settings or SearchSettings()).num_bytes
     notes = tuple(note.text for note in resolved.notes)
+    if resolved.plan.replaced and not any(each.replaced_costs for each in _segments(profile)):
+        notes += (
+            "What replaced modules save is predicted by a search on the devices, and not here: priced as without.",
+        )
     return PricedStrategy(resolved.strategy, priced, limit, notes)
+
+
+def _segments(profile: Profile) -> Sequence[Segment]:
+    return () if profile.trace is None else profile.trace.segments
 
 
 def _check_batch(plan: Plan, global_batch: int) -> None:
