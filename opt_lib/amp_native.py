@@ -80,7 +80,13 @@ class AmpNative(Method[AmpNativeConfig]):
             return
         if job.inputs.loss_func is None and job.inputs.optim_func is not None:
             raise InputError("amp_native with fp16 scales the loss, so auto_accelerate needs loss_func.")
-        if any(p.requires_grad and p.dtype is torch.float16 for p in job.module.parameters()):
+        trained = [p for p in job.module.parameters() if p.requires_grad]
+        if any(p.is_complex() for p in trained):
+            raise InputError(
+                "amp_native with fp16 scales gradients, and torch cannot check complex ones for overflow, which the model has. "
+                'Use ("amp_native", "bf16").'
+            )
+        if any(p.dtype is torch.float16 for p in trained):
             raise InputError(
                 "amp_native with fp16 scales gradients, which must be fp32, and the model has trainable weights in fp16. Give it "
                 'to auto_accelerate in fp32 (model.float()), or use ("half", "fp16"), which keeps fp32 copies of them.'

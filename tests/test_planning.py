@@ -142,6 +142,17 @@ def test_that_replaced_modules_are_priced_as_without_is_noted(known: Profile) ->
     assert any("priced as without" in note for note in found.notes)
 
 
+def test_a_plan_has_no_twins_that_differ_in_what_is_not_priced(known: Profile) -> None:
+    def with_it(**arguments: Any) -> list[str]:
+        search = plan(known, "1xH100-80GB", **arguments).search
+        assert search is not None
+        assert any("module_replace: no candidate" in note for note in search.setting.notes) is not arguments
+        return [row.candidate.label for row in search.rows if "module_replace" in row.candidate.label]
+
+    assert not with_it()
+    assert with_it(included=["module_replace"])
+
+
 def test_a_limit_is_the_memory_of_the_device_at_most(known: Profile) -> None:
     report = plan(known, CLUSTER, batch=64, search={"memory_limit_gib": 200})
     assert report.search is not None

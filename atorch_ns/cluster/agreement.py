@@ -131,8 +131,9 @@ def sharing_failures(
         if isinstance(error, RankError):
             raise
         raise RankError(
-            f"{what} lost the connection to another rank, whose process has ended without a word: killed, out of memory, or "
-            f"by an error outside of {what}. Its own output, or that of its launcher, says which rank and why."
+            f"{what} lost the connection to another rank, whose process has ended without a word: killed, out of memory, "
+            f"by an error outside of {what}, or by gloo, where ranks that divide one model were given batches of different "
+            "shapes. Its own output, or that of its launcher, says which rank and why."
         ) from error
 
 
@@ -145,14 +146,21 @@ def _require_failures(what: str, keys: Sequence[str]) -> None:
     from atorch_ns.torch_compat import default_store
 
     store, deadline = default_store(), time.monotonic() + _FAIL_TOGETHER_S
-    while not store.check(list(keys)):
-        if time.monotonic() > deadline:
-            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise RankError(
-                f"{what} failed on this rank before, and not on rank(s) {', '.join(map(str, late))}, which may be waiting in it: "
-                "the ranks are no longer at one place, so none can go on. Let the error that was raised then end the process."
-            )
-        time.sleep(0.05)
+    try:
+        while not store.check(list(keys)):
+            if time.monotonic() > deadline:
+                late = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+                raise RankError(
+                    f"{what} failed on this rank before, and not on rank(s) {late}, which may be waiting in it: the ranks are no "
+                    "longer at one place, so none can go on. Let the error that was raised then end the process."
+                )
+            time.sleep(0.05)
+    except RuntimeError as error:
+        if isinstance(error, RankError):
+            raise
+        raise RankError(
+            f"{what} failed on this rank before, and the process that ranks tell each other through has ended since."
+        ) from error
 
 
 def or_refusal(action: Callable[[], T]) -> T | InputError:

@@ -25,7 +25,7 @@ from atorch_ns.engine.problem import optimizer_maker
 from atorch_ns.errors import InputError
 from atorch_ns.estimate import Estimate, Workload, estimate
 from atorch_ns.job import first_loss
-from atorch_ns.method import Registry, load_registry, resolve
+from atorch_ns.method import Registry, ReplacesModules, load_registry, resolve
 from atorch_ns.profile import Profile, Segment, profile_model
 from atorch_ns.search import Candidate, Row, SearchOutcome, SearchSettings, Setting, explore, memory_limit
 from atorch_ns.search.conclude import pareto
@@ -258,19 +258,26 @@ def plan_offline(
     settings = settings or SearchSettings()
     cluster = cluster.with_hardware()
     workload = workload_of(profile, cluster, global_batch)
+    known = registry or load_registry()
+    unpriced = _unpriced(profile, known, [*(included or ()), *(excluded or ())])
     space = explore(
         profile,
         cluster,
         workload,
-        registry or load_registry(),
+        known,
         settings,
-        excluded=list(excluded) if excluded else None,
+        excluded=[*(excluded or ()), *unpriced] or None,
         included=list(included) if included else None,
     )
     rows = offline_rows(space.candidates, settings, memory_limit(cluster, settings).num_bytes)
     best = rows[0].candidate.key if rows and rows[0].fate == "won" else None
     took = time.perf_counter() - began
     notes = (*(profile.trace.notes if profile.trace else ()), *space.notes)
+    if unpriced:
+        notes += (
+            f"{', '.join(unpriced)}: no candidate has it, since what replaced modules save is predicted by a search on the "
+            "devices, and not here.",
+        )
     if global_batch is None:
         batch = workload.global_batch
         notes += (f"No batch size was given: the sample's on every rank, {batch} samples in all.",)
@@ -314,6 +321,18 @@ def price_strategy(
             "What replaced modules save is predicted by a search on the devices, and not here: priced as without.",
         )
     return PricedStrategy(resolved.strategy, priced, limit, notes)
+
+
+def _unpriced(profile: Profile, registry: Registry, named: Iterable[Any]) -> list[str]:
+    """Methods whose gain the profile does not tell, and which the user does not speak of."""
+    if any(each.replaced_costs for each in _segments(profile)):
+        return []
+    spoken = {each if isinstance(each, str) else each[0] for each in named}
+    return [
+        method.name
+        for method in registry
+        if isinstance(method, ReplacesModules) and method.name not in spoken
+    ]
 
 
 def _segments(profile: Profile) -> Sequence[Segment]:

@@ -214,20 +214,18 @@ def optimizer_arguments(
     """The keywords that ``optim_func`` is called with, and what the report says of them; see :func:`choose_fused`.
 
     Raises:
-        InputError: if the user asks for a fused kernel, and a parameter holds complex numbers. Where ranks have a part of the
-            parameters each, torch would refuse it on some of them alone.
+        InputError: if the user asks for a fused kernel that fails for these parameters, or is wrong. Where ranks have a part
+            of the parameters each, torch would refuse it on some of them alone.
     """
-    groups = list(groups)
+    groups, models = list(groups), list(models)
     kind, asked = _unwrapped(optim_func, dict(optim_args or {}))
-    if (
-        kind in _FUSED
-        and asked.get("fused")
-        and any(p.is_complex() for each in groups for p in each["params"])
-    ):
-        raise InputError(
-            f"optim_args has fused=True, and no fused kernel of {kind.__name__} updates complex parameters, which the model has. "
-            "Leave fused out: the kernel is then used where it fits."
-        )
+    if kind in _FUSED and asked.get("fused"):
+        reason = _sparse(models) or _wrong(kind, asked, groups)
+        if reason is not None:
+            raise InputError(
+                f"optim_args has fused=True for {kind.__name__}, and {reason}. Leave fused out: the kernel is then used where "
+                "it fits."
+            )
     use_fused, why = choose_fused(optim_func, optim_args, groups, models)
     given = dict(optim_args or {})
     return ({**given, "fused": True} if use_fused else given), why
@@ -240,6 +238,19 @@ def _sparse(models: Iterable[nn.Module]) -> str | None:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 kind = type(module).__name__
                 return f"{plain_name(name) or 'the model'} is an {kind} with sparse=True, and no fused kernel takes sparse gradients"
+    return None
+
+
+def _wrong(
+    kind: type[torch.optim.Optimizer], given: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
+) -> str | None:
+    """Why a fused kernel that was asked for cannot be right."""
+    for group in groups:
+        if any(parameter.is_complex() for parameter in group["params"]):
+            return "no fused kernel updates complex parameters, which the model has"
+        has_momentum = kind is torch.optim.SGD and {**given, **group}.get("momentum")
+        if has_momentum and any(p.device.type == "cpu" and p.itemsize < 4 for p in group["params"]):
+            return "torch's fused SGD for CPUs loses the momentum of parameters in 16 bits"
     return None
 
 

@@ -319,8 +319,26 @@ def _sparse_notes(methods: list[Any]) -> list[str]:
     return list(result.report.notes)
 
 
-def test_a_fused_kernel_for_complex_numbers_is_refused_before_it_is_divided() -> None:
-    model = nn.Linear(4, 4, dtype=torch.complex64)
-    for optim_func in (torch.optim.AdamW, partial(torch.optim.Adam, lr=1e-3)):
-        with pytest.raises(InputError, match=r"no fused kernel of Adam.* updates complex parameters"):
-            auto_accelerate(model, optim_func, optim_args={"fused": True}, load_strategy=[])
+@pytest.mark.parametrize(
+    ("model", "optim_func", "reason"),
+    [
+        (nn.Linear(4, 4, dtype=torch.complex64), torch.optim.AdamW, "complex parameters"),
+        (nn.Linear(4, 4, dtype=torch.complex64), partial(torch.optim.Adam, lr=1e-3), "complex parameters"),
+        (nn.Embedding(4, 4, sparse=True), torch.optim.SGD, "sparse gradients"),
+        (nn.Linear(4, 4).bfloat16(), partial(torch.optim.SGD, lr=0.1, momentum=0.9), "loses the momentum"),
+    ],
+)
+def test_a_fused_kernel_that_cannot_be_right_is_refused_at_once(
+    model: nn.Module, optim_func: Any, reason: str
+) -> None:
+    with pytest.raises(InputError, match=rf"fused=True for .*{reason}.*Leave fused out"):
+        auto_accelerate(model, optim_func, optim_args={"fused": True}, load_strategy=[])
+
+
+def test_a_fused_kernel_that_was_asked_for_is_used() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        _, result, _ = auto_accelerate(
+            nn.Linear(4, 4).to(dtype), torch.optim.SGD, optim_args={"fused": True}, load_strategy=[]
+        )
+        assert result is not None
+        assert inner_optimizer(result.optim).param_groups[0]["fused"]

@@ -129,3 +129,13 @@ def test_weights_in_fp16_are_refused_where_their_gradients_would_be_scaled() -> 
     with pytest.raises(InputError, match=r"trainable weights in fp16.*model\.float\(\).*half"):
         auto_accelerate(model, torch.optim.SGD, **arguments)
     auto_accelerate(model.requires_grad_(False), **arguments)
+
+
+def test_complex_gradients_are_not_scaled() -> None:
+    with pytest.raises(InputError, match="torch cannot check complex ones for overflow"):
+        auto_accelerate(
+            nn.Linear(4, 4, dtype=torch.complex64),
+            torch.optim.SGD,
+            loss_func=lambda _, out: out.abs().mean(),
+            load_strategy=[("amp_native", "fp16")],
+        )

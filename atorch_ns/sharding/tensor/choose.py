@@ -320,9 +320,10 @@ def _choose_stream(
         if found is None:
             return stream, partial
         failure = found
+    advice = "" if "sequence=False" in failure.reason else " Set sequence=False."
     raise InputError(
         f"sequence=True cannot be used with {type(model).__name__}: with its sequence divided, "
-        f"{failure.path or 'the model'} does not compute what it does whole: {failure.reason}. Set sequence=False."
+        f"{failure.path or 'the model'} does not compute what it does whole: {failure.reason.rstrip('.')}.{advice}"
     )
 
 

@@ -121,7 +121,7 @@ class _BlockHooks:
         size, degree = x.size(self.dim), self.group.size
         if size % degree:
             raise InputError(
-                f"tensor_parallel with sequence=True divides the sequence that enters {self.path} over {degree} "
+                f"tensor_parallel with sequence=True divides the sequence that enters {self.path or 'the model'} over {degree} "
                 f"ranks, and its length {size} (dimension {self.dim} of {tuple(x.shape)}) is no multiple of "
                 f"{degree}. Pad to {size + degree - size % degree}, or set sequence=False."
             )
