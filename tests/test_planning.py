@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from atorch_ns.cli import app
 from atorch_ns.cluster import Cluster, cluster_from_spec
+from atorch_ns.engine.offline import plan_offline
 from atorch_ns.errors import InputError, StrategyError
 from atorch_ns.planning import estimate, plan, profile
 from atorch_ns.profile import Profile
@@ -151,6 +152,8 @@ def test_a_plan_has_no_twins_that_differ_in_what_is_not_priced(known: Profile) -
 
     assert not with_it()
     assert with_it(included=["module_replace"])
+    with pytest.raises(InputError, match=r"excluded is a list of method names; write \['fsdp'\]"):
+        plan_offline(known, cluster_from_spec("1xH100-80GB"), excluded="fsdp")
 
 
 def test_a_limit_is_the_memory_of_the_device_at_most(known: Profile) -> None:

@@ -27,10 +27,20 @@ from atorch_ns.estimate import Estimate, Workload, estimate
 from atorch_ns.job import first_loss
 from atorch_ns.method import Registry, ReplacesModules, load_registry, resolve
 from atorch_ns.profile import Profile, Segment, profile_model
-from atorch_ns.search import Candidate, Row, SearchOutcome, SearchSettings, Setting, explore, memory_limit
+from atorch_ns.search import (
+    Candidate,
+    Row,
+    SearchOutcome,
+    SearchSettings,
+    Setting,
+    explore,
+    memory_limit,
+    read_constraints,
+)
 from atorch_ns.search.conclude import pareto
 from atorch_ns.search.objective import Objective
 from atorch_ns.search.ranking import fits_surely, prefer
+from atorch_ns.search.space.constraints import Constraints
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.text import counted, error_text, with_article, with_period
 
@@ -259,7 +269,8 @@ def plan_offline(
     cluster = cluster.with_hardware()
     workload = workload_of(profile, cluster, global_batch)
     known = registry or load_registry()
-    unpriced = _unpriced(profile, known, [*(included or ()), *(excluded or ())])
+    asked = read_constraints(known, included=included, excluded=excluded, cluster=cluster, profile=profile)
+    unpriced = _unpriced(profile, known, asked)
     space = explore(
         profile,
         cluster,
@@ -323,11 +334,11 @@ def price_strategy(
     return PricedStrategy(resolved.strategy, priced, limit, notes)
 
 
-def _unpriced(profile: Profile, registry: Registry, named: Iterable[Any]) -> list[str]:
+def _unpriced(profile: Profile, registry: Registry, asked: Constraints) -> list[str]:
     """Methods whose gain the profile does not tell, and which the user does not speak of."""
     if any(each.replaced_costs for each in _segments(profile)):
         return []
-    spoken = {each if isinstance(each, str) else each[0] for each in named}
+    spoken = {name for each in (*asked.included, *asked.excluded) for name in each.methods}
     return [
         method.name
         for method in registry
