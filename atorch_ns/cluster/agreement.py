@@ -5,9 +5,10 @@ from __future__ import annotations
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from atorch_ns.errors import InputError, RankError
@@ -75,24 +76,21 @@ def agree(
 
 
 @contextmanager
-def sharing_failures(
-    what: str, *, distributed: bool, turn: int | None = None, failed_turn: int | None = None
-) -> Iterator[None]:
+def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -> Iterator[None]:
     """Tells the other ranks why this one fails in code that communicates; all ranks enter the block.
 
     A rank that waits in a collective for one that failed notices it when that one's process ends, in the backend's words
     about a lost connection; it raises the failed rank's reason instead. The block itself communicates nothing. A failed
-    rank that catches its error and lives on keeps the others waiting, since nothing ends another process's wait in gloo; so
-    the next block is refused to it, unless all ranks have failed with it.
+    rank that catches its error and lives on keeps the others waiting: nothing ends another process's wait in gloo. See
+    :class:`SharedBlocks`.
 
     Args:
         what: name of the code, for the message.
         distributed: whether there is a process group.
         turn: how often this rank has entered a block of that name, the same on all ranks; counted here by default.
-        failed_turn: the last of these, if this rank has failed there by itself.
 
     Raises:
-        RankError: if this rank has lost the connection to another one, or has failed before without the others.
+        RankError: if this rank has lost the connection to another one.
     """
     if not distributed:
         yield
@@ -103,9 +101,7 @@ def sharing_failures(
 
     if turn is None:  # ranks enter in one order, so it is the same on all
         turn = default_store().add(f"atorch_ns/turn/{dist.get_rank()}", 1)
-    key = f"atorch_ns/failure/{what}/{{}}/{{}}".format
-    if failed_turn is not None:
-        _require_failures(what, [key(failed_turn, rank) for rank in range(dist.get_world_size())])
+    key = partial(_failure_key, what)
     try:
         yield
     except Exception as error:
@@ -137,30 +133,70 @@ def sharing_failures(
         ) from error
 
 
-def _require_failures(what: str, keys: Sequence[str]) -> None:
-    """Waits for the failures of all ranks under these keys.
+def _failure_key(what: str, turn: int, rank: int) -> str:
+    return f"atorch_ns/failure/{what}/{turn}/{rank}"
 
-    Raises:
-        RankError: if a rank has not failed in time.
+
+class SharedBlocks:
+    """Blocks of one name that all ranks enter one after the other, each by :func:`sharing_failures`.
+
+    A rank that failed by itself, caught its error and lives on is refused the next block, unless all ranks failed with it:
+    the others may be waiting for it in the one where it failed.
+
+    Args:
+        what: name of the code, for messages.
+        distributed: whether there is a process group.
     """
-    from atorch_ns.torch_compat import default_store
 
-    store, deadline = default_store(), time.monotonic() + _FAIL_TOGETHER_S
-    try:
-        while not store.check(list(keys)):
-            if time.monotonic() > deadline:
-                late = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-                raise RankError(
-                    f"{what} failed on this rank before, and not on rank(s) {late}, which may be waiting in it: the ranks are no "
-                    "longer at one place, so none can go on. Let the error that was raised then end the process."
-                )
-            time.sleep(0.05)
-    except RuntimeError as error:
-        if isinstance(error, RankError):
+    def __init__(self, what: str, *, distributed: bool) -> None:
+        self._what, self._distributed = what, distributed
+        self._turn = 0
+        self._failed = 0  # the turn in which this rank failed by itself; 0 for none
+        self._refusal: RankError | None = None
+
+    @contextmanager
+    def next(self) -> Iterator[None]:
+        """The next block.
+
+        Raises:
+            RankError: if this rank failed before without the others, or has lost the connection to another one.
+        """
+        if self._refusal is None and self._failed and self._distributed:
+            self._refusal = self._failed_alone()
+        if self._refusal is not None:
+            raise self._refusal
+        self._turn, self._failed = self._turn + 1, 0
+        try:
+            with sharing_failures(self._what, distributed=self._distributed, turn=self._turn):
+                yield
+        except RankError:
             raise
-        raise RankError(
-            f"{what} failed on this rank before, and the process that ranks tell each other through has ended since."
-        ) from error
+        except Exception:
+            self._failed = self._turn
+            raise
+
+    def _failed_alone(self) -> RankError | None:
+        """Why this rank cannot go on; ``None`` once all ranks are known to have failed with it."""
+        import torch.distributed as dist
+
+        from atorch_ns.torch_compat import default_store
+
+        keys = [_failure_key(self._what, self._failed, rank) for rank in range(dist.get_world_size())]
+        store, deadline = default_store(), time.monotonic() + _FAIL_TOGETHER_S
+        try:
+            while not store.check(keys):
+                if time.monotonic() > deadline:
+                    late = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+                    return RankError(
+                        f"{self._what} failed on this rank before, and not on rank(s) {late}, which may be waiting in it: the "
+                        "ranks are no longer at one place, so none can go on. Let the error that was raised then end the process."
+                    )
+                time.sleep(0.05)
+        except RuntimeError:
+            return RankError(
+                f"{self._what} failed on this rank before, and the process that ranks tell each other through has ended since."
+            )
+        return None
 
 
 def or_refusal(action: Callable[[], T]) -> T | InputError:

@@ -222,13 +222,13 @@ class Cluster:
         """:func:`~atorch_ns.cluster.same_everywhere` over all ranks."""
         agreement.same_everywhere(values, distributed=self.distributed)
 
-    def sharing_failures(
-        self, what: str, *, turn: int | None = None, failed_turn: int | None = None
-    ) -> AbstractContextManager[None]:
+    def sharing_failures(self, what: str, *, turn: int | None = None) -> AbstractContextManager[None]:
         """:func:`~atorch_ns.cluster.sharing_failures` over all ranks."""
-        return agreement.sharing_failures(
-            what, distributed=self.distributed, turn=turn, failed_turn=failed_turn
-        )
+        return agreement.sharing_failures(what, distributed=self.distributed, turn=turn)
+
+    def shared_blocks(self, what: str) -> agreement.SharedBlocks:
+        """:class:`~atorch_ns.cluster.agreement.SharedBlocks` of all ranks."""
+        return agreement.SharedBlocks(what, distributed=self.distributed)
 
     def with_hardware(self) -> Cluster:
         """The same with figures for its devices and links, from the table; those it has are kept.

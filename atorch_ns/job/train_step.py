@@ -13,7 +13,7 @@ import torch.distributed as dist
 from atorch_ns.capture.nests import map_tensors
 from atorch_ns.capture.random_states import buffers_lent
 from atorch_ns.data import BatchRunner, LossScale, Passed, Reduction, StepOutput, StepWork, call_model, weigh
-from atorch_ns.errors import InputError, RankError, StepError
+from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.job import Job
 from atorch_ns.job.loss import LossFunction, first_loss
 from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
@@ -69,9 +69,7 @@ class TrainStep:
         runner: BatchRunner | None = None,
     ) -> None:
         self.num_steps = 0
-        self._num_calls = 0
-        self._failed_call: int | None = None
-        self._refusal: RankError | None = None
+        self._blocks = job.cluster.shared_blocks("a training step")
         self._is_shared = False
         self.grad_norm: torch.Tensor | None = None
         self.times = StepTimes(job.device)
@@ -330,23 +328,10 @@ class TrainStep:
         if self._is_shared:
             yield
             return
-        if self._refusal is not None:
-            raise self._refusal
-        self._num_calls += 1
         self._is_shared = True
-        sharing = self._job.cluster.sharing_failures(
-            "a training step", turn=self._num_calls, failed_turn=self._failed_call
-        )
         try:
-            with sharing:
-                self._failed_call = None
+            with self._blocks.next():
                 yield
-        except RankError as error:
-            self._refusal = None if self._failed_call is None else error
-            raise
-        except Exception:
-            self._failed_call = self._num_calls
-            raise
         finally:
             self._is_shared = False
 
