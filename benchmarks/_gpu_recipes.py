@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks._llama import Llama, next_token_loss, random_batch
 
-__all__ = ["ADAMW", "Setting", "Step", "bf16_by_hand", "fp8_by_hand", "ours"]
+__all__ = ["ADAMW", "Setting", "Step", "bf16_by_hand", "bf16_with_liger", "fp8_by_hand", "ours"]
 
 ADAMW: dict[str, Any] = {"lr": 1e-4}
 Step = Callable[[], object]
@@ -72,9 +73,19 @@ def ours(setting: Setting, strategy: Sequence[Any]) -> Step:
 
 
 def bf16_by_hand(setting: Setting) -> Step:
-    """bf16 gathered by fully_shard, blocks compiled, fused AdamW; what TorchInductor makes of a block is faster than with
-    Liger's modules in it (258 and 269 ms, H200, torch 2.11)."""
+    """bf16 gathered by fully_shard, blocks compiled, fused AdamW."""
     return _trained(setting, _sharded(setting, setting.model.build(setting.device)))
+
+
+def bf16_with_liger(setting: Setting) -> Step:
+    """The same with Liger's normalisations and MLPs inside of compiled blocks; what it patches for all Llamas is put back."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama
+
+    model = setting.model.build(setting.device)
+    with mock.patch.dict(vars(modeling_llama)):
+        apply_liger_kernel_to_llama(rope=False, fused_linear_cross_entropy=False, model=model)
+    return _trained(setting, _sharded(setting, model))
 
 
 def fp8_by_hand(setting: Setting) -> Step:

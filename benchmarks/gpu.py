@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.search import Row, SearchOutcome
-from benchmarks._gpu_recipes import ADAMW, Setting, Step, bf16_by_hand, fp8_by_hand, ours
+from benchmarks._gpu_recipes import ADAMW, Setting, Step, bf16_by_hand, bf16_with_liger, fp8_by_hand, ours
 from benchmarks._llama import TINY, Llama, next_token_loss, random_batch
 from benchmarks._results import Column, Findings, Spread
 
@@ -44,6 +44,8 @@ timed by CUDA events.
 
 - *step*: `["fsdp", amp_native bf16, "module_replace", "compile"]` over the same by hand; at most {STEP_LIMIT}.
 - *fp8*: with the method `fp8` over the bf16 strategy, and torchao's own conversion over the recipe by hand.
+- *Liger's modules, compiled*: the recipe by hand with liger-kernel's normalisations and MLPs in its compiled blocks, over
+  that without: why compiled blocks run torch's operators.
 - *choice*: the step of the strategy that a search of 90 seconds chose over the best of all candidates that it tried; at
   most {CHOICE_LIMIT}. Below it each of its trials' predicted step over the measured one.
 - *memory*: the largest relative error of the predicted peak against `max_memory_allocated`, over the search's trials;
@@ -101,6 +103,7 @@ def compared(setting: Setting, *, rounds: int, report: Callable[[str], object]) 
         ("fp8 over bf16, by this package", lambda: ours(setting, fp8), lambda: ours(setting, bf16), None),
         ("fp8 over bf16, by hand", lambda: fp8_by_hand(setting), lambda: bf16_by_hand(setting), None),
         ("fp8, over torchao by hand", lambda: ours(setting, fp8), lambda: fp8_by_hand(setting), None),
+        ("Liger's modules, compiled", lambda: bf16_with_liger(setting), lambda: bf16_by_hand(setting), None),
     ]
     rows = []
     for name, one, other, limit in pairs:
