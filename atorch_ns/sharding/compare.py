@@ -41,7 +41,7 @@ def largest(tensor: torch.Tensor) -> float:
     if not tensor.is_floating_point():
         return float(tensor.abs().max())
     low, high = map(float, tensor.aminmax())  # without a tensor of absolute values, a tenth of the time
-    return max(-low, high)
+    return max(abs(low), abs(high))  # and 0.0, not -0.0, for zeros
 
 
 def relative_error(found: torch.Tensor | None, wanted: torch.Tensor, *, floor: float = 0.0) -> float:

@@ -36,3 +36,4 @@ def test_a_missing_parameter_has_no_error_and_another_shape_an_infinite_one() ->
     assert distance(torch.zeros(2), torch.zeros(3)) == math.inf
     assert distance(torch.zeros(2), torch.tensor([0.0, math.nan])) == math.inf
     assert distance(torch.zeros(0), torch.zeros(0)) == largest(torch.zeros(0)) == 0.0
+    assert str(largest(torch.zeros(2))) == str(largest(-torch.zeros(2))) == "0.0"  # as messages print it
