@@ -243,8 +243,9 @@ def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:
     """The report so far, with measured steps once there are a few."""
     applied = result.applied
     advice = fragmentation_advice(torch.cuda.memory_stats()) if torch.cuda.is_initialized() else None
-    if advice is not None:
-        applied = replace(applied, notes=(*applied.notes, advice))
+    said = tuple(text for text in (advice, result.train_step.memory.finding) if text)
+    if said:
+        applied = replace(applied, notes=(*applied.notes, *said))
     report = TrainingReport(applied=applied, search=outcome, pipeline=result.job.parts.pipeline)
     seconds = result.train_step.times.seconds
     return report.with_actual(seconds) if len(seconds) >= _ACTUAL_STEPS else report

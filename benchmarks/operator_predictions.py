@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from atorch_ns import auto_accelerate
 from atorch_ns.cluster import Cluster, calibrate
-from atorch_ns.job.memory_use import track_memory
+from atorch_ns.job import track_memory
 from atorch_ns.operators import (
     OperatorPlan,
     Prices,

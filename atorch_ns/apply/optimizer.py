@@ -66,6 +66,8 @@ def attach_optimizer(
 
     optimizer = job.cluster.agree(make, what="attaching the optimizer")
     result.train_step.optimizer = optimizer
+    assert optimizer is not None
+    result.train_step.memory.follow(optimizer)
     return result.having(optim=optimizer)
 
 

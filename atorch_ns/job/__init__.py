@@ -1,12 +1,13 @@
 """A training job: what the user gave, what methods decide about it, and what comes out."""
 
+from atorch_ns.cluster.memory_limit import is_out_of_memory, limit_memory
+from atorch_ns.cluster.process_memory import track_memory
 from atorch_ns.job.gradients import SkipSync
 from atorch_ns.job.inputs import Inputs
 from atorch_ns.job.job import OPTIMIZER, Job, KeptActivations
 from atorch_ns.job.loss import Autocast, LossScaling, first_loss
 from atorch_ns.job.materialise import Materialiser, is_on_meta, is_poisoned, local_part
-from atorch_ns.job.memory_limit import is_out_of_memory, limit_memory
-from atorch_ns.job.memory_use import PeakMemory, state_bytes, track_memory
+from atorch_ns.job.memory_use import PeakMemory, state_bytes
 from atorch_ns.job.model import parameter_names
 from atorch_ns.job.optimizer import StepOptimizer
 from atorch_ns.job.optimizer_checks import keeps_blocks

@@ -1,11 +1,10 @@
-"""Memory of a training job: bytes of tensors at its peak and in its states, and advice against fragmentation."""
+"""Memory of a training job: bytes of its states, and advice against fragmentation."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +14,6 @@ from atorch_ns.job.optimizer import inner_optimizer
 from atorch_ns.job.result import Result
 from atorch_ns.profile import plain_tensors
 from atorch_ns.text import bytes_text, counted
-from atorch_ns.torch_compat import CpuMemoryRecord
 
 _UNUSED_SHARE: Final = 0.2
 _UNUSED_BYTES: Final = 2**30
@@ -94,94 +92,6 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
         if storage.nbytes():
             storages[storage.data_ptr()] = storage.nbytes()
     return storages
-
-
-class MemoryTracker:
-    """Follows the tensor memory of this process; see :func:`track_memory`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._peak = 0
-        self._alive = 0
-        self._base = 0
-        self._record: CpuMemoryRecord | None = None
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was alive at once since the start, or the last :meth:`reset_peak`."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        self._fold()
-        return self._peak
-
-    @property
-    def alive_bytes(self) -> int:
-        """What is alive now."""
-        if self._device.type == "cuda":
-            return torch.cuda.memory_allocated(self._device)
-        self._fold()
-        return self._alive
-
-    def reset_peak(self) -> None:
-        """Forgets the peak so far: what is alive now is the new one."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return
-        self._fold()
-        self._peak = self._alive
-
-    def start(self) -> None:
-        """Begins; :func:`track_memory` calls it."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return
-        self._record = CpuMemoryRecord()
-        self._record.count(True)
-        self._record.start()
-        self._base = self._record.stop()[-1]
-        self._record.start()
-
-    def stop(self) -> None:
-        """Ends; the figures stay."""
-        if self._record is not None:
-            self._fold()
-            record, self._record = self._record, None
-            record.stop()
-            record.count(False)
-
-    def _fold(self) -> None:
-        """Takes over what has been recorded, and goes on recording."""
-        if self._record is None:
-            return
-        counts = [count - self._base for count in self._record.stop()]
-        self._peak = max(self._peak, *counts)
-        self._alive = counts[-1]
-        self._record.start()
-
-
-@contextmanager
-def track_memory(device: torch.device) -> Iterator[MemoryTracker]:
-    """Follows the tensor memory of this process inside the block.
-
-    On CUDA the figures are the allocator's, of the whole process. On the CPU they are of what is allocated
-    inside the block, by any thread, in the bytes asked for; memory that was there before is not counted, nor
-    its release, so models are to be built or copied inside. Operators run slower meanwhile, and another
-    profiler cannot run: time steps outside.
-
-    Example:
-        >>> with track_memory(torch.device("cpu")) as memory:  # doctest: +SKIP
-        ...     result = build()
-        ...     result.train_step(batch)  # makes the optimizer's states
-        ...     memory.reset_peak()
-        ...     result.train_step(batch)
-        ...     peak = PeakMemory(peak_bytes=memory.peak_bytes, states=state_bytes(result))
-    """
-    tracker = MemoryTracker(device)
-    tracker.start()
-    try:
-        yield tracker
-    finally:
-        tracker.stop()
 
 
 def fragmentation_advice(stats: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> str | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from atorch_ns.capture.nests import map_tensors
 from atorch_ns.capture.random_states import buffers_lent
+from atorch_ns.cluster.process_memory import GrowthWatch
 from atorch_ns.data import BatchRunner, LossScale, Passed, Reduction, StepOutput, StepWork, call_model, weigh
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.job import Job
@@ -55,6 +56,7 @@ class TrainStep:
         grad_norm: the norm of the last step's gradients, 0-d; ``None`` unless they were clipped.
         skipped: whether the last optimizer step was skipped for infinite or NaN gradients.
         times: how long the last steps took on this rank.
+        memory: what says that this rank's memory grows from step to step.
         observers: called after every step of this rank, as ``(num_steps, loss, grad_norm)``. They must not
             communicate; those that read a tensor wait for the device.
     """
@@ -74,6 +76,9 @@ class TrainStep:
         self.grad_norm: torch.Tensor | None = None
         self.times = StepTimes(job.device)
         self.observers: list[StepObserver] = []
+        self.memory = GrowthWatch(job.device)
+        if optimizer is not None:
+            self.memory.follow(optimizer)
         self._watching: dict[tuple[str, Phase], list[PhaseObserver]] = {}
         self._job = job
         self.optimizer = optimizer

@@ -66,6 +66,7 @@ def conclude(
         nearest_miss="" if best is not None else nearest_miss(knowledge),
         resumed=knowledge.ledger.num_resumed,
         checks=() if check is None else (check,),
+        beside=knowledge.beside,
         numerics_passed=probe is not None and probe.status == "ok",
     )
 
@@ -105,7 +106,7 @@ def _best_predicted(knowledge: Knowledge) -> Preferred | None:
     if plain is not None:
         return Preferred(plain)
     free.sort(key=lambda one: objective.predicted(one) or math.inf)
-    return prefer(free, objective, knowledge.limit_bytes) if free else None
+    return prefer(free, objective, knowledge.limit_for_tensors) if free else None
 
 
 def _without_a_fault(entry: Entry | None) -> bool:
@@ -129,7 +130,9 @@ def _rows(knowledge: Knowledge, reasons: Reasons) -> list[Row]:
                 trial=entry.merged if entry is not None else None,
                 trial_number=entry.number if entry is not None else 0,
                 corrected_seconds=math.exp(knowledge.seconds.mean[index]) if priced else None,
-                corrected_bytes=math.exp(sizes.mean[index]) if priced and sizes is not None else None,
+                corrected_bytes=max(0.0, math.exp(sizes.mean[index]) - knowledge.unpredicted_bytes)
+                if priced and sizes is not None
+                else None,
             )
         )
     return rows

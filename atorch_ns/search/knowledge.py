@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from atorch_ns.search.objective import Objective
 from atorch_ns.search.ranking import RankedCandidate, choose, drift, rank_candidates
 from atorch_ns.search.residual_model import Features, Posterior, fit_posterior
 from atorch_ns.search.space.candidate import Candidate
-from atorch_ns.search.trial import Entry, Ledger
+from atorch_ns.search.trial import BesideTensors, Entry, Ledger
 from atorch_ns.text import bytes_text
 
 OVER = 1.05
@@ -92,21 +93,53 @@ class Knowledge:
 
     @functools.cached_property
     def bytes(self) -> Posterior | None:
-        """The logarithm of the peak's bytes; ``None`` where memory was not predicted."""
-        predicted = [one.predicted_bytes for one in self.candidates]
-        if not all(value for value in predicted):
+        """The logarithm of the bytes that a rank needs, of tensors and beside them; ``None`` where memory was not predicted."""
+        tensors = [one.predicted_bytes for one in self.candidates]
+        if not all(value for value in tensors):
             return None
+        predicted = [(value or 0.0) + self.unpredicted_bytes for value in tensors]
         rows = []
         for index, entry in self._entries:
             estimate = self.candidates[index].estimate
             beyond = estimate.peak_bytes - estimate.allocated_bytes if estimate is not None else 0.0
-            # A trial measures tensors alone.
-            peak = float(entry.merged.max_peak_bytes) + beyond if entry.merged.max_peak_bytes else 0.0
+            peak = float(entry.merged.max_needed_bytes)
+            if peak and not entry.merged.process_bytes:
+                peak += beyond
             if self.candidates[index].key in self.short_of_memory and self.limit_bytes:
                 peak = OVER * max(peak, predicted[index] or 0.0, float(self.limit_bytes))
             if peak > 0:
                 rows.append((index, peak, 0.0))
         return self._fit(replace(self._features, shares=self._memory_shares), predicted, rows)
+
+    @functools.cached_property
+    def beside(self) -> BesideTensors | None:
+        """What the trials so far needed beside tensors; ``None`` where none has shown it."""
+        found = sorted(
+            entry.merged.beside_bytes
+            for _, _, entry in self._tried()
+            if entry.merged.beside_bytes is not None
+        )
+        if not found:
+            return None
+        return BesideTensors(found[0], round(statistics.median(found)), found[-1], len(found))
+
+    @property
+    def unpredicted_bytes(self) -> float:
+        """What is expected beside tensors and is in no estimate: on GPUs estimates have it."""
+        estimates = [one.estimate for one in self.candidates if one.estimate is not None]
+        predicted = (
+            statistics.median(one.peak_bytes - one.allocated_bytes for one in estimates) if estimates else 0.0
+        )
+        return max(0.0, self.beside.middle - predicted) if self.beside is not None else 0.0
+
+    @property
+    def limit_for_tensors(self) -> int:
+        """What the limit leaves for what estimates count, by what trials needed beside tensors at most; 0 for any amount."""
+        if not self.limit_bytes or self.beside is None or not self.unpredicted_bytes:
+            return self.limit_bytes
+        return max(
+            1, round(self.limit_bytes - self.unpredicted_bytes - (self.beside.high - self.beside.middle))
+        )
 
     @functools.cached_property
     def learned(self) -> dict[str, str]:
@@ -162,9 +195,17 @@ class Knowledge:
                 if mean - deviation > math.log(self.limit_bytes):
                     found[one.key] = (
                         f"needs {bytes_text(math.exp(mean))} of {bytes_text(self.limit_bytes)} (predicted, corrected "
-                        "by trials that ran out of memory)"
+                        f"by trials{self._beside_text()})"
                     )
         return found
+
+    def _beside_text(self) -> str:
+        if self.beside is None or not self.unpredicted_bytes:
+            return ""
+        low, middle, high = (
+            bytes_text(value) for value in (self.beside.low, self.beside.middle, self.beside.high)
+        )
+        return f", which took {middle} beside their tensors ({low} to {high})"
 
     @functools.cached_property
     def short_of_memory(self) -> frozenset[str]:
@@ -176,7 +217,7 @@ class Knowledge:
         for index, entry in self._entries:
             one = self.candidates[index]
             predicted = one.predicted_bytes
-            needed = max(math.inf if predicted is None else predicted, float(entry.merged.max_peak_bytes))
+            needed = max(math.inf if predicted is None else predicted, float(entry.merged.max_needed_bytes))
             if entry.merged.status == "out of memory" and needed >= UNEXPLAINED_BELOW * self.limit_bytes:
                 found.add(one.key)
         return frozenset(found)

@@ -111,7 +111,10 @@ class Objective:
         peak = float(outcome.max_peak_bytes) or predicted
         if self.kind == "memory":
             return peak or math.inf
-        batch = self._corrected_batch(candidate, peak - predicted)
+        more = peak - predicted
+        if outcome.process_bytes and candidate.estimate is not None:
+            more = outcome.max_needed_bytes - candidate.estimate.peak_bytes
+        batch = self._corrected_batch(candidate, more)
         return 1 / batch if batch else math.inf
 
     def _corrected_batch(self, candidate: Candidate, more_bytes: float) -> int:

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from atorch_ns.errors import InputError
 from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.space.candidate import Candidate, Fate
-from atorch_ns.search.trial import TrialOutcome, TrialTask
+from atorch_ns.search.trial import BesideTensors, TrialOutcome, TrialTask
 
 T = TypeVar("T")
 
@@ -97,6 +97,7 @@ class SearchOutcome:
         pareto: keys of the candidates that no other beats in both time and memory.
         nearest_miss: if nothing fits or runs, what came nearest and what to do, as a sentence.
         resumed: trials read from an earlier history instead of run.
+        beside: what trials needed beside tensors; ``None`` if none has shown it.
         checks: self-checks, each ``"<what>: passed"`` or ``"<what>: failed: <numbers>"``.
         numerics_passed: whether the winner was found to train as one process does.
     """
@@ -114,6 +115,7 @@ class SearchOutcome:
     pareto: tuple[str, ...] = ()
     nearest_miss: str = ""
     resumed: int = 0
+    beside: BesideTensors | None = None
     checks: tuple[str, ...] = ()
     numerics_passed: bool = False
 

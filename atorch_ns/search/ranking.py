@@ -72,7 +72,7 @@ def rank_candidates(
     for key, entry in ledger:
         if key not in candidates or not entry.judged or not (outcome := entry.merged).succeeded:
             continue
-        if limit_bytes and outcome.max_peak_bytes > limit_bytes:
+        if limit_bytes and outcome.max_needed_bytes > limit_bytes:
             continue
         value = objective.measured(candidates[key], outcome)
         if not (math.isfinite(value) and value > 0):

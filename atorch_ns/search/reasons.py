@@ -57,11 +57,11 @@ def _over(one: Candidate, knowledge: Knowledge) -> tuple[float, int | None, Cand
         short = one.pruned is not None and one.pruned.kind == "memory" and limit_bytes
         return (predicted - limit_bytes, None, one) if short else None
     outcome = entry.merged
-    peak = outcome.max_peak_bytes
+    peak = outcome.max_needed_bytes
     if outcome.status == "out of memory" and one.key in knowledge.short_of_memory:
         return max(peak, predicted, limit_bytes) - limit_bytes, outcome.rank, one
     if outcome.succeeded and limit_bytes and peak > limit_bytes:
-        return peak - limit_bytes, outcome.peak_bytes.index(peak), one
+        return peak - limit_bytes, outcome.needed_bytes.index(peak), one
     return None
 
 
@@ -204,9 +204,9 @@ class Reasons:
     def _failed(self, entry: Entry, candidate: Candidate) -> str:
         outcome = entry.merged
         if outcome.succeeded:
-            peak = outcome.max_peak_bytes
+            peak = outcome.max_needed_bytes
             if self._limit and peak > self._limit:
-                rank = outcome.peak_bytes.index(peak)
+                rank = outcome.needed_bytes.index(peak)
                 return f"needs {bytes_text(peak)} of {bytes_text(self._limit)} (measured on rank {rank})"
             return f"gave no usable figures: {outcome.median_seconds} s"
         where = f" on rank {outcome.rank}" if outcome.rank is not None else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -81,6 +81,9 @@ class TrialOutcome:
         step_seconds: each timed step, the maximum over ranks.
         peak_bytes: peak per rank of what tensors (CPU) or the allocator (GPU) held, beyond what the process
             held before the trial; empty where it was not measured.
+        process_bytes: the most per rank that the process (CPU) or its part of the device (GPU) grew by, tensors among
+            it; empty where it was not measured.
+        further_bytes: bytes per rank that a run of 1,000 steps is expected to add to that.
         state_bytes: parameters, gradients and optimizer states per rank after the last step.
         collectives: calls and bytes in one step by kind, as ``{"all_reduce": (3, 4096)}``.
         loss: mean over ranks of the last step's loss.
@@ -95,6 +98,8 @@ class TrialOutcome:
     status: TrialStatus
     step_seconds: tuple[float, ...] = ()
     peak_bytes: tuple[int, ...] = ()
+    process_bytes: tuple[int, ...] = ()
+    further_bytes: tuple[int, ...] = ()
     state_bytes: tuple[int, ...] = ()
     collectives: dict[str, tuple[int, int]] | None = None
     loss: float | None = None
@@ -121,6 +126,26 @@ class TrialOutcome:
         return max(self.peak_bytes, default=0)
 
     @property
+    def needed_bytes(self) -> tuple[int, ...]:
+        """Bytes per rank that a limit must leave: of the process in a long run; of tensors where that was not measured."""
+        if not self.process_bytes:
+            return self.peak_bytes
+        further = self.further_bytes or (0,) * len(self.process_bytes)
+        return tuple(most + more for most, more in zip(self.process_bytes, further, strict=True))
+
+    @property
+    def max_needed_bytes(self) -> int:
+        """The largest of all ranks; 0 where it was not measured."""
+        return max(self.needed_bytes, default=0)
+
+    @property
+    def beside_bytes(self) -> int | None:
+        """What a rank needed beside tensors, the most of all ranks; ``None`` where it was not measured."""
+        if not self.process_bytes or len(self.process_bytes) != len(self.peak_bytes):
+            return None
+        return max(most - tensors for most, tensors in zip(self.needed_bytes, self.peak_bytes, strict=True))
+
+    @property
     def noise_seconds(self) -> float:
         """Standard error of the median, from the median absolute deviation: 1.2533 × 1.4826 MAD / √n."""
         if len(self.step_seconds) < 2:
@@ -130,8 +155,30 @@ class TrialOutcome:
         return float(1.2533 * 1.4826 * mad / len(self.step_seconds) ** 0.5)
 
 
+@dataclass(frozen=True)
+class BesideTensors:
+    """What processes needed beside tensors, in trials that ran; measured.
+
+    Attributes:
+        low, middle, high: the least, the median and the most bytes of a rank.
+        num_trials: trials that showed it.
+    """
+
+    low: int
+    middle: int
+    high: int
+    num_trials: int
+
+
 NOT_ITS_FAULT = ("died", "cancelled")
 """Ends that are held against a candidate only when they come twice."""
+
+
+def _largest(trials: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Rank by rank the most of several trials; of those that measured as many ranks as the last."""
+    return tuple(
+        max(ranks) for ranks in zip(*(one for one in trials if len(one) == len(trials[-1])), strict=True)
+    )
 
 
 @dataclass
@@ -159,12 +206,13 @@ class Entry:
         if failed or len(self.outcomes) == 1:
             return (failed or self.outcomes)[-1]
         last = self.outcomes[-1]
-        peaks = [one.peak_bytes for one in self.outcomes if len(one.peak_bytes) == len(last.peak_bytes)]
         return replace(
             last,
             status="ok" if any(one.status == "ok" for one in self.outcomes) else last.status,
             step_seconds=tuple(step for one in self.outcomes for step in one.step_seconds),
-            peak_bytes=tuple(max(ranks) for ranks in zip(*peaks, strict=True)),
+            peak_bytes=_largest([one.peak_bytes for one in self.outcomes]),
+            process_bytes=_largest([one.process_bytes for one in self.outcomes]),
+            further_bytes=_largest([one.further_bytes for one in self.outcomes]),
             setup_seconds=max(one.setup_seconds for one in self.outcomes),
             total_seconds=sum(one.total_seconds for one in self.outcomes),
         )

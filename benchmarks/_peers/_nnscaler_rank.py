@@ -186,7 +186,7 @@ def peaks(follow: bool) -> Iterator[Callable[[], dict[str, int]]]:
     if not follow:
         yield dict
         return
-    from atorch_ns.job.memory_use import track_memory
+    from atorch_ns.job import track_memory
 
     with track_memory(torch.device("cpu")) as memory:
 

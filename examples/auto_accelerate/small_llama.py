@@ -111,7 +111,7 @@ def find(options: argparse.Namespace) -> None:
     """Searches, and saves the strategy, the plain one that it was compared with, the report and its pictures."""
     settings: dict[str, float] = {"max_trials": options.max_trials}
     if options.memory_limit is not None:
-        settings["memory_limit_gib"] = (options.memory_limit - RESERVE_MIB) / 1024
+        settings["memory_limit_gib"] = options.memory_limit / 1024
     result = accelerate(
         options,
         excluded=EXCLUDED,

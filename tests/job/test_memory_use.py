@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from atorch_ns.cluster.process_memory import MemoryTracker
 from atorch_ns.job import state_bytes, track_memory
-from atorch_ns.job.memory_use import MemoryTracker
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import accelerate_case
 from atorch_ns.testing.workers import run_ranks

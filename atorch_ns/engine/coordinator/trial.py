@@ -83,6 +83,8 @@ def merge_reports(reports: Sequence[RankReport]) -> TrialOutcome:
         status=cause.status,
         step_seconds=_slowest([report.step_seconds for report in by_rank]),
         peak_bytes=_of_all([report.peak_bytes for report in by_rank]),
+        process_bytes=_of_all([report.process_bytes for report in by_rank]),
+        further_bytes=_of_all([report.further_bytes for report in by_rank]),
         state_bytes=_of_all([report.state_bytes for report in by_rank]),
         collectives=None if trouble else dict(first.collectives),
         loss=losses[0] if losses else None,

@@ -58,7 +58,7 @@ class InProcessWorker:
     Args:
         inputs: the user's objects, with a small dataset.
         cluster: cluster as this rank sees it; its process group is joined already.
-        memory_limit_bytes: a trial whose peak is above this is "out of memory"; ``None`` for no limit.
+        memory_limit_bytes: a trial that needs more than this is "out of memory"; ``None`` for no limit.
     """
 
     def __init__(self, inputs: Inputs, cluster: Cluster, *, memory_limit_bytes: int | None = None) -> None:
@@ -155,6 +155,7 @@ def make_worker(
             rendezvous=rendezvous,
             log_dir=log_dir,
             memory_limit_bytes=limit,
+            enforce_limit=request.settings.memory_limit_gib is not None,
             keep_logs=False,
             carried=carried,
         )

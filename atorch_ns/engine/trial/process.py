@@ -104,7 +104,8 @@ class Setting:
         num_threads: threads that torch uses on the CPU.
         matmul_precision: precision of float32 matrix products.
         default_dtype: dtype of new floating tensors.
-        memory_limit_bytes: a peak above this is "out of memory"; ``None`` for no limit.
+        memory_limit_bytes: a trial that needs more than this is "out of memory"; ``None`` for no limit.
+        enforce_limit: whether the system enforces that limit on trials.
     """
 
     cluster: Cluster
@@ -113,17 +114,28 @@ class Setting:
     matmul_precision: str
     default_dtype: torch.dtype
     memory_limit_bytes: int | None
+    enforce_limit: bool
 
 
 def be_trial(
-    job: Unpacked, setting: Setting, registry: Registry, task: TrialTask, *, log: Path, report_fd: int
+    job: Unpacked,
+    setting: Setting,
+    registry: Registry,
+    task: TrialTask,
+    *,
+    loading_bytes: int,
+    log: Path,
+    report_fd: int,
 ) -> NoReturn:
-    """Runs ``task``, writes phases and the report to ``report_fd``, and ends the process."""
+    """Runs ``task``, writes phases and the report to ``report_fd``, and ends the process.
+
+    ``loading_bytes`` of host memory were taken by loading what a process that trains loads as well.
+    """
     started = time.monotonic()
     try:
         _enter(setting, task, log)
         group = _Group()
-        run = _run(group, job, setting, registry, task, report_fd, started)
+        run = _run(group, job, setting, registry, task, report_fd, started, loading_bytes)
         sys.stdout.flush()
         sys.stderr.flush()
         report = REPORT.dump_python(run.report, mode="json")
@@ -153,6 +165,7 @@ def _run(
     task: TrialTask,
     report_fd: int,
     started: float,
+    loading_bytes: int,
 ) -> TrialRun:
     def enter(phase: str) -> None:
         send(report_fd, {"is": "phase", "text": phase})
@@ -173,6 +186,8 @@ def _run(
         task,
         registry,
         memory_limit_bytes=setting.memory_limit_bytes,
+        enforce_limit=setting.enforce_limit,
+        held_bytes=loading_bytes if setting.cluster.device_type == "cpu" else 0,
         on_phase=enter,
         started=started,
     )

@@ -95,6 +95,9 @@ class RankReport:
         status: status on this rank.
         step_seconds: each timed step, the maximum over ranks; the same on every rank.
         peak_bytes: the most that tensors (CPU) or the allocator (GPU) held; ``None`` if it was not measured.
+        process_bytes: the most that the process (CPU) or its part of the device (GPU) grew by, tensors among it;
+            ``None`` if it was not measured.
+        further_bytes: what a run of 1,000 steps is expected to add to that, by the growth over the trial's steps.
         state_bytes: parameters, gradients and optimizer states after the last step.
         collectives: calls and bytes in one step by kind.
         loss: loss of the last step, the mean over ranks.
@@ -109,6 +112,8 @@ class RankReport:
     status: TrialStatus
     step_seconds: tuple[float, ...] = ()
     peak_bytes: int | None = None
+    process_bytes: int | None = None
+    further_bytes: int = 0
     state_bytes: int | None = None
     collectives: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     loss: float | None = None

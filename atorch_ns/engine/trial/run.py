@@ -6,6 +6,7 @@ take the same path: what decides about it (times, losses) is the same on all of 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
@@ -21,11 +22,13 @@ import torch.distributed as dist
 
 from atorch_ns.apply import apply_strategy
 from atorch_ns.cluster import Cluster
+from atorch_ns.cluster.process_memory import LONG_RUN, Growth, ProcessMemory, track_memory
 from atorch_ns.engine.trial.failures import Failure, Interrupted, NonFiniteLoss, explain
 from atorch_ns.engine.trial.report import CollectiveCount, RankReport
-from atorch_ns.errors import InputError
-from atorch_ns.job import Inputs, Result
-from atorch_ns.job.memory_use import state_bytes, track_memory
+from atorch_ns.errors import BackendError, InputError
+from atorch_ns.estimate.memory.reserved import CONTEXT_BYTES
+from atorch_ns.job import Inputs, Result, limit_memory
+from atorch_ns.job.memory_use import state_bytes
 from atorch_ns.method import Registry, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.search import StopRule, TrialOutcome, TrialStatus, TrialTask
@@ -90,6 +93,11 @@ def _t_quantile(probability: float, freedom: int) -> float:
 _SETTLING_STEPS: Final = 2
 """The first step makes the optimizer's states, and after it DDP arranges its buckets anew."""
 _NUM_BATCHES: Final = 4
+_MOST_LEVEL_STEPS: Final = 64
+"""Steps at most until the memory of a process is level; what it adds after that is predicted from its growth."""
+_LOG_ENTRIES, _LOG_ENTRY_BYTES = 2000, 1024
+"""torch's flight recorder keeps the last 2,000 collectives (``TORCH_FR_BUFFER_SIZE``), each in some 1 KiB (0.95 measured): it
+fills at a rate of a few entries a step, more slowly than a trial can see."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,8 @@ def run_trial(
     registry: Registry,
     *,
     memory_limit_bytes: int | None = None,
+    enforce_limit: bool = False,
+    held_bytes: int = 0,
     on_phase: Callable[[str], None] = lambda phase: None,
     interrupt: Callable[[], Interrupted | None] = lambda: None,
     started: float | None = None,
@@ -118,13 +128,18 @@ def run_trial(
         cluster: the cluster, with its process group, if it has one, already joined.
         task: the task to run.
         registry: the methods.
-        memory_limit_bytes: a peak above this is "out of memory".
+        memory_limit_bytes: a trial that needs more than this is "out of memory".
+        enforce_limit: whether the system is to enforce the limit while the trial runs, so that it ends as training would.
+        held_bytes: bytes that count towards the limit and that this process has taken before.
         on_phase: called with a short name when each phase begins.
         interrupt: polled between blocks of steps; what it returns on any rank ends the trial on all.
         started: when the task arrived (``time.monotonic``); ``None`` for now.
     """
     started = time.monotonic() if started is None else started
-    trial = _Trial(inputs, cluster, task, registry, on_phase, interrupt, started)
+    enforced = memory_limit_bytes if enforce_limit else None
+    # No allocator counts CUDA's context, which is there before the limit is.
+    held_bytes += CONTEXT_BYTES if cluster.device_type == "cuda" else 0
+    trial = _Trial(inputs, cluster, task, registry, on_phase, interrupt, started, enforced, held_bytes)
     report = RankReport(task_id=task.id, rank=cluster.rank, status="ok")
     failure = Failure("ok", "")
     try:
@@ -138,6 +153,7 @@ def run_trial(
         traceback.print_exc()
         failure = explain(error, applying=trial.applying)
         report = replace(report, status=failure.status, reason=failure.reason, refused_by=failure.refused_by)
+        report = replace(report, process_bytes=trial.process_bytes)
         traceback.clear_frames(error.__traceback__)
     report = replace(
         report, setup_seconds=trial.setup_seconds, total_seconds=time.monotonic() - trial.started
@@ -150,7 +166,10 @@ class _Trial:
     """A task under way on one rank; the fields are those of :func:`run_trial`.
 
     Attributes:
+        enforced_bytes: the limit that the system enforces; ``None`` for none.
+        held_bytes: what counts towards the limit and is there before the trial begins.
         applying: whether the strategy is still being applied.
+        process_bytes: what the process has taken, when the steps have ended or failed; ``None`` if that is not known.
         setup_seconds: time to the first timed step; 0 before it.
     """
 
@@ -161,7 +180,10 @@ class _Trial:
     enter: Callable[[str], None]
     interrupt: Callable[[], Interrupted | None]
     started: float
+    enforced_bytes: int | None
+    held_bytes: int
     applying: bool = True
+    process_bytes: int | None = None
     setup_seconds: float = 0.0
 
     def probe(self, report: RankReport) -> RankReport:
@@ -177,30 +199,78 @@ class _Trial:
         """The report with the measurements."""
         device = torch.device(self.cluster.device)
         executed = CollectiveCount()
-        num_warmup = max(_SETTLING_STEPS, self.task.rule.warmup_steps)
         with track_memory(device) as memory:
+            # A record takes memory itself: the process is measured, and held to the limit, without one.
+            memory.pause()
+            with self._limited(device):
+                ran = self._run_steps(device)
+            # The step that is watched comes last, so that no other one pays for it.
+            self.enter("the step that is watched")
+            memory.resume()
+            with executed:
+                _checked(ran.result.train_step(next(ran.batches)), ran.growth.num_steps + 1)
+            peak, states = memory.peak_bytes, state_bytes(ran.result).total
+        num_collectives = sum(calls for calls, _ in executed.found.values())
+        return replace(
+            report,
+            status="stopped early" if ran.verdict == "worse" else "ok",
+            step_seconds=tuple(ran.seconds),
+            peak_bytes=peak,
+            process_bytes=ran.process_bytes,
+            further_bytes=ran.growth.further(num_collectives),
+            state_bytes=states,
+            collectives=executed.found,
+            loss=ran.loss,
+        )
+
+    @contextlib.contextmanager
+    def _limited(self, device: torch.device) -> Iterator[None]:
+        """The limit, where it is to be enforced and the system can."""
+        with contextlib.ExitStack() as stack:
+            if self.enforced_bytes is not None:
+                try:
+                    stack.enter_context(limit_memory(max(1, self.enforced_bytes - self.held_bytes), device))
+                except BackendError:
+                    traceback.print_exc()  # what was measured is held to the limit in any case
+            yield
+
+    def _run_steps(self, device: torch.device) -> _Steps:
+        process = ProcessMemory(device)
+        try:
             result = self._apply()
             batches = _cycle(result)
+            num_warmup = max(_SETTLING_STEPS, self.task.rule.warmup_steps)
+            growth = _GrowthOverSteps(process)
             for step in range(1, num_warmup + 1):
                 self.enter(f"warm-up step {step}")
                 _checked(result.train_step(next(batches)), step)
-            self.enter("the step that is watched")
-            memory.reset_peak()
-            with executed:
-                _checked(result.train_step(next(batches)), num_warmup + 1)
-            peak, states = memory.peak_bytes, state_bytes(result).total
-        gc.collect()
-        self.setup_seconds = time.monotonic() - self.started
-        times, verdict, loss = self._timed(result, batches, num_warmup + 1)
-        return replace(
-            report,
-            status="stopped early" if verdict == "worse" else "ok",
-            step_seconds=tuple(times),
-            peak_bytes=max(peak, memory.peak_bytes) if device.type == "cuda" else peak,
-            state_bytes=states,
-            collectives=executed.found,
-            loss=loss,
-        )
+                growth.step()
+            gc.collect()
+            self.setup_seconds = time.monotonic() - self.started
+            seconds, verdict, loss = self._timed(result, batches, growth)
+            if verdict == "enough" and self.enforced_bytes is not None:
+                self._until_level(result, batches, growth)
+        finally:
+            self.process_bytes = process.peak_bytes()
+            if self.process_bytes is not None:
+                self.process_bytes += self.held_bytes
+        return _Steps(result, batches, growth, seconds, verdict, loss, self.process_bytes)
+
+    def _until_level(self, result: Result, batches: Iterator[Any], growth: _GrowthOverSteps) -> None:
+        """Further steps, until the memory of every rank is level: a strategy that may win must hold the limit for long."""
+        while growth.num_steps < _MOST_LEVEL_STEPS:
+            self.enter(f"step {growth.num_steps + 1}, until memory is level")
+            interruption = self.interrupt()
+            rising, interrupted = _largest(
+                [float(not growth.is_level), float(interruption is not None)], self.cluster
+            )
+            if interrupted:
+                raise interruption or Interrupted("cancelled", "another rank ended the trial")
+            if not rising:
+                return
+            for _ in range(growth.num_steps):
+                _checked(result.train_step(next(batches)), growth.num_steps + 1)
+                growth.step()
 
     def _apply(self) -> Result:
         self.enter("applying the strategy")
@@ -213,7 +283,7 @@ class _Trial:
         return result
 
     def _timed(
-        self, result: Result, batches: Iterator[Any], num_done: int
+        self, result: Result, batches: Iterator[Any], growth: _GrowthOverSteps
     ) -> tuple[list[float], Decision, float]:
         """Seconds of each step, in blocks that all ranks begin together, until the rule is satisfied."""
         rule = self.task.rule
@@ -235,9 +305,58 @@ class _Trial:
             if interrupted:
                 raise interruption or Interrupted("cancelled", "another rank ended the trial")
             times += block
-            value = _checked(loss, num_done + len(times))
+            growth.step(len(block))
+            value = _checked(loss, growth.num_steps)
             verdict = decide(rule, times)
         return times, verdict, value
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """What the steps of a trial gave, and what further steps need."""
+
+    result: Result
+    batches: Iterator[Any]
+    growth: _GrowthOverSteps
+    seconds: list[float]
+    verdict: Decision
+    loss: float
+    process_bytes: int | None
+
+
+class _GrowthOverSteps:
+    """Growth of this process over the steps of a trial.
+
+    Args:
+        process: the memory of the process.
+    """
+
+    def __init__(self, process: ProcessMemory) -> None:
+        self.num_steps = 0
+        self._process = process
+        self._growth = Growth()
+
+    def step(self, number: int = 1) -> None:
+        """``number`` further steps were run."""
+        self.num_steps += number
+        peak = self._process.peak_bytes()
+        if peak is not None:
+            self._growth.add(self.num_steps, peak)
+
+    @property
+    def is_level(self) -> bool:
+        """Whether it has ended, or cannot be measured."""
+        return not self._growth.num_steps or self._growth.is_level
+
+    def further(self, num_collectives: int) -> int:
+        """Bytes that a long run is expected to add.
+
+        Args:
+            num_collectives: collectives of a step, which torch's recorder keeps.
+        """
+        in_long_run = min(_LOG_ENTRIES, LONG_RUN * num_collectives)
+        recorded = min(_LOG_ENTRIES, self.num_steps * num_collectives)
+        return self._growth.until(LONG_RUN) + (in_long_run - recorded) * _LOG_ENTRY_BYTES
 
 
 def _cycle(result: Result) -> Iterator[Any]:
@@ -272,12 +391,19 @@ def _largest(values: Sequence[float], cluster: Cluster) -> list[float]:
 
 
 def _held_to(limit: int | None, report: RankReport) -> RankReport:
-    if limit is None or report.peak_bytes is None or report.peak_bytes <= limit:
+    """The report, as one of a trial without memory where it needs more than the limit."""
+    process, further = report.process_bytes, report.further_bytes
+    needed = report.peak_bytes if process is None else process + further
+    if limit is None or needed is None or needed <= limit:
         return report
-    over = report.peak_bytes - limit
+    tensors = "" if report.peak_bytes is None else f" ({bytes_text(report.peak_bytes)} of it tensors)"
+    what = f"a step holds {bytes_text(needed)} at its peak"
+    if process is not None:
+        what = f"its process grew by {bytes_text(process)}{tensors}"
+        if process <= limit:
+            what += f" and is expected to grow by {bytes_text(further)} more in {LONG_RUN:,} steps"
     return replace(
         report,
         status="out of memory",
-        reason=f"a step holds {bytes_text(report.peak_bytes)} at its peak, {bytes_text(over)} more than the limit of "
-        f"{bytes_text(limit)}",
+        reason=f"{what}, {bytes_text(needed - limit)} more than the limit of {bytes_text(limit)}",
     )

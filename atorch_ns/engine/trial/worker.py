@@ -93,7 +93,8 @@ class TrialWorker:
         cluster: cluster as this rank sees it.
         rendezvous: address at which the ranks of a trial meet; ``None`` for one rank.
         log_dir: folder of the log files, one for each trial that printed anything.
-        memory_limit_bytes: a trial whose peak is above this is "out of memory"; ``None`` for no limit.
+        memory_limit_bytes: a trial that needs more than this is "out of memory"; ``None`` for no limit.
+        enforce_limit: whether the system enforces that limit on trials, as on the training that is to follow.
         keep_logs: whether logs of trials that ran well, and of the helper itself, are kept, too.
         carried: state that methods carry to the helper, by their names.
 
@@ -109,6 +110,7 @@ class TrialWorker:
         rendezvous: Rendezvous | None,
         log_dir: Path,
         memory_limit_bytes: int | None = None,
+        enforce_limit: bool = False,
         keep_logs: bool = True,
         carried: Mapping[str, Any] | None = None,
     ) -> None:
@@ -127,6 +129,7 @@ class TrialWorker:
             matmul_precision=torch.get_float32_matmul_precision(),
             default_dtype=torch.get_default_dtype(),
             memory_limit_bytes=memory_limit_bytes,
+            enforce_limit=enforce_limit,
         )
         self._job = pack(inputs, carried=carried)
         self._process: WorkerProcess | None = self._start()

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.cluster import Cluster
+from atorch_ns.cluster.process_memory import private_bytes
 from atorch_ns.engine.trial.pickling import Unpacked, unpack
 from atorch_ns.engine.trial.process import TASK, Setting, be_trial
 from atorch_ns.engine.trial.worker_process import Receiver, send
@@ -44,6 +45,7 @@ from atorch_ns.text import error_text
 from atorch_ns.torch_compat import gpu_described, join_fake_group
 
 _PARENT_CHECK_S: Final = 0.5
+_CPU: Final = torch.device("cpu")
 _FRESH: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from atorch_ns.engine.trial.zygote import fresh_trial; "
     "fresh_trial(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])"
@@ -101,6 +103,7 @@ def fresh_trial(job_fd: int, report_fd: int, log: str, task: str) -> NoReturn:
         loaded.setting,
         loaded.registry,
         TASK.validate_json(task),
+        loading_bytes=loaded.loading_bytes,
         log=Path(log),
         report_fd=report_fd,
     )
@@ -108,11 +111,12 @@ def fresh_trial(job_fd: int, report_fd: int, log: str, task: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What trials share: the setting, the user's objects and the methods."""
+    """What trials share: the setting, the user's objects, the methods, and the bytes that loading these took."""
 
     setting: Setting
     job: Unpacked
     registry: Registry
+    loading_bytes: int
 
     @classmethod
     def read(cls, fd: int) -> _Loaded:
@@ -123,10 +127,13 @@ class _Loaded:
         with _gpu_described(setting.cluster):
             with _process_groups_pretended(setting.cluster):
                 job = unpack(data)
+            # A process that trains loads these within its limit.
+            before = private_bytes(_CPU) or 0
             registry = load_registry()
             registry.restore(job.carried)
             _warm_up()
-        return cls(setting, job, registry)
+            loading_bytes = max(0, (private_bytes(_CPU) or 0) - before)
+        return cls(setting, job, registry, loading_bytes)
 
 
 @contextlib.contextmanager
@@ -280,7 +287,15 @@ class _Zygote:
     def _be_trial(self, task: TrialTask, log: Path, report_fd: int) -> NoReturn:
         if self._job_fd is None:
             loaded = self._loaded
-            be_trial(loaded.job, loaded.setting, loaded.registry, task, log=log, report_fd=report_fd)
+            be_trial(
+                loaded.job,
+                loaded.setting,
+                loaded.registry,
+                task,
+                loading_bytes=loaded.loading_bytes,
+                log=log,
+                report_fd=report_fd,
+            )
         os.set_inheritable(report_fd, True)
         given = (self._job_fd, report_fd, str(log), TASK.dump_json(task).decode())
         os.execv(sys.executable, [sys.executable, "-c", _FRESH, *map(str, given), json.dumps(sys.path)])

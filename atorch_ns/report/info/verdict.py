@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
+from atorch_ns.cluster.process_memory import LONG_RUN
 from atorch_ns.estimate import TimeParts
 from atorch_ns.report.info.candidates import Figure, Source, is_planned, peak, seconds
 from atorch_ns.search import Row, SearchOutcome, Setting
@@ -189,11 +190,11 @@ def _choice(outcome: SearchOutcome) -> list[str]:
         every = "The only candidate cannot" if alone else f"None of {len(outcome.rows)} candidates can"
         nearest = [f"Nearest: {outcome.nearest_miss}"] if outcome.nearest_miss else []
         return [f"{every} be used", *nearest]
-    time, memory = seconds(winner), peak(winner)
+    time = seconds(winner)
     sentences = [
         f"Chosen: {winner.candidate.label}",
         f"One step takes {time.as_seconds()}; {_against(outcome, time)}",
-        f"Peak memory {memory.as_bytes()} of {bytes_text(outcome.setting.memory_limit_bytes or None)} a rank",
+        _memory(winner, outcome),
     ]
     if winner.reason:
         sentences.append(f"Why: {winner.reason}")
@@ -209,6 +210,20 @@ def _choice(outcome: SearchOutcome) -> list[str]:
     return sentences
 
 
+def _memory(winner: Row, outcome: SearchOutcome) -> str:
+    tensors, limit = peak(winner).as_bytes(), bytes_text(outcome.setting.memory_limit_bytes or None)
+    trial = winner.trial
+    if trial is None or not trial.succeeded or not trial.process_bytes:
+        return f"Peak memory {tensors} of {limit} a rank"
+    most, further = max(trial.process_bytes), max(trial.further_bytes, default=0)
+    more = f", and {bytes_text(further)} more are expected in a run of {LONG_RUN:,} steps" if further else ""
+    enforced = ", which the system enforced" if outcome.settings.memory_limit_gib is not None else ""
+    return (
+        f"Peak memory {bytes_text(most)} of {limit} a rank{enforced}: what a process takes beyond what it held before (measured"
+        f"{more}); tensors are {tensors} of it"
+    )
+
+
 def _against(outcome: SearchOutcome, time: Figure) -> str:
     baseline = outcome.baseline
     if baseline is None or baseline is outcome.winner:
@@ -222,6 +237,12 @@ def _against(outcome: SearchOutcome, time: Figure) -> str:
 
 def _certainty(outcome: SearchOutcome) -> list[str]:
     sentences = []
+    if outcome.beside is not None:
+        low, middle, high = (
+            bytes_text(value) for value in (outcome.beside.low, outcome.beside.middle, outcome.beside.high)
+        )
+        trials = counted(outcome.beside.num_trials, "trial")
+        sentences.append(f"Beside tensors a rank needed {middle} ({low} to {high}, measured in {trials})")
     if outcome.lower_bound_seconds is not None:
         bound = seconds_text(outcome.lower_bound_seconds)
         left = (

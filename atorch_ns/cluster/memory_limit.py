@@ -8,11 +8,11 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import ClassVar, Final
+from typing import Final
 
 import torch
 
+from atorch_ns.cluster.process_memory import private_bytes, unused_bytes
 from atorch_ns.errors import BackendError, InputError, RankError
 from atorch_ns.text import bytes_text
 
@@ -88,7 +88,7 @@ def _limited(total: int, num_bytes: int, device: torch.device) -> Iterator[None]
 
 def _is_enforced(num_bytes: int) -> bool:
     """Whether the limit that is set refuses one allocation of more than that, and reused memory does not exceed it."""
-    if _unused_bytes() > num_bytes:
+    if unused_bytes() > num_bytes:
         return False
     try:
         mmap.mmap(-1, num_bytes + _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
@@ -97,37 +97,29 @@ def _is_enforced(num_bytes: int) -> bool:
     return False
 
 
+def return_freed_memory() -> None:
+    """Has glibc give freed tensors back to the system at once, from here on; nothing with another C library.
+
+    Else it keeps much of them, and a process takes up to a half more than its tensors need.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_MMAP_THRESHOLD, _LARGE)
+        library.malloc_trim(0)
+
+
 def _bytes_in_use(device: torch.device) -> int:
     """Bytes that count towards a limit and are in use."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved(device)
-    if sys.platform != "linux":
+    else:
+        return_freed_memory()
+    found = private_bytes(device)
+    if found is None:
         raise BackendError(
             f"a limit of memory cannot be enforced on {sys.platform}: it needs Linux, or CUDA."
         )
-    unused = _unused_bytes()
-    found = re.search(r"^VmData:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 2**10 - unused
-
-
-def _unused_bytes() -> int:
-    """Bytes that glibc keeps for later allocations, once it has given back what it can; 0 with another C library."""
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallinfo2"):
-        return 0
-    library.mallopt(_MMAP_THRESHOLD, _LARGE)
-    library.malloc_trim(0)
-    library.mallinfo2.restype = _MallocInfo
-    return int(library.mallinfo2().fordblks)
-
-
-class _MallocInfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``; of its fields only ``fordblks``, the free bytes, is read."""
-
-    _fields_: ClassVar = [(f"field_{index}", ctypes.c_size_t) for index in range(8)]
-    _fields_ += [("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+    return found
 
 
 def _asked_for(error: BaseException) -> str:

@@ -56,7 +56,7 @@ def test_other_errors_pass_and_wrong_limits_are_refused() -> None:
 
 
 def test_a_limit_that_could_not_be_enforced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atorch_ns.job.memory_limit._unused_bytes", lambda: 33 * MIB)
+    monkeypatch.setattr("atorch_ns.cluster.memory_limit.unused_bytes", lambda: 33 * MIB)
     with pytest.raises(BackendError, match="cannot be enforced here"), limit_memory(32 * MIB, CPU):
         pass
 

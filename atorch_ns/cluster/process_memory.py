@@ -1,0 +1,365 @@
+"""Memory of a process: its tensors, all that a container or a GPU counts, and the growth of that over steps."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Final
+
+import torch
+
+from atorch_ns.text import bytes_text
+from atorch_ns.torch_compat import CpuMemoryRecord, profiler_is_running
+
+_STATUS: Final = Path("/proc/self/status")
+_CLEAR_REFS: Final = Path("/proc/self/clear_refs")
+_FORGET_PEAK: Final = "5"
+"""What resets ``VmHWM`` (proc_pid_clear_refs(5))."""
+
+LONG_RUN: Final = 1000
+"""Steps of a run that a measurement of a few steps stands for."""
+_LEVEL: Final = 0.01
+_FEWEST: Final = 8
+"""Steps before growth is judged: the first two make states and arrange buckets, and a doubling needs a half to compare."""
+
+_LEAK: Final = 1.5
+_FEWEST_TO_SAY: Final = 64
+"""Steps before a job is said to grow: three doublings in which it did."""
+_COUNTED_STEPS: Final = 16
+
+
+def private_bytes(device: torch.device) -> int | None:
+    """Bytes that this process holds now; ``None`` where that is not known.
+
+    On the CPU (Linux) private memory as ``RLIMIT_DATA`` counts it (``VmData``), less what the C library keeps for later
+    allocations. On CUDA what torch's allocator has reserved.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    if sys.platform != "linux":
+        return None
+    return _read_status()["VmData"] - unused_bytes()
+
+
+def unused_bytes() -> int:
+    """Bytes that glibc keeps for later allocations; 0 with another C library."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return 0
+    library.mallinfo2.restype = _MallocInfo
+    return int(library.mallinfo2().fordblks)
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``; of its fields only ``fordblks``, the free bytes, is read."""
+
+    _fields_: ClassVar = [(f"field_{index}", ctypes.c_size_t) for index in range(8)]
+    _fields_ += [("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+
+
+def _read_status() -> dict[str, int]:
+    """Bytes by name of ``/proc/self/status``; those that this system does not tell are 0."""
+    names = ("VmData", "VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")
+    found = dict.fromkeys(names, 0)
+    for line in _STATUS.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in found:
+            found[name] = int(value.split()[0]) * 2**10
+    return found
+
+
+class ProcessMemory:
+    """Follows what this process takes beyond what it holds when this is made.
+
+    On the CPU (Linux) that is private memory at its highest, as the kernel follows it: tensors, what the C library keeps
+    of them, buffers of libraries, stacks of threads. On CUDA it is what torch's allocator has reserved at most, and by
+    how much the rest of the device has grown, such as by NCCL; what other processes do on the device meanwhile counts too.
+
+    Args:
+        device: the device that tensors are on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = private_bytes(device) or 0
+        self._beside = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._beside = _beside_allocator(device)
+        elif sys.platform == "linux":
+            # Where that is not allowed, the highest so far counts, which a fork begins anew.
+            with contextlib.suppress(OSError):
+                _CLEAR_REFS.write_text(_FORGET_PEAK)
+
+    def peak_bytes(self) -> int | None:
+        """The most so far; ``None`` where it cannot be measured."""
+        if self._device.type == "cuda":
+            beside = max(0, _beside_allocator(self._device) - self._beside)
+            return torch.cuda.max_memory_reserved(self._device) - self._start + beside
+        if sys.platform != "linux":
+            return None
+        now = _read_status()
+        # The kernel follows the highest of all resident memory; files mapped into it, such as libraries, only grow. What
+        # was never touched, such as the rest of stacks, counts towards a limit as well.
+        anonymous = max(now["VmHWM"] - now["RssFile"] - now["RssShmem"], now["RssAnon"])
+        untouched = max(0, now["VmData"] - now["RssAnon"])
+        return max(0, anonymous + untouched - self._start)
+
+
+def _beside_allocator(device: torch.device) -> int:
+    """Bytes in use on a device that torch's allocator of this process has not reserved."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+class MemoryTracker:
+    """Follows the tensor memory of this process; see :func:`track_memory`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peak = 0
+        self._alive = 0
+        self._base = 0
+        self._record: CpuMemoryRecord | None = None
+        self._is_paused = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at once since the start, or the last :meth:`reset_peak`."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        self._fold()
+        return self._peak
+
+    @property
+    def alive_bytes(self) -> int:
+        """What is alive now."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        self._fold()
+        return self._alive
+
+    def reset_peak(self) -> None:
+        """Forgets the peak so far: what is alive now is the new one."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        self._fold()
+        self._peak = self._alive
+
+    def start(self) -> None:
+        """Begins; :func:`track_memory` calls it."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        self._record = CpuMemoryRecord()
+        self._record.count(True)
+        self._record.start()
+        self._base = self._record.stop()[-1]
+        self._record.start()
+
+    def pause(self) -> None:
+        """Records no peak until :meth:`resume`: what is allocated counts all the same, and operators run as fast as ever."""
+        if self._record is not None and not self._is_paused:
+            self._fold()
+            self._record.stop()
+            self._is_paused = True
+
+    def resume(self) -> None:
+        """Records again: what is alive now is the new peak."""
+        if self._record is not None and self._is_paused:
+            self._record.start()
+            self._is_paused = False
+        self.reset_peak()
+
+    def stop(self) -> None:
+        """Ends; the figures stay."""
+        if self._record is not None:
+            self._fold()
+            record, self._record = self._record, None
+            if not self._is_paused:
+                record.stop()
+            record.count(False)
+
+    def _fold(self) -> None:
+        """Takes over what has been recorded, and goes on recording."""
+        if self._record is None or self._is_paused:
+            return
+        counts = [count - self._base for count in self._record.stop()]
+        self._peak = max(self._peak, *counts)
+        self._alive = counts[-1]
+        self._record.start()
+
+
+@contextmanager
+def track_memory(device: torch.device) -> Iterator[MemoryTracker]:
+    """Follows the tensor memory of this process inside the block.
+
+    On CUDA the figures are the allocator's, of the whole process. On the CPU they are of what is allocated
+    inside the block, by any thread, in the bytes asked for; memory that was there before is not counted, nor
+    its release, so models are to be built or copied inside. Operators run slower meanwhile, and another
+    profiler cannot run: time steps outside.
+
+    Example:
+        >>> with track_memory(torch.device("cpu")) as memory:  # doctest: +SKIP
+        ...     result = build()
+        ...     result.train_step(batch)  # makes the optimizer's states
+        ...     memory.reset_peak()
+        ...     result.train_step(batch)
+        ...     peak = PeakMemory(peak_bytes=memory.peak_bytes, states=state_bytes(result))
+    """
+    tracker = MemoryTracker(device)
+    tracker.start()
+    try:
+        yield tracker
+    finally:
+        tracker.stop()
+
+
+@dataclass
+class Growth:
+    """Growth of a process over the steps of a run. Pure; no clock, no files.
+
+    A heap fragments by about as much in each doubling of the number of steps, and caches fill, so that growth is judged by
+    doublings and not by steps: a doubling that adds less than a hundredth is level.
+    """
+
+    _seen: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, step: int, num_bytes: int) -> None:
+        """Adds the memory after a step; steps count from 1."""
+        self._seen.append((step, num_bytes))
+
+    @property
+    def num_steps(self) -> int:
+        """The last step that was added."""
+        return self._seen[-1][0] if self._seen else 0
+
+    @property
+    def per_doubling(self) -> int:
+        """Bytes that the last doubling of the number of steps added; 0 before there was one."""
+        return self._added(self.num_steps)
+
+    @property
+    def is_level(self) -> bool:
+        """Whether the last doubling added less than a hundredth."""
+        return self.num_steps >= _FEWEST and self.per_doubling <= _LEVEL * self._seen[-1][1]
+
+    def until(self, num_steps: int) -> int:
+        """Bytes that a run of ``num_steps`` is expected to add, if each doubling adds as much as the last."""
+        if not 0 < self.num_steps < num_steps:
+            return 0
+        return round(self.per_doubling * math.log2(num_steps / self.num_steps))
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether it grows as a leak does: by the same at each step, and so by twice as much in each doubling.
+
+        Half as much again is taken for that, since a heap that fragments adds as much as before at most.
+        """
+        return not self.is_level and self.per_doubling >= _LEAK * self._added(self.num_steps // 2)
+
+    @property
+    def since(self) -> int:
+        """The step after which it grew steadily."""
+        step = self.num_steps
+        while step >= 2 * _FEWEST and self._added(step) >= _LEAK * self._added(step // 2) > 0:
+            step //= 2
+        return step // 2
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Mean growth of a step over the last doubling."""
+        return self.per_doubling / max(1, self.num_steps - self.num_steps // 2)
+
+    def _added(self, step: int) -> int:
+        """Bytes that the steps from ``step // 2`` to ``step`` added; 0 where too few were seen."""
+        if step < _FEWEST:
+            return 0
+        last = [size for number, size in self._seen if number <= step]
+        before = [size for number, size in self._seen if number <= step // 2]
+        return last[-1] - before[-1] if before else 0
+
+
+class GrowthWatch:
+    """Growth of a job's process: looks at it after the updates 4, 8, 16, … of the optimizer and says once that it grows.
+
+    Once it has seen that, it counts the tensors of 16 further steps, to say whether it is they that grow.
+
+    Args:
+        device: the device that tensors are on.
+        read: bytes that the process holds.
+
+    Attributes:
+        finding: what it says, without a full stop; empty where nothing grows.
+    """
+
+    def __init__(
+        self, device: torch.device, read: Callable[[torch.device], int | None] = private_bytes
+    ) -> None:
+        self._device, self._read = device, read
+        self._growth = Growth()
+        self._next = _FEWEST // 2
+        self._num_steps = 0
+        self._tracker: MemoryTracker | None = None
+        self._alive_at_first: int | None = None
+        self.finding = ""
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Looks from now on after the steps of ``optimizer``, whatever loop calls them."""
+        with contextlib.suppress(AttributeError):  # those of backends that have no hooks
+            optimizer.register_step_post_hook(self.after_step)
+
+    def after_step(self, *_: object) -> None:
+        """After an update; takes a microsecond, and a few milliseconds when it looks."""
+        self._num_steps += 1
+        num_steps = self._num_steps
+        if self.finding or num_steps < self._next:
+            return
+        if self._tracker is not None:
+            self._count_tensors(self._tracker, num_steps)
+            return
+        self._next = 2 * num_steps
+        found = self._read(self._device)
+        if found is None:
+            return
+        self._growth.add(num_steps, found)
+        if num_steps < _FEWEST_TO_SAY or not self._growth.is_steady:
+            return
+        if self._device.type == "cpu" and profiler_is_running():
+            self.finding = self._text(None)
+            return
+        # What is allocated anew in every step, such as gradients, is counted from the next one on.
+        self._next = num_steps + 1
+        self._tracker = MemoryTracker(self._device)
+        self._tracker.start()
+
+    def _count_tensors(self, tracker: MemoryTracker, num_steps: int) -> None:
+        if self._alive_at_first is None:
+            self._alive_at_first = tracker.alive_bytes
+            self._next = num_steps + _COUNTED_STEPS
+            return
+        per_step = (tracker.alive_bytes - self._alive_at_first) / _COUNTED_STEPS
+        tracker.stop()
+        self.finding = self._text(per_step)
+
+    def _text(self, tensors_per_step: float | None) -> str:
+        growth = self._growth
+        rate, num_seen = growth.bytes_per_step, growth.num_steps - growth.num_steps // 2
+        what = "whether it is tensors that grow could not be measured beside another profiler"
+        if tensors_per_step is not None:
+            what = "it is not tensors that grow: look for caches, logs and connections without a bound"
+            if tensors_per_step > rate / 2:
+                what = (
+                    "it is tensors that grow: look for losses and outputs that are kept and were not detached"
+                )
+        return (
+            f"the memory of this process grows by {bytes_text(round(rate))} a step (measured over {num_seen} steps), since "
+            f"about step {growth.since}; {what}"
+        )
