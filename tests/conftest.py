@@ -35,6 +35,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from tests.processes import child_processes
+from tests.sample import BUDGETS, CostRecord, draw_tests, read_costs
 from tests.warm import COLD_PYTHON, warm_python
 
 torch.set_num_threads(1)
@@ -69,7 +70,12 @@ _STARTS_PROCESSES = re.compile(
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--sample SEED``: what of the dear tests is run is drawn by this seed (tests/sample.py)."""
+    parser.addoption("--sample", metavar="SEED", help="run all cheap tests, and dear ones drawn by SEED")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks ``processes`` every test that, or whose module, or a helper module that it imports, starts processes."""
     for item in items:
         if isinstance(item, pytest.Function) and (
@@ -77,6 +83,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             or _STARTS_PROCESSES.search(inspect.getsource(item.function))
         ):
             item.add_marker(pytest.mark.processes)
+    seed = config.getoption("--sample")
+    if seed is not None:
+        # A test that is marked slow costs the sample nothing: the expression of marks leaves it out.
+        quick = [item.nodeid for item in items if item.get_closest_marker("slow") is None]
+        drawn = draw_tests(quick, seed, read_costs(), BUDGETS)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in drawn])
+        items[:] = [item for item in items if item.nodeid in drawn]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Records what each test costs."""
+    starts_processes = item.get_closest_marker("processes") is not None
+    record = _cost_record()
+    record.start(starts_processes=starts_processes)
+    yield
+    record.stop(item.nodeid, starts_processes=starts_processes)
+
+
+@functools.cache
+def _cost_record() -> CostRecord:
+    return CostRecord()
 
 
 @functools.cache

@@ -1,10 +1,11 @@
-"""The demo, in two acts: a small Llama on the machine as it is, and with less memory than the plain strategy needs.
+"""The demo, in two acts: a Llama on the machine as it is, and with less memory than the plain strategy needs.
 
 ::
 
     python examples/auto_accelerate/demo.py
 
-Every job is ``small_llama.py``, and its command line is printed: each can be run alone.
+Every job is ``small_llama.py``, and its command line is printed: each can be run alone. All figures are measured in the
+run that shows them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 JOB = os.path.relpath(Path(__file__).with_name("small_llama.py"))
 MIB = 2**20
-LIMIT = 0.9  # of what the plain strategy was measured to hold
-EQUAL = 1e-5  # losses of strategies that differ in the order of sums alone
+LIMIT = 0.75  # of what tensors alone take under the plain strategy: it cannot fit
+EQUAL = (
+    1e-3  # of what training changes: rounding, which sums in another order differ by, grows from step to step
+)
+
+SCRIPT = """\
+status, result, strategy = auto_accelerate(model, optim_func, dataset, loss_func, ...)
+for batch in result.dataloader:
+    loss = result.train_step(batch)"""
 
 
 class Demo:
@@ -43,13 +52,13 @@ class Demo:
         self._console, self._nproc, self._flags = console, nproc, flags
         self._begin = time.monotonic()
 
-    def say(self, text: str, style: str = "") -> None:
+    def say(self, text: str, style: str = "bold") -> None:
         """A line with the seconds since the beginning."""
         self._console.print(f"\n[{time.monotonic() - self._begin:3.0f} s] {text}", style=style)
 
-    def run(self, what: str, place: str, *flags: str) -> Path:
-        """Runs a job; returns its folder, ``place``."""
-        folder = self.folder / place
+    def run(self, what: str, name: str, *flags: str) -> Path:
+        """Runs a job; returns its folder, ``name``."""
+        folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         launch = [sys.executable, "-m", "atorch_ns.cli", "launch", "--nproc", str(self._nproc)]
@@ -68,79 +77,90 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def first_act(demo: Demo) -> dict[str, Any]:
-    """The machine as it is: a search, and training with what it found."""
-    demo.say("Act 1: the machine as it is. Which strategy is the fastest, in full precision?", "bold")
-    found = demo.run("find", "act-1/search")
-    demo.say("Training with it:")
-    trained = demo.run("train", "act-1/training", "--strategy", str(found / "strategy.json"))
-    figures = read(found / "figures.json")
-    best, plain = (figures[name]["measured_seconds"] for name in ("found", "plain"))
-    verdict = "trains; nothing that was tried is faster than the plain strategy, beyond the noise"
-    if figures["found"]["label"] != figures["plain"]["label"]:
-        verdict = f"trains; {plain / best:.2f} times as fast as the plain strategy"
-    return {**figures["found"], **demo.training(trained)[0], "limit": "none", "verdict": verdict}
+def first_act(demo: Demo) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The machine as it is: the plain strategy and one that is searched for, in full precision; before and after."""
+    demo.say(
+        "Act 1: the machine as it is. A search for the fastest strategy in full precision, and training with it:"
+    )
+    after = demo.run("find", "act-1/after", "--then-train")
+    figures = read(after / "figures.json")
+    demo.say("What a script without it does, plain data parallelism:")
+    before = demo.run("train", "act-1/before", "--strategy", str(after / "plain.json"))
+    columns = {"before": figures["plain"], "after": figures["found"]}
+    for name, folder in (("before", before), ("after", after)):
+        columns[name] |= demo.training(folder)[0] | {"limit": "none"}
+    seconds = [column["step_seconds"] for column in columns.values()]
+    columns["before"]["verdict"] = "what you have"
+    if columns["after"]["label"] == columns["before"]["label"]:
+        columns["after"]["verdict"] = "nothing is faster here beyond the noise"
+    else:
+        gain = f"{seconds[0] / seconds[1]:.2f} times as fast in training"
+        columns["after"]["verdict"] = f"{gain}; {same_training(before, after)}"
+    return columns["before"], columns["after"]
 
 
-def second_act(demo: Demo, limit: int, losses: list[float]) -> tuple[dict[str, Any], dict[str, Any]]:
+def second_act(demo: Demo, limit: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """``limit`` MiB for each rank: the plain strategy runs out of memory, one that is searched for trains."""
     limited = ("--memory-limit", str(limit))
-    demo.say(f"Act 2: {limit} MiB for each rank, enforced. The plain strategy tries:", "bold")
-    plain = read(demo.folder / "act-1/search/figures.json")["plain"]
-    strategy = str(demo.folder / "act-1/search/plain.json")
-    ranks = demo.training(demo.run("train", "act-2/plain", "--strategy", strategy, *limited))
-    failed = [number for number, rank in enumerate(ranks) if "out of memory" in rank["ended"]]
-    if not failed:
+    demo.say(f"Act 2: {limit} MiB for each rank, enforced by the system. The plain strategy tries:")
+    plain = read(demo.folder / "act-1/after/figures.json")["plain"]
+    strategy = str(demo.folder / "act-1/after/plain.json")
+    ranks = demo.training(demo.run("train", "act-2/before", "--strategy", strategy, *limited))
+    if not any("out of memory" in rank["ended"] for rank in ranks):
         sys.exit(f"the plain strategy was to run out of {limit} MiB and did not.")
-    step = len(ranks[failed[0]]["losses"]) + 1
-    verdict = f"out of memory in step {step}"
 
     demo.say("Is there a strategy that fits?")
     found = demo.run("find", "act-2/search", *limited)
     demo.say("Training with it, under the same limit:")
-    trained = demo.run("train", "act-2/training", "--strategy", str(found / "strategy.json"), *limited)
-    outcome = demo.training(trained)[0]
+    after = demo.run("train", "act-2/after", "--strategy", str(found / "strategy.json"), *limited)
+    outcome = demo.training(after)[0]
     if outcome["ended"]:
         sys.exit(f"the strategy that was found cannot train: {outcome['ended']}")
-    apart = max(abs(one - other) for one, other in zip(losses, outcome["losses"], strict=True))
-    if apart > EQUAL:
-        sys.exit(f"the losses of both acts differ by {apart:.1e}, more than {EQUAL:.0e}.")
-    text = (
-        f"trains; losses as in act 1 (within {apart:.0e})" if apart else "trains; losses equal those of act 1"
-    )
+    verdict = f"fits; {same_training(demo.folder / 'act-1/before', after)}"
     return (
-        {**plain, **ranks[0], "limit": f"{limit} MiB", "verdict": verdict},
-        {**read(found / "figures.json")["found"], **outcome, "limit": f"{limit} MiB", "verdict": text},
+        {**plain, **ranks[0], "limit": f"{limit} MiB", "verdict": "out of memory"},
+        {**read(found / "figures.json")["found"], **outcome, "limit": f"{limit} MiB", "verdict": verdict},
     )
+
+
+def same_training(before: Path, after: Path) -> str:
+    """How far two runs are apart in all weights and losses, which must be by rounding alone."""
+    first, second = (torch.load(folder / "weights.pt", weights_only=True) for folder in (before, after))
+    apart = sum(float((first[name] - second[name]).square().sum()) for name in first) ** 0.5
+    size = sum(float(value.square().sum()) for value in first.values()) ** 0.5
+    losses = [read(folder / "training-0.json")["losses"] for folder in (before, after)]
+    loss = max(abs(mine - other) for mine, other in zip(*losses, strict=True))
+    if max(apart / size, loss) > EQUAL:
+        sys.exit(f"the weights of both runs differ by {apart / size:.1e} and their losses by {loss:.1e}.")
+    return f"the same training (weights within {apart / size:.0e}, losses within {loss:.0e})"
 
 
 def summary(columns: dict[str, dict[str, Any]]) -> Table:
     """Both acts side by side."""
-    table = Table(title="Both acts", title_justify="left", title_style="bold")
+    table = Table(title="Before and after", title_justify="left", title_style="bold")
     table.add_column("")
     for heading in columns:
         table.add_column(heading, overflow="fold")
     rows = {
         "strategy": "label",
         "memory limit of a rank": "limit",
-        "peak memory, predicted": "predicted_bytes",
-        "peak memory, measured in its trial": "measured_bytes",
+        "peak of tensors, predicted": "predicted_bytes",
+        "peak of tensors, in its trial": "measured_bytes",
+        "memory of the process, in its trial": "process_bytes",
         "step, predicted": "predicted_seconds",
-        "step, measured in its trial": "measured_seconds",
-        "step, measured in training": "step_seconds",
+        "step, in its trial": "measured_seconds",
+        "step, in training": "step_seconds",
     }
     for name, key in rows.items():
         table.add_row(name, *(shown(key, column[key]) for column in columns.values()))
-    table.add_row("losses of the first steps", *(losses_text(one["losses"][:3]) for one in columns.values()))
-    table.add_row(
-        "losses of the last steps", *(losses_text(one["losses"][3:][-3:]) for one in columns.values())
-    )
-    table.add_row("verdict", *(one["verdict"] for one in columns.values()), style="bold")
+    table.add_row("losses, first", *(losses_text(column["losses"][:3]) for column in columns.values()))
+    table.add_row("losses, last", *(losses_text(column["losses"][3:][-3:]) for column in columns.values()))
+    table.add_row("verdict", *(column["verdict"] for column in columns.values()), style="bold")
     return table
 
 
 def shown(key: str, value: Any) -> str:
-    """A figure with its unit; a dash for one that there is not."""
+    """A figure with its unit; a dash for a missing figure."""
     if value is None:
         return "–"
     if key.endswith("_bytes"):
@@ -150,7 +170,7 @@ def shown(key: str, value: Any) -> str:
 
 def losses_text(losses: list[float]) -> str:
     """Losses in nats."""
-    return " ".join(f"{loss:.5f}" for loss in losses) or "–"
+    return " ".join(f"{loss:.4f}" for loss in losses) or "–"
 
 
 def main() -> None:
@@ -164,22 +184,24 @@ def main() -> None:
         console.width = 120
     demo = Demo(console, options.save, options.nproc, flags)
 
-    first = first_act(demo)
-    held = read(demo.folder / "act-1/search/figures.json")["plain"]
-    limit = round(LIMIT * (held["measured_bytes"] or held["predicted_bytes"]) / MIB)
-    plain, found = second_act(demo, limit, first["losses"])
+    before, after = first_act(demo)
+    limit = round(LIMIT * (before["measured_bytes"] or before["predicted_bytes"]) / MIB)
+    plain, found = second_act(demo, limit)
 
     demo.say("Done.")
-    console.print(summary({"act 1": first, "act 2, plain": plain, "act 2, found": found}))
     console.print(
-        "Under an enforced limit a step takes longer than in a trial: the system takes back what is freed at once."
+        summary({"before": before, "after": after, "before, limited": plain, "after, limited": found})
     )
-    for act in ("act-1", "act-2"):
-        place = options.save / act / "search"
-        pictures = " ".join(sorted(path.name for path in (place / "pictures").iterdir()))
-        console.print(
-            f"{act}: strategy.json and report.html in {place}, pictures: {pictures}", soft_wrap=True
-        )
+    console.print(
+        "Why: with few samples a step, plain data parallelism spends its time on what every rank repeats, the exchange of\n"
+        "all gradients and the update of all weights; memory goes to weights, gradients and moments that every rank holds.\n"
+        "What was found divides them. Under a limit a step takes longer: the system takes back what is freed at once.\n"
+        "Figures of trials and training are measured, with whatever else this machine does meanwhile.\n"
+    )
+    console.print("The lines of a script that do it:", style="bold")
+    console.print(SCRIPT)
+    for folder in ("act-1/after", "act-2/search"):
+        console.print(f"strategy.json, report.html and pictures: {options.save / folder}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The job of the demo: a small Llama that finds its strategy, or learns English text byte by byte with one.
+"""The job of the demo: a Llama that finds its strategy, or learns English text byte by byte with one.
 
 ::
 
-    torchrun --standalone --nproc-per-node=2 examples/auto_accelerate/small_llama.py find
+    torchrun --standalone --nproc-per-node=2 examples/auto_accelerate/small_llama.py find --then-train
     torchrun --standalone --nproc-per-node=2 examples/auto_accelerate/small_llama.py train --strategy zero1,checkpoint
 
-Both take a memory limit: a search keeps to it, and training fails beyond it.
+Both take a memory limit: a search keeps to it, and training fails beyond it. Training writes down what it took, and the
+weights that it ended with.
 
 Legend: T bytes of a window, V vocabulary (256 byte values).
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from atorch_ns import Result, auto_accelerate
+from atorch_ns.checkpoint import export_state_dict
 from atorch_ns.job import limit_memory
 from atorch_ns.report.pictures import save_pictures
 
 MIB = 2**20
 LEARNING_RATE = 1e-3
-# What a rank needs besides the tensors of a step: buffers of gloo and of matrix products, and those that the first
-# two steps hold until DDP has arranged its buckets.
-RESERVE_MIB = 24
 # Left out of the search: precisions, since both acts are to give the same losses, and two methods whose trials take
 # longer than such a short search has.
 EXCLUDED = ["precision", "compile", "pipeline_parallel"]
@@ -53,23 +51,30 @@ def read_options() -> argparse.Namespace:
         default="ddp",
         help="to train with: a strategy file, or names with commas between them, each with its config behind a colon",
     )
-    parser.add_argument("--memory-limit", type=int, help="MiB that each rank may use")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds that the search may take")
-    parser.add_argument("--max-trials", type=int, default=4, help="trials that the search may run")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
-    parser.add_argument("--batchsize", type=int, default=8, help="windows in a batch of all processes")
-    parser.add_argument("--seq-length", type=int, default=128, help="bytes in a window")
+    parser.add_argument("--then-train", action="store_true", help="train with what was found")
+    parser.add_argument(
+        "--memory-limit", type=int, help="MiB that each rank may take beyond what it begins with"
+    )
+    parser.add_argument("--time-limit", type=float, default=600.0, help="seconds that the search may take")
+    parser.add_argument("--max-trials", type=int, default=3, help="trials that the search may run")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
+    parser.add_argument("--batchsize", type=int, default=2, help="windows in a batch of all processes")
+    parser.add_argument("--seq-length", type=int, default=32, help="bytes in a window")
     return parser.parse_args()
 
 
 def small_llama() -> nn.Module:
-    """A Llama with 5 million parameters."""
+    """A Llama with 26 million parameters, in few and wide layers.
+
+    With few bytes in a batch, as in fine-tuning, a step spends its time on weights: on their gradients' way between
+    processes and on the optimizer, which data parallelism repeats on every process.
+    """
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
-        hidden_size=320,
-        intermediate_size=864,
-        num_hidden_layers=4,
-        num_attention_heads=5,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=2,
+        num_attention_heads=16,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
     )
@@ -82,14 +87,14 @@ def next_byte_loss(batch: dict[str, Tensor], output: object) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten())
 
 
-def accelerate(options: argparse.Namespace, **strategy: Any) -> Result:
+def accelerate(options: argparse.Namespace, dataset: ByteWindows, **strategy: Any) -> Result:
     """Model, optimizer, data and loss under a strategy, or under one that is searched for."""
     use_same_seed(0)
     _, result, _ = auto_accelerate(
         small_llama(),
         optim_func=torch.optim.AdamW,
         optim_args={"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1},
-        dataset=ByteWindows(english_text(), options.seq_length),
+        dataset=dataset,
         dataloader_args={"batch_size": options.batchsize, "shuffle": True, "drop_last": True},
         loss_func=next_byte_loss,
         model_input_format="unpack_dict",
@@ -114,23 +119,30 @@ def find(options: argparse.Namespace) -> None:
         settings["memory_limit_gib"] = options.memory_limit / 1024
     result = accelerate(
         options,
+        ByteWindows(english_text(), options.seq_length),
         excluded=EXCLUDED,
         search=settings,
         time_limit=options.time_limit,
         save_strategy_to_file=options.save / "strategy.json",
     )
-    if not is_first_process():
-        return
+    if is_first_process():
+        save_search(result, options.save)
+    if options.then_train:
+        run_training(options, result)
+
+
+def save_search(result: Result, folder: Path) -> None:
+    """The report of a search, its pictures, the plain strategy, and figures of both."""
     report = result.report
     search = report.search
     assert search is not None
     assert search.winner is not None
     assert search.baseline is not None
-    search.baseline.candidate.strategy.save(options.save / "plain.json")
-    report.save(options.save / "report.html")
-    save_pictures(report, options.save / "pictures")
+    search.baseline.candidate.strategy.save(folder / "plain.json")
+    report.save(folder / "report.html")
+    save_pictures(report, folder / "pictures")
     rows = {"found": search.winner, "plain": search.baseline}
-    (options.save / "figures.json").write_text(json.dumps({name: figures(row) for name, row in rows.items()}))
+    (folder / "figures.json").write_text(json.dumps({name: figures(row) for name, row in rows.items()}))
 
 
 def figures(row: Any) -> dict[str, Any]:
@@ -142,39 +154,54 @@ def figures(row: Any) -> dict[str, Any]:
         "predicted_bytes": row.candidate.estimate.peak_bytes,
         "measured_seconds": row.trial.median_seconds if measured else None,
         "measured_bytes": row.trial.max_peak_bytes if measured else None,
+        "process_bytes": max(row.trial.process_bytes, default=None) if measured else None,
     }
 
 
 def train(options: argparse.Namespace) -> None:
-    """Trains, or says on every rank why it cannot; each rank writes down its losses and how it ended."""
+    """Trains with a strategy, or says on every rank why it cannot."""
     device = start_process_group()
-    limited = (
-        nullcontext() if options.memory_limit is None else limit_memory(options.memory_limit * MIB, device)
-    )
-    console = Console(quiet=not is_first_process(), highlight=False, markup=False)
-    progress = TrainingProgress(console, options.steps, line_every=max(1, options.steps // 8))
-    ended, step_seconds = "", None
+    # A limit is for what training takes: data, and what is imported, are there before.
+    dataset = ByteWindows(english_text(), options.seq_length)
+    if options.memory_limit is None:
+        run_training(options, accelerate(options, dataset, load_strategy=parse_strategy(options.strategy)))
+        return
     try:
-        with limited:
-            result = accelerate(options, load_strategy=parse_strategy(options.strategy))
-            train_steps(result, progress, options)
-            times = result.train_step.times.summary()
-            step_seconds = times.median_seconds if times is not None else None
+        with limit_memory(options.memory_limit * MIB, device):
+            run_training(
+                options, accelerate(options, dataset, load_strategy=parse_strategy(options.strategy))
+            )
     except (MemoryError, RuntimeError) as error:
-        if options.memory_limit is None:
-            raise
         # A rank that another has left alone has lost its connection.
         ended = (
             str(error) if isinstance(error, MemoryError) else f"another rank has failed ({str(error)[:60]} …)"
         )
-        print(f"rank {rank()}, step {len(progress.losses) + 1}: {ended}", flush=True)
+        print(f"rank {rank()}: {ended}", flush=True)
+        save_training(options, ended=ended)
+
+
+def run_training(options: argparse.Namespace, result: Result) -> None:
+    """All steps, epoch after epoch; each rank writes down its losses."""
+    console = Console(quiet=not is_first_process(), highlight=False, markup=False)
+    progress = TrainingProgress(console, options.steps, line_every=max(1, options.steps // 5))
+    train_steps(result, progress, options)
+    times = result.train_step.times.summary()
+    seconds = times.median_seconds if times is not None else None
+    save_training(options, losses=progress.losses, step_seconds=seconds)
+    weights = export_state_dict(result)  # whole on the first rank, empty on the others
+    if weights:
+        torch.save(weights, options.save / "weights.pt")
+
+
+def save_training(options: argparse.Namespace, **outcome: Any) -> None:
+    """How training ended on this rank, as JSON."""
     options.save.mkdir(parents=True, exist_ok=True)
-    outcome = {"losses": progress.losses, "step_seconds": step_seconds, "ended": ended}
+    outcome = {"losses": [], "step_seconds": None, "ended": "", **outcome}
     (options.save / f"training-{rank()}.json").write_text(json.dumps(outcome))
 
 
 def train_steps(result: Result, progress: TrainingProgress, options: argparse.Namespace) -> None:
-    """All steps, epoch after epoch."""
+    """Optimizer steps, epoch after epoch."""
     assert result.dataloader is not None
     with progress:
         while True:
