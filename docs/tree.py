@@ -1,18 +1,20 @@
-"""Tree of the packages: a line for each room and file, read off the first lines of their docstrings.
+"""Tree of the packages, read off the first lines of their docstrings, and their layers, of ``pyproject.toml``.
 
-``python docs/tree.py`` writes it into ``docs/architecture.md``, between the two markers.
+``python docs/tree.py`` writes both into ``docs/architecture.md``, each between its two markers.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("atorch_ns", "opt_lib")
-BEGIN, END = "<!-- tree: begin -->\n", "<!-- tree: end -->\n"
+ALONE = ("_version",)
+"""Files that stand in a layer and are no room for anybody to look at."""
 
 
 def first_line(file: Path) -> str:
@@ -36,12 +38,25 @@ def _line(name: str, text: str) -> str:
     return f"{name:<36} {text}"
 
 
+def layers() -> Iterator[str]:
+    """The layers of the linter's first contract, from the top."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (contract,) = (one for one in settings["tool"]["importlinter"]["contracts"] if one["id"] == "layers")
+    for layer in contract["layers"]:
+        yield " | ".join(name for name in layer.split(" | ") if name not in ALONE)
+
+
 def page() -> str:
-    """The page with the tree as the packages stand."""
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    tail = rest.partition(END)[2]
-    tree = "\n".join(line for package in PACKAGES for line in lines(ROOT / package))
-    return f"{head}{BEGIN}\n```text\n{tree}\n```\n\n{END}{tail}"
+    """The page with the layers and the tree as the packages stand."""
+    tree = [line for package in PACKAGES for line in lines(ROOT / package)]
+    return _with_block(_with_block(PAGE.read_text(), "layers", layers()), "tree", tree)
+
+
+def _with_block(text: str, name: str, block: Iterable[str]) -> str:
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    head, _, rest = text.partition(begin)
+    joined = "\n".join(block)
+    return f"{head}{begin}\n```text\n{joined}\n```\n\n{end}{rest.partition(end)[2]}"
 
 
 if __name__ == "__main__":

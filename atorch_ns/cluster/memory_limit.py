@@ -26,13 +26,18 @@ _LARGE: Final = 64 * 2**10
 
 
 @contextmanager
-def limit_memory(num_bytes: int, device: torch.device) -> Iterator[None]:
+def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -> Iterator[None]:
     """Lets this process allocate ``num_bytes`` more than it holds when the block begins; what goes beyond fails.
 
     On CUDA the limit is that of torch's allocator. On the CPU (Linux) the system enforces it on all private memory:
-    besides tensors, the buffers of libraries, and 8 MiB for the stack of every thread that starts. So start the process
-    group first, build the model inside, and leave 16 MiB for what is no tensor. The C library goes on returning freed
-    tensors to the system after the block.
+    besides tensors, the buffers of libraries, and 8 MiB for the stack of every thread that starts. A search whose
+    ``memory_limit_gib`` is the same counts all of that too. So start the process group and load the data first, and build
+    the model inside. The C library goes on returning freed tensors to the system after the block.
+
+    Args:
+        num_bytes: the limit.
+        device: the device that tensors are on.
+        held_bytes: bytes of the limit that are taken already.
 
     Example:
         >>> with limit_memory(200 * 2**20, torch.device("cpu")):  # doctest: +SKIP
@@ -46,9 +51,14 @@ def limit_memory(num_bytes: int, device: torch.device) -> Iterator[None]:
     """
     if num_bytes <= 0:
         raise InputError(f"num_bytes={num_bytes}: a limit of memory must be positive.")
-    before = _bytes_in_use(device)
+    if held_bytes >= num_bytes:
+        raise MemoryError(
+            f"out of memory: {bytes_text(held_bytes)} are in use before anything is trained, and the limit is "
+            f"{bytes_text(num_bytes)}. Raise the limit."
+        )
+    before = _bytes_in_use(device) - held_bytes
     try:
-        with _limited(before + num_bytes, num_bytes, device):
+        with _limited(before + num_bytes, num_bytes - held_bytes, device):
             yield
     except Exception as error:
         others = isinstance(error, RankError)  # who tells of their own memory

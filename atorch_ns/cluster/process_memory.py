@@ -263,7 +263,11 @@ class Growth:
 
         Half as much again is taken for that, since a heap that fragments adds as much as before at most.
         """
-        return not self.is_level and self.per_doubling >= _LEAK * self._added(self.num_steps // 2)
+        return (
+            self.per_doubling > 0
+            and not self.is_level
+            and self.per_doubling >= _LEAK * self._added(self.num_steps // 2)
+        )
 
     @property
     def since(self) -> int:

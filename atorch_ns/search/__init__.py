@@ -34,9 +34,10 @@ from atorch_ns.search.space.candidate import Candidate, Fate
 from atorch_ns.search.space.constraints import read_constraints
 from atorch_ns.search.space.space import explore
 from atorch_ns.search.space.write_out import memory_limit
-from atorch_ns.search.trial import StopRule, TrialOutcome, TrialStatus, TrialTask
+from atorch_ns.search.trial import BesideTensors, StopRule, TrialOutcome, TrialStatus, TrialTask
 
 __all__ = [
+    "BesideTensors",
     "Candidate",
     "Ended",
     "Event",

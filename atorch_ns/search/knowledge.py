@@ -123,23 +123,25 @@ class Knowledge:
             return None
         return BesideTensors(found[0], round(statistics.median(found)), found[-1], len(found))
 
-    @property
-    def unpredicted_bytes(self) -> float:
-        """What is expected beside tensors and is in no estimate: on GPUs estimates have it."""
+    @functools.cached_property
+    def _predicted_beside(self) -> float:
+        """What estimates count beside tensors: nothing on CPUs."""
         estimates = [one.estimate for one in self.candidates if one.estimate is not None]
-        predicted = (
+        return (
             statistics.median(one.peak_bytes - one.allocated_bytes for one in estimates) if estimates else 0.0
         )
-        return max(0.0, self.beside.middle - predicted) if self.beside is not None else 0.0
+
+    @property
+    def unpredicted_bytes(self) -> float:
+        """What every trial needed beside tensors and is in no estimate: strategies differ, so the least of all."""
+        return max(0.0, self.beside.low - self._predicted_beside) if self.beside is not None else 0.0
 
     @property
     def limit_for_tensors(self) -> int:
-        """What the limit leaves for what estimates count, by what trials needed beside tensors at most; 0 for any amount."""
-        if not self.limit_bytes or self.beside is None or not self.unpredicted_bytes:
+        """What the limit leaves for what estimates count, by what trials needed beside tensors; 0 for any amount."""
+        if not self.limit_bytes or self.beside is None:
             return self.limit_bytes
-        return max(
-            1, round(self.limit_bytes - self.unpredicted_bytes - (self.beside.high - self.beside.middle))
-        )
+        return max(1, round(self.limit_bytes - max(0.0, self.beside.middle - self._predicted_beside)))
 
     @functools.cached_property
     def learned(self) -> dict[str, str]:
@@ -176,16 +178,22 @@ class Knowledge:
     @functools.cached_property
     def too_large(self) -> dict[str, str]:
         """Candidates, with reasons, that would run out of memory as another one did."""
-        failed = [one for one in self.candidates if one.key in self.short_of_memory and one.predicted_bytes]
-        if not failed:
-            return {}
-        least = min(failed, key=lambda one: one.predicted_bytes or math.inf)
-        least_bytes = least.predicted_bytes or math.inf
+        # Where tensors as large had room, it was something else that a candidate ran out with, such as its planning.
+        ran = max(
+            (self.candidates[index].predicted_bytes or 0.0 for index, _, _ in self._tried()), default=0.0
+        )
+        failed = [
+            one
+            for one in self.candidates
+            if one.key in self.short_of_memory and ABOUT * (one.predicted_bytes or 0.0) > ran
+        ]
+        least = min(failed, key=lambda one: one.predicted_bytes or math.inf, default=None)
+        least_bytes = math.inf if least is None else least.predicted_bytes or math.inf
         found: dict[str, str] = {}
         for index, one in enumerate(self.candidates):
             if one.pruned is not None or self.ledger.judged(one.key) or one.estimate is None:
                 continue
-            if one.estimate.peak_bytes >= ABOUT * least_bytes:
+            if least is not None and one.estimate.peak_bytes >= ABOUT * least_bytes:
                 found[one.key] = (
                     f"predicted to need {bytes_text(one.estimate.peak_bytes)}, and {least.label} ran out of "
                     f"memory with {bytes_text(least_bytes)}"

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from atorch_ns.search import (
+    BesideTensors,
     Candidate,
     Search,
     SearchOutcome,
     SearchSettings,
     TrialOutcome,
+    TrialTask,
     outcome_from_json,
     outcome_to_json,
 )
@@ -354,6 +356,56 @@ def test_a_trial_that_was_over_the_limit_cannot_win() -> None:
     outcome = World({"plain": 0.03, "fast": 0.01}, peaks={"fast": 9 * GIB}).search([PLAIN, fast])
     assert outcome.best == "plain"
     assert "needs 9.00 GiB of 8.00 GiB (measured on rank 0)" in reason(outcome, "fast")
+
+
+class Processes(World):
+    """Trials whose processes take so many bytes beside tensors, and as many more in a long run."""
+
+    def __init__(
+        self, truth: dict[str, float], *, beside: dict[str, int], further: int = 0, **more: object
+    ) -> None:
+        super().__init__(truth, **more)  # type: ignore[arg-type]
+        self.beside, self.further = beside, further
+
+    def run(self, task: TrialTask) -> TrialOutcome:
+        outcome = super().run(task)
+        if not outcome.succeeded or task.key not in self.beside:
+            return outcome
+        whole = tuple(peak + self.beside[task.key] for peak in outcome.peak_bytes)
+        return replace(outcome, process_bytes=whole, further_bytes=(self.further,) * len(whole))
+
+
+def test_a_limit_is_for_the_process_and_for_a_long_run() -> None:
+    fast = candidate("fast", "fsdp", seconds=0.01, peak=7 * GIB)
+    truth = {"plain": 0.03, "fast": 0.01}
+    beside = dict.fromkeys(truth, GIB // 2)
+    fits = Processes(truth, beside=beside, peaks={"fast": 7 * GIB}).search([PLAIN, fast])
+    assert fits.best == "fast"
+    assert fits.beside == BesideTensors(GIB // 2, GIB // 2, GIB // 2, 2)
+    grows = Processes(truth, beside=beside, further=GIB, peaks={"fast": 7 * GIB}).search([PLAIN, fast])
+    assert grows.best == "plain"
+    assert "needs 8.50 GiB of 8.00 GiB (measured on rank 0)" in reason(grows, "fast")
+
+
+def test_what_processes_take_rules_out_what_tensors_alone_would_not() -> None:
+    near = candidate("near", "fsdp", seconds=0.02, peak=7.6 * GIB)
+    plain = candidate("plain", "ddp", seconds=0.03, peak=GIB, is_baseline=True)
+    world = Processes({"plain": 0.03, "near": 0.02}, beside={"plain": 6 * GIB, "near": 6 * GIB})
+    outcome = world.search([plain, near])
+    assert outcome.best == "plain"
+    assert "beside their tensors (6.00 GiB to 6.00 GiB)" in reason(outcome, "near")
+
+
+def test_who_runs_out_while_it_plans_says_nothing_of_others() -> None:
+    """Tensors as large have had room: what ran out was something else."""
+    alike = candidate("alike", "fsdp", seconds=0.02, peak=4 * GIB)
+    plans = candidate("plans", "operator_parallel", seconds=0.01, peak=4 * GIB)
+    end = TrialOutcome(status="out of memory", rank=0, process_bytes=(8 * GIB, 8 * GIB))
+    world = World(
+        {"plain": 0.03, "alike": 0.02}, ends={"plans": end}, peaks={"plain": 4 * GIB, "alike": 4 * GIB}
+    )
+    outcome = world.search([candidate("plain", "ddp", peak=4 * GIB, is_baseline=True), plans, alike])
+    assert outcome.best == "alike"
 
 
 def test_if_every_trial_fails_the_reasons_and_the_cause_are_told() -> None:

@@ -229,7 +229,7 @@ class _Trial:
         with contextlib.ExitStack() as stack:
             if self.enforced_bytes is not None:
                 try:
-                    stack.enter_context(limit_memory(max(1, self.enforced_bytes - self.held_bytes), device))
+                    stack.enter_context(limit_memory(self.enforced_bytes, device, held_bytes=self.held_bytes))
                 except BackendError:
                     traceback.print_exc()  # what was measured is held to the limit in any case
             yield

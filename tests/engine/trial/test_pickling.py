@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ from atorch_ns.job import Inputs, Materialiser
 from atorch_ns.method import load_registry
 from atorch_ns.testing.conformance import nothing_changes
 from atorch_ns.testing.models import get_case
+from atorch_ns.testing.workers import run_ranks
 from tests.engine.inputs import case_inputs
 from tests.engine.trials import task
 
@@ -113,6 +115,30 @@ def test_a_limit_of_memory_is_held() -> None:
     report = _run(case_inputs(), memory_limit_bytes=2**20)
     assert report.status == "out of memory"
     assert "more than the limit of 1.00 MiB" in report.reason
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory is enforced on Linux")
+def test_a_limit_that_is_enforced_ends_a_trial_as_it_would_end_training() -> None:
+    """128 MiB of weights in a limit that weights and gradients exceed, and in one that leaves room for all."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(32)))
+    inputs = case_inputs(
+        "mlp", model=model, dataset=torch.randn(32, 1024), loss_func=lambda _, out: out.square().mean()
+    )
+    inputs = replace(inputs, model_input_format=None)
+
+    def trial(limit_mib: int) -> RankReport:
+        return _run(inputs, memory_limit_bytes=limit_mib * 2**20, enforce_limit=True)
+
+    (report,) = run_ranks(trial, 1, args=(200,), init_process_group=False)
+    assert report.status == "out of memory", report
+    assert "of the limit of 200 MiB were in use when" in report.reason
+    assert report.process_bytes is not None
+    assert 150 * 2**20 < report.process_bytes < 210 * 2**20
+    (report,) = run_ranks(trial, 1, args=(900,), init_process_group=False)
+    assert report.status == "ok", report.reason
+    assert report.peak_bytes is not None
+    assert report.process_bytes is not None
+    assert report.peak_bytes < report.process_bytes + report.further_bytes < 900 * 2**20
 
 
 def _closing_over(model: nn.Module) -> Callable[[Any, Any], torch.Tensor]:

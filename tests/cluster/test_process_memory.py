@@ -1,0 +1,129 @@
+"""What a process takes, tensors and all else, and how that grows."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from atorch_ns import auto_accelerate
+from atorch_ns.cluster.process_memory import Growth, GrowthWatch, ProcessMemory
+from atorch_ns.testing.workers import run_ranks
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def growth(size: Callable[[int], float], num_steps: int) -> Growth:
+    found = Growth()
+    for step in range(1, num_steps + 1):
+        found.add(step, int(size(step)))
+    return found
+
+
+def test_growth_is_judged_by_doublings() -> None:
+    level = growth(lambda step: 100 * MIB + min(step, 4) * MIB, 16)
+    assert level.is_level
+    assert level.until(1000) == 0
+    heap = growth(lambda step: 100 * MIB + 5 * MIB * step.bit_length(), 64)
+    assert not heap.is_level
+    assert heap.per_doubling == 5 * MIB
+    assert heap.until(1024) == 4 * 5 * MIB, "four more doublings"
+    assert not heap.is_steady
+    leak = growth(lambda step: 100 * MIB + step * MIB, 64)
+    assert leak.is_steady
+    assert leak.bytes_per_step == MIB
+    assert leak.since <= 8
+
+
+def test_too_few_steps_show_nothing() -> None:
+    few = growth(lambda step: step * MIB, 7)
+    assert (few.per_doubling, few.is_level, few.is_steady) == (0, False, False)
+    assert Growth().until(1000) == 0
+
+
+def _watched(size: Callable[[int], float], num_steps: int = 200) -> str:
+    steps = iter(range(1, 10**6))
+    now = {"step": 0}
+    watch = GrowthWatch(CPU, lambda device: int(size(now["step"])))
+    for _ in range(num_steps):
+        now["step"] = next(steps)
+        watch.after_step()
+    return watch.finding
+
+
+def test_a_leak_is_said_with_its_rate_and_not_by_a_heap_that_fragments() -> None:
+    said = _watched(lambda step: 100 * MIB + step * MIB)
+    assert "grows by 1.00 MiB a step (measured over 32 steps)" in said
+    assert "it is not tensors that grow" in said
+    assert not _watched(lambda step: 100 * MIB + 3 * MIB * step.bit_length())
+    assert not _watched(lambda step: 100 * MIB)
+    begun = _watched(lambda step: 100 * MIB + max(0, step - 60) * MIB)
+    assert "since about step 64" in begun or "since about step 32" in begun, begun
+
+
+def test_beside_another_profiler_nothing_is_counted() -> None:
+    with torch.autograd.profiler.profile():
+        said = _watched(lambda step: 100 * MIB + step * MIB, 64)
+    assert "could not be measured beside another profiler" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="private memory is read from /proc")
+def test_a_peak_counts_what_was_freed_again_and_what_is_no_tensor() -> None:
+    def peak() -> list[int]:
+        process = ProcessMemory(CPU)
+        first = process.peak_bytes()
+        tensor = torch.ones(8 * MIB)  # 32 MiB
+        other = mmap.mmap(-1, 16 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        other.write(b"x" * 16 * MIB)
+        other.close()
+        del tensor
+        second = process.peak_bytes()
+        assert first is not None
+        assert second is not None
+        return [first, second]
+
+    first, second = run_ranks(peak, 1, init_process_group=False)[0]
+    assert first < 4 * MIB
+    assert 62 * MIB < second < 72 * MIB, "the tensor, the mapping, and the bytes that are written into it"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="private memory is read from /proc")
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_job_that_keeps_what_it_computes_says_so_in_its_report(own_loop: bool) -> None:
+    def notes(keeps: bool) -> list[str]:
+        data = torch.randn(64, 256)
+        _, result, _ = auto_accelerate(
+            nn.Linear(256, 256),
+            torch.optim.SGD,
+            data,
+            lambda batch, output: (output - batch).square().mean(),
+            optim_args={"lr": 0.1},
+            load_strategy=["ddp"],
+            dataloader_args={"batch_size": 64},
+        )
+        assert result is not None
+        kept = []
+        for _ in range(160):
+            if own_loop:
+                result.optim.zero_grad()
+                result.loss_func(data, result.model(data)).backward()
+                result.optim.step()
+            else:
+                result.train_step(data)
+            if keeps:
+                kept.append(torch.ones(256, 1024))  # 1 MiB
+        return list(result.report.notes)
+
+    (said,) = [
+        note for note in run_ranks(notes, 1, args=(True,), init_process_group=False)[0] if "grows" in note
+    ]
+    assert "it is tensors that grow" in said
+    assert "a step (measured over 32 steps)" in said
+    assert not any(
+        "grows" in note for note in run_ranks(notes, 1, args=(False,), init_process_group=False)[0]
+    )
