@@ -47,7 +47,7 @@ define optional
   || echo "$(1) could not be installed; what needs it is skipped. Reason: $$(grep -m1 -i error $(VENV)/optional.log)"; }
 endef
 
-demo: $(STAMP)  ## find strategies for a small Llama on two processes, without and with a limit of memory, and train
+demo: $(STAMP)  ## find a faster strategy for a Llama on two processes, one that fits a limit of memory, and train with both
 	$(BIN)/python examples/auto_accelerate/demo.py
 
 # Of the tests that take long, those are run that the commit draws: tests/sample.py.

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from atorch_ns.cluster import Cluster, Hardware, calibrate
+from atorch_ns.cluster.memory_limit import return_freed_memory
 from atorch_ns.engine.calibration import read_calibration
 from atorch_ns.engine.problem import build_problem
 from atorch_ns.engine.request import SearchRequest
@@ -59,6 +60,8 @@ def find_strategy(
         outcome = _search(stack, sample, measured, registry, request)
     if outcome.best is None:
         raise SearchError(_why_nothing(outcome), outcome=outcome)
+    if request.settings.memory_limit_gib is not None and cluster.device_type == "cpu":
+        return_freed_memory()  # what trials took under the limit, they took so
     return outcome
 
 

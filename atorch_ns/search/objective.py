@@ -31,7 +31,8 @@ class SearchSettings(BaseModel):
     memory_limit_gib: float | None = Field(
         default=None,
         gt=0,
-        description="GiB a rank may use, on a GPU its memory at most; null for the device's memory less a reserve.",
+        description="GiB that a rank's process may take beyond what it holds before, on a GPU all that it takes of the device, at "
+        "most the device's memory; null for the device's memory less a reserve. Trials run under the limit that is given.",
     )
     memory_reserve: float | None = Field(
         default=None,

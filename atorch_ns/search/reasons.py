@@ -138,7 +138,7 @@ class Reasons:
         if entry is not None and entry.judged:
             return "failed", self._failed(entry, candidate)
         if self._unmeasured is not None and candidate is self._unmeasured.candidate:
-            begun = f"; its trial: {entry.merged.reason}" if entry is not None else ""
+            begun = f"; its trial: {entry.merged.reason or entry.merged.status}" if entry is not None else ""
             return "won", self._chosen_unmeasured(*self._unmeasured) + begun
         if candidate.pruned is not None:
             hint = f"; {candidate.pruned.hint}" if candidate.pruned.hint else ""

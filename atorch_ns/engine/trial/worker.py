@@ -196,7 +196,8 @@ class TrialWorker:
                 self._keep_own_log = True
                 return RankReport(task_id=task.id, rank=self._rank, status=status, reason=reason)
             if cancelled():
-                return RankReport(task_id=task.id, rank=self._rank, status="cancelled")
+                reason = "it was ended while the process that runs trials was still importing"
+                return RankReport(task_id=task.id, rank=self._rank, status="cancelled", reason=reason)
 
     def _obstacle(self, process: WorkerProcess, limit: float) -> tuple[TrialStatus, str]:
         """Why the helper will not become ready, if that is so; packs anew what it could not import."""
