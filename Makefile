@@ -18,10 +18,10 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-quick test-all test-gpu lint format bench docs pictures proto release clean
+.PHONY: help install demo test test-quick test-all test-gpu test-faults lint format bench docs pictures proto release clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## create the virtual environment and install everything into it
 
@@ -64,6 +64,9 @@ test-all: $(STAMP)  ## run every test, before a release or a large change
 
 test-gpu: $(STAMP)  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest tests -m gpu -rs $(PYTEST_ARGS)
+
+test-faults: $(STAMP)  ## plant 40 faults one by one and see that the tests find each
+	$(BIN)/python -m tests.faults
 
 lint: $(STAMP)  ## style, types, and who may import whom
 	$(BIN)/ruff check

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from atorch_ns import checkpoint
-from atorch_ns.checkpoint.files import share_of
+from atorch_ns.checkpoint.files import _CHUNK_BYTES, record_of, share_of
 from atorch_ns.checkpoint.source import Source
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Result
@@ -88,6 +88,15 @@ def test_every_file_has_its_digest(tmp_path: Path, asynchronous: bool) -> None:
     for name, record in files.items():
         data = (place / name).read_bytes()
         assert record == {"size": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+
+
+@pytest.mark.parametrize("more", [0, 1, _CHUNK_BYTES + 1])
+def test_a_file_that_is_read_piece_by_piece_has_one_digest(tmp_path: Path, more: int) -> None:
+    path = tmp_path / "__0_0.distcp"
+    content = os.urandom(_CHUNK_BYTES + more)
+    path.write_bytes(content)
+    found = record_of(path)
+    assert (found.size, found.crc32) == (len(content), f"{zlib.crc32(content):08x}")
 
 
 @pytest.mark.parametrize("damage", [flip, shorten, halve, Path.unlink])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,54 @@ def _all(group: Group) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     for work in works:
         work.wait()
     return {**found, "sent_on": (arriving, arriving)}
+
+
+def _weights(group: Group, shape: tuple[int, ...]) -> torch.Tensor:
+    """What a rank multiplies its result by, so that it is the gradient of that result."""
+    return torch.arange(float(math.prod(shape))).view(shape) + 100.0 * group.rank()
+
+
+def _gradients(group: Group) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, (call, shape) in PAIRED.items():
+        x = torch.ones(2, 4).requires_grad_()
+        (call(x, group) * _weights(group, shape)).sum().backward()
+        assert x.grad is not None
+        found[name] = x.grad
+    return found
+
+
+PAIRED: dict[str, tuple[Callable[[torch.Tensor, Group], torch.Tensor], tuple[int, ...]]] = {
+    "copy_to": (collectives.copy_to, (2, 4)),
+    "reduce_from": (collectives.reduce_from, (2, 4)),
+    "gather_from": (lambda x, group: collectives.gather_from(x, 0, group), (4, 4)),
+    "scatter_to": (lambda x, group: collectives.scatter_to(x, 1, group), (2, 2)),
+    "summand_of": (collectives.summand_of, (2, 4)),
+    "all_gather": (lambda x, group: collectives.all_gather(x, 0, group), (4, 4)),
+    "reduce_scatter": (lambda x, group: collectives.reduce_scatter(x, 1, group), (2, 2)),
+}
+"""Collectives with the shapes of what they make of [2, 4] on two ranks."""
+
+
+def test_each_collective_has_the_gradient_that_belongs_to_it() -> None:
+    ranks = simulate(
+        2, lambda group: (_gradients(group), {s: _weights(group, s) for _, s in PAIRED.values()}), CPU
+    )
+    weights = [each for _, each in ranks]
+    of_wholes = [each[4, 4] for each in weights]
+    of_pieces = torch.cat([each[2, 2] for each in weights], 1)
+    for rank, (found, own) in enumerate(ranks):
+        expected = {
+            "copy_to": weights[0][2, 4] + weights[1][2, 4],
+            "reduce_from": own[2, 4],
+            "gather_from": own[4, 4].chunk(2)[rank],
+            "scatter_to": of_pieces,
+            "summand_of": own[2, 4],
+            "all_gather": sum(of_wholes).chunk(2)[rank],
+            "reduce_scatter": of_pieces,
+        }
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, msg=name)
 
 
 def _on_processes() -> Any:

@@ -22,9 +22,10 @@ def test_token_files(tmp_path: Path) -> None:
         read_token(path)
     path.write_text(TOKEN + "\n")
     assert read_token(path) == TOKEN
-    path.chmod(0o644)
-    with pytest.warns(UserWarning, match="others may read the token file"):
-        read_token(path)
+    for mode in (0o644, 0o640):
+        path.chmod(mode)
+        with pytest.warns(UserWarning, match="others may read the token file"):
+            read_token(path)
 
 
 def test_only_the_whole_token_is_the_same() -> None:

@@ -1,0 +1,1 @@
+"""Planted faults: small changes of the packages that the tests must find."""
