@@ -15,11 +15,9 @@ from atorch_ns.errors import InputError
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, Phase
 from atorch_ns.profile import Profile
+from atorch_ns.profile.record.steps import stays_in_fp32
 from atorch_ns.strategy import Plan
 from opt_lib._config_checks import LossScalingConfig, ReducedDtype, searched_dtype
-
-KEPT_IN_FP32 = ("inv_freq",)
-"""Buffers that stay in fp32: rotary frequencies lose whole positions when rounded to half precision."""
 
 
 class HalfConfig(LossScalingConfig):
@@ -103,7 +101,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name in KEPT_IN_FP32
+        if stays_in_fp32(name)
     ]
     model.to(dtype)
     for module, name, buffer in kept:

@@ -23,8 +23,13 @@ from atorch_ns.profile.trace import precision_key
 ALL_PRECISIONS = ("float32", "float32/bfloat16", "bfloat16", "bfloat16/bfloat16")
 """Weights as the model has them, autocast over them, 16-bit weights, and autocast over gathered 16-bit copies."""
 
-KEPT_IN_FP32 = ("inv_freq",)
-"""Buffers that stay in fp32 when a model is cast: rotary frequencies lose whole positions in 16 bits."""
+
+def stays_in_fp32(buffer: str) -> bool:
+    """Whether a buffer of this name stays in fp32 when a model is cast: rotary frequencies lose whole positions in 16 bits.
+
+    transformers keeps them as ``inv_freq``, and for what it computes anew ``original_inv_freq`` and others by layer.
+    """
+    return buffer.endswith("inv_freq")
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Precision:
         """The dtype of a parameter (``kind`` is ``"parameter"``), a buffer (its name) or another tensor."""
         if self.weights is None or not tensor.is_floating_point():
             return tensor.dtype
-        if kind == "parameter" or (self.casts_buffers and kind not in ("plain", *KEPT_IN_FP32)):
+        if kind == "parameter" or (self.casts_buffers and kind != "plain" and not stays_in_fp32(kind)):
             return self.weights
         return tensor.dtype
 
