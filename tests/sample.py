@@ -28,7 +28,7 @@ MOST: Final = 900
 START: Final = 90
 """Seconds of these that two workers take to import, to collect, and to start what commands are forked from."""
 BUDGETS: Final[Mapping[str, int]] = {
-    "opt_lib": 157,
+    "opt_lib": 142,
     "parity": 55,
     "cli": 50,
     "merak": 40,
@@ -53,12 +53,13 @@ BUDGETS: Final[Mapping[str, int]] = {
     "data": 8,
     "tracking": 7,
     "strategy": 3,
-    "report": 3,
+    "report": 5,
     "apply": 1,
-    "capture": 2,
+    "capture": 8,
     "launch": 2,
     "method": 2,
-    "doctor": 1,
+    "doctor": 3,
+    "faults": 5,
     "gpu": 1,
     "surface": 2,
     "torch_compat": 1,
