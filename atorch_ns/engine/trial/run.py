@@ -249,26 +249,38 @@ class _Trial:
             self.setup_seconds = time.monotonic() - self.started
             seconds, verdict, loss = self._timed(result, batches, growth)
             if verdict == "enough" and self.enforced_bytes is not None:
-                self._until_level(result, batches, growth)
+                self._until_level(result, batches, growth, statistics.median(seconds))
         finally:
             self.process_bytes = process.peak_bytes()
             if self.process_bytes is not None:
                 self.process_bytes += self.held_bytes
         return _Steps(result, batches, growth, seconds, verdict, loss, self.process_bytes)
 
-    def _until_level(self, result: Result, batches: Iterator[Any], growth: _GrowthOverSteps) -> None:
-        """Further steps, until the memory of every rank is level: a strategy that may win must hold the limit for long."""
+    def _until_level(
+        self, result: Result, batches: Iterator[Any], growth: _GrowthOverSteps, step_seconds: float
+    ) -> None:
+        """Further steps, until the memory of every rank is level: a strategy that may win must hold the limit for long.
+
+        They end in any case with half of the time that the trial has, so that none is late because of them.
+        """
         while growth.num_steps < _MOST_LEVEL_STEPS:
             self.enter(f"step {growth.num_steps + 1}, until memory is level")
+            number = growth.num_steps  # a doubling
+            ready_s = time.monotonic() - self.started + number * step_seconds
             interruption = self.interrupt()
-            rising, interrupted = _largest(
-                [float(not growth.is_level), float(interruption is not None)], self.cluster
+            rising, late, interrupted = _largest(
+                [
+                    float(not growth.is_level),
+                    float(ready_s > self.task.deadline_s / 2),
+                    float(interruption is not None),
+                ],
+                self.cluster,
             )
             if interrupted:
                 raise interruption or Interrupted("cancelled", "another rank ended the trial")
-            if not rising:
+            if not rising or late:
                 return
-            for _ in range(growth.num_steps):
+            for _ in range(number):
                 _checked(result.train_step(next(batches)), growth.num_steps + 1)
                 growth.step()
 
