@@ -88,7 +88,7 @@ class ProcessMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start = private_bytes(device) or 0
-        self._beside = 0
+        self._beside = self._untouched = self._peak = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._beside = _beside_allocator(device)
@@ -96,20 +96,22 @@ class ProcessMemory:
             # Where that is not allowed, the highest so far counts, which a fork begins anew.
             with contextlib.suppress(OSError):
                 _CLEAR_REFS.write_text(_FORGET_PEAK)
+            now = _read_status()
+            self._untouched = max(0, now["VmData"] - now["RssAnon"])
 
     def peak_bytes(self) -> int | None:
-        """The most so far; ``None`` where it cannot be measured."""
+        """The most so far, near enough where this is called now and then; ``None`` where it cannot be measured."""
         if self._device.type == "cuda":
             beside = max(0, _beside_allocator(self._device) - self._beside)
             return torch.cuda.max_memory_reserved(self._device) - self._start + beside
         if sys.platform != "linux":
             return None
         now = _read_status()
-        # The kernel follows the highest of all resident memory; files mapped into it, such as libraries, only grow. What
-        # was never touched, such as the rest of stacks, counts towards a limit as well.
+        # The kernel follows the highest of all resident memory; files mapped into it, such as libraries, only grow. What was
+        # never touched counts towards a limit as well: what there was at first, and now that of threads that were started.
         anonymous = max(now["VmHWM"] - now["RssFile"] - now["RssShmem"], now["RssAnon"])
-        untouched = max(0, now["VmData"] - now["RssAnon"])
-        return max(0, anonymous + untouched - self._start)
+        self._peak = max(self._peak, anonymous + self._untouched - self._start, now["VmData"] - self._start)
+        return self._peak
 
 
 def _beside_allocator(device: torch.device) -> int:

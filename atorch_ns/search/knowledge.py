@@ -219,14 +219,16 @@ class Knowledge:
     def short_of_memory(self) -> frozenset[str]:
         """Keys of the candidates that ran out of memory, where the limit explains it.
 
-        Far below the limit, by prediction and measurement, the cause is another, and other candidates are not judged by it.
+        Far below the limit, by prediction and measurement, the cause is another, and other candidates are not judged by it;
+        nor by what ran out while it was applied, as by planning.
         """
         found = set()
         for index, entry in self._entries:
             one = self.candidates[index]
             predicted = one.predicted_bytes
             needed = max(math.inf if predicted is None else predicted, float(entry.merged.max_needed_bytes))
-            if entry.merged.status == "out of memory" and needed >= UNEXPLAINED_BELOW * self.limit_bytes:
+            of_steps = entry.merged.status == "out of memory" and not entry.merged.while_applying
+            if of_steps and needed >= UNEXPLAINED_BELOW * self.limit_bytes:
                 found.add(one.key)
         return frozenset(found)
 

@@ -214,7 +214,9 @@ class Reasons:
         again = ", twice" if len(entry.lost) > 1 and not entry.outcomes else ""
         log = f" (log: {outcome.log})" if outcome.log else ""
         odd = ""
-        if outcome.status == "out of memory" and candidate.key not in self._knowledge.short_of_memory:
+        if outcome.status == "out of memory" and outcome.while_applying:
+            odd = " while the strategy was applied, before the first step"
+        elif outcome.status == "out of memory" and candidate.key not in self._knowledge.short_of_memory:
             needed = bytes_text(candidate.predicted_bytes or 0.0)
             odd = f", which {UNEXPLAINED} (predicted {needed} of {bytes_text(self._limit)})"
         return f"{outcome.status}{again}{where}{odd}{why}{log}"

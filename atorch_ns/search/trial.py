@@ -93,6 +93,7 @@ class TrialOutcome:
         rank: the failing rank.
         log: path of the log file with its output and traceback, on that rank's machine.
         refused_by: the method that refused to be applied, where one did.
+        while_applying: whether it failed before the first step, so that its memory says nothing of its steps.
     """
 
     status: TrialStatus
@@ -109,6 +110,7 @@ class TrialOutcome:
     rank: int | None = None
     log: str = ""
     refused_by: str | None = None
+    while_applying: bool = False
 
     @property
     def succeeded(self) -> bool:

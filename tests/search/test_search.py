@@ -397,15 +397,18 @@ def test_what_processes_take_rules_out_what_tensors_alone_would_not() -> None:
 
 
 def test_who_runs_out_while_it_plans_says_nothing_of_others() -> None:
-    """Tensors as large have had room: what ran out was something else."""
+    """What ran out were not its tensors: others as large, and larger ones, are tried."""
     alike = candidate("alike", "fsdp", seconds=0.02, peak=4 * GIB)
     plans = candidate("plans", "operator_parallel", seconds=0.01, peak=4 * GIB)
-    end = TrialOutcome(status="out of memory", rank=0, process_bytes=(8 * GIB, 8 * GIB))
+    end = TrialOutcome(status="out of memory", rank=0, process_bytes=(8 * GIB, 8 * GIB), while_applying=True)
     world = World(
         {"plain": 0.03, "alike": 0.02}, ends={"plans": end}, peaks={"plain": 4 * GIB, "alike": 4 * GIB}
     )
     outcome = world.search([candidate("plain", "ddp", peak=4 * GIB, is_baseline=True), plans, alike])
     assert outcome.best == "alike"
+    assert "out of memory on rank 0 while the strategy was applied, before the first step" in reason(
+        outcome, "plans"
+    )
 
 
 def test_if_every_trial_fails_the_reasons_and_the_cause_are_told() -> None:

@@ -94,6 +94,7 @@ def merge_reports(reports: Sequence[RankReport]) -> TrialOutcome:
         rank=cause.rank if trouble else None,
         log=cause.log if trouble else first.log,
         refused_by=cause.refused_by,
+        while_applying=cause.while_applying,
     )
 
 

@@ -106,6 +106,7 @@ class Setting:
         default_dtype: dtype of new floating tensors.
         memory_limit_bytes: a trial that needs more than this is "out of memory"; ``None`` for no limit.
         enforce_limit: whether the system enforces that limit on trials.
+        begins_whole: whether the user has built the whole model, in the memory that the limit is for.
     """
 
     cluster: Cluster
@@ -115,6 +116,7 @@ class Setting:
     default_dtype: torch.dtype
     memory_limit_bytes: int | None
     enforce_limit: bool
+    begins_whole: bool
 
 
 def be_trial(
@@ -187,6 +189,7 @@ def _run(
         registry,
         memory_limit_bytes=setting.memory_limit_bytes,
         enforce_limit=setting.enforce_limit,
+        begins_whole=setting.begins_whole and setting.enforce_limit,
         held_bytes=loading_bytes if setting.cluster.device_type == "cpu" else 0,
         on_phase=enter,
         started=started,

@@ -105,6 +105,7 @@ class RankReport:
         reason: reason of a failure: the exception's type and text, or how the process ended.
         log: path of the file with its output and traceback.
         refused_by: the method that refused to be applied, where one did.
+        while_applying: whether it failed before the first step.
     """
 
     task_id: int
@@ -122,6 +123,7 @@ class RankReport:
     reason: str = ""
     log: str = ""
     refused_by: str | None = None
+    while_applying: bool = False
 
 
 class Worker(Protocol):

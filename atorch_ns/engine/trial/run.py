@@ -27,12 +27,13 @@ from atorch_ns.engine.trial.failures import Failure, Interrupted, NonFiniteLoss,
 from atorch_ns.engine.trial.report import CollectiveCount, RankReport
 from atorch_ns.errors import BackendError, InputError
 from atorch_ns.estimate.memory.reserved import CONTEXT_BYTES
-from atorch_ns.job import Inputs, Result, limit_memory
+from atorch_ns.job import Inputs, Materialiser, Result, limit_memory
 from atorch_ns.job.memory_use import state_bytes
 from atorch_ns.method import Registry, resolve
+from atorch_ns.numerics.division import check_division
 from atorch_ns.profile import Profile
 from atorch_ns.search import StopRule, TrialOutcome, TrialStatus, TrialTask
-from atorch_ns.strategy import Strategy
+from atorch_ns.strategy import MODEL_AXES, Strategy
 from atorch_ns.text import bytes_text
 
 Decision = Literal["go on", "enough", "worse"]
@@ -117,6 +118,7 @@ def run_trial(
     memory_limit_bytes: int | None = None,
     enforce_limit: bool = False,
     held_bytes: int = 0,
+    begins_whole: bool = False,
     on_phase: Callable[[str], None] = lambda phase: None,
     interrupt: Callable[[], Interrupted | None] = lambda: None,
     started: float | None = None,
@@ -131,6 +133,7 @@ def run_trial(
         memory_limit_bytes: a trial that needs more than this is "out of memory".
         enforce_limit: whether the system is to enforce the limit while the trial runs, so that it ends as training would.
         held_bytes: bytes that count towards the limit and that this process has taken before.
+        begins_whole: whether the weights are made before the strategy is applied, as those of a model that a user has built.
         on_phase: called with a short name when each phase begins.
         interrupt: polled between blocks of steps; what it returns on any rank ends the trial on all.
         started: when the task arrived (``time.monotonic``); ``None`` for now.
@@ -139,7 +142,9 @@ def run_trial(
     enforced = memory_limit_bytes if enforce_limit else None
     # No allocator counts CUDA's context, which is there before the limit is.
     held_bytes += CONTEXT_BYTES if cluster.device_type == "cuda" else 0
-    trial = _Trial(inputs, cluster, task, registry, on_phase, interrupt, started, enforced, held_bytes)
+    trial = _Trial(
+        inputs, cluster, task, registry, on_phase, interrupt, started, enforced, held_bytes, begins_whole
+    )
     report = RankReport(task_id=task.id, rank=cluster.rank, status="ok")
     failure = Failure("ok", "")
     try:
@@ -153,7 +158,7 @@ def run_trial(
         traceback.print_exc()
         failure = explain(error, applying=trial.applying)
         report = replace(report, status=failure.status, reason=failure.reason, refused_by=failure.refused_by)
-        report = replace(report, process_bytes=trial.process_bytes)
+        report = replace(report, process_bytes=trial.process_bytes, while_applying=trial.applying)
         traceback.clear_frames(error.__traceback__)
     report = replace(
         report, setup_seconds=trial.setup_seconds, total_seconds=time.monotonic() - trial.started
@@ -168,6 +173,7 @@ class _Trial:
     Attributes:
         enforced_bytes: the limit that the system enforces; ``None`` for none.
         held_bytes: what counts towards the limit and is there before the trial begins.
+        begins_whole: whether a process that trains begins with the whole model.
         applying: whether the strategy is still being applied.
         process_bytes: what the process has taken, when the steps have ended or failed; ``None`` if that is not known.
         setup_seconds: time to the first timed step; 0 before it.
@@ -182,6 +188,7 @@ class _Trial:
     started: float
     enforced_bytes: int | None
     held_bytes: int
+    begins_whole: bool
     applying: bool = True
     process_bytes: int | None = None
     setup_seconds: float = 0.0
@@ -238,6 +245,7 @@ class _Trial:
         process = ProcessMemory(device)
         try:
             result = self._apply()
+            process.peak_bytes()  # that of applying, before steps start threads
             batches = _cycle(result)
             num_warmup = max(_SETTLING_STEPS, self.task.rule.warmup_steps)
             growth = _GrowthOverSteps(process)
@@ -285,9 +293,16 @@ class _Trial:
                 growth.step()
 
     def _apply(self) -> Result:
+        if self.begins_whole:
+            self.enter("building the model")
+            device = torch.device(self.cluster.device)
+            Materialiser(self.inputs.model, device, seed=0).materialise([self.inputs.model])
         self.enter("applying the strategy")
         profile = Profile.of(self.inputs.model)
         resolved = resolve(Strategy(self.task.steps), self.cluster, self.registry, profile=profile)
+        if self.begins_whole and any(resolved.plan.size(axis) > 1 for axis in MODEL_AXES):
+            # A job that is given this strategy makes this comparison, within the same limit.
+            check_division(self.inputs, self.cluster, resolved, self.registry)
         result = apply_strategy(self.inputs, self.cluster, resolved)
         if result.dataloader is None:
             raise InputError("a trial needs a dataset to train on.")

@@ -20,7 +20,7 @@ from atorch_ns.engine.trial.process import Rendezvous, Setting
 from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.engine.trial.watch import TrialWatch
 from atorch_ns.engine.trial.worker_process import WorkerProcess
-from atorch_ns.job import Inputs
+from atorch_ns.job import Inputs, is_on_meta
 from atorch_ns.search import TrialStatus, TrialTask
 
 
@@ -130,6 +130,7 @@ class TrialWorker:
             default_dtype=torch.get_default_dtype(),
             memory_limit_bytes=memory_limit_bytes,
             enforce_limit=enforce_limit,
+            begins_whole=cluster.device_type == "cpu" and not is_on_meta(inputs.model),
         )
         self._job = pack(inputs, carried=carried)
         self._process: WorkerProcess | None = self._start()
