@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import re
 import sys
@@ -21,6 +22,8 @@ if sys.platform != "win32":
 
 _MMAP_THRESHOLD: Final = -3
 """Of glibc's malloc.h."""
+_MOST: Final = 2**50
+"""Bytes beyond which a limit limits nothing, and C's integers end."""
 _LARGE: Final = 64 * 2**10
 """Bytes from which on an allocation is returned to the system when it is freed."""
 
@@ -49,8 +52,9 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
         BackendError: if this system enforces no limit, or this process has already freed more than the limit and could
             use that again.
     """
-    if num_bytes <= 0:
-        raise InputError(f"num_bytes={num_bytes}: a limit of memory must be positive.")
+    if not isinstance(num_bytes, (int, float)) or not 0 < num_bytes < math.inf:
+        raise InputError(f"num_bytes={num_bytes!r}: a limit of memory must be a positive number of bytes.")
+    num_bytes = min(int(num_bytes), _MOST)
     if held_bytes >= num_bytes:
         raise MemoryError(
             f"out of memory: {bytes_text(held_bytes)} are in use before anything is trained, and the limit is "
@@ -84,12 +88,18 @@ def _limited(total: int, num_bytes: int, device: torch.device) -> Iterator[None]
             torch.cuda.set_per_process_memory_fraction(1.0, device)
         return
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (total, before[1]))
+    # A limit that is there already, of a block around this one or of the system, goes on holding.
+    stricter = [there for there in before if there != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([total, *stricter]), before[1]))
     try:
+        if (free := unused_bytes()) > num_bytes:
+            raise BackendError(
+                f"a limit of {bytes_text(num_bytes)} cannot be enforced here: this process has freed {bytes_text(free)} "
+                "before that it keeps and would use again. Set a higher limit, or set it earlier in a fresh process."
+            )
         if not _is_enforced(num_bytes):
             raise BackendError(
-                f"a limit of {bytes_text(num_bytes)} cannot be enforced here: the system ignores RLIMIT_DATA, or this "
-                "process has freed more than that before and would use it again. Set the limit in a fresh process."
+                f"a limit of {bytes_text(num_bytes)} cannot be enforced here: the system ignores RLIMIT_DATA."
             )
         yield
     finally:
@@ -97,9 +107,7 @@ def _limited(total: int, num_bytes: int, device: torch.device) -> Iterator[None]
 
 
 def _is_enforced(num_bytes: int) -> bool:
-    """Whether the limit that is set refuses one allocation of more than that, and reused memory does not exceed it."""
-    if unused_bytes() > num_bytes:
-        return False
+    """Whether the limit that is set refuses one allocation of more than that."""
     try:
         mmap.mmap(-1, num_bytes + _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError:
@@ -112,6 +120,8 @@ def return_freed_memory() -> None:
 
     Else it keeps much of them, and a process takes up to a half more than its tensors need.
     """
+    if sys.platform != "linux":
+        return
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_MMAP_THRESHOLD, _LARGE)
@@ -153,6 +163,7 @@ _TEXTS: Final = re.compile(
     | DefaultCPUAllocator:.*can't\ allocate\ memory
     | not\ enough\ memory:\ you\ tried\ to\ allocate   # torch's CPU allocator
     | Cannot\ allocate\ memory                     # the system, by errno
+    | can't\ start\ new\ thread                     # no room for a stack
     | std::bad_alloc                               # C++, of gloo's buffers
     | \bout\ of\ memory\b
     """,

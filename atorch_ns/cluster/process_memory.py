@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +17,9 @@ from typing import ClassVar, Final
 import torch
 
 from atorch_ns.text import bytes_text
-from atorch_ns.torch_compat import CpuMemoryRecord, profiler_is_running
+from atorch_ns.torch_compat import CpuMemoryRecord
+
+log = logging.getLogger(__name__)
 
 _STATUS: Final = Path("/proc/self/status")
 _CLEAR_REFS: Final = Path("/proc/self/clear_refs")
@@ -31,7 +35,8 @@ _FEWEST: Final = 8
 _LEAK: Final = 1.5
 _FEWEST_TO_SAY: Final = 64
 """Steps before a job is said to grow: three doublings in which it did."""
-_COUNTED_STEPS: Final = 16
+_CONFIRMING_STEPS: Final = 16
+"""Further steps in which it must go on: a cache that was filled once, or a validation, is no growth."""
 
 
 def private_bytes(device: torch.device) -> int | None:
@@ -42,9 +47,8 @@ def private_bytes(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
-    if sys.platform != "linux":
-        return None
-    return _read_status()["VmData"] - unused_bytes()
+    held = _read_status()["VmData"]
+    return held - unused_bytes() if held else None
 
 
 def unused_bytes() -> int:
@@ -65,9 +69,11 @@ class _MallocInfo(ctypes.Structure):
 
 def _read_status() -> dict[str, int]:
     """Bytes by name of ``/proc/self/status``; those that this system does not tell are 0."""
-    names = ("VmData", "VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")
-    found = dict.fromkeys(names, 0)
-    for line in _STATUS.read_text().splitlines():
+    found = dict.fromkeys(("VmData", "VmHWM", "RssAnon", "RssFile", "RssShmem"), 0)
+    lines: list[str] = []
+    with contextlib.suppress(OSError):  # another system, or /proc is not mounted
+        lines = _STATUS.read_text().splitlines()
+    for line in lines:
         name, _, value = line.partition(":")
         if name in found:
             found[name] = int(value.split()[0]) * 2**10
@@ -92,7 +98,7 @@ class ProcessMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             self._beside = _beside_allocator(device)
-        elif sys.platform == "linux":
+        else:
             # Where that is not allowed, the highest so far counts, which a fork begins anew.
             with contextlib.suppress(OSError):
                 _CLEAR_REFS.write_text(_FORGET_PEAK)
@@ -104,9 +110,9 @@ class ProcessMemory:
         if self._device.type == "cuda":
             beside = max(0, _beside_allocator(self._device) - self._beside)
             return torch.cuda.max_memory_reserved(self._device) - self._start + beside
-        if sys.platform != "linux":
-            return None
         now = _read_status()
+        if not (now["VmData"] and now["VmHWM"] and now["RssAnon"]):
+            return None
         # The kernel follows the highest of all resident memory; files mapped into it, such as libraries, only grow. What was
         # never touched counts towards a limit as well: what there was at first, and now that of threads that were started.
         anonymous = max(now["VmHWM"] - now["RssFile"] - now["RssShmem"], now["RssAnon"])
@@ -272,17 +278,14 @@ class Growth:
         )
 
     @property
-    def since(self) -> int:
-        """The step after which it grew steadily."""
-        step = self.num_steps
-        while step >= 2 * _FEWEST and self._added(step) >= _LEAK * self._added(step // 2) > 0:
-            step //= 2
-        return step // 2
-
-    @property
     def bytes_per_step(self) -> float:
         """Mean growth of a step over the last doubling."""
         return self.per_doubling / max(1, self.num_steps - self.num_steps // 2)
+
+    def since(self, bytes_per_step: float) -> int:
+        """The step from which on this rate explains what was added."""
+        first, last = self._seen[0], self._seen[-1]
+        return max(first[0], round(last[0] - (last[1] - first[1]) / bytes_per_step))
 
     def _added(self, step: int) -> int:
         """Bytes that the steps from ``step // 2`` to ``step`` added; 0 where too few were seen."""
@@ -296,11 +299,12 @@ class Growth:
 class GrowthWatch:
     """Growth of a job's process: looks at it after the updates 4, 8, 16, … of the optimizer and says once that it grows.
 
-    Once it has seen that, it counts the tensors of 16 further steps, to say whether it is they that grow.
+    A look that sees growth is followed by one 16 steps later. If the process has gone on growing until then, it is said, with
+    that rate, and with whether more tensors are alive in Python. It is taken back once the process is level.
 
     Args:
         device: the device that tensors are on.
-        read: bytes that the process holds.
+        read: bytes that the process holds; ``None`` where that is not known.
 
     Attributes:
         finding: what it says, without a full stop; empty where nothing grows.
@@ -311,10 +315,9 @@ class GrowthWatch:
     ) -> None:
         self._device, self._read = device, read
         self._growth = Growth()
-        self._next = _FEWEST // 2
         self._num_steps = 0
-        self._tracker: MemoryTracker | None = None
-        self._alive_at_first: int | None = None
+        self._next = _FEWEST // 2
+        self._seen: tuple[int, int] | None = None
         self.finding = ""
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -323,49 +326,49 @@ class GrowthWatch:
             optimizer.register_step_post_hook(self.after_step)
 
     def after_step(self, *_: object) -> None:
-        """After an update; takes a microsecond, and a few milliseconds when it looks."""
+        """After an update; takes a microsecond, and some milliseconds when it looks. Never raises: nothing depends on it."""
         self._num_steps += 1
-        num_steps = self._num_steps
-        if self.finding or num_steps < self._next:
+        if self._num_steps < self._next:
             return
-        if self._tracker is not None:
-            self._count_tensors(self._tracker, num_steps)
-            return
-        self._next = 2 * num_steps
-        found = self._read(self._device)
-        if found is None:
-            return
-        self._growth.add(num_steps, found)
-        if num_steps < _FEWEST_TO_SAY or not self._growth.is_steady:
-            return
-        if self._device.type == "cpu" and profiler_is_running():
-            self.finding = self._text(None)
-            return
-        # What is allocated anew in every step, such as gradients, is counted from the next one on.
-        self._next = num_steps + 1
-        self._tracker = MemoryTracker(self._device)
-        self._tracker.start()
+        try:
+            self._look()
+        except Exception:
+            log.debug("the memory of this process cannot be watched", exc_info=True)
+            self._next = sys.maxsize
 
-    def _count_tensors(self, tracker: MemoryTracker, num_steps: int) -> None:
-        if self._alive_at_first is None:
-            self._alive_at_first = tracker.alive_bytes
-            self._next = num_steps + _COUNTED_STEPS
+    def _look(self) -> None:
+        num_bytes = self._read(self._device)
+        if num_bytes is None:
+            self._next = sys.maxsize
             return
-        per_step = (tracker.alive_bytes - self._alive_at_first) / _COUNTED_STEPS
-        tracker.stop()
-        self.finding = self._text(per_step)
-
-    def _text(self, tensors_per_step: float | None) -> str:
         growth = self._growth
-        rate, num_seen = growth.bytes_per_step, growth.num_steps - growth.num_steps // 2
-        what = "whether it is tensors that grow could not be measured beside another profiler"
-        if tensors_per_step is not None:
-            what = "it is not tensors that grow: look for caches, logs and connections without a bound"
-            if tensors_per_step > rate / 2:
-                what = (
-                    "it is tensors that grow: look for losses and outputs that are kept and were not detached"
-                )
+        if self._seen is not None:
+            before, tensors = self._seen
+            self._seen, self._next = None, 2 * growth.num_steps
+            rate = (num_bytes - before) / _CONFIRMING_STEPS
+            if rate >= growth.bytes_per_step / 2:
+                self.finding = self._text(rate, _num_tensors() - tensors)
+            return
+        growth.add(self._num_steps, num_bytes)
+        self._next = 2 * self._num_steps
+        if self.finding and growth.is_level:
+            self.finding = ""
+        elif not self.finding and self._num_steps >= _FEWEST_TO_SAY and growth.is_steady:
+            self._seen = num_bytes, _num_tensors()
+            self._next = self._num_steps + _CONFIRMING_STEPS
+
+    def _text(self, bytes_per_step: float, more_tensors: int) -> str:
+        what = "no tensors are kept in Python: look for caches, logs and connections without a bound"
+        if more_tensors >= _CONFIRMING_STEPS / 2:
+            what = (
+                f"{more_tensors / _CONFIRMING_STEPS:.0f} more tensors are alive after each: look for losses and outputs that "
+                "are kept and were not detached"
+            )
         return (
-            f"the memory of this process grows by {bytes_text(round(rate))} a step (measured over {num_seen} steps), since "
-            f"about step {growth.since}; {what}"
+            f"the memory of this process grows by {bytes_text(round(bytes_per_step))} a step (measured over "
+            f"{_CONFIRMING_STEPS} steps), since about step {self._growth.since(bytes_per_step)}; {what}"
         )
+
+
+def _num_tensors() -> int:
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())

@@ -30,7 +30,8 @@ class SearchSettings(BaseModel):
     max_trials: int | None = Field(default=None, ge=1, description="Trials at most.")
     memory_limit_gib: float | None = Field(
         default=None,
-        gt=0,
+        ge=2**-30,
+        allow_inf_nan=False,
         description="GiB that a rank's process may take beyond what it holds before, on a GPU all that it takes of the device, at "
         "most the device's memory; null for the device's memory less a reserve. Trials run under the limit that is given.",
     )

@@ -36,6 +36,8 @@ def nearest_miss(knowledge: Knowledge) -> str:
         where = f"rank {rank}" if rank is not None else "every rank"
         predicted = "" if ledger.get(nearest.key) is not None else ", predicted"
         need = f"needs {bytes_text(excess)} more on {where} than {bytes_text(limit_bytes)}{predicted}"
+        if excess < 1:  # it was ended when it asked for what was too much
+            need = f"needs more on {where} than {bytes_text(limit_bytes)}"
         part = f" ({largest_part(nearest.estimate)})" if nearest.estimate is not None else ""
         return f"{nearest.label} comes nearest: it {need}{part}; {_advice(nearest, knowledge)}"
     if other:

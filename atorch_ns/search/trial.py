@@ -94,6 +94,7 @@ class TrialOutcome:
         log: path of the log file with its output and traceback, on that rank's machine.
         refused_by: the method that refused to be applied, where one did.
         while_applying: whether it failed before the first step, so that its memory says nothing of its steps.
+        enforced: whether the system enforced the limit of memory on every rank.
     """
 
     status: TrialStatus
@@ -111,6 +112,7 @@ class TrialOutcome:
     log: str = ""
     refused_by: str | None = None
     while_applying: bool = False
+    enforced: bool = False
 
     @property
     def succeeded(self) -> bool:

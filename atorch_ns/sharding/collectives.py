@@ -122,7 +122,15 @@ def simulate(num_ranks: int, work: Callable[[SimulatedGroup], T], device: torch.
             turns.pass_on(rank, ended=True, error=error)
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        ranks = [pool.submit(run, rank) for rank in range(num_ranks)]
+        ranks = []
+        for rank in range(num_ranks):
+            try:
+                ranks.append(pool.submit(run, rank))
+            except (
+                RuntimeError
+            ) as error:  # no room for another thread: those that wait for it would do so for ever
+                turns.pass_on(rank, ended=True, error=error)
+                raise
     turns.swapped.clear()  # backward nodes refer to the group, and the values to them: a cycle that nobody would find
     return [rank.result() for rank in ranks]
 

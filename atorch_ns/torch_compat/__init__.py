@@ -13,7 +13,6 @@ from atorch_ns.torch_compat.compile import (
     micro_pipelined,
     num_compile_failures,
     num_graphs,
-    profiler_is_running,
     watch_compiled,
 )
 from atorch_ns.torch_compat.distributed import (
@@ -119,7 +118,6 @@ __all__ = [
     "pipeline_unit",
     "plain_name",
     "process_groups",
-    "profiler_is_running",
     "quiet_fake_kernels",
     "reduce_after_backward",
     "reduced_parameters",

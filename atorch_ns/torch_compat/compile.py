@@ -94,11 +94,6 @@ def watch_compiled(module: nn.Module, watch: Callable[..., Any]) -> None:
 _SETTLING_S = 0.005
 
 
-def profiler_is_running() -> bool:
-    """Whether a profiler of torch records this thread (``torch._C._autograd._profiler_enabled``): a second one cannot start."""
-    return torch._C._autograd._profiler_enabled()
-
-
 class CpuMemoryRecord:
     """Bytes of CPU tensor memory that are alive, at every allocation and release between start and stop.
 

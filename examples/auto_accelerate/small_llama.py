@@ -129,6 +129,7 @@ def find(options: argparse.Namespace) -> None:
         save_search(result, options.save)
     if options.then_train:
         run_training(options, result)
+        save_weights(options, result)
 
 
 def save_search(result: Result, folder: Path) -> None:
@@ -164,13 +165,15 @@ def train(options: argparse.Namespace) -> None:
     # A limit is for what training takes: data, and what is imported, are there before.
     dataset = ByteWindows(english_text(), options.seq_length)
     if options.memory_limit is None:
-        run_training(options, accelerate(options, dataset, load_strategy=parse_strategy(options.strategy)))
+        result = accelerate(options, dataset, load_strategy=parse_strategy(options.strategy))
+        run_training(options, result)
+        save_weights(options, result)
         return
     try:
         with limit_memory(options.memory_limit * MIB, device):
-            run_training(
-                options, accelerate(options, dataset, load_strategy=parse_strategy(options.strategy))
-            )
+            result = accelerate(options, dataset, load_strategy=parse_strategy(options.strategy))
+            run_training(options, result)
+        save_weights(options, result)  # whole on the first rank, which is no part of training
     except (MemoryError, RuntimeError) as error:
         # A rank that another has left alone has lost its connection.
         ended = (
@@ -188,7 +191,11 @@ def run_training(options: argparse.Namespace, result: Result) -> None:
     times = result.train_step.times.summary()
     seconds = times.median_seconds if times is not None else None
     save_training(options, losses=progress.losses, step_seconds=seconds)
-    weights = export_state_dict(result)  # whole on the first rank, empty on the others
+
+
+def save_weights(options: argparse.Namespace, result: Result) -> None:
+    """The whole weights, written by the first rank."""
+    weights = export_state_dict(result)
     if weights:
         torch.save(weights, options.save / "weights.pt")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+import resource
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from torch import nn
 from atorch_ns import auto_accelerate, notebook
 from atorch_ns.errors import BackendError, InputError, RankError
 from atorch_ns.job import is_out_of_memory, limit_memory
+from atorch_ns.sharding.collectives import simulate
+from atorch_ns.testing.workers import run_ranks
 
 CPU, MIB = torch.device("cpu"), 2**20
 
@@ -52,8 +57,43 @@ def test_what_goes_beyond_the_limit_fails_in_words(num_bytes: int, size: str) ->
 def test_other_errors_pass_and_wrong_limits_are_refused() -> None:
     with pytest.raises(ValueError, match="of the user"), limit_memory(2**40, CPU):
         raise ValueError("of the user")
-    with pytest.raises(InputError, match="must be positive"), limit_memory(0, CPU):
+    with pytest.raises(InputError, match="must be a positive"), limit_memory(0, CPU):
         pass
+
+
+@pytest.mark.parametrize("num_bytes", [-1, math.inf, math.nan, "1GiB", None])
+def test_what_is_no_number_of_bytes_is_refused(num_bytes: Any) -> None:
+    with pytest.raises(InputError, match="must be a positive number of bytes"), limit_memory(num_bytes, CPU):
+        pass
+
+
+def _limits() -> list[int]:
+    def now() -> int:
+        return resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+    found = [now()]
+    with limit_memory(500 * MIB, CPU):
+        found.append(now())
+        with limit_memory(400 * MIB, CPU):
+            found.append(now())
+        found.append(now())
+    return [*found, now()]
+
+
+def test_a_limit_inside_of_another_does_not_loosen_it() -> None:
+    before, outer, inner, again, after = run_ranks(_limits, 1, init_process_group=False)[0]
+    assert before == after
+    assert inner <= outer == again != before
+
+
+def _too_small_for_stacks() -> str:
+    with pytest.raises(MemoryError) as caught, limit_memory(12 * MIB, CPU):
+        simulate(2, lambda group: len(group.swap(1)), CPU)
+    return str(caught.value)
+
+
+def test_simulated_ranks_do_not_wait_for_one_whose_thread_has_no_room() -> None:
+    assert "out of memory" in run_ranks(_too_small_for_stacks, 1, init_process_group=False, timeout_s=30)[0]
 
 
 def test_a_limit_that_could_not_be_enforced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from atorch_ns import auto_accelerate
+from atorch_ns.cluster import process_memory
 from atorch_ns.cluster.process_memory import Growth, GrowthWatch, ProcessMemory
 from atorch_ns.testing.workers import run_ranks
 
@@ -37,7 +39,7 @@ def test_growth_is_judged_by_doublings() -> None:
     leak = growth(lambda step: 100 * MIB + step * MIB, 64)
     assert leak.is_steady
     assert leak.bytes_per_step == MIB
-    assert leak.since <= 8
+    assert leak.since(MIB) == 1
 
 
 def test_too_few_steps_show_nothing() -> None:
@@ -46,30 +48,54 @@ def test_too_few_steps_show_nothing() -> None:
     assert Growth().until(1000) == 0
 
 
-def _watched(size: Callable[[int], float], num_steps: int = 200) -> str:
-    steps = iter(range(1, 10**6))
+def _watched(size: Callable[[int], float], num_steps: int = 300) -> str:
     now = {"step": 0}
     watch = GrowthWatch(CPU, lambda device: int(size(now["step"])))
-    for _ in range(num_steps):
-        now["step"] = next(steps)
+    for step in range(1, num_steps + 1):
+        now["step"] = step
         watch.after_step()
     return watch.finding
 
 
-def test_a_leak_is_said_with_its_rate_and_not_by_a_heap_that_fragments() -> None:
+def test_a_leak_is_said_with_its_rate_and_since_when() -> None:
     said = _watched(lambda step: 100 * MIB + step * MIB)
-    assert "grows by 1.00 MiB a step (measured over 32 steps)" in said
-    assert "it is not tensors that grow" in said
-    assert not _watched(lambda step: 100 * MIB + 3 * MIB * step.bit_length())
-    assert not _watched(lambda step: 100 * MIB)
-    begun = _watched(lambda step: 100 * MIB + max(0, step - 60) * MIB)
-    assert "since about step 64" in begun or "since about step 32" in begun, begun
+    assert (
+        "grows by 1.00 MiB a step (measured over 16 steps), since about step 4; no tensors are kept" in said
+    )
+    late = _watched(lambda step: 100 * MIB + max(0, step - 100) * MIB)
+    assert "grows by 1.00 MiB a step (measured over 16 steps), since about step 100" in late, late
 
 
-def test_beside_another_profiler_nothing_is_counted() -> None:
-    with torch.autograd.profiler.profile():
-        said = _watched(lambda step: 100 * MIB + step * MIB, 64)
-    assert "could not be measured beside another profiler" in said
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(lambda step: 3 * step.bit_length(), id="a heap that fragments"),
+        pytest.param(lambda step: 120 * (step > 100), id="a validation"),
+        pytest.param(lambda step: min(step, 100), id="a cache that is full at last"),
+        pytest.param(lambda step: 0, id="level"),
+    ],
+)
+def test_what_ends_by_itself_is_no_finding(size: Callable[[int], float]) -> None:
+    assert not _watched(lambda step: 100 * MIB + size(step) * MIB)
+
+
+def test_looking_never_ends_a_job() -> None:
+    def fail(device: torch.device) -> int:
+        raise OSError("no /proc")
+
+    watch = GrowthWatch(CPU, fail)
+    for _ in range(100):
+        watch.after_step()
+    assert not watch.finding
+
+
+def test_a_system_that_does_not_tell_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(process_memory, "_STATUS", tmp_path / "status")
+    assert process_memory.private_bytes(CPU) is None
+    assert ProcessMemory(CPU).peak_bytes() is None
+    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t  100 kB\n")
+    assert process_memory.private_bytes(CPU) is None
+    assert ProcessMemory(CPU).peak_bytes() is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="private memory is read from /proc")
@@ -88,14 +114,15 @@ def test_a_peak_counts_what_was_freed_again_and_what_is_no_tensor() -> None:
         return [first, second]
 
     first, second = run_ranks(peak, 1, init_process_group=False)[0]
-    assert first < 4 * MIB
-    assert 62 * MIB < second < 72 * MIB, "the tensor, the mapping, and the bytes that are written into it"
+    assert first < 12 * MIB
+    assert 62 * MIB < second < 80 * MIB, "the tensor, the mapping, and the bytes that are written into it"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="private memory is read from /proc")
 @pytest.mark.parametrize("own_loop", [False, True])
 def test_a_job_that_keeps_what_it_computes_says_so_in_its_report(own_loop: bool) -> None:
     def notes(keeps: bool) -> list[str]:
+        profiler = torch.profiler.profile()  # of the user's own, in the midst
         data = torch.randn(64, 256)
         _, result, _ = auto_accelerate(
             nn.Linear(256, 256),
@@ -108,7 +135,9 @@ def test_a_job_that_keeps_what_it_computes_says_so_in_its_report(own_loop: bool)
         )
         assert result is not None
         kept = []
-        for _ in range(160):
+        for step in range(160):
+            if step in (70, 75):
+                (profiler.start if step == 70 else profiler.stop)()
             if own_loop:
                 result.optim.zero_grad()
                 result.loss_func(data, result.model(data)).backward()
@@ -122,8 +151,8 @@ def test_a_job_that_keeps_what_it_computes_says_so_in_its_report(own_loop: bool)
     (said,) = [
         note for note in run_ranks(notes, 1, args=(True,), init_process_group=False)[0] if "grows" in note
     ]
-    assert "it is tensors that grow" in said
-    assert "a step (measured over 32 steps)" in said
+    assert "1 more tensors are alive after each" in said
+    assert "grows by 1." in said, "and what a profiler keeps"
     assert not any(
         "grows" in note for note in run_ranks(notes, 1, args=(False,), init_process_group=False)[0]
     )

@@ -95,6 +95,7 @@ def merge_reports(reports: Sequence[RankReport]) -> TrialOutcome:
         log=cause.log if trouble else first.log,
         refused_by=cause.refused_by,
         while_applying=cause.while_applying,
+        enforced=all(report.enforced for report in by_rank),
     )
 
 

@@ -106,6 +106,7 @@ class RankReport:
         log: path of the file with its output and traceback.
         refused_by: the method that refused to be applied, where one did.
         while_applying: whether it failed before the first step.
+        enforced: whether the system enforced the limit of memory.
     """
 
     task_id: int
@@ -124,6 +125,7 @@ class RankReport:
     log: str = ""
     refused_by: str | None = None
     while_applying: bool = False
+    enforced: bool = False
 
 
 class Worker(Protocol):

@@ -175,6 +175,7 @@ class _Trial:
         held_bytes: what counts towards the limit and is there before the trial begins.
         begins_whole: whether a process that trains begins with the whole model.
         applying: whether the strategy is still being applied.
+        enforced: whether the system enforces the limit.
         process_bytes: what the process has taken, when the steps have ended or failed; ``None`` if that is not known.
         setup_seconds: time to the first timed step; 0 before it.
     """
@@ -190,6 +191,7 @@ class _Trial:
     held_bytes: int
     begins_whole: bool
     applying: bool = True
+    enforced: bool = False
     process_bytes: int | None = None
     setup_seconds: float = 0.0
 
@@ -227,6 +229,7 @@ class _Trial:
             further_bytes=ran.growth.further(num_collectives),
             state_bytes=states,
             collectives=executed.found,
+            enforced=self.enforced,
             loss=ran.loss,
         )
 
@@ -237,6 +240,7 @@ class _Trial:
             if self.enforced_bytes is not None:
                 try:
                     stack.enter_context(limit_memory(self.enforced_bytes, device, held_bytes=self.held_bytes))
+                    self.enforced = True
                 except BackendError:
                     traceback.print_exc()  # what was measured is held to the limit in any case
             yield

@@ -217,7 +217,7 @@ def _memory(winner: Row, outcome: SearchOutcome) -> str:
         return f"Peak memory {tensors} of {limit} a rank"
     most, further = max(trial.process_bytes), max(trial.further_bytes, default=0)
     more = f", and {bytes_text(further)} more are expected in a run of {LONG_RUN:,} steps" if further else ""
-    enforced = ", which the system enforced" if outcome.settings.memory_limit_gib is not None else ""
+    enforced = ", which the system enforced" if trial.enforced else ""
     return (
         f"Peak memory {bytes_text(most)} of {limit} a rank{enforced}: what a process takes beyond what it held before (measured"
         f"{more}); tensors are {tensors} of it"
