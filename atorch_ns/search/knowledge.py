@@ -102,6 +102,8 @@ class Knowledge:
         for index, entry in self._entries:
             estimate = self.candidates[index].estimate
             beyond = estimate.peak_bytes - estimate.allocated_bytes if estimate is not None else 0.0
+            if entry.merged.while_applying:
+                continue  # what planning took says nothing of steps
             peak = float(entry.merged.max_needed_bytes)
             if peak and not entry.merged.process_bytes:
                 peak += beyond

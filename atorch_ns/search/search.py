@@ -253,7 +253,11 @@ class Search:
             if self.candidates[index].is_baseline:
                 return index
         if not self._knowledge.ranked and self._knowledge.num_out_of_memory >= OUT_OF_MEMORY:
-            return min(open_, key=lambda index: self.candidates[index].predicted_bytes or math.inf)
+            # Of those without the methods that ran out while they were applied, if there are any.
+            chances = self._knowledge.chances_to_run
+            return min(
+                open_, key=lambda index: (-chances[index], self.candidates[index].predicted_bytes or math.inf)
+            )
         return self._sampler(self._knowledge, open_, usual_cost)
 
     def _confirmed_known(self) -> str:

@@ -411,6 +411,22 @@ def test_who_runs_out_while_it_plans_says_nothing_of_others() -> None:
     )
 
 
+def test_a_method_that_runs_out_while_it_is_applied_is_not_tried_to_the_end() -> None:
+    """However small its candidates are predicted to be."""
+    tensor = [
+        candidate(f"t{n}", "tensor_parallel", ("x", {"n": n}), seconds=0.01 + n * 1e-3, peak=GIB)
+        for n in range(6)
+    ]
+    end = TrialOutcome(status="out of memory", rank=0, process_bytes=(8 * GIB, 8 * GIB), while_applying=True)
+    other = candidate("other", "fsdp", seconds=0.04, peak=6 * GIB)
+    world = World({"other": 0.04}, ends={one.key: end for one in tensor})
+    outcome = world.search(
+        [replace(PLAIN, pruned=Pruned(kind="memory", reason="too large")), *tensor, other], max_trials=6
+    )
+    assert outcome.best == "other"
+    assert outcome.num_trials <= 4
+
+
 def test_if_every_trial_fails_the_reasons_and_the_cause_are_told() -> None:
     candidates = ladder(50)
     end = TrialOutcome(status="raised", reason="KeyError: 'labels' in forward", log="/tmp/x.log")
