@@ -424,7 +424,7 @@ def test_a_method_that_runs_out_while_it_is_applied_is_not_tried_to_the_end() ->
         [replace(PLAIN, pruned=Pruned(kind="memory", reason="too large")), *tensor, other], max_trials=6
     )
     assert outcome.best == "other"
-    assert outcome.num_trials <= 4
+    assert [task.key for task in world.tasks][2] == "other"
 
 
 def test_if_every_trial_fails_the_reasons_and_the_cause_are_told() -> None:
