@@ -66,17 +66,17 @@ def read_options() -> argparse.Namespace:
 
 
 def small_llama() -> nn.Module:
-    """A Llama with 26 million parameters, in few and wide layers.
+    """A Llama with 29 million parameters, in few and wide layers.
 
     With few bytes in a batch, as in fine-tuning, a step spends its time on weights: on their gradients' way between
     processes and on the optimizer, which data parallelism repeats on every process.
     """
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=2,
-        num_attention_heads=16,
+        hidden_size=768,
+        intermediate_size=2112,
+        num_hidden_layers=4,
+        num_attention_heads=12,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
     )
