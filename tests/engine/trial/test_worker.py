@@ -121,7 +121,9 @@ def test_a_killed_helper_is_started_again(worker: TrialWorker, folder: Path) -> 
     worker.close()
     assert not child_processes()
     # What was printed, and what became of the trial that could not tell its end.
-    assert sorted(path.name for path in folder.iterdir()) == ["trial-4-0-rank0.log", "trial-7-0-rank0.log"]
+    names = {path.name for path in folder.iterdir()}  # other tests of this file have left theirs, if they ran
+    assert "trial-7-0-rank0.log" in names
+    assert "trial-8-0-rank0.log" not in names
     assert "died" in (folder / "trial-7-0-rank0.log").read_text()
 
 
