@@ -93,9 +93,9 @@ class ProcessMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start = private_bytes(device) or 0
         self._beside = self._untouched = self._peak = 0
         if device.type == "cuda":
+            self._start = torch.cuda.memory_reserved(device)
             torch.cuda.reset_peak_memory_stats(device)
             self._beside = _beside_allocator(device)
         else:
@@ -103,6 +103,8 @@ class ProcessMemory:
             with contextlib.suppress(OSError):
                 _CLEAR_REFS.write_text(_FORGET_PEAK)
             now = _read_status()
+            # What the C library keeps free is held already: it grows nothing when it is used.
+            self._start = now["VmData"]
             self._untouched = max(0, now["VmData"] - now["RssAnon"])
 
     def peak_bytes(self) -> int | None:

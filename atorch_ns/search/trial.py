@@ -135,7 +135,10 @@ class TrialOutcome:
         if not self.process_bytes:
             return self.peak_bytes
         further = self.further_bytes or (0,) * len(self.process_bytes)
-        return tuple(most + more for most, more in zip(self.process_bytes, further, strict=True))
+        whole = tuple(most + more for most, more in zip(self.process_bytes, further, strict=True))
+        # A process that had kept memory free grows by less than its tensors take.
+        tensors = self.peak_bytes if len(self.peak_bytes) == len(whole) else (0,) * len(whole)
+        return tuple(map(max, whole, tensors))
 
     @property
     def max_needed_bytes(self) -> int:

@@ -423,14 +423,15 @@ def _largest(values: Sequence[float], cluster: Cluster) -> list[float]:
 
 def _held_to(limit: int | None, report: RankReport) -> RankReport:
     """The report, as one of a trial without memory where it needs more than the limit."""
-    process, further = report.process_bytes, report.further_bytes
-    needed = report.peak_bytes if process is None else process + further
-    if limit is None or needed is None or needed <= limit:
+    process, further, tensors = report.process_bytes, report.further_bytes, report.peak_bytes
+    # A process that had kept memory free grows by less than its tensors take.
+    needed = max(0 if process is None else process + further, tensors or 0)
+    if limit is None or needed <= limit:
         return report
-    tensors = "" if report.peak_bytes is None else f" ({bytes_text(report.peak_bytes)} of it tensors)"
     what = f"a step holds {bytes_text(needed)} at its peak"
-    if process is not None:
-        what = f"its process grew by {bytes_text(process)}{tensors}"
+    if process is not None and process + further > limit:
+        part = "" if tensors is None else f" ({bytes_text(tensors)} of it tensors)"
+        what = f"its process grew by {bytes_text(process)}{part}"
         if process <= limit:
             what += f" and is expected to grow by {bytes_text(further)} more in {LONG_RUN:,} steps"
     return replace(
