@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("atorch_ns", "opt_lib")
 ALONE = ("_version",)
-"""Files that stand in a layer and are no room for anybody to look at."""
+"""Files that stand in a layer and are not rooms."""
 
 
 def first_line(file: Path) -> str:

@@ -29,14 +29,16 @@ _FORGET_PEAK: Final = "5"
 LONG_RUN: Final = 1000
 """Steps of a run that a measurement of a few steps stands for."""
 _LEVEL: Final = 0.01
+"""Share of the memory that a doubling adds at most where it is level: six more, to a long run, add what a prediction is off by."""
 _FEWEST: Final = 8
 """Steps before growth is judged: the first two make states and arrange buckets, and a doubling needs a half to compare."""
 
 _LEAK: Final = 1.5
+"""A leak adds twice as much in each doubling as in the one before, a heap that fragments as much: what lies between."""
 _FEWEST_TO_SAY: Final = 64
 """Steps before a job is said to grow: three doublings in which it did."""
 _CONFIRMING_STEPS: Final = 16
-"""Further steps in which it must go on: a cache that was filled once, or a validation, is no growth."""
+"""Further steps in which it must go on: a cache that was filled once, or a validation, is not growth."""
 
 
 def private_bytes(device: torch.device) -> int | None:
@@ -254,7 +256,7 @@ class Growth:
     @property
     def per_doubling(self) -> int:
         """Bytes that the last doubling of the number of steps added; 0 before there was one."""
-        return self._added(self.num_steps)
+        return self._bytes_between(self.num_steps)
 
     @property
     def is_level(self) -> bool:
@@ -276,7 +278,7 @@ class Growth:
         return (
             self.per_doubling > 0
             and not self.is_level
-            and self.per_doubling >= _LEAK * self._added(self.num_steps // 2)
+            and self.per_doubling >= _LEAK * self._bytes_between(self.num_steps // 2)
         )
 
     @property
@@ -289,7 +291,7 @@ class Growth:
         first, last = self._seen[0], self._seen[-1]
         return max(first[0], round(last[0] - (last[1] - first[1]) / bytes_per_step))
 
-    def _added(self, step: int) -> int:
+    def _bytes_between(self, step: int) -> int:
         """Bytes that the steps from ``step // 2`` to ``step`` added; 0 where too few were seen."""
         if step < _FEWEST:
             return 0
@@ -333,12 +335,12 @@ class GrowthWatch:
         if self._num_steps < self._next:
             return
         try:
-            self._look()
+            self._look_at_process()
         except Exception:
             log.debug("the memory of this process cannot be watched", exc_info=True)
             self._next = sys.maxsize
 
-    def _look(self) -> None:
+    def _look_at_process(self) -> None:
         num_bytes = self._read(self._device)
         if num_bytes is None:
             self._next = sys.maxsize
@@ -349,7 +351,7 @@ class GrowthWatch:
             self._seen, self._next = None, 2 * growth.num_steps
             rate = (num_bytes - before) / _CONFIRMING_STEPS
             if rate >= growth.bytes_per_step / 2:
-                self.finding = self._text(rate, _num_tensors() - tensors)
+                self.finding = self._describe_growth(rate, _num_tensors() - tensors)
             return
         growth.add(self._num_steps, num_bytes)
         self._next = 2 * self._num_steps
@@ -359,7 +361,7 @@ class GrowthWatch:
             self._seen = num_bytes, _num_tensors()
             self._next = self._num_steps + _CONFIRMING_STEPS
 
-    def _text(self, bytes_per_step: float, more_tensors: int) -> str:
+    def _describe_growth(self, bytes_per_step: float, more_tensors: int) -> str:
         what = "no tensors are kept in Python: look for caches, logs and connections without a bound"
         if more_tensors >= _CONFIRMING_STEPS / 2:
             what = (

@@ -175,7 +175,7 @@ def train(options: argparse.Namespace) -> None:
         with limit_memory(options.memory_limit * MIB, device):
             result = accelerate(options, dataset, load_strategy=parse_strategy(options.strategy))
             run_training(options, result)
-        save_weights(options, result)  # whole on the first rank, which is no part of training
+        save_weights(options, result)  # whole on the first rank, which is not a part of training
     except (MemoryError, RuntimeError) as error:
         # A rank that another has left alone has lost its connection.
         ended = (
