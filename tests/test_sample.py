@@ -11,12 +11,11 @@ from tests import sample
 from tests.sample import BUDGETS, MOST, START, draw_tests, function_of, read_costs, room_for_dear, room_of
 
 FOLDERS = {path.name for path in Path(__file__).parent.iterdir() if any(path.glob("**/test_*.py"))}
-OTHERS = {"warm", "release"}  # run by themselves, or cheap
 
 
 def test_the_budgets_add_up() -> None:
     assert sum(BUDGETS.values()) <= MOST - START
-    assert not FOLDERS - OTHERS - BUDGETS.keys()
+    assert not FOLDERS - BUDGETS.keys()
     costs = read_costs()
     over = {
         room: costs["cheap"].get(room, 0) for room in BUDGETS if costs["cheap"].get(room, 0) > BUDGETS[room]
@@ -32,7 +31,7 @@ def test_few_tests_are_for_test_all_alone() -> None:
         for test, seconds in costs["dear"].items()
         if seconds > room_for_dear(room_of(test), costs, BUDGETS)
     }
-    assert len(never) <= 25, never
+    assert len(never) <= 30, never
 
 
 COSTS = {

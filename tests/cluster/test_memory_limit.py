@@ -6,6 +6,7 @@ import math
 import re
 import resource
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -86,15 +87,21 @@ def test_a_limit_inside_of_another_does_not_loosen_it() -> None:
     assert inner <= outer == again != before
 
 
-def _too_small_for_stacks() -> str:
-    with pytest.raises(MemoryError) as caught, limit_memory(12 * MIB, CPU):
+def test_simulated_ranks_do_not_wait_for_one_whose_thread_has_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As under a limit that leaves no room for a second stack."""
+    submit, calls = ThreadPoolExecutor.submit, iter(range(9))
+
+    def start_first(pool: ThreadPoolExecutor, *work: Any) -> Any:
+        if next(calls):
+            raise RuntimeError("can't start new thread")
+        return submit(pool, *work)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", start_first)
+    with pytest.raises(RuntimeError, match="can't start new thread") as caught:
         simulate(2, lambda group: len(group.swap(1)), CPU)
-    return str(caught.value)
-
-
-def test_simulated_ranks_do_not_wait_for_one_whose_thread_has_no_room() -> None:
-    """In a fresh process: this one may keep more free than the limit."""
-    assert "out of memory" in notebook.run(_too_small_for_stacks, (), nproc=1)
+    assert is_out_of_memory(caught.value)
 
 
 def test_a_limit_that_could_not_be_enforced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,9 @@ class _Trial:
             with executed:
                 _checked(ran.result.train_step(next(ran.batches)), ran.growth.num_steps + 1)
             peak, states = memory.peak_bytes, state_bytes(ran.result).total
-        num_collectives = sum(calls for calls, _ in executed.found.values())
+        # Their record is in host memory, which is what is measured on a CPU alone.
+        recorded = executed.found.values() if device.type == "cpu" else ()
+        num_collectives = sum(calls for calls, _ in recorded)
         return replace(
             report,
             status="stopped early" if ran.verdict == "worse" else "ok",
