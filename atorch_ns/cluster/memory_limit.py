@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from atorch_ns.cluster.process_memory import private_bytes, unused_bytes
+from atorch_ns.cluster.process_memory import data_bytes, unused_bytes
 from atorch_ns.errors import BackendError, InputError, RankError
 from atorch_ns.text import bytes_text
 
@@ -49,8 +49,7 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
 
     Raises:
         MemoryError: in place of the allocator's error: how much was in use of how much, and what was asked for.
-        BackendError: if this system enforces no limit, or this process has already freed more than the limit and could
-            use that again.
+        BackendError: if this system enforces no limit.
     """
     if not isinstance(num_bytes, (int, float)) or not 0 < num_bytes < math.inf:
         raise InputError(f"num_bytes={num_bytes!r}: a limit of memory must be a positive number of bytes.")
@@ -62,7 +61,7 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
         )
     before = _bytes_in_use(device) - held_bytes
     try:
-        with _limited(before + num_bytes, num_bytes - held_bytes, device):
+        with _filled_holes(device), _limited(before + num_bytes, num_bytes - held_bytes, device):
             yield
     except Exception as error:
         others = isinstance(error, RankError)  # who tells of their own memory
@@ -92,11 +91,6 @@ def _limited(total: int, num_bytes: int, device: torch.device) -> Iterator[None]
     stricter = [there for there in before if there != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min([total, *stricter]), before[1]))
     try:
-        if (free := unused_bytes()) > num_bytes:
-            raise BackendError(
-                f"a limit of {bytes_text(num_bytes)} cannot be enforced here: this process has freed {bytes_text(free)} "
-                "before that it keeps and would use again. Set a higher limit, or set it earlier in a fresh process."
-            )
         if not _is_enforced(num_bytes):
             raise BackendError(
                 f"a limit of {bytes_text(num_bytes)} cannot be enforced here: the system ignores RLIMIT_DATA."
@@ -128,13 +122,41 @@ def return_freed_memory() -> None:
         library.malloc_trim(0)
 
 
+@contextmanager
+def _filled_holes(device: torch.device) -> Iterator[None]:
+    """Keeps the heap's holes from being used inside the block, so that a limit is the same whatever was freed before.
+
+    A hole counts as private memory already, so that tensors in it would come on top of the limit. Nothing is written to
+    what fills them, so that it takes no memory.
+    """
+    library = ctypes.CDLL(None)
+    found: list[int] = []
+    if device.type == "cpu" and hasattr(library, "mallinfo2"):
+        library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
+        size = 1 << unused_bytes().bit_length()
+        while size >= _LARGE:
+            before = unused_bytes()
+            pointer = library.malloc(size)
+            if before - unused_bytes() >= size:
+                found.append(pointer)
+            else:  # it is fresh memory: no hole is that large
+                library.free(pointer)
+                size //= 2
+    try:
+        yield
+    finally:
+        for pointer in found:
+            library.free(pointer)
+
+
 def _bytes_in_use(device: torch.device) -> int:
-    """Bytes that count towards a limit and are in use."""
+    """Bytes that count towards a limit."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    else:
-        return_freed_memory()
-    found = private_bytes(device)
+        return torch.cuda.memory_reserved(device)
+    return_freed_memory()
+    found = data_bytes()
     if found is None:
         raise BackendError(
             f"a limit of memory cannot be enforced on {sys.platform}: it needs Linux, or CUDA."

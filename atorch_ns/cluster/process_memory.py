@@ -49,8 +49,13 @@ def private_bytes(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
-    held = _read_status()["VmData"]
-    return held - unused_bytes() if held else None
+    held = data_bytes()
+    return None if held is None else held - unused_bytes()
+
+
+def data_bytes() -> int | None:
+    """Private memory of this process as the system counts it for ``RLIMIT_DATA``; ``None`` where it does not say."""
+    return _read_status()["VmData"] or None
 
 
 def unused_bytes() -> int:
