@@ -19,7 +19,7 @@ FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob(
 # those that are not blank.
 MOST_FILES, MOST_LINES = (
     476,
-    78_600,
+    78_720,
 )  # Merak, planning in code, predictions for real clusters, one door, memory of processes
 GENERATED = "coordinator_pb2.py"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import mmap
 import re
@@ -22,6 +23,10 @@ if sys.platform != "win32":
 
 _MMAP_THRESHOLD: Final = -3
 """Of glibc's malloc.h."""
+_IS_MMAPPED: Final = 2
+"""Of glibc's malloc.c: the flag of an allocation that lies outside of the heap."""
+_OUT_OF_MEMORY: Final = "out of memory:"
+"""What the errors of this module begin with: they are complete, and a limit around adds nothing."""
 _MOST: Final = 2**50
 """Bytes beyond which a limit limits nothing, and C's integers end."""
 _LARGE: Final = 64 * 2**10
@@ -56,20 +61,21 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
     num_bytes = min(int(num_bytes), _MOST)
     if held_bytes >= num_bytes:
         raise MemoryError(
-            f"out of memory: {bytes_text(held_bytes)} are in use before anything is trained, and the limit is "
+            f"{_OUT_OF_MEMORY} {bytes_text(held_bytes)} are in use before anything is trained, and the limit is "
             f"{bytes_text(num_bytes)}. Raise the limit."
         )
+    gc.collect()  # tensors in cycles would be held now, and freed at some step of the block
     before = _bytes_in_use(device) - held_bytes
     try:
         with _filled_holes(device), _limited(before + num_bytes, num_bytes - held_bytes, device):
             yield
     except Exception as error:
         others = isinstance(error, RankError)  # who tells of their own memory
-        if others or not is_out_of_memory(error):
+        if others or not is_out_of_memory(error) or str(error).startswith(_OUT_OF_MEMORY):
             raise
         used = max(0, _bytes_in_use(device) - before)  # the error's traceback keeps what was alive
         raise MemoryError(
-            f"out of memory: {bytes_text(used)} of the limit of {bytes_text(num_bytes)} were in use when "
+            f"{_OUT_OF_MEMORY} {bytes_text(used)} of the limit of {bytes_text(num_bytes)} were in use when "
             f"{_asked_for(error)} were asked for. Use a strategy that needs less, or raise the limit."
         ) from error
 
@@ -109,6 +115,32 @@ def _is_enforced(num_bytes: int) -> bool:
     return False
 
 
+@contextmanager
+def lowered_limit(num_bytes: int, device: torch.device) -> Iterator[None]:
+    """Takes ``num_bytes`` off the limit of the block of :func:`limit_memory` around this one; nothing on CUDA."""
+    if device.type == "cuda" or sys.platform == "win32":
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    if before[0] != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_DATA, (max(0, before[0] - num_bytes), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def room_bytes(device: torch.device) -> int | None:
+    """Bytes that this process may still allocate by a limit that the system enforces; ``None`` if it enforces none.
+
+    Only limits of private memory on CPUs are known here.
+    """
+    if device.type == "cuda" or sys.platform == "win32":
+        return None
+    limit, held = resource.getrlimit(resource.RLIMIT_DATA)[0], data_bytes()
+    return None if limit == resource.RLIM_INFINITY or held is None else max(0, limit - held)
+
+
 def return_freed_memory() -> None:
     """Has glibc give freed tensors back to the system at once, from here on; nothing with another C library.
 
@@ -134,13 +166,14 @@ def _filled_holes(device: torch.device) -> Iterator[None]:
     if device.type == "cpu" and hasattr(library, "mallinfo2"):
         library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
-        size = 1 << unused_bytes().bit_length()
-        while size >= _LARGE:
-            before = unused_bytes()
+        unused = unused_bytes()
+        size = 1 << unused.bit_length()
+        while size >= _LARGE and unused > 0:
             pointer = library.malloc(size)
-            if before - unused_bytes() >= size:
+            if pointer and not _header(pointer) & _IS_MMAPPED:
                 found.append(pointer)
-            else:  # it is fresh memory: no hole is that large
+                unused -= size
+            else:  # fresh memory, or none: no hole is that large
                 library.free(pointer)
                 size //= 2
     try:
@@ -148,6 +181,12 @@ def _filled_holes(device: torch.device) -> Iterator[None]:
     finally:
         for pointer in found:
             library.free(pointer)
+
+
+def _header(pointer: int) -> int:
+    """The size of an allocation with its flags in the lowest bits, which glibc keeps in front of it."""
+    word = ctypes.sizeof(ctypes.c_size_t)
+    return ctypes.c_size_t.from_address(pointer - word).value
 
 
 def _bytes_in_use(device: torch.device) -> int:

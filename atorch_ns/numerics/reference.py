@@ -53,14 +53,15 @@ class Reference:
     """A run of one process.
 
     Attributes:
-        initial, final: every parameter before and after, on the CPU, by its first name.
+        final: every parameter after training, on the CPU, by its first name.
+        updates: the largest absolute change of each of them.
         losses: the mean loss of each step.
         learning_rate: learning rate of SGD.
         training: whether the model was in training mode.
     """
 
-    initial: Mapping[str, torch.Tensor]
     final: Mapping[str, torch.Tensor]
+    updates: Mapping[str, float]
     losses: tuple[float, ...]
     learning_rate: float
     training: bool
@@ -126,11 +127,12 @@ def run_reference(
     *,
     compute_dtype: torch.dtype | None = None,
     like: Reference | None = None,
+    initial: Callable[[], Mapping[str, torch.Tensor]] | None = None,
 ) -> Reference:
-    """Trains ``model`` in place with plain SGD, the parts of each step one after the other.
+    """Trains ``model`` with plain SGD, the parts of each step one after the other.
 
     Args:
-        model: a model with values, on ``device``.
+        model: a model with values, on ``device``; it is used up.
         inputs: the user's objects, with the loss, the format of a batch and the norm to clip to.
         batches: ``[step][part]``.
         parts: the part that each data rank computes.
@@ -138,11 +140,12 @@ def run_reference(
         device: the device to compute on.
         compute_dtype: dtype of weights and inputs in the forward pass; ``None`` for their own.
         like: run whose learning rate and mode are used; ``None`` to find them.
+        initial: gives the values that ``model`` began with, once training has ended; ``None`` to keep a copy of them.
 
     Raises:
         InputError: if the loss changes from one evaluation to the next, or nothing gets a gradient.
     """
-    initial = _snapshot(model)
+    copied = _snapshot(model) if initial is None else {}
     training = _mode(model, inputs, batches[0][0], device) if like is None else like.training
     model.train(training)
     groups = bare_groups(inputs)
@@ -161,8 +164,15 @@ def run_reference(
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
+    optimizer.zero_grad()
+    del optimizer  # and its momentum, before the values of the beginning are made anew
+    final = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return Reference(
-        initial=initial, final=_snapshot(model), losses=tuple(losses), learning_rate=rate, training=training
+        final=final,
+        updates=updates_of(copied if initial is None else initial(), final),
+        losses=tuple(losses),
+        learning_rate=rate,
+        training=training,
     )
 
 
@@ -201,7 +211,7 @@ _NOT_COMPARED = "the loss of the whole batch in one pass is not compared"
 def measure(reference: Reference, final: Mapping[str, torch.Tensor], losses: Sequence[float]) -> Deviation:
     """The deviation of a run with these final parameters and losses from the reference."""
     return Deviation(
-        errors=update_errors(reference.initial, reference.final, final, roundings=ROUNDINGS),
+        errors=update_errors(reference.updates, reference.final, final, roundings=ROUNDINGS),
         loss_error=max(
             (finite(abs(a - b)) / max(1.0, abs(b)) for a, b in zip(losses, reference.losses, strict=True)),
             default=0.0,
@@ -309,13 +319,13 @@ def _snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
 
 
-def largest_update(initial: Mapping[str, torch.Tensor], final: Mapping[str, torch.Tensor]) -> float:
-    """The largest absolute change of any element of any parameter."""
-    return max((distance(value, initial[name]) for name, value in final.items()), default=0.0)
+def updates_of(initial: Mapping[str, torch.Tensor], final: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The largest absolute change of any element of each parameter."""
+    return {name: distance(value, initial[name].to(value.device)) for name, value in final.items()}
 
 
 def update_errors(
-    initial: Mapping[str, torch.Tensor],
+    updates: Mapping[str, float],
     expected: Mapping[str, torch.Tensor],
     found: Mapping[str, torch.Tensor],
     *,
@@ -324,18 +334,19 @@ def update_errors(
     """``max|found - expected| / max|expected - initial|`` of every parameter that both runs have.
 
     Args:
-        initial, expected: the reference's parameters before and after training.
+        updates: the largest change of each parameter in the reference's training (:func:`updates_of`).
+        expected: the reference's parameters after training.
         found: the other run's after training.
         roundings: units in the last place of a weight that are taken off its error first.
     """
-    floor = UPDATE_FLOOR * largest_update(initial, expected)
+    floor = UPDATE_FLOOR * max(updates.values(), default=0.0)
     errors = {}
     for name, value in expected.items():
         if name not in found:
             continue
         eps = torch.finfo(found[name].dtype).eps if found[name].is_floating_point() else 0.0
         beyond = max(0.0, distance(found[name], value) - roundings * eps * largest(value))
-        errors[name] = beyond / max(distance(value, initial[name]), floor) if beyond else 0.0
+        errors[name] = beyond / max(updates[name], floor) if beyond else 0.0
     return errors
 
 

@@ -77,6 +77,7 @@ def run_strategy(
     losses = [train_step(result, batches[0][part])]
     first = whole_tensors(result, everywhere=True, buffers=False) if everywhere else {}
     losses += [train_step(result, batch[part]) for batch in batches[1:]]
+    _free_training_memory(result)  # before whole parameters take its place
     last = whole_tensors(result, everywhere=everywhere, buffers=False)
     return StrategyRun(
         first=first,
@@ -86,6 +87,14 @@ def run_strategy(
         differing=_differing(last if everywhere else _undivided_weights(result), cluster),
         notes=() if result.job.precision.restore is None else (_UNROUNDED,),
     )
+
+
+def _free_training_memory(result: Result) -> None:
+    """Frees gradients and momentum; the job is not trained again."""
+    assert result.optim is not None
+    result.optim.zero_grad(set_to_none=True)
+    for state in result.optim.state.values():
+        state.pop("momentum_buffer", None)
 
 
 def judged_job(

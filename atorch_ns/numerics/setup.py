@@ -19,6 +19,7 @@ from atorch_ns.capture.blocks import fingerprints, repeated_blocks
 from atorch_ns.capture.nests import tensors_of
 from atorch_ns.capture.structure import Container, copy_structure, truncate
 from atorch_ns.cluster import Cluster
+from atorch_ns.cluster.memory_limit import room_bytes
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Materialiser
 from atorch_ns.job.sampling import read_samples
@@ -228,8 +229,16 @@ def prepare(
     resolved = agreed(lambda: resolve(strategy, cluster, registry, profile=Profile.of(small.model)))
     num_micro_batches = max(resolved.plan.num_micro_batches, small.gradient_accumulation_steps)
     closed = _ClosedOver(inputs.model)
-    batches, reference, noise = agreed(
-        lambda: _reference(small, cluster, resolved, num_micro_batches, rows, closed)
+    dtype = getattr(torch, resolved.plan.precision.parameter_dtype)
+    round_to(small.model, dtype)
+
+    def make_again() -> Inputs:
+        again = _small_inputs(inputs, cluster, shallow=shallow)
+        round_to(again.model, dtype)
+        return again
+
+    small, batches, reference, noise = agreed(
+        lambda: _reference(small, make_again, cluster, resolved, num_micro_batches, rows, closed)
     )
     found = tuple(closed.found)
     on_first = None if reference is None else (batches, reference.learning_rate, reference.training, found)
@@ -293,51 +302,63 @@ def _small_inputs(inputs: Inputs, cluster: Cluster, *, shallow: bool) -> Inputs:
 
 
 def _require_memory(model: nn.Module, cluster: Cluster) -> None:
-    """Rank 0 holds two models, the gradients and momentum of one, and copies in host memory."""
-    needed = 6 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    available = cluster.device_memory_bytes
+    """Rank 0 holds a model with its gradients and momentum, then that of the reference, of the strategy and between."""
+    needed = 4 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    memory = cluster.device_memory_bytes
     if cluster.device_type == "cpu":
-        available //= max(1, cluster.local_world_size)
-    if available and needed > _MEMORY_SHARE * available:
+        memory //= max(1, cluster.local_world_size)
+    room = room_bytes(torch.device(cluster.device))
+    limits = [limit for limit in (int(_MEMORY_SHARE * memory) or None, room) if limit is not None]
+    if needed > min(limits, default=needed):
         raise InputError(
             f"two blocks of each kind and what surrounds them take {bytes_text(needed)} to compare, of "
-            f"{bytes_text(available)} a rank has."
+            f"{bytes_text(min(limits))} that a rank may use for it."
         )
 
 
 def _reference(
-    inputs: Inputs,
+    small: Inputs,
+    make_again: Callable[[], Inputs],
     cluster: Cluster,
     resolved: Resolved,
     num_micro_batches: int,
     rows: int,
     closed: _ClosedOver,
-) -> tuple[list[list[Any]], Reference | None, Deviation | None]:
-    """Batches, reference and noise of :class:`Prepared`; on other ranks than the first none."""
-    round_to(inputs.model, getattr(torch, resolved.plan.precision.parameter_dtype))
+) -> tuple[Inputs, list[list[Any]], Reference | None, Deviation | None]:
+    """Inputs, batches, reference and noise of :class:`Prepared`; on other ranks than the first the inputs alone.
+
+    Each run uses up a small model. A new one is made from the user's rather than a copy kept, so that no more than a
+    training of it is held at once.
+    """
     if cluster.rank != 0:
-        return [], None, None
+        return small, [], None, None
     parts = part_of_ranks(resolved.plan.num_data_ranks)
     stages = resolved.plan.size("pipeline")  # which wait for samples if there are fewer
     # What experts are balanced by is a mean over all ranks, which one process finds where their samples are the same.
     alike = resolved.plan.size("expert") > 1
     rows = num_micro_batches * stages * max(rows, 1 + alike)
-    batches = draw_batches(inputs, 1 + max(parts), rows, alike=alike)
+    batches = draw_batches(small, 1 + max(parts), rows, alike=alike)
     if cluster.distributed:
         pickle.dumps(batches)  # rank 0 must fail here, not where the others wait for it
     device = torch.device(cluster.device)
+    fresh = small
 
     def run(**options: Any) -> Reference:
-        model = copy.deepcopy(inputs.model)
-        closed.watch(model)
-        return run_reference(model, inputs, batches, parts, num_micro_batches, device, **options)
+        def initial() -> Mapping[str, torch.Tensor]:
+            nonlocal fresh
+            fresh = make_again()
+            return dict(fresh.model.named_parameters())
+
+        closed.watch(fresh.model)
+        given = (fresh.model, fresh, batches, parts, num_micro_batches, device)
+        return run_reference(*given, initial=initial, **options)
 
     with RoundsTo16Bits() as rounds:
         reference = run()
     if not is_reduced(resolved):
-        return batches, reference, NO_DEVIATION if rounds.found else None
+        return fresh, batches, reference, NO_DEVIATION if rounds.found else None
     rounded = run(compute_dtype=torch.bfloat16, like=reference)
-    return batches, reference, measure(reference, rounded.final, rounded.losses)
+    return fresh, batches, reference, measure(reference, rounded.final, rounded.losses)
 
 
 def is_reduced(resolved: Resolved) -> bool:

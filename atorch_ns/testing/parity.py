@@ -22,7 +22,7 @@ from atorch_ns.capture.nests import map_tensors
 from atorch_ns.checkpoint.export import whole_tensors
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
-from atorch_ns.numerics.reference import distance, finite, largest_update, update_errors
+from atorch_ns.numerics.reference import distance, finite, update_errors, updates_of
 from atorch_ns.testing.models import Case, SyntheticDataset
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import plain_name
@@ -187,10 +187,11 @@ def compare(reference: Trajectory, actual: Trajectory) -> ParityReport:
             f"the reference has {len(reference.losses)} steps and the run {len(actual.losses)}: "
             "train both on the same batches."
         )
-    update = largest_update(reference.initial, reference.final)
+    updates = updates_of(reference.initial, reference.final)
+    update = max(updates.values(), default=0.0)
     if not 0.0 < update < math.inf:
         raise InputError(f"the reference's largest update is {update}: no run.")
-    errors = update_errors(reference.initial, reference.final, actual.final)
+    errors = update_errors(updates, reference.final, actual.final)
     worst = max(errors, key=errors.__getitem__, default="")
     losses = zip(reference.losses, actual.losses, strict=True)
     starts = [

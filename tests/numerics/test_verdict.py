@@ -40,8 +40,8 @@ def test_a_run_in_which_rounding_hides_everything_does_not_pass() -> None:
 
 def _run(final: float, loss: float) -> Reference:
     return Reference(
-        initial={"w": torch.zeros(2)},
         final={"w": torch.full((2,), final)},
+        updates={"w": final},
         losses=(loss,),
         learning_rate=0.1,
         training=False,

@@ -22,12 +22,13 @@ import torch.distributed as dist
 
 from atorch_ns.apply import apply_strategy
 from atorch_ns.cluster import Cluster
+from atorch_ns.cluster.memory_limit import lowered_limit
 from atorch_ns.cluster.process_memory import LONG_RUN, Growth, ProcessMemory, track_memory
 from atorch_ns.engine.trial.failures import Failure, Interrupted, NonFiniteLoss, explain
-from atorch_ns.engine.trial.report import CollectiveCount, RankReport
-from atorch_ns.errors import BackendError, InputError
+from atorch_ns.engine.trial.report import RECORD_ENTRIES, CollectiveCount, RankReport
+from atorch_ns.errors import BackendError, InputError, RankError
 from atorch_ns.estimate.memory.reserved import CONTEXT_BYTES
-from atorch_ns.job import Inputs, Materialiser, Result, limit_memory
+from atorch_ns.job import Inputs, Materialiser, Result, is_out_of_memory, limit_memory
 from atorch_ns.job.memory_use import state_bytes
 from atorch_ns.method import Registry, resolve
 from atorch_ns.numerics.division import check_division
@@ -96,9 +97,6 @@ _SETTLING_STEPS: Final = 2
 _NUM_BATCHES: Final = 4
 _MOST_LEVEL_STEPS: Final = 64
 """Steps at most until the memory of a process is level; what it adds after that is predicted from its growth."""
-_LOG_ENTRIES, _LOG_ENTRY_BYTES = 2000, 1024
-"""torch's flight recorder keeps the last 2,000 collectives (``TORCH_FR_BUFFER_SIZE``), each in some 1 KiB (0.95 measured): it
-fills at a rate of a few entries a step, more slowly than a trial can see."""
 
 
 @dataclass(frozen=True)
@@ -213,22 +211,24 @@ class _Trial:
             memory.pause()
             with self._limited(device):
                 ran = self._run_steps(device)
-            # The step that is watched comes last, so that no other one pays for it.
-            self.enter("the step that is watched")
+                # The steps that are watched come last, so that no other one pays for it.
+                self.enter("the step whose collectives are counted")
+                with executed:
+                    _checked(ran.result.train_step(next(ran.batches)), ran.growth.num_steps + 1)
+                further_bytes = ran.growth.further(executed if device.type == "cpu" else None)
+                if self.enforced and ran.verdict == "enough":
+                    self._run_with_less(ran, further_bytes, device)
+            self.enter("the step whose tensors are counted")
             memory.resume()
-            with executed:
-                _checked(ran.result.train_step(next(ran.batches)), ran.growth.num_steps + 1)
+            _checked(ran.result.train_step(next(ran.batches)), ran.growth.num_steps + 1)
             peak, states = memory.peak_bytes, state_bytes(ran.result).total
-        # Their record is in host memory, which is what is measured on a CPU alone.
-        recorded = executed.found.values() if device.type == "cpu" else ()
-        num_collectives = sum(calls for calls, _ in recorded)
         return replace(
             report,
             status="stopped early" if ran.verdict == "worse" else "ok",
             step_seconds=tuple(ran.seconds),
             peak_bytes=peak,
             process_bytes=ran.process_bytes,
-            further_bytes=ran.growth.further(num_collectives),
+            further_bytes=further_bytes,
             state_bytes=states,
             collectives=executed.found,
             enforced=self.enforced,
@@ -246,6 +246,22 @@ class _Trial:
                 except BackendError:
                     traceback.print_exc()  # what was measured is held to the limit in any case
             yield
+
+    def _run_with_less(self, ran: _Steps, further_bytes: int, device: torch.device) -> None:
+        """Two steps under the limit less what a long run adds, since what is measured misses memory that is not touched."""
+        (further,) = _largest([float(further_bytes)], self.cluster)
+        self.enter(f"steps with {bytes_text(further)} less, which a long run adds")
+        try:
+            with lowered_limit(int(further), device):
+                for _ in range(_SETTLING_STEPS):
+                    ran.result.train_step(next(ran.batches))
+        except Exception as error:
+            if isinstance(error, RankError) or not is_out_of_memory(error):
+                raise
+            raise MemoryError(
+                f"out of memory: a run of {LONG_RUN:,} steps is expected to add {bytes_text(further)}, and with that much less "
+                "a step does not fit"
+            ) from error
 
     def _run_steps(self, device: torch.device) -> _Steps:
         process = ProcessMemory(device)
@@ -381,15 +397,19 @@ class _GrowthOverSteps:
         """Whether it has ended, or cannot be measured."""
         return not self._growth.num_steps or self._growth.is_level
 
-    def further(self, num_collectives: int) -> int:
+    def further(self, collectives: CollectiveCount | None) -> int:
         """Bytes that a long run is expected to add.
 
         Args:
-            num_collectives: collectives of a step, which torch's recorder keeps.
+            collectives: those of a step, where torch's recorder keeps them in the memory that is measured. It fills at a
+                rate of a few entries a step, more slowly than a trial can see.
         """
-        in_long_run = min(_LOG_ENTRIES, LONG_RUN * num_collectives)
-        recorded = min(_LOG_ENTRIES, self.num_steps * num_collectives)
-        return self._growth.until(LONG_RUN) + (in_long_run - recorded) * _LOG_ENTRY_BYTES
+        growth = self._growth.until(LONG_RUN)
+        if collectives is None or not collectives.num_calls:
+            return growth
+        in_long_run = min(RECORD_ENTRIES, LONG_RUN * collectives.num_calls)
+        recorded = min(RECORD_ENTRIES, self.num_steps * collectives.num_calls)
+        return growth + (in_long_run - recorded) * collectives.record_bytes // collectives.num_calls
 
 
 def _cycle(result: Result) -> Iterator[Any]:
