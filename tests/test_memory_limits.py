@@ -61,7 +61,7 @@ def test_the_three_best_train_for_a_thousand_steps(model: str, num_ranks: int, t
         found = sorted(path.stem for path in folder.glob("[0-9].json"))
         assert found, f"nothing ran within {limit} MiB"
         for number in found:
-            said = run(num_ranks, "train", model, str(limit), str(folder), number, "1000", timeout_s=900)
+            said = run(num_ranks, "train", model, str(limit), str(folder), number, "1000", timeout_s=1800)
             assert said.count("100") >= num_ranks, said
             ran.append((limit, number))
     assert len(ran) >= 4, ran

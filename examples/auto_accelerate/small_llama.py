@@ -61,7 +61,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--max-trials", type=int, default=3, help="trials that the search may run")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
     parser.add_argument("--batchsize", type=int, default=2, help="windows in a batch of all processes")
-    parser.add_argument("--seq-length", type=int, default=32, help="bytes in a window")
+    parser.add_argument("--seq-length", type=int, default=16, help="bytes in a window")
     return parser.parse_args()
 
 

@@ -98,12 +98,12 @@ class CollectiveCount(TorchDispatchMode):
         calls, num_bytes = self.found.get(kind, (0, 0))
         num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(whole))
         self.found[kind] = (calls + 1, num_bytes)
-        self.record_bytes += _ENTRY_BYTES + _FRAME_BYTES * (1 << _num_frames().bit_length())
+        self.record_bytes += _ENTRY_BYTES + _FRAME_BYTES * (1 << (_num_frames() - 1).bit_length())
 
 
 def _num_frames() -> int:
-    """Python frames of this thread."""
-    frame: FrameType | None = sys._getframe()
+    """Python frames of this thread, but for this one and the two that count."""
+    frame: FrameType | None = sys._getframe(3)
     number = 0
     while frame is not None:
         number, frame = number + 1, frame.f_back

@@ -14,6 +14,7 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.engine.trial import pickling as pickling_module
+from atorch_ns.engine.trial import run as trial_run
 from atorch_ns.engine.trial.pickling import describe_unpicklable, pack, unpack
 from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.engine.trial.run import run_trial
@@ -139,6 +140,27 @@ def test_a_limit_that_is_enforced_ends_a_trial_as_it_would_end_training() -> Non
     assert report.peak_bytes is not None
     assert report.process_bytes is not None
     assert report.peak_bytes < report.process_bytes + report.further_bytes < 900 * 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory is enforced on Linux")
+def test_a_trial_ends_with_steps_under_the_limit_less_what_a_long_run_adds() -> None:
+    inputs = case_inputs(
+        "mlp", model=nn.Linear(2048, 2048), dataset=torch.randn(32, 2048), loss_func=lambda _, out: out.mean()
+    )
+    inputs = replace(inputs, model_input_format=None)
+
+    def trial(added_mib: int) -> RankReport:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trial_run._GrowthOverSteps, "further", lambda *_: added_mib * 2**20)
+            return _run(inputs, memory_limit_bytes=400 * 2**20, enforce_limit=True)
+
+    (report,) = run_ranks(trial, 1, args=(10,), init_process_group=False)
+    assert report.status == "ok", report.reason
+    (report,) = run_ranks(trial, 1, args=(380,), init_process_group=False)
+    assert report.status == "out of memory"
+    assert report.reason.endswith(
+        "a run of 1,000 steps is expected to add 380 MiB, and with that much less a step does not fit"
+    )
 
 
 def _closing_over(model: nn.Module) -> Callable[[Any, Any], torch.Tensor]:
