@@ -167,6 +167,7 @@ class OperatorParallel(Method[OperatorParallelConfig]):
         for text in (found.note, found.plan.describe()):
             job.explain(self.name, text)
         if not found.dims and not found.plan.operators:
+            job.idle_axes["tensor"] = self.name, f"each of its {group.size} ranks computes all of its samples"
             job.warn(
                 f"operator_parallel: nothing is divided, so each of the {group.size} tensor ranks computes all of its samples, "
                 "and as many fewer processes would train as fast."

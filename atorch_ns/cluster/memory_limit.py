@@ -24,7 +24,7 @@ if sys.platform != "win32":
 _MMAP_THRESHOLD: Final = -3
 """Of glibc's malloc.h."""
 _IS_MMAPPED: Final = 2
-"""Of glibc's malloc.c: the flag of an allocation that lies outside of the heap."""
+"""Of glibc's malloc.c: the flag, in the word in front of an allocation, of one that lies outside of the heap."""
 _OUT_OF_MEMORY: Final = "out of memory:"
 """What the errors of this module begin with: they are complete, and a limit around adds nothing."""
 _MOST: Final = 2**50
@@ -122,8 +122,7 @@ def lowered_limit(num_bytes: int, device: torch.device) -> Iterator[None]:
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    if before[0] != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_DATA, (max(0, before[0] - num_bytes), before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (max(0, before[0] - num_bytes), before[1]))
     try:
         yield
     finally:
@@ -131,10 +130,7 @@ def lowered_limit(num_bytes: int, device: torch.device) -> Iterator[None]:
 
 
 def room_bytes(device: torch.device) -> int | None:
-    """Bytes that this process may still allocate by a limit that the system enforces; ``None`` if it enforces none.
-
-    Only limits of private memory on CPUs are known here.
-    """
+    """Bytes that this process may still allocate on CPUs by ``RLIMIT_DATA``; ``None`` if there is no such limit."""
     if device.type == "cuda" or sys.platform == "win32":
         return None
     limit, held = resource.getrlimit(resource.RLIMIT_DATA)[0], data_bytes()
@@ -166,11 +162,12 @@ def _filled_holes(device: torch.device) -> Iterator[None]:
     if device.type == "cpu" and hasattr(library, "mallinfo2"):
         library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
-        unused = unused_bytes()
+        unused, word = unused_bytes(), ctypes.sizeof(ctypes.c_size_t)
         size = 1 << unused.bit_length()
         while size >= _LARGE and unused > 0:
             pointer = library.malloc(size)
-            if pointer and not _header(pointer) & _IS_MMAPPED:
+            header = ctypes.c_size_t.from_address(pointer - word).value if pointer else _IS_MMAPPED
+            if not header & _IS_MMAPPED:
                 found.append(pointer)
                 unused -= size
             else:  # fresh memory, or none: no hole is that large
@@ -181,12 +178,6 @@ def _filled_holes(device: torch.device) -> Iterator[None]:
     finally:
         for pointer in found:
             library.free(pointer)
-
-
-def _header(pointer: int) -> int:
-    """The size of an allocation with its flags in the lowest bits, which glibc keeps in front of it."""
-    word = ctypes.sizeof(ctypes.c_size_t)
-    return ctypes.c_size_t.from_address(pointer - word).value
 
 
 def _bytes_in_use(device: torch.device) -> int:

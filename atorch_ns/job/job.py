@@ -144,6 +144,8 @@ class Job:
         make_states: how weights and optimizer states are read and written by name, for checkpoints.
         save_lane: what checkpoints written in the background need from one to the next.
         explanations: what each method did, by its name, for the report; read them by :meth:`explained`.
+        idle_axes: the method by which an axis of several ranks was to divide the model, and why it divides nothing, by
+            the axis: no search chooses such a strategy.
     """
 
     inputs: Inputs
@@ -164,6 +166,7 @@ class Job:
     make_states: MakeStates = ParameterStates
     save_lane: object | None = None
     explanations: dict[str, list[str | Callable[[], str]]] = field(default_factory=dict)
+    idle_axes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @classmethod
     def start(cls, inputs: Inputs, cluster: Cluster, plan: Plan, *, seed: int) -> Job:

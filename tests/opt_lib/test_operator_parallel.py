@@ -14,11 +14,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from atorch_ns import auto_accelerate
+from atorch_ns.cluster import Cluster
+from atorch_ns.engine.trial.report import RankReport
+from atorch_ns.engine.trial.run import run_trial
 from atorch_ns.errors import InputError, StrategyError
+from atorch_ns.method import load_registry
 from atorch_ns.operators import OperatorPlan
 from atorch_ns.testing.models import CASES
 from atorch_ns.testing.parity import accelerate_case, accelerated_run, compare, reference_run
 from atorch_ns.testing.workers import run_ranks
+from tests.engine.inputs import case_inputs
+from tests.engine.trials import task
 from tests.opt_lib.scenarios import named
 from tests.opt_lib.tensor_cases import check
 
@@ -86,6 +92,22 @@ def test_a_plan_that_divides_nothing_is_warned_of() -> None:
     (nothing, batch), _ = run_ranks(_dividing_nothing, 2)  # the first rank warns
     assert "nothing is divided, so each of the 2 tensor ranks computes all of its samples" in nothing
     assert "nothing is divided" not in batch
+
+
+def _trial_of(settings: dict[str, Any]) -> RankReport:
+    return run_trial(
+        case_inputs("mlp"), Cluster.detect(), task(1, MESH, ("operator_parallel", settings)), load_registry()
+    ).report
+
+
+def test_no_search_chooses_a_plan_that_divides_nothing() -> None:
+    """Every rank would compute everything, and without communication that may well be the fastest."""
+    plan = {"degree": 2, "operators": {}, "parameters": {}, "schema": 1}
+    for report in run_ranks(_trial_of, 2, args=({"plan": plan},)):
+        assert (report.status, report.refused_by) == ("refused", "operator_parallel")
+        assert "the axis tensor divides nothing of this model" in report.reason
+    for report in run_ranks(_trial_of, 2, args=({"policy": "batch"},)):
+        assert report.status == "ok", report.reason
 
 
 class _TakesGradients(nn.Module):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from torch.distributed.tensor import DTensor
@@ -103,11 +104,7 @@ class CollectiveCount(TorchDispatchMode):
 
 def _num_frames() -> int:
     """Python frames of this thread, but for this one and the two that count."""
-    frame: FrameType | None = sys._getframe(3)
-    number = 0
-    while frame is not None:
-        number, frame = number + 1, frame.f_back
-    return number
+    return sum(1 for _ in traceback.walk_stack(sys._getframe(3)))
 
 
 @dataclass(frozen=True, kw_only=True)

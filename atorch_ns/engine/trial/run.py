@@ -26,7 +26,7 @@ from atorch_ns.cluster.memory_limit import lowered_limit
 from atorch_ns.cluster.process_memory import LONG_RUN, Growth, ProcessMemory, track_memory
 from atorch_ns.engine.trial.failures import Failure, Interrupted, NonFiniteLoss, explain
 from atorch_ns.engine.trial.report import RECORD_ENTRIES, CollectiveCount, RankReport
-from atorch_ns.errors import BackendError, InputError, RankError
+from atorch_ns.errors import BackendError, InputError, RankError, StrategyError
 from atorch_ns.estimate.memory.reserved import CONTEXT_BYTES
 from atorch_ns.job import Inputs, Materialiser, Result, is_out_of_memory, limit_memory
 from atorch_ns.job.memory_use import state_bytes
@@ -326,6 +326,10 @@ class _Trial:
             # A job that is given this strategy makes this comparison, within the same limit.
             check_division(self.inputs, self.cluster, resolved, self.registry)
         result = apply_strategy(self.inputs, self.cluster, resolved)
+        for axis, (method, reason) in result.job.idle_axes.items():
+            error = StrategyError(f"the axis {axis} divides nothing of this model: {reason}")
+            error.refused_by = method
+            raise error
         if result.dataloader is None:
             raise InputError("a trial needs a dataset to train on.")
         self.applying = False
