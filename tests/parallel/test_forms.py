@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -251,14 +250,15 @@ def make(folder: Path, **arguments: Any) -> Any:
 class TestReuse:
     """A plan fits as long as config, policy, structure and source are the same."""
 
-    def test_a_plan_is_made_without_ranks_and_reused_at_once(self, tmp_path: Path) -> None:
+    def test_a_plan_is_made_without_ranks_and_reused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         assert make(tmp_path) is None
         (file,) = tmp_path.rglob("plan.json")
         assert file.parent.parts[-3:] == ("test_forms", "Heavy", "_")
         written = file.stat().st_mtime_ns
-        begun = time.monotonic()
+        monkeypatch.delattr("atorch_ns.parallel.planning.find_plan")  # nothing is searched for again
         make(tmp_path)
-        assert time.monotonic() - begun < 0.5
         assert file.stat().st_mtime_ns == written
 
     @pytest.mark.parametrize(
