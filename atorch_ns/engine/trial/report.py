@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -49,11 +50,10 @@ _KINDS: Final[Mapping[str, tuple[str, int | str]]] = MappingProxyType(
 )
 
 
-RECORD_ENTRIES: Final = 2000
-"""Collectives that torch's flight recorder keeps, the last of all (``TORCH_FR_BUFFER_SIZE``)."""
+_RECORD_SIZES: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _ENTRY_BYTES, _FRAME_BYTES = 770, 16
-"""Bytes of its entry, and of each Python frame in it; room for frames grows by doubling. Measured with torch 2.13 for 8 to
-140 frames, to within 1%."""
+"""Bytes of an entry of torch's flight recorder, and of each Python frame in it; room for frames grows by doubling. Measured
+with torch 2.13 for 8 to 140 frames, to within 1%."""
 
 
 class CollectiveCount(TorchDispatchMode):
@@ -69,11 +69,6 @@ class CollectiveCount(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[str, tuple[int, int]] = {}
         self.record_bytes = 0
-
-    @property
-    def num_calls(self) -> int:
-        """Collectives of all kinds."""
-        return sum(calls for calls, _ in self.found.values())
 
     def __torch_dispatch__(
         self,
@@ -100,6 +95,11 @@ class CollectiveCount(TorchDispatchMode):
         num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(whole))
         self.found[kind] = (calls + 1, num_bytes)
         self.record_bytes += _ENTRY_BYTES + _FRAME_BYTES * (1 << (_num_frames() - 1).bit_length())
+
+
+def record_entries() -> int:
+    """Collectives that torch's flight recorder keeps, the last of all."""
+    return int(next((os.environ[name] for name in _RECORD_SIZES if name in os.environ), 2000))
 
 
 def _num_frames() -> int:

@@ -25,7 +25,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.cluster.memory_limit import lowered_limit
 from atorch_ns.cluster.process_memory import LONG_RUN, Growth, ProcessMemory, track_memory
 from atorch_ns.engine.trial.failures import Failure, Interrupted, NonFiniteLoss, explain
-from atorch_ns.engine.trial.report import RECORD_ENTRIES, CollectiveCount, RankReport
+from atorch_ns.engine.trial.report import CollectiveCount, RankReport, record_entries
 from atorch_ns.errors import BackendError, InputError, RankError, StrategyError
 from atorch_ns.estimate.memory.reserved import CONTEXT_BYTES
 from atorch_ns.job import Inputs, Materialiser, Result, is_out_of_memory, limit_memory
@@ -248,7 +248,7 @@ class _Trial:
             yield
 
     def _run_with_less(self, ran: _Steps, further_bytes: int, device: torch.device) -> None:
-        """Two steps under the limit less what a long run adds, since what is measured misses memory that is not touched."""
+        """Two steps under the limit less what a long run adds: a measurement misses memory that is not touched."""
         (further,) = _largest([float(further_bytes)], self.cluster)
         self.enter(f"steps with {bytes_text(further)} less, which a long run adds")
         try:
@@ -258,7 +258,7 @@ class _Trial:
         except Exception as error:
             if isinstance(error, RankError) or not is_out_of_memory(error):
                 raise
-            raise MemoryError(
+            raise MemoryError(  # begins as those of limit_memory, which lets it pass
                 f"out of memory: a run of {LONG_RUN:,} steps is expected to add {bytes_text(further)}, and with that much less "
                 "a step does not fit"
             ) from error
@@ -327,9 +327,9 @@ class _Trial:
             check_division(self.inputs, self.cluster, resolved, self.registry)
         result = apply_strategy(self.inputs, self.cluster, resolved)
         for axis, (method, reason) in result.job.idle_axes.items():
-            error = StrategyError(f"the axis {axis} divides nothing of this model: {reason}")
-            error.refused_by = method
-            raise error
+            refusal = StrategyError(f"the axis {axis} divides nothing of this model: {reason}")
+            refusal.refused_by = method
+            raise refusal
         if result.dataloader is None:
             raise InputError("a trial needs a dataset to train on.")
         self.applying = False
@@ -409,11 +409,11 @@ class _GrowthOverSteps:
                 rate of a few entries a step, more slowly than a trial can see.
         """
         growth = self._growth.until(LONG_RUN)
-        if collectives is None or not collectives.num_calls:
+        if collectives is None or not collectives.found:
             return growth
-        in_long_run = min(RECORD_ENTRIES, LONG_RUN * collectives.num_calls)
-        recorded = min(RECORD_ENTRIES, self.num_steps * collectives.num_calls)
-        return growth + (in_long_run - recorded) * collectives.record_bytes // collectives.num_calls
+        calls, entries = sum(number for number, _ in collectives.found.values()), record_entries()
+        left = min(entries, LONG_RUN * calls) - min(entries, self.num_steps * calls)
+        return growth + left * collectives.record_bytes // calls
 
 
 def _cycle(result: Result) -> Iterator[Any]:

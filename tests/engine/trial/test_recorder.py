@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.cluster.process_memory import private_bytes
-from atorch_ns.engine.trial.report import RECORD_ENTRIES, CollectiveCount
+from atorch_ns.engine.trial.report import CollectiveCount, record_entries
 from atorch_ns.testing.workers import run_ranks
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-def _at(depth: int, action: Callable[[], None]) -> None:
+def _call_at(depth: int, action: Callable[[], None]) -> None:
     """Calls with about this many frames of Python, those of the test runner among them."""
 
     def further(number: int) -> None:
@@ -41,7 +41,7 @@ def _bytes_now() -> int:
     return private_bytes(CPU) or 0
 
 
-def _kept(depth: int) -> tuple[float, float]:
+def _measure_entries(depth: int) -> tuple[float, float]:
     """Bytes of an entry, counted and measured, and those of one where the recorder is full."""
     tensor = torch.zeros(4)
 
@@ -50,21 +50,31 @@ def _kept(depth: int) -> tuple[float, float]:
             dist.all_reduce(tensor)
 
     with CollectiveCount() as count:
-        _at(depth, lambda: reduce(10))
-    _at(depth, lambda: reduce(FEWER))
+        _call_at(depth, lambda: reduce(10))
+    _call_at(depth, lambda: reduce(FEWER))
     before = _bytes_now()
-    _at(depth, lambda: reduce(FEWER))
+    _call_at(depth, lambda: reduce(FEWER))
     measured = (_bytes_now() - before) / FEWER
-    _at(depth, lambda: reduce(RECORD_ENTRIES))
+    _call_at(depth, lambda: reduce(record_entries()))
     before = _bytes_now()
-    _at(depth, lambda: reduce(FEWER))
+    _call_at(depth, lambda: reduce(FEWER))
     full = (_bytes_now() - before) / FEWER
-    return measured / (count.record_bytes / count.num_calls), full
+    return measured / (count.record_bytes / 10), full
 
 
 @pytest.mark.parametrize("depth", [50, 100, 200])
 def test_entries_take_what_is_counted_and_end(depth: int) -> None:
-    (found,) = run_ranks(_kept, 1, args=(depth,))
+    (found,) = run_ranks(_measure_entries, 1, args=(depth,))
     measured, full = found
     assert 0.7 < measured < 1.3  # room for frames doubles: another rule is off by more
     assert abs(full) < 200
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
+def test_the_record_is_as_long_as_the_user_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert record_entries() == 2000
+    monkeypatch.setenv(name, "10")
+    (found,) = run_ranks(_measure_entries, 1, args=(50,), env={name: "10"})
+    measured, _ = found
+    assert record_entries() == 10
+    assert abs(measured) < 0.3
