@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -117,8 +117,8 @@ def _is_enforced(num_bytes: int) -> bool:
 
 @contextmanager
 def lowered_limit(num_bytes: int, device: torch.device) -> Iterator[None]:
-    """Takes ``num_bytes`` off the limit of the block of :func:`limit_memory` around this one; nothing on CUDA."""
-    if device.type == "cuda" or sys.platform == "win32":
+    """Takes ``num_bytes`` off the limit of the block of :func:`limit_memory` around this one; on CPUs alone."""
+    if room_bytes(device) is None:
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_DATA)
@@ -157,9 +157,11 @@ def _filled_holes(device: torch.device) -> Iterator[None]:
     A hole counts as private memory already, so that tensors in it would come on top of the limit. Nothing is written to
     what fills them, so that it takes no memory.
     """
-    library = ctypes.CDLL(None)
+    library: Any = (
+        ctypes.CDLL(None) if device.type == "cpu" else None
+    )  # CUDA may be on Windows, which has none
     found: list[int] = []
-    if device.type == "cpu" and hasattr(library, "mallinfo2"):
+    if hasattr(library, "mallinfo2"):
         library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
         unused, word = unused_bytes(), ctypes.sizeof(ctypes.c_size_t)

@@ -144,8 +144,7 @@ class Job:
         make_states: how weights and optimizer states are read and written by name, for checkpoints.
         save_lane: what checkpoints written in the background need from one to the next.
         explanations: what each method did, by its name, for the report; read them by :meth:`explained`.
-        idle_axes: the method by which an axis of several ranks was to divide the model, and why it divides nothing, by
-            the axis: no search chooses such a strategy.
+        idle_axes: by axis, the method that divides nothing over it, and why; no search chooses such a strategy.
     """
 
     inputs: Inputs
