@@ -55,6 +55,7 @@ def plan(plan: Plan) -> Plan:
 def shard_optimizer(job: Job, method: str) -> None:
     """OSS under whatever averages the gradients."""
     job.optimizer.make = partial(_sharded_optimizer, job)
+    job.optimizer.takes_frozen = False
     job.make_states = _STATES
     job.explain(method, "OSS of fairscale")
 
@@ -75,6 +76,7 @@ def shard_gradients(job: Job, method: str) -> None:
         return _sharded_model(job, optimizer), optimizer
 
     job.optimizer.take_over = take_over
+    job.optimizer.takes_frozen = False
     job.explain(method, "OSS and ShardedDataParallel of fairscale, gradients reduced one by one")
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, final
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.cluster import Cluster
 from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES
-from atorch_ns.errors import InputError, Problem
+from atorch_ns.errors import InputError, Problem, StepError
 from atorch_ns.job import Job
 from atorch_ns.job.batch_norm import synchronise_batch_norms
 from atorch_ns.job.reducer import GradientReducer
@@ -38,10 +42,12 @@ from opt_lib._sharded.units import (
 class DdpConfig(MethodConfig):
     """Arguments of ``DistributedDataParallel`` or of the project's own reducer."""
 
-    reducer: Literal["torch", "own"] = Field(
-        default="torch",
-        description="What averages gradients: torch's DistributedDataParallel, or buckets that result.reducer can watch, "
-        "scale and synchronise when told, around which the model is not wrapped.",
+    reducer: Literal["torch", "own"] | None = Field(
+        default=None,
+        description="What averages gradients: own for buckets that result.reducer can watch, scale and synchronise when told, "
+        "with no wrapper around the model; torch for DistributedDataParallel, which averages in the first backward pass after "
+        "a forward pass of its wrapper alone. null for the buckets of own in a wrapper with the names of torch's, or torch "
+        "where find_unused_parameters, static_graph or gradient_as_bucket_view is set, which are torch's, or gradients are sparse.",
     )
     predivide: float | None = Field(
         default=None,
@@ -53,8 +59,7 @@ class DdpConfig(MethodConfig):
     find_unused_parameters: Flag | None = Field(
         default=None,
         description="Have torch look for parameters without a gradient before every backward pass (true), or never look "
-        "for them, as loops with several backward passes a step need it (false); null for the argument of "
-        "auto_accelerate, and otherwise to find after each pass which parameters it has not reached.",
+        "for them (false); null to find after each pass which parameters it has not reached.",
     )
     bucket_cap_mb: float | None = Field(default=None, gt=0, description="Size of a gradient bucket, in MiB.")
     static_graph: Flag = Field(default=False, description="The graph is the same in every step.")
@@ -65,6 +70,16 @@ class DdpConfig(MethodConfig):
         default=True, description="Buffers follow rank 0 at the start of every forward pass."
     )
     sync_batchnorm: SyncBatchNorm = False
+
+    @property
+    def torch_reduces(self) -> bool:
+        """Whether DistributedDataParallel averages gradients, chosen by name or by an argument that is its."""
+        arguments = (
+            self.find_unused_parameters is not None,
+            self.static_graph,
+            not self.gradient_as_bucket_view,
+        )
+        return self.reducer == "torch" or (self.reducer is None and any(arguments))
 
 
 @final
@@ -88,8 +103,10 @@ class Ddp(Method[DdpConfig]):
         found = []
         if profile is not None and profile.num_trainable == 0:
             found.append("no parameter of the model requires a gradient")
-        if config.predivide is not None and config.reducer == "torch":
-            found.append("torch's reducer knows no predivide; set reducer: own beside it")
+        if config.predivide is not None and config.torch_reduces:
+            found.append(
+                "torch's reducer knows no predivide; leave out reducer: torch and arguments that are torch's"
+            )
         return [Problem(message=message, method=self.name) for message in found]
 
     def plan(self, plan: Plan, config: DdpConfig) -> Plan:
@@ -98,7 +115,7 @@ class Ddp(Method[DdpConfig]):
             gradient_sync="all_reduce",
             sharding={
                 "bucket_bytes": _bucket_bytes(config),
-                "bucket_views": config.gradient_as_bucket_view or config.reducer == "own",
+                "bucket_views": config.gradient_as_bucket_view or not config.torch_reduces,
             },
         )
 
@@ -112,7 +129,9 @@ class Ddp(Method[DdpConfig]):
         job.place()
         if config.sync_batchnorm:
             synchronise_batch_norms(job)
-        if config.reducer == "own" and not expert_parameters(job):
+        torch_reduces = config.torch_reduces or (config.reducer is None and _has_sparse_gradients(job))
+        by_buckets = config.reducer == "own" or not (torch_reduces or job.mesh.divides_model)
+        if by_buckets and not expert_parameters(job):
             _reduce_by_buckets(job, config)
             return
         if config.predivide is not None:
@@ -123,24 +142,75 @@ class Ddp(Method[DdpConfig]):
         if job.mesh.divides_model:
             _replicate_parts(job, self.name)
             return
-        find_unused = config.find_unused_parameters
-        model = DistributedDataParallel(
-            job.model,
-            device_ids=[job.device] if job.device.type == "cuda" else None,
-            process_group=job.mesh.data_group,
-            find_unused_parameters=(
-                job.inputs.find_unused_parameters if find_unused is None else find_unused
-            ),
-            bucket_cap_mb=config.bucket_cap_mb,
-            static_graph=config.static_graph,
-            gradient_as_bucket_view=config.gradient_as_bucket_view,
-            **_buffer_option(config.broadcast_buffers),
-        )
-        if find_unused is None and not (model.find_unused_parameters or model.static_graph):
-            unreached = _Unreached(model)
-            job.explain(self.name, unreached.text)
-        job.wrap(model)
-        job.gradients.skip_sync = model.no_sync
+        _reduce_by_torch(job, config)
+
+
+def _reduce_by_torch(job: Job, config: DdpConfig) -> None:
+    """Wraps the model in DistributedDataParallel; collective."""
+    assert job.mesh is not None
+    find_unused = config.find_unused_parameters
+    model = DistributedDataParallel(
+        job.model,
+        device_ids=[job.device] if job.device.type == "cuda" else None,
+        process_group=job.mesh.data_group,
+        find_unused_parameters=(job.inputs.find_unused_parameters if find_unused is None else find_unused),
+        bucket_cap_mb=config.bucket_cap_mb,
+        static_graph=config.static_graph,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        **_buffer_option(config.broadcast_buffers),
+    )
+    if find_unused is None and not (model.find_unused_parameters or model.static_graph):
+        unreached = _Unreached(model)
+        job.explain("ddp", unreached.text)
+    job.wrap(model)
+    job.gradients.skip_sync = model.no_sync
+
+
+class ReplicatedModel(nn.Module):
+    """A model of which every rank has a copy; the gradients of its parameters are averaged over the ranks.
+
+    Methods and attributes of the model are its own, so that ``result.model.encode(x)`` does what ``model.encode(x)`` did. A
+    deep copy, as for an average of weights, communicates with nobody.
+
+    Args:
+        module: the model.
+        buffer_group: the ranks whose buffers take the values of the first rank's at every forward pass; ``None`` for none.
+
+    Attributes:
+        module: the model.
+    """
+
+    def __init__(self, module: nn.Module, buffer_group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.module = module
+        self._buffer_group = buffer_group
+        self._reducer: GradientReducer | None = None
+        self.training = module.training
+
+    def reduce_by(self, reducer: GradientReducer) -> None:
+        """Has :meth:`no_sync` keep gradients from ``reducer``."""
+        self._reducer = reducer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's."""
+        if self._buffer_group is not None:
+            broadcast_together(self.module.buffers(), self._buffer_group)
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Forward and backward passes inside add to this rank's gradients and communicate nothing."""
+        return nullcontext() if self._reducer is None else self._reducer.no_sync()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedModel:
+        return ReplicatedModel(copy.deepcopy(self.module, memo), None)
 
 
 class _Unreached:
@@ -156,7 +226,7 @@ class _Unreached:
         self._parameters = reduced_parameters(model)
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._seen: dict[str, None] = {}
-        self._queued = False
+        self._queued = self._awaited = False
         model.register_forward_hook(self._watch)
 
     def text(self) -> str:
@@ -167,17 +237,24 @@ class _Unreached:
     def _watch(self, model: DistributedDataParallel, inputs: Any, output: Any) -> None:
         self._queued = False  # also where the last backward pass has failed
         if torch.is_grad_enabled() and model.require_backward_grad_sync:
+            self._awaited = True
             for tensor in unique_tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._begin)
 
     def _begin(self, gradient: torch.Tensor) -> None:
         if not self._queued:
+            if not self._awaited and self._model.require_backward_grad_sync:
+                raise StepError(
+                    "DistributedDataParallel averages the gradients of one backward pass after each forward pass, and this is a "
+                    "further one: its gradients would stay on their ranks. Add the losses up and call backward() once, or leave "
+                    "out ddp's reducer: torch."
+                )
             self._queued = True
             after_backward(self._end)
 
     def _end(self) -> None:
-        self._queued = False
+        self._queued = self._awaited = False
         unreached: list[torch.Tensor] = []
         while places := unreached_parameters(self._model):
             some = [self._parameters[place] for place in places]
@@ -191,6 +268,12 @@ class _Unreached:
                 self._seen[self._names[id(parameter)]] = None
 
 
+def _has_sparse_gradients(job: Job) -> bool:
+    """Whether an embedding says so; buckets hold dense gradients alone."""
+    tables = (module for module in job.model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    return any(table.sparse for table in tables)
+
+
 def _bucket_bytes(config: DdpConfig) -> int:
     return DEFAULT_BUCKET_BYTES if config.bucket_cap_mb is None else max(1, int(config.bucket_cap_mb * 2**20))
 
@@ -198,19 +281,23 @@ def _bucket_bytes(config: DdpConfig) -> int:
 def _reduce_by_buckets(job: Job, config: DdpConfig) -> None:
     """Averages gradients by the project's reducer; collective."""
     assert job.mesh is not None
-    model = job.model
-    broadcast_from_first(job, [*model.parameters(), *model.buffers()])
-    if config.broadcast_buffers and any(True for _ in model.buffers()):
-        group = job.mesh.data_group
-        model.register_forward_pre_hook(lambda *_: broadcast_together(model.buffers(), group))
+    group = job.mesh.data_group
+    broadcast_from_first(job, [*job.model.parameters(), *job.model.buffers()])
+    follows = config.broadcast_buffers and any(True for _ in job.model.buffers())
     kept = parameters_kept_whole(job)
+    reduced = [parameter for parameter in job.model.parameters() if parameter not in kept]
+    if config.reducer is None:
+        model: nn.Module = ReplicatedModel(job.model, group if follows else None)
+        job.wrap(model)
+    else:
+        model = job.model
+        if follows:
+            model.register_forward_pre_hook(lambda *_: broadcast_together(model.buffers(), group))
     reducer = GradientReducer(
-        model,
-        job.mesh.data_group,
-        [parameter for parameter in model.parameters() if parameter not in kept],
-        bucket_bytes=_bucket_bytes(config),
-        predivide=config.predivide,
+        model, group, reduced, bucket_bytes=_bucket_bytes(config), predivide=config.predivide
     )
+    if isinstance(model, ReplicatedModel):
+        model.reduce_by(reducer)
     if job.parts.stages:
         reducer.wait_until_told()  # micro-batches come in the order of a schedule
     job.gradients.reducer, job.gradients.skip_sync = reducer, reducer.no_sync

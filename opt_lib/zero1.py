@@ -126,13 +126,9 @@ class Zero1(Method[Zero1Config]):
 
 def _shard_optimizer(job: Job) -> None:
     """Gives this rank's parts of parameters to the ranks that hold the same parts, by size, whole parts to each."""
-    # Compiles a dozen TorchScript classes when it is imported, so only where it is used.
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     mesh = job.mesh
     assert mesh is not None
-    is_mixed = len({parameter.dtype for parameter in job.module.parameters() if parameter.requires_grad}) > 1
-    torchs: Any = zero_redundancy_of_parts() if mesh.divides_model or is_mixed else ZeroRedundancyOptimizer
+    torchs: Any = zero_redundancy_of_parts()
     kind = with_checkpoint_hint(torchs)
     ranks = mesh.shard if mesh.size("expert") == 1 or mesh.size("zero") > 1 else mesh.copies
 
@@ -154,6 +150,8 @@ def _shard_optimizer(job: Job) -> None:
         return optimizer
 
     job.optimizer.make = make
+    # Masters come into being with the partition, which stays as it is.
+    job.optimizer.takes_frozen = not (job.plan.precision.master_dtype or job.plan.offload_optimizer)
     job.make_states = partial(ParameterStates, holder=_holder)
 
 

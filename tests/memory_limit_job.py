@@ -84,7 +84,7 @@ def find(name: str, limit_mib: int, folder: Path) -> None:
         excluded=["precision", "compile", "pipeline_parallel", "operator_parallel"],
         search={
             "memory_limit_gib": (limit_mib or 2048) / 1024,
-            "max_trials": 6 if limit_mib else 1,
+            "max_trials": 10 if limit_mib else 1,
             "probe": False,
         },
         time_limit=300,

@@ -19,8 +19,8 @@ FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob(
 # those that are not blank.
 MOST_FILES, MOST_LINES = (
     476,
-    78_720,
-)  # Merak, planning in code, predictions for real clusters, one door, memory of processes
+    79_200,
+)  # Merak, planning in code, predictions for real clusters, one door, memory of processes, loops
 GENERATED = "coordinator_pb2.py"
 
 

@@ -28,7 +28,7 @@ def run(num_ranks: int, *words: str, timeout_s: float) -> str:
         timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-20000:]}"
     return done.stdout
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from atorch_ns.errors import InputError
+from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.gradients import clip_gradients, gradient_norm
 from atorch_ns.job.job import OPTIMIZER, Job
 from atorch_ns.job.model import NamedGroup, parameter_groups
@@ -72,10 +72,10 @@ def attach_optimizer(
 
 
 def _grouped(job: Job, options_of: Callable[[str], Mapping[str, Any]]) -> tuple[NamedGroup, ...]:
-    frozen = {plain_name(n) for n, p in job.module.named_parameters() if not p.requires_grad}
+    left_out = set() if job.optimizer.takes_frozen else {plain_name(name) for name, _ in _frozen(job)}
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for name in job.original.parameter_order:
-        if name in frozen:
+        if name in left_out:
             continue
         options = options_of(name)
         if not isinstance(options, Mapping) or "params" in options:
@@ -110,6 +110,8 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
     groups = parameter_groups(
         job.module, job.original.groups, whole=not job.parts.stages, tied=job.original.tied
     )
+    if job.original.groups is None and not job.optimizer.takes_frozen:
+        groups = _without_frozen(job, groups)
     masters = _masters(job)
     if masters is not None:
         groups = masters.groups(groups)
@@ -138,6 +140,29 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
         finish=partial(job.gradients.complete, job.module) if job.gradients.are_left else None,
         norm=norm,
     )
+
+
+def _frozen(job: Job) -> list[tuple[str, torch.Tensor]]:
+    named = job.module.named_parameters()
+    return [(plain_name(name), parameter) for name, parameter in named if not parameter.requires_grad]
+
+
+def _without_frozen(job: Job, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What an optimizer gets that takes no further parameters later; once one of the others is thawed, a step says so."""
+    left_out = _frozen(job)
+
+    def require_frozen(*_: Any) -> None:
+        for name, parameter in left_out:
+            if parameter.requires_grad:
+                raise StepError(
+                    f"{name} was frozen when the optimizer was made, which under this strategy takes no further parameters, so "
+                    "it would never be trained. Call requires_grad_(True) before auto_accelerate, which freezes nothing; or use "
+                    "ddp, zero2 or fsdp of torch, without fp32 masters beside zero1."
+                )
+
+    if left_out:
+        job.module.register_forward_pre_hook(require_frozen)
+    return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
 
 
 def _masters(job: Job) -> MasterWeights | None:

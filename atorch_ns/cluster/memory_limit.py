@@ -6,6 +6,7 @@ import ctypes
 import gc
 import math
 import mmap
+import numbers
 import re
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ _OUT_OF_MEMORY: Final = "out of memory:"
 """What the errors of this module begin with: they are complete, and a limit around adds nothing."""
 _MOST: Final = 2**50
 """Bytes beyond which a limit limits nothing, and C's integers end."""
+STACK_BYTES: Final = 2 * 2**20
+"""Of the stack of a thread that starts under a limit. A stack counts as a whole, of which threads write some ten KiB; glibc
+gives them 8 MiB, macOS 512 KiB."""
+_ATTRIBUTES_BYTES: Final = 64
+"""At least the size of glibc's ``pthread_attr_t``, which has 56 on 64 bits."""
 _LARGE: Final = 64 * 2**10
 """Bytes from which on an allocation is returned to the system when it is freed."""
 
@@ -38,7 +44,7 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
     """Lets this process allocate ``num_bytes`` more than it holds when the block begins; what goes beyond fails.
 
     On CUDA the limit is that of torch's allocator. On the CPU (Linux) the system enforces it on all private memory:
-    besides tensors, the buffers of libraries, and 8 MiB for the stack of every thread that starts. A search whose
+    besides tensors, the buffers of libraries, and 2 MiB for the stack of every thread that starts. A search whose
     ``memory_limit_gib`` is the same counts all of that too. So start the process group and load the data first, and build
     the model inside. The C library goes on returning freed tensors to the system after the block.
 
@@ -56,9 +62,12 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
         MemoryError: in place of the allocator's error: how much was in use of how much, and what was asked for.
         BackendError: if this system enforces no limit.
     """
-    if not isinstance(num_bytes, (int, float)) or not 0 < num_bytes < math.inf:
+    is_number = isinstance(num_bytes, numbers.Real) and not isinstance(num_bytes, bool)
+    if not is_number or not 1 <= num_bytes < math.inf:
         raise InputError(f"num_bytes={num_bytes!r}: a limit of memory must be a positive number of bytes.")
-    num_bytes = min(int(num_bytes), _MOST)
+    device = torch.device(device)
+    around = room_bytes(device)
+    num_bytes = min(int(num_bytes), _MOST if around is None else around + held_bytes)
     if held_bytes >= num_bytes:
         raise MemoryError(
             f"{_OUT_OF_MEMORY} {bytes_text(held_bytes)} are in use before anything is trained, and the limit is "
@@ -67,11 +76,15 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
     gc.collect()  # tensors in cycles would be held now, and freed at some step of the block
     before = _bytes_in_use(device) - held_bytes
     try:
-        with _filled_holes(device), _limited(before + num_bytes, num_bytes - held_bytes, device):
+        with (
+            _filled_holes(device),
+            _small_stacks(device),
+            _limited(before + num_bytes, num_bytes - held_bytes, device),
+        ):
             yield
     except Exception as error:
         others = isinstance(error, RankError)  # who tells of their own memory
-        if others or not is_out_of_memory(error) or str(error).startswith(_OUT_OF_MEMORY):
+        if others or not is_out_of_memory(error, is_limited=True) or str(error).startswith(_OUT_OF_MEMORY):
             raise
         used = max(0, _bytes_in_use(device) - before)  # the error's traceback keeps what was alive
         raise MemoryError(
@@ -182,6 +195,41 @@ def _filled_holes(device: torch.device) -> Iterator[None]:
             library.free(pointer)
 
 
+@contextmanager
+def _small_stacks(device: torch.device) -> Iterator[None]:
+    """Gives threads that start inside the block stacks of :data:`STACK_BYTES`; with glibc alone."""
+    library: Any = ctypes.CDLL(None) if device.type == "cpu" else None
+    before = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
+    changed = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
+    is_known = hasattr(library, "pthread_setattr_default_np")
+    if is_known:
+        for attributes in (before, changed):
+            library.pthread_getattr_default_np(attributes)
+        library.pthread_attr_setstacksize(changed, ctypes.c_size_t(STACK_BYTES))
+        library.pthread_setattr_default_np(changed)
+    try:
+        yield
+    finally:
+        if is_known:
+            library.pthread_setattr_default_np(before)
+
+
+def require_room_for_threads(num_threads: int, device: torch.device, *, what: str) -> None:
+    """Checks that threads can start under the limit of a block around this one.
+
+    Libraries in C++ may hang, or end the process, where a thread cannot start.
+
+    Raises:
+        MemoryError: if their stacks have no room.
+    """
+    room = room_bytes(device)
+    if room is not None and room < num_threads * STACK_BYTES:
+        raise MemoryError(
+            f"{_OUT_OF_MEMORY} {bytes_text(room)} of the limit are left, and {what} start {num_threads} threads with stacks of "
+            f"{bytes_text(STACK_BYTES)} each. Use a strategy that needs less, or raise the limit."
+        )
+
+
 def _bytes_in_use(device: torch.device) -> int:
     """Bytes that count towards a limit."""
     if device.type == "cuda":
@@ -219,6 +267,7 @@ _TEXTS: Final = re.compile(
     | Cannot\ allocate\ memory                     # the system, by errno
     | can't\ start\ new\ thread                     # no room for a stack
     | std::bad_alloc                               # C++, of gloo's buffers
+    | Caught\ MemoryError\ in\ DataLoader           # torch's, of a worker
     | \bout\ of\ memory\b
     """,
     re.VERBOSE,
@@ -227,8 +276,15 @@ _NOT_MEMORY: Final = re.compile(r"out of resource: shared memory")
 """A Triton kernel that asks for more of a multiprocessor than there is: a smaller batch does not help."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+_UNDER_A_LIMIT: Final = re.compile(
+    "Resource temporarily unavailable|could not create a primitive"
+)  # a thread's stack; oneDNN
+
+
+def is_out_of_memory(error: BaseException, *, is_limited: bool = False) -> bool:
     """Whether an exception, or one that it was raised from, says that the device's or the host's memory is full.
+
+    Under a limit (``is_limited``) this is what errors mean, too, that have other causes elsewhere.
 
     torch has a class for its own allocator's failures only; those of libraries are RuntimeErrors known by their text.
     What cuBLAS says of its handle (``CUBLAS_STATUS_NOT_INITIALIZED``) has other causes too and does not count.
@@ -242,6 +298,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         if isinstance(current, (RuntimeError, OSError)):
             text = str(current)
             if _TEXTS.search(text) and not _NOT_MEMORY.search(text):
+                return True
+            if is_limited and _UNDER_A_LIMIT.search(text):
                 return True
         current = current.__cause__
     return False

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from atorch_ns.cluster.agreement import agree
+from atorch_ns.cluster.memory_limit import require_room_for_threads
 from atorch_ns.errors import LayoutError
-from atorch_ns.text import clipped
+from atorch_ns.text import clipped, counted
 from atorch_ns.torch_compat import flatten_mesh
 
 AXES = ("data", "zero", "tensor", "sequence", "pipeline", "expert")
@@ -129,6 +130,9 @@ def _indivisible(others: Axes, product: int, world_size: int) -> str:
     return f"{shown}{total} does not divide {world_size} processes. {advice}."
 
 
+_GROUP_THREADS = 3
+"""Threads that a process group of gloo starts (torch 2.13)."""
+
 # The order of the mesh's dimensions. The groups along each axis are those of the user's order of axes, which
 # the array of ranks keeps; but torch slices a mesh only in its own order, and hybrid sharding wants
 # (replicate, shard), tensor parallelism its axis last.
@@ -161,8 +165,18 @@ class Mesh:
         if not {"data", "zero"} & {name for name, _ in self.axes}:
             self.axes = (*self.axes, ("data", 1))
         # First: a rank that waits for others to make groups does not notice that one of them has ended.
+        num_groups = sum(size > 1 for _, size in self.axes) if len(self.axes) > 1 else 0
+
+        def arrange() -> np.ndarray:
+            require_room_for_threads(
+                num_groups * _GROUP_THREADS,
+                torch.device(device_type),
+                what=counted(num_groups, "process group"),
+            )
+            return mesh_ranks(self.axes, dist.get_world_size(), rank_order)
+
         ranks = agree(
-            lambda: mesh_ranks(self.axes, dist.get_world_size(), rank_order),
+            arrange,
             what="arranging the ranks",
             distributed=True,
         )

@@ -308,8 +308,9 @@ class Growth:
 class GrowthWatch:
     """Growth of a job's process: looks at it after the updates 4, 8, 16, … of the optimizer and says once that it grows.
 
-    A look that sees growth is followed by one 16 steps later. If the process has gone on growing until then, it is said, with
-    that rate, and with whether more tensors are alive in Python. It is taken back once the process is level.
+    A look that sees growth is followed by another, after a quarter as many steps again and 16 at least. If the process has gone
+    on growing until then, it is said, with that rate, and with whether tensors of Python hold more. It is taken back once the
+    process is level.
 
     Args:
         device: the device that tensors are on.
@@ -326,7 +327,7 @@ class GrowthWatch:
         self._growth = Growth()
         self._num_steps = 0
         self._next = _FEWEST // 2
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, int, tuple[int, int]] | None = None
         self.finding = ""
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -352,32 +353,43 @@ class GrowthWatch:
             return
         growth = self._growth
         if self._seen is not None:
-            before, tensors = self._seen
+            step, before, tensors = self._seen
             self._seen, self._next = None, 2 * growth.num_steps
-            rate = (num_bytes - before) / _CONFIRMING_STEPS
-            if rate >= growth.bytes_per_step / 2:
-                self.finding = self._describe_growth(rate, _num_tensors() - tensors)
+            added, num_steps = num_bytes - before, self._num_steps - step
+            if added / num_steps >= growth.bytes_per_step / 2:
+                self.finding = self._describe_growth(added, num_steps, tensors)
             return
         growth.add(self._num_steps, num_bytes)
         self._next = 2 * self._num_steps
         if self.finding and growth.is_level:
             self.finding = ""
         elif not self.finding and self._num_steps >= _FEWEST_TO_SAY and growth.is_steady:
-            self._seen = num_bytes, _num_tensors()
-            self._next = self._num_steps + _CONFIRMING_STEPS
+            self._seen = self._num_steps, num_bytes, _live_tensors()
+            self._next = self._num_steps + max(_CONFIRMING_STEPS, self._num_steps // 4)
 
-    def _describe_growth(self, bytes_per_step: float, more_tensors: int) -> str:
+    def _describe_growth(self, added: int, num_steps: int, before: tuple[int, int]) -> str:
+        more, more_bytes = (now - then for now, then in zip(_live_tensors(), before, strict=True))
+        bytes_per_step = added / num_steps
         what = "no tensors are kept in Python: look for caches, logs and connections without a bound"
-        if more_tensors >= _CONFIRMING_STEPS / 2:
+        if more >= num_steps / 2:
             what = (
-                f"{more_tensors / _CONFIRMING_STEPS:.0f} more tensors are alive after each: look for losses and outputs that "
-                "are kept and were not detached"
+                f"{more / num_steps:.0f} more tensors are alive after each: look for losses and outputs that are kept and were "
+                "not detached"
             )
+        elif more_bytes >= added / 2:
+            what = "tensors of Python hold it: look for lists of outputs, and for tensors that grow"
         return (
             f"the memory of this process grows by {bytes_text(round(bytes_per_step))} a step (measured over "
-            f"{_CONFIRMING_STEPS} steps), since about step {self._growth.since(bytes_per_step)}; {what}"
+            f"{num_steps} steps), since about step {self._growth.since(bytes_per_step)}; {what}"
         )
 
 
-def _num_tensors() -> int:
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+def _live_tensors() -> tuple[int, int]:
+    """The number of tensors that are alive in Python, and the bytes of memory that they share or have."""
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # subclasses without memory of their own
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return len(tensors), sum(storages.values())

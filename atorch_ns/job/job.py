@@ -113,12 +113,14 @@ class OptimizerOptions:
         take_over: a backend that makes model and optimizer together; ``None`` for none.
         use_optim_backward: whether the backward pass is ``optim.backward(loss)``.
         requires_boundary: whether the optimizer must be told which micro-batch is the last.
+        takes_frozen: whether the optimizer is given frozen parameters too, which it updates once they are thawed.
     """
 
     make: MakeOptimizer | None = None
     take_over: TakeOver | None = None
     use_optim_backward: bool = False
     requires_boundary: bool = False
+    takes_frozen: bool = True
 
 
 @dataclass(kw_only=True)

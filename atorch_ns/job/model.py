@@ -44,7 +44,7 @@ class OriginalModel:
         num_trainable: those that require gradients.
         parameter_order: the first name of every parameter, in the model's order.
         tied: other names of tied parameters, by the first name.
-        groups: the user's parameter groups by name; ``None`` for one group of all that trains.
+        groups: the user's parameter groups by name; ``None`` for one group of all.
     """
 
     model_class: str
@@ -112,8 +112,7 @@ def name_groups(inputs: Inputs) -> tuple[NamedGroup, ...] | None:
     makes of them afterwards.
 
     Returns:
-        The groups; ``None`` if there is no such function: then every parameter that requires a gradient
-        when the optimizer is made is in one group.
+        The groups; ``None`` if there is no such function: then every parameter is in one group, frozen or not.
 
     Raises:
         InputError: if the function gives something else than parameters or groups of them, or tensors that
@@ -144,12 +143,11 @@ def parameter_groups(
         InputError: if nothing is trainable, or a method has removed one of the parameters.
     """
     if groups is None:
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trainable and whole:
+        if whole and not any(parameter.requires_grad for parameter in model.parameters()):
             raise InputError(
                 "the model has no parameter that requires a gradient, so there is nothing to optimize."
             )
-        return [{"params": trainable}]
+        return [{"params": [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]}]
     now = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     for name, others in tied.items():
         kept = [other for other in others if other in now]

@@ -30,14 +30,8 @@ class MasterWeights:
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         for parameter in parameters:
-            if not parameter.requires_grad:
-                continue
-            if on_host and parameter.is_floating_point():
-                master = self._host_tensor(parameter).copy_(parameter.detach())
-                self._masters[parameter] = torch.nn.Parameter(master)
-            elif parameter.dtype in (torch.float16, torch.bfloat16):
-                master = parameter.detach().to(torch.float32)
-                self._masters[parameter] = torch.nn.Parameter(master)
+            if parameter.requires_grad:
+                self._add(parameter)
 
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor that the optimizer updates for ``parameter``."""
@@ -53,6 +47,24 @@ class MasterWeights:
             {**group, "params": [self.master_of(parameter) for parameter in group["params"]]}
             for group in groups
         ]
+
+    def adopt(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Puts masters in the places of parameters that have been thawed, in the groups of their optimizer."""
+        masters = set(self._masters.values())
+        for group in groups:
+            for place, parameter in enumerate(group["params"]):
+                if parameter.grad is not None and parameter not in masters:
+                    self._add(parameter)
+                    group["params"][place] = self.master_of(parameter)
+
+    def _add(self, parameter: torch.Tensor) -> None:
+        if self._on_host and parameter.is_floating_point():
+            master = self._host_tensor(parameter).copy_(parameter.detach())
+        elif not self._on_host and parameter.dtype in (torch.float16, torch.bfloat16):
+            master = parameter.detach().to(torch.float32)
+        else:
+            return
+        self._masters[parameter] = torch.nn.Parameter(master)
 
     @torch.no_grad()
     def take_gradients(self) -> None:
@@ -139,6 +151,7 @@ class StepOptimizer(torch.optim.Optimizer):
         if self._finish is not None:
             self._finish()
         if self.masters is not None:
+            self.masters.adopt(self.inner.param_groups)
             self.masters.take_gradients()
         if self.scaler is None:
             return

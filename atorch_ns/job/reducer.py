@@ -5,52 +5,74 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.sharding.rank_context import local_part
-from atorch_ns.torch_compat import after_backward, laid_out
+from atorch_ns.torch_compat import after_accumulation, after_backward, laid_out, plain_name
 
 BucketHook = Callable[["GradientReducer", torch.Tensor], object]
 """Called with the reducer and a bucket, 1-d: the gradients of its parameters one after the other. It may change them."""
 
 
 class _Bucket:
-    """Gradients that travel as one tensor, of which the gradients of the parameters are views."""
+    """Gradients that travel as one tensor, of which the gradients of the parameters are views.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], num_flags: int) -> None:
+    Args:
+        parameters: may be none.
+        num_flags: further numbers that travel with them.
+        like: gives type and device where there are no parameters.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], num_flags: int, like: torch.Tensor) -> None:
         self.parameters = parameters
         pieces = [local_part(parameter) for parameter in parameters]
-        sizes = [one.numel() for one in pieces]
-        self.whole = torch.zeros(sum(sizes) + num_flags, dtype=pieces[0].dtype, device=pieces[0].device)
+        sizes = [piece.numel() for piece in pieces]
+        first = pieces[0] if pieces else like
+        self.whole = torch.zeros(sum(sizes) + num_flags, dtype=first.dtype, device=first.device)
         self.gradients, self.flags = self.whole.split([sum(sizes), num_flags])
         parts = self.gradients.split(sizes)
-        self.views = [part.view_as(one) for part, one in zip(parts, pieces, strict=True)]
+        self.views = [part.view_as(piece) for part, piece in zip(parts, pieces, strict=True)]
         self.placed = [
-            laid_out(view, one) if isinstance(one, DTensor) else view
-            for view, one in zip(self.views, parameters, strict=True)
+            laid_out(view, parameter) if isinstance(parameter, DTensor) else view
+            for view, parameter in zip(self.views, parameters, strict=True)
         ]
         self.ready: set[int] = set()
         self.work: Any = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the gradients of all its parameters are there."""
+        return len(self.ready) == len(self.parameters)
+
+
+_NUM_TURNS: Final = 8
+"""Ranks are told apart by forward passes that no backward pass has followed, up to this number of them."""
+
+_Trained = tuple[bool, ...]
+"""Of every parameter, whether it is trained."""
 
 
 class GradientReducer:
     """Averages gradients of parameters of which every rank of a group holds the same: all, or the same part.
 
-    Buckets are reduced in one order on all ranks, each once its gradients and all buckets before it are ready, so that
-    communication overlaps with the backward pass. A parameter that no rank has used has no gradient afterwards, as in one
-    process.
+    Gradients belong to parameters: whichever way a backward pass has come, through the module, through another of its
+    methods, a first time or again, what it has added is averaged when it ends. Buckets are reduced in one order on all
+    ranks, each once its gradients and all buckets before it are ready, so that communication overlaps with the backward
+    pass. A parameter that no rank has used has no gradient afterwards, as in one process. Parameters may be frozen and
+    thawed at any time, on all ranks alike.
 
     Args:
         module: a forward pass of it announces a backward pass.
         group: the ranks, which hold equal parameters; those that are divided, are over other ranks.
-        parameters: those to reduce, in the same order on all ranks; ``None`` for all of ``module`` that are trained.
+        parameters: those to reduce, trained or not yet, in the same order on all ranks; ``None`` for all of ``module``.
         bucket_bytes: the least size of a bucket.
         predivide: what gradients are divided by before they are summed, against overflows in 16 bits; the rest of the
             division by the number of ranks comes afterwards. ``None`` for all of it before.
@@ -60,6 +82,7 @@ class GradientReducer:
 
     Raises:
         InputError: if a number is not positive.
+        StepError: on all ranks, from a backward pass, if ranks train different parameters, or one of them is behind.
     """
 
     def __init__(
@@ -76,13 +99,15 @@ class GradientReducer:
             raise InputError(
                 f"bucket_bytes and predivide must be positive; they are {bucket_bytes} and {first}."
             )
-        chosen = [p for p in (module.parameters() if parameters is None else parameters) if p.requires_grad]
+        chosen = module.parameters() if parameters is None else parameters
+        self._parameters = [p for p in chosen if p.is_floating_point() or p.is_complex()]
+        self._names = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
+        self._like = self._parameters[0] if self._parameters else torch.zeros(())
         self._group = group
+        self._bucket_bytes = bucket_bytes
         self._before, self._after = 1.0 / first, first / group.size()
         self._hooks: dict[str, list[BucketHook]] = {"before": [], "after": []}
-        self._buckets = _buckets(chosen, bucket_bytes)
-        ordered = (parameter for bucket in self._buckets for parameter in bucket.parameters)
-        self._number = {parameter: number for number, parameter in enumerate(ordered)}
+        self._lay_out(self._trained())
         self._unused: list[nn.Parameter] = []
         self._next = 0
         self._sync = True
@@ -90,13 +115,26 @@ class GradientReducer:
         self._expected = False
         self._local = False
         self._queued = False
+        self._changed = False
+        self._seen: set[nn.Parameter] = set()
+        self._repeated: set[nn.Parameter] = set()
+        self._is_first_pass = True
+        self._num_open = 0
+        self._late_report: _LateNumbers | None = None
         self.synchronised = False
         self._handles = [
-            p.register_post_accumulate_grad_hook(partial(self._arrived, bucket, place))
-            for bucket in self._buckets
-            for place, p in enumerate(bucket.parameters)
+            after_accumulation(parameter, partial(self._arrived, parameter)) for parameter in self._parameters
         ]
         self._handles.append(module.register_forward_pre_hook(self._announced))
+        self._handles.append(module.register_forward_hook(self._watch_outputs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
+        """For a copy of the module, such as an average of its weights, which nothing reduces."""
+        twin = GradientReducer.__new__(GradientReducer)
+        twin._parameters, twin._handles, twin._buckets = [], [], []
+        twin._hooks = {"before": [], "after": []}
+        twin._sync = twin._sums = twin._expected = twin._local = twin.synchronised = False
+        return twin
 
     @property
     def num_buckets(self) -> int:
@@ -139,20 +177,14 @@ class GradientReducer:
             self._expect()
         if not self._expected:
             return
-        while self._next < len(self._buckets):
-            self._launch()
-        for bucket in self._buckets:
-            bucket.work.wait()
-            if self._after != 1.0:
-                bucket.gradients.mul_(self._after)
-            for hook in tuple(self._hooks["after"]):
-                hook(self, bucket.gradients)
-        if self._unused:  # by this rank; by all, if the sum says so
-            used = self._buckets[-1].flags.tolist()
-            for parameter in self._unused:
-                if not used[self._number[parameter]]:
-                    parameter.grad = None
-        self._expected, self._local, self.synchronised = False, False, True
+        if (
+            not self._queued
+        ):  # this rank's losses have not reached the module, and so nothing follows its forward passes
+            self._num_open = 0
+        self._reduce()
+        self._expected, self._queued, self._local, self._is_first_pass = False, False, False, False
+        self._compare_ranks()
+        self.synchronised = True
 
     @torch.no_grad()
     def scale_grads(self, factor: float) -> None:
@@ -174,6 +206,23 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
 
+    def _trained(self) -> _Trained:
+        return tuple([parameter.requires_grad for parameter in self._parameters])
+
+    def _lay_out(self, trained: _Trained) -> None:
+        """Makes buckets of the parameters that are trained."""
+        self._layout = trained
+        chosen = [
+            parameter for parameter, is_trained in zip(self._parameters, trained, strict=True) if is_trained
+        ]
+        self._buckets = _buckets(chosen, self._bucket_bytes, self._like)
+        self._places = {
+            parameter: (bucket, place)
+            for bucket in self._buckets
+            for place, parameter in enumerate(bucket.parameters)
+        }
+        self._number = {parameter: number for number, parameter in enumerate(self._places)}
+
     def _announced(self, *_: Any) -> None:
         """A rank whose loss reaches no parameter takes part too."""
         if torch.is_grad_enabled():
@@ -187,30 +236,75 @@ class GradientReducer:
             if self._sync:
                 self._expect()
 
+    def _watch_outputs(self, _: nn.Module, inputs: Any, output: Any) -> None:
+        """Has the reduction end with the whole backward pass, and not with that of a block that is recomputed inside it."""
+        if not (self._sync and torch.is_grad_enabled()):
+            return
+        followed = [False]
+
+        def follow(_: torch.Tensor) -> None:
+            if not followed[0]:
+                followed[0] = True
+                self._num_open -= 1
+            self._end_with_pass()
+
+        for tensor in unique_tensors_of(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(follow)
+                followed[0] = True
+        if followed[0]:
+            followed[0] = False
+            self._num_open += 1
+
+    def _end_with_pass(self) -> None:
+        if self._sync and not self._queued:
+            if not self._expected:  # a further backward pass after one forward pass
+                self._expect()
+            self._queued = True
+            after_backward(self.sync_grad)
+
     def _expect(self) -> None:
-        self._expected, self._queued, self._next = True, False, 0
+        if self._late_report is not None:
+            report, self._late_report = self._late_report, None
+            self._require_alike(report.read())
+        self._expected, self._queued = True, False
+        self._changed = self._trained() != self._layout
+        self._begin()
+
+    def _begin(self) -> None:
+        """Makes the buckets ready for gradients."""
+        self._next = 0
         self._unused.clear()
-        if self._buckets:
-            self._buckets[-1].flags.fill_(1.0)
         for bucket in self._buckets:
             bucket.ready.clear()
+        self._buckets[-1].flags[: len(self._number)].fill_(1.0)
 
     @torch.no_grad()
-    def _arrived(self, bucket: _Bucket, place: int, _: torch.Tensor) -> None:
+    def _arrived(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
+        known = self._places.get(parameter)
+        if known is None:  # it was thawed a moment ago: this pass ends with buckets that have it
+            if self._sync:
+                self._end_with_pass()
+            return
+        bucket, place = known
         if not self._sync:
             self._move(bucket, place, 1.0)
             return
-        if not self._expected:  # a further backward pass after one forward pass
-            self._expect()
+        self._end_with_pass()
+        if self._is_first_pass or parameter in self._repeated:  # taken at the end
+            if parameter in self._seen:
+                self._repeated.add(parameter)
+            self._seen.add(parameter)
+            return
+        if place in bucket.ready:
+            raise StepError(
+                f"{self._names[parameter]} got a second gradient in one backward pass while the first was on its "
+                "way to the other ranks, which no pass before has done. A block that is recomputed with use_reentrant=True "
+                "shares it with another: pass use_reentrant=False, or choose ('ddp', {'reducer': 'torch'})."
+            )
         self._take(bucket, place)
-        if not self._queued:
-            self._queued = True
-            after_backward(self.sync_grad)
-        while self._next < len(self._buckets) and self._is_full(self._buckets[self._next]):
+        while self._next < len(self._buckets) and self._buckets[self._next].is_full:
             self._launch()
-
-    def _is_full(self, bucket: _Bucket) -> bool:
-        return len(bucket.ready) == len(bucket.parameters)
 
     def _take(self, bucket: _Bucket, place: int) -> None:
         """Makes a gradient ready to be summed, whether this backward pass has reached its parameter or not."""
@@ -229,7 +323,8 @@ class GradientReducer:
             view.zero_()
         elif gradient.is_sparse:
             raise StepError(
-                "a gradient reducer takes no sparse gradients: make the embedding with sparse=False."
+                "a gradient reducer takes no sparse gradients: make the embedding with sparse=False, or choose "
+                "('ddp', {'reducer': 'torch'})."
             )
         elif gradient.data_ptr() != view.data_ptr():
             torch.mul(gradient, factor, out=view)
@@ -240,25 +335,106 @@ class GradientReducer:
     def _launch(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        if not self._is_full(bucket):
+        if not bucket.is_full:
             for place in range(len(bucket.parameters)):
                 if place not in bucket.ready:
                     self._take(bucket, place)
         for hook in tuple(self._hooks["before"]):
             hook(self, bucket.gradients)
+        if bucket is self._buckets[-1]:
+            report = [0.0] * (_NUM_TURNS + 1)
+            report[self._num_open % _NUM_TURNS] = 1.0
+            report[-1] = float(self._changed)
+            bucket.flags[len(self._number) :].copy_(torch.tensor(report), non_blocking=True)
         bucket.work = dist.all_reduce(bucket.whole, group=self._group, async_op=True)
 
+    def _reduce(self) -> None:
+        """Sends what is not on its way, and waits for all."""
+        while self._next < len(self._buckets):
+            self._launch()
+        for bucket in self._buckets:
+            bucket.work.wait()
+            if self._after != 1.0:
+                bucket.gradients.mul_(self._after)
+            for hook in tuple(self._hooks["after"]):
+                hook(self, bucket.gradients)
+        if self._unused:  # by this rank; by all, if the sum says so
+            used = self._buckets[-1].flags.tolist()
+            for parameter in self._unused:
+                if not used[self._number[parameter]]:
+                    parameter.grad = None
 
-def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """The parameters from the last one to the first, as backward passes reach them.
+    def _compare_ranks(self) -> None:
+        """Has ranks that are at another place, or train other parameters, end all of them.
 
-    The last bucket ends with a number for every parameter of all buckets: on how many ranks it has a gradient.
+        A GPU is not waited for: what it has summed is read at the next pass, unless this rank needs it now.
+        """
+        report = self._buckets[-1].flags[len(self._number) :]
+        if self._changed or report.device.type == "cpu":
+            self._require_alike(report.tolist())
+        else:
+            self._late_report = _LateNumbers(report)
+
+    def _require_alike(self, report: list[float]) -> None:
+        if sum(number > 0.0 for number in report[:_NUM_TURNS]) > 1:
+            raise StepError(
+                "ranks have reduced gradients of different steps: a rank has run a forward pass that no backward pass has "
+                "followed, and others have not. Where a rank leaves out a backward pass, as for a loss that is not finite, all must: "
+                "sum a flag over the ranks by result.sum, and skip where it is not 0. A forward pass that needs no gradients "
+                "belongs under torch.no_grad()."
+            )
+        if report[-1]:
+            self._follow_change()
+
+    def _follow_change(self) -> None:
+        """Makes buckets of what is trained by now, and reduces the gradients of what is new; collective."""
+        trained: list[_Trained] = [()] * self._group.size()
+        dist.all_gather_object(trained, self._trained(), group=self._group)
+        for parameter, states in zip(self._parameters, zip(*trained, strict=True), strict=True):
+            if len(set(states)) > 1:
+                raise StepError(
+                    f"{self._names[parameter]} is trained on some ranks and frozen on others, so it would not stay the same on "
+                    "all. Call requires_grad_ on all ranks, before the same step."
+                )
+        now, before = self._trained(), self._layout
+        self._lay_out(tuple([new and not old for new, old in zip(now, before, strict=True)]))
+        self._changed = False
+        self._begin()
+        self._reduce()
+        self._lay_out(now)
+        for bucket in self._buckets:
+            for place, parameter in enumerate(bucket.parameters):
+                if parameter.grad is not None:
+                    self._move(bucket, place, 1.0)
+
+
+class _LateNumbers:
+    """Numbers on their way from a GPU, for which the host does not wait until it reads them."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        self._host.copy_(numbers, non_blocking=True)
+        self._arrival = torch.get_device_module(numbers.device).Event()
+        self._arrival.record()
+
+    def read(self) -> list[float]:
+        """The numbers."""
+        self._arrival.synchronize()
+        found: list[float] = self._host.tolist()
+        return found
+
+
+def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int, like: torch.Tensor) -> list[_Bucket]:
+    """The parameters from the last one to the first, as backward passes reach them; at least one bucket.
+
+    The last bucket ends with a number for every parameter of all buckets, on how many ranks it has a gradient, and with
+    what ranks report of themselves.
     """
     arriving = parameters[::-1]
     sizes = [((p.dtype, p.device), local_part(p).numel() * p.element_size()) for p in arriving]
-    places = gradient_buckets(sizes, bucket_bytes)
-    num_flags = [0] * (len(places) - 1) + [len(parameters)]
+    places = gradient_buckets(sizes, bucket_bytes) or [[]]
+    num_flags = [0] * (len(places) - 1) + [len(parameters) + _NUM_TURNS + 1]
     return [
-        _Bucket([arriving[place] for place in each], num)
-        for each, num in zip(places, num_flags, strict=False)
+        _Bucket([arriving[place] for place in each], num, like)
+        for each, num in zip(places, num_flags, strict=True)
     ]

@@ -116,6 +116,8 @@ def load_registry() -> Registry:
         origin = names[point.dist]
         try:
             registry.add(point.load(), origin=origin)
+        except MemoryError:  # the method is not broken
+            raise
         except Exception as error:  # a broken plug-in must not take the built-in methods with it
             warnings.warn(
                 f"the method {point.name!r} of {origin} was not loaded: {error_text(error)}",

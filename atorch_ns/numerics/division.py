@@ -18,9 +18,10 @@ from atorch_ns.capture.blocks import call_hooks
 from atorch_ns.capture.nests import tensors_of
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.cluster import Cluster
+from atorch_ns.cluster.memory_limit import room_bytes
 from atorch_ns.data import default_prepare_input
 from atorch_ns.errors import AtorchError, StrategyError
-from atorch_ns.job import Inputs, Result
+from atorch_ns.job import Inputs, Result, is_out_of_memory
 from atorch_ns.job.sampling import forward_loss
 from atorch_ns.method import Registry, Resolved
 from atorch_ns.numerics.probe import ProbeResult, judge_run, prepare_small, run_small
@@ -105,6 +106,8 @@ def _compare(inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Reg
     except AtorchError as error:  # of a method, on all ranks; the whole model may well be divided
         return error_text(error)
     except Exception as error:
+        if is_out_of_memory(error, is_limited=room_bytes(torch.device(cluster.device)) is not None):
+            raise
         axes = " and ".join(axis for axis in MODEL_AXES if prepared.resolved.plan.size(axis) > 1)
         raise StrategyError(
             f"divided over {axes}, the model fails, which runs in one process: {error_line(error)}. Its blocks passed their "

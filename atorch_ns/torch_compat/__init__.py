@@ -17,6 +17,7 @@ from atorch_ns.torch_compat.compile import (
 )
 from atorch_ns.torch_compat.distributed import (
     accumulate_after_backward,
+    after_accumulation,
     after_backward,
     default_store,
     flatten_mesh,
@@ -77,6 +78,7 @@ __all__ = [
     "FlashAttention",
     "TorchDispatchMode",
     "accumulate_after_backward",
+    "after_accumulation",
     "after_backward",
     "checkpoint_wrapper",
     "compile_records",

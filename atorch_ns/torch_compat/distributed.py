@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 
 def share_memory_along(group: dist.ProcessGroup) -> None:
@@ -83,18 +84,45 @@ def replicate(module: nn.Module, *, mesh: DeviceMesh, ignored: set[nn.Parameter]
 
 
 def zero_redundancy_of_parts() -> type[Any]:
-    """``ZeroRedundancyOptimizer`` where parameters may be DTensors, of each of which the group's ranks hold the same part
-    (``_broadcast_params_from_rank``); of several dtypes, too (``_verify_same_dense_param_type``)."""
+    """``ZeroRedundancyOptimizer`` for parameters of several dtypes (``_verify_same_dense_param_type``), for DTensors, of each of
+    which the group's ranks hold the same part (``_broadcast_params_from_rank``), and with frozen ones, which nothing sends
+    and which may be thawed (``_partition_parameters``, ``_get_is_trainable_mask``)."""
     # Compiles a dozen TorchScript classes when it is imported, so only where it is used.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     class OfParts(ZeroRedundancyOptimizer):
+        _partition_parameters_cache: list[list[dict[str, Any]]]
+        param_groups: list[dict[str, Any]]
+        world_size: int
+
         def _verify_same_dense_param_type(self) -> None: ...
+
+        def _get_is_trainable_mask(self) -> list[bool]:
+            return []  # for buckets, of which there are none
+
+        def _partition_parameters(self, params_per_rank: Any = None) -> list[list[dict[str, Any]]]:
+            """Gives each parameter to the rank that has least, by size; those that are trained first, to come out even."""
+            if not self._partition_parameters_cache:
+                self._partition_parameters_cache = [[] for _ in range(self.world_size)]
+                sizes = [0] * self.world_size
+                for group in self.param_groups:
+                    shares: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
+                    by_size = sorted(
+                        group["params"], key=lambda p: (p.requires_grad, p.numel()), reverse=True
+                    )
+                    for parameter in by_size:
+                        rank = sizes.index(min(sizes))
+                        shares[rank].append(parameter)
+                        sizes[rank] += parameter.numel()
+                    self._partition_param_group(group, shares)  # type: ignore[attr-defined]
+            return self._partition_parameters_cache
 
         def _broadcast_params_from_rank(self, rank: int) -> list[dist.Work]:
             handles = []
-            for group in self._partition_parameters()[rank]:  # type: ignore[attr-defined]
+            for group in self._partition_parameters()[rank]:
                 for parameter in group["params"]:
+                    if not parameter.requires_grad and parameter.grad is None:
+                        continue  # its owner has not changed it
                     part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                     handles.append(
                         dist.broadcast(part.detach(), group=self.process_group, group_src=rank, async_op=True)
@@ -158,6 +186,18 @@ def after_backward(action: Callable[[], None], *, in_turn: bool = False) -> None
     """
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(action if in_turn else lambda: engine.queue_callback(action))
+
+
+def after_accumulation(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Calls ``hook`` with a parameter whenever a backward pass has added to its gradient, also where it is thawed later.
+
+    torch registers such a hook on parameters that are trained, and keeps it while they are not.
+    """
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(is_trained)
+    return handle
 
 
 def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:

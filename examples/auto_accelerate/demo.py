@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -179,6 +180,7 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2, help="processes of every job")
     parser.add_argument("--save", type=Path, default=Path("runs/demo"), help="folder for what is kept")
     options, flags = parser.parse_known_args()  # the rest is for the jobs
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the job ends as well
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = 120

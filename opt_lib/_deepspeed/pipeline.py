@@ -399,6 +399,7 @@ def run_by_deepspeed(job: Job, stage_set: StageSet, *, zero_stage: int, settings
         return job.model, optimizer
 
     job.optimizer.take_over = take_over
+    job.optimizer.takes_frozen = False
 
 
 def _runner(

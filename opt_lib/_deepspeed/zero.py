@@ -107,6 +107,7 @@ def shard(job: Job, method: str, *, stage: int) -> None:
         return engine, optimizer
 
     job.optimizer.take_over = take_over
+    job.optimizer.takes_frozen = False
     job.explain(method, f"DeepSpeed ZeRO stage {stage}, which clips nothing by itself")
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from atorch_ns.capture.nests import tensors_of
-from atorch_ns.cluster import from_first
+from atorch_ns.cluster import from_first, gathered
 from atorch_ns.errors import BatchSizeError, StepError
 from atorch_ns.job import Job, is_on_meta, parameter_names
 from atorch_ns.pipeline import (
@@ -29,7 +29,7 @@ from atorch_ns.pipeline import (
     train_step_only,
     without_memory,
 )
-from atorch_ns.text import seconds_text
+from atorch_ns.text import first_few, seconds_text
 from atorch_ns.torch_compat import group_timeout, plain_name
 from opt_lib._model_axes.pipeline_plan import PipelineParallelConfig, PipelinePlan, plan_pipeline, splitter
 from opt_lib._sharded.units import broadcast_from_first
@@ -102,6 +102,7 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
     plan = job.cluster.agree(lambda: plan_pipeline(job, config), what="cutting the model into stages")
     job.cluster.same_everywhere({"units, in the order of their calls": ", ".join(plan.graph.paths)})
     plan = _as_first_rank(plan)
+    find_thawed = _finding_thawed(job)
     make_weights_equal(job, method)
     num_ranks = job.mesh.size("pipeline")
     rank_of = plan.rank_of(num_ranks)
@@ -128,7 +129,9 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
         pipeline={"schedule": plan.info.name, "stages_per_rank": plan.stages_per_rank},
     )
     _explain(job, method, plan, num_ranks, len(assignment.shared))
-    return StageSet(stages, plan.cuts, rank_of, plan.graph.paths, _tracing(job, plan), lambda: _seed(job))
+    return StageSet(
+        stages, plan.cuts, rank_of, plan.graph.paths, _tracing(job, plan), lambda: _seed(job), find_thawed
+    )
 
 
 def _as_first_rank(plan: PipelinePlan) -> PipelinePlan:
@@ -142,8 +145,30 @@ def _as_first_rank(plan: PipelinePlan) -> PipelinePlan:
     )
 
 
-def _tracing(job: Job, plan: PipelinePlan) -> Callable[[Any, bool], CallGraph]:
-    def trace(micro_batch: Any, outputs: bool) -> CallGraph:
+def _finding_thawed(job: Job) -> Callable[[], frozenset[str]]:
+    """Gives the names of parameters that are frozen now and trained by a stage of any rank later, which only that rank sees.
+
+    A model with nothing frozen needs no such question: what a stage sends back to parameters that were frozen later is
+    received and left.
+    """
+    assert job.mesh is not None
+    frozen = {plain_name(name) for name, p in job.module.named_parameters() if not p.requires_grad}
+    group = job.mesh.axis("pipeline").get_group()
+    known: frozenset[str] = frozenset()
+
+    def find_thawed() -> frozenset[str]:
+        nonlocal known
+        trained = {plain_name(name) for name, p in job.module.named_parameters() if p.requires_grad}
+        mine = trained & frozen
+        if any(gathered(not mine <= known, distributed=True, group=group)):
+            known = known.union(*gathered(sorted(mine), distributed=True, group=group))
+        return known
+
+    return find_thawed if frozen else frozenset
+
+
+def _tracing(job: Job, plan: PipelinePlan) -> Callable[[Any, bool, frozenset[str]], CallGraph]:
+    def trace(micro_batch: Any, outputs: bool, thawed: frozenset[str]) -> CallGraph:
         same = signature(micro_batch) == plan.traced_with
         if plan.tracer is None and not same:
             raise BatchSizeError(
@@ -151,7 +176,14 @@ def _tracing(job: Job, plan: PipelinePlan) -> Callable[[Any, bool], CallGraph]:
                 f"when it was cut, for micro-batches of {_shapes(plan.traced_with)}; this one has "
                 f"{_shapes(signature(micro_batch))}. Use drop_last=True and samples of one length."
             )
-        as_planned = same and job.precision.autocast is None and job.precision.input_dtype is None
+        if plan.tracer is None and thawed:
+            raise StepError(
+                f"{first_few(sorted(thawed))} was frozen when the model was cut into stages, and the model does not run on tensors "
+                "without memory, which tells what stages have to exchange from now on. Thaw it before auto_accelerate."
+            )
+        as_planned = (
+            not thawed and same and job.precision.autocast is None and job.precision.input_dtype is None
+        )
         if plan.tracer is None or (as_planned and not outputs):
             return plan.graph
         how = HowToRun(
@@ -161,7 +193,7 @@ def _tracing(job: Job, plan: PipelinePlan) -> Callable[[Any, bool], CallGraph]:
             autocast=None if job.precision.autocast is None else job.precision.autocast.dtype,
             weights=job.precision.input_dtype,
         )
-        return plan.tracer.trace(micro_batch, how)
+        return plan.tracer.trace(micro_batch, how, thawed)
 
     return trace
 

@@ -7,19 +7,22 @@ import math
 import re
 import resource
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from atorch_ns import auto_accelerate, notebook
+from atorch_ns.cluster import Mesh
 from atorch_ns.errors import InputError, RankError
 from atorch_ns.job import is_out_of_memory, limit_memory
 from atorch_ns.sharding.collectives import simulate
-from atorch_ns.testing.workers import run_ranks
+from atorch_ns.testing.workers import catch_ranks, run_ranks
 
 CPU, MIB = torch.device("cpu"), 2**20
 
@@ -67,6 +70,66 @@ def test_other_errors_pass_and_wrong_limits_are_refused() -> None:
 def test_what_is_no_number_of_bytes_is_refused(num_bytes: Any) -> None:
     with pytest.raises(InputError, match="must be a positive number of bytes"), limit_memory(num_bytes, CPU):
         pass
+
+
+def _error_of_an_inner_limit() -> str:
+    with (
+        pytest.raises(MemoryError) as caught,
+        limit_memory(np.int64(50 * MIB), "cpu"),
+        limit_memory(500 * MIB, CPU),
+    ):  # type: ignore[arg-type]
+        torch.ones(100 * MIB, dtype=torch.uint8)
+    return str(caught.value)
+
+
+def test_the_limit_that_acts_is_the_one_in_the_error() -> None:
+    message = run_ranks(_error_of_an_inner_limit, 1, init_process_group=False)[0]
+    (limit,) = re.findall(r"of the limit of ([\d.]+) MiB", message)
+    assert float(limit) <= 50
+
+
+@pytest.mark.parametrize("text", ["Resource temporarily unavailable", "could not create a primitive"])
+def test_what_means_no_room_under_a_limit_means_it_there_alone(text: str) -> None:
+    error = RuntimeError(text)
+    assert not is_out_of_memory(error)
+    assert is_out_of_memory(error, is_limited=True)
+    with pytest.raises(MemoryError, match="of the limit of"), limit_memory(2**40, CPU):
+        raise error
+
+
+def test_a_worker_of_a_loader_that_has_no_room_is_out_of_memory() -> None:
+    assert is_out_of_memory(
+        RuntimeError("Caught MemoryError in DataLoader worker process 0.\nOriginal Traceback")
+    )
+
+
+def _start_threads(number: int) -> int:
+    """Threads that start within 32 MiB, of which each would take 8 by itself."""
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait, args=(60,)) for _ in range(number)]
+    with limit_memory(32 * MIB, CPU):
+        for thread in threads:
+            thread.start()
+        end.set()
+        for thread in threads:
+            thread.join()
+    return len(threads)
+
+
+def test_stacks_of_threads_leave_room() -> None:
+    assert run_ranks(_start_threads, 1, args=(10,), init_process_group=False) == [10]
+
+
+def _divide_with_little_room() -> None:
+    with limit_memory(3 * MIB if dist.get_rank() == 0 else 2**40, CPU):
+        Mesh([("tensor", 2)], device_type="cpu")
+
+
+def test_groups_whose_threads_have_no_room_end_all_ranks_in_words() -> None:
+    short, other = catch_ranks(_divide_with_little_room, 2, timeout_s=60)
+    assert short.error_type == "MemoryError"
+    assert "1 process group start 3 threads with stacks of 2.00 MiB each" in short.message
+    assert other.error_type == "RankError"
 
 
 def _limits() -> list[int]:

@@ -63,7 +63,34 @@ def test_a_leak_is_said_with_its_rate_and_since_when() -> None:
         "grows by 1.00 MiB a step (measured over 16 steps), since about step 4; no tensors are kept" in said
     )
     late = _watched(lambda step: 100 * MIB + max(0, step - 100) * MIB)
-    assert "grows by 1.00 MiB a step (measured over 16 steps), since about step 100" in late, late
+    assert "grows by 1.00 MiB a step (measured over 32 steps), since about step 100" in late, late
+
+
+def _watched_tensors(add: Callable[[list[torch.Tensor], int], None], num_steps: int = 600) -> str:
+    """What is said of a process whose growth is that of tensors that are kept."""
+    kept: list[torch.Tensor] = []
+    watch = GrowthWatch(CPU, lambda device: 100 * MIB + sum(tensor.nbytes for tensor in kept))
+    for step in range(1, num_steps + 1):
+        add(kept, step)
+        watch.after_step()
+    return watch.finding
+
+
+def test_tensors_that_are_kept_now_and_then_are_named() -> None:
+    def at_each_validation(kept: list[torch.Tensor], step: int) -> None:
+        if step % 50 == 0:
+            kept.append(torch.empty(5 * 2**18))
+
+    said = _watched_tensors(at_each_validation)
+    assert "tensors of Python hold it" in said
+    assert float(said.partition("grows by ")[2].split()[0]) == pytest.approx(5 * 1024 / 50, rel=0.6)
+
+
+def test_a_tensor_that_grows_is_named() -> None:
+    def longer(kept: list[torch.Tensor], step: int) -> None:
+        kept[:] = [torch.empty(2**15 * step)]
+
+    assert "tensors of Python hold it" in _watched_tensors(longer)
 
 
 @pytest.mark.parametrize(

@@ -77,10 +77,12 @@ def test_what_is_no_group_is_refused(given: Any, words: str) -> None:
         name_groups(Inputs(model=Tied(), optim_param_func=given))
 
 
-def test_only_what_trains_is_optimized_without_groups() -> None:
+def test_what_is_frozen_is_the_optimizers_too_without_groups() -> None:
     model = Tied()
     model.middle.weight.requires_grad = False
-    assert parameter_groups(model, None) == [{"params": [model.table.weight]}]
+    assert parameter_groups(model, None) == [{"params": list(model.parameters())}]
+    model.register_parameter("codes", nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False))
+    assert all(p is not model.codes for p in parameter_groups(model, None)[0]["params"])  # never trained
     with pytest.raises(InputError, match="nothing to optimize"):
         parameter_groups(model.requires_grad_(False), None)
-    assert parameter_groups(model, None, whole=False) == [{"params": []}]
+    assert parameter_groups(nn.Identity(), None, whole=False) == [{"params": []}]

@@ -348,7 +348,7 @@ def _misused() -> list[str]:
         lambda: attach_optimizer(result, torch.optim.SGD, options_of=lambda _: {"weight_decy": 0.0}, lr=0.1),
         lambda: result.mean(torch.ones(2)),
         lambda: attach_optimizer(result, torch.optim.SGD, options_of=lambda _: {"params": []}, lr=0.1),
-        lambda: _accelerated([("ddp", {"predivide": 2.0})], torch.optim.SGD),
+        lambda: _accelerated([("ddp", {"reducer": "torch", "predivide": 2.0})], torch.optim.SGD),
     ):
         with pytest.raises(AtorchError) as caught:
             attach()
@@ -369,7 +369,7 @@ def test_what_cannot_be_attached_is_refused_in_words() -> None:
         assert "returned a NoneType, not a torch.optim.Optimizer" in nothing
         assert "options_of gave a list" in options
         assert "has an optimizer already" in twice
-        assert "set reducer: own beside it" in predivide
+        assert "leave out reducer: torch" in predivide
 
 
 def _without_loss(strategy: list[Any]) -> Tensor:

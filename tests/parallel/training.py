@@ -82,7 +82,7 @@ def reference(
 ) -> tuple[list[float], list[float], dict[str, Any], dict[str, Any]]:
     """Losses of all samples, norms, weights and optimizer states of one process."""
     model = module_of(name)
-    optimizer = adam([p for p in model.parameters() if p.requires_grad])
+    optimizer = adam(model.parameters())
     losses, norms = [], []
     for step in range(steps):
         found = [loss_of(model(sample_of(name, seed))) for seed in seeds(step, units)]

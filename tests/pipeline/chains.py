@@ -66,7 +66,7 @@ def chain_pass(
             whole, found, division, rank, StageSettings(device=CPU, model_input_format=None)
         )
         stage_set = StageSet(
-            made, cuts, rank_of, graph.paths, lambda b, _, t=tracer, h=how: t.trace(b, h), lambda: 7
+            made, cuts, rank_of, graph.paths, lambda b, *_, t=tracer, h=how: t.trace(b, h), lambda: 7
         )
         stage_set.begin([batch], lambda _, micro_batch, output: loss(micro_batch, output))
         stages.update((stage.number, stage) for stage in made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -98,8 +99,10 @@ class CollectiveCount(TorchDispatchMode):
 
 
 def record_entries() -> int:
-    """Collectives that torch's flight recorder keeps, the last of all."""
-    return int(next((os.environ[name] for name in _RECORD_SIZES if name in os.environ), 2000))
+    """Collectives that torch's flight recorder keeps, the last of all: the number that the variable begins with, as C++ reads it."""
+    given = next((os.environ[name] for name in _RECORD_SIZES if name in os.environ), "")
+    number = re.match(r"\s*[+-]?\d+", given)
+    return 2000 if number is None else max(0, int(number[0]))
 
 
 def _num_frames() -> int:

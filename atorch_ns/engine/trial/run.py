@@ -256,7 +256,7 @@ class _Trial:
                 for _ in range(_SETTLING_STEPS):
                     ran.result.train_step(next(ran.batches))
         except Exception as error:
-            if isinstance(error, RankError) or not is_out_of_memory(error):
+            if isinstance(error, RankError) or not is_out_of_memory(error, is_limited=True):
                 raise
             raise MemoryError(  # begins as those of limit_memory, which lets it pass
                 f"out of memory: a run of {LONG_RUN:,} steps is expected to add {bytes_text(further)}, and with that much less "

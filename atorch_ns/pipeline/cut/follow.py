@@ -73,6 +73,8 @@ class Follower(TorchFunctionMode):
         self._numbers: dict[int, int] = {}
         self._by_storage: dict[int, list[torch.Tensor]] = {}
         self._kept: list[torch.Tensor] = []  # an id is unique only while the tensor is alive
+        self._nodes: list[tuple[Any, ...]] = []  # where the gradient of each value arrives
+        self._unreached: frozenset[int] = frozenset()
         self._results: list[int] = []
         self._shown: list[int] = []
         self._reads: list[tuple[int, int]] = []
@@ -105,6 +107,11 @@ class Follower(TorchFunctionMode):
         """Records the result of the pass, the loss or the model's output, and outputs that are wanted beside it."""
         self._busy = True
         self._results = [self._number(tensor) for tensor in tensors_of(result)]
+        reached = _nodes_behind(tensor.grad_fn for tensor in tensors_of(result))
+        if reached:
+            self._unreached = frozenset(
+                number for number, nodes in enumerate(self._nodes) if nodes and reached.isdisjoint(nodes)
+            )
         self._shown = [self._number(tensor) for tensor in tensors_of(shown)]
 
     def graph(self) -> CallGraph:
@@ -118,6 +125,7 @@ class Follower(TorchFunctionMode):
             mutates=self._mutates,
             taken_apart=frozenset(self._taken_apart),
             sealed=frozenset(self._sealed),
+            unreached=self._unreached,
         )
 
     def __torch_function__(
@@ -181,10 +189,20 @@ class Follower(TorchFunctionMode):
         self._grads.append(needs_grad and tensor.is_floating_point())
         self._numbers[id(tensor)] = number
         self._kept.append(tensor)
+        self._nodes.append(self._nodes_of(tensor))
         sharers = self._by_storage.setdefault(_storage(tensor), [])
         if not any(tensor is one for one in sharers):
             sharers.append(tensor)
         return number
+
+    def _nodes_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """Where its gradient arrives: what changes a view in place goes on from the tensor that it is a view of."""
+        is_busy, self._busy = self._busy, True
+        try:
+            base = tensor._base
+            return tuple(t.grad_fn for t in (tensor, base) if t is not None and t.grad_fn is not None)
+        finally:
+            self._busy = is_busy
 
     def _number(self, tensor: torch.Tensor) -> int:
         """The number of the value that a tensor holds now."""
@@ -323,6 +341,18 @@ def _attributes(unit: NamedModule) -> list[tuple[str, dict[str, Any], str, torch
         for name, value in attributes.items()
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
     ]
+
+
+def _nodes_behind(nodes: Iterable[Any]) -> set[Any]:
+    """All nodes of the graphs of autograd that a backward pass from these goes through."""
+    found: set[Any] = set()
+    waiting = [node for node in nodes if node is not None]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [further for further, _ in node.next_functions if further is not None]
+    return found
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -222,6 +222,7 @@ class CallGraph:
         mutates: whether a value that depends on a call was changed in place.
         taken_apart: paths of units whose parts were called from outside of them.
         sealed: positions inside of autograd functions of the model's own.
+        unreached: values with gradients of which the results' backward pass brings none, as before a ``detach``.
     """
 
     calls: tuple[Call, ...]
@@ -232,6 +233,7 @@ class CallGraph:
     mutates: bool = False
     taken_apart: frozenset[str] = frozenset()
     sealed: frozenset[int] = frozenset()
+    unreached: frozenset[int] = frozenset()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -271,7 +273,7 @@ class CallGraph:
             waiting += value.inputs
             if value.last_call >= 0 and not value.inputs:  # an output of a call, or what it left behind
                 waiting += self.calls[value.last_call].arguments
-        return frozenset(found)
+        return frozenset(found) - self.unreached
 
     @cached_property
     def sources(self) -> tuple[frozenset[int] | None, ...]:

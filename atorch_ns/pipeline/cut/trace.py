@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -118,13 +118,18 @@ class CallTracer:
             self._copy = copy_structure(model, self._make, {})
             self._copy.train(model.training)
 
-    def trace(self, batch: Any, how: HowToRun) -> CallGraph:
+    def trace(self, batch: Any, how: HowToRun, thawed: Collection[str] = ()) -> CallGraph:
         """One forward pass on fake tensors; the batch's small integers keep their values.
+
+        Args:
+            thawed: names of parameters that are trained by now and were frozen when this was made.
 
         Raises:
             InputError: if the model does not run on them.
         """
         units = [NamedModule(path, self._copy.get_submodule(path)) for path in self._paths]
+        for name in thawed:
+            self._copy.get_parameter(name).requires_grad_(True)
         follower = Follower(self._copy, units)
         with random_states_kept(), self._mode, quiet_fake_kernels():
             if how.weights is not None:

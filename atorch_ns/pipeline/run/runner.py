@@ -39,8 +39,11 @@ class StageSet:
         cuts: the calls before which the model is cut.
         rank_of: the rank along the pipeline of every stage.
         paths: the paths of the units, in the order of their calls when the model was cut.
-        trace: ``(micro-batch, whether outputs are wanted) -> its graph``; called once for micro-batches of the same shapes.
+        trace: ``(micro-batch, whether outputs are wanted, thawed parameters) -> its graph``; called once for micro-batches of
+            the same shapes.
         draw_seed: returns a seed for the next batch, the same on all stages of a pipeline.
+        find_thawed: returns the names of parameters that are trained on any rank by now and were frozen when the model was
+            cut; collective over the pipeline.
     """
 
     def __init__(
@@ -49,8 +52,9 @@ class StageSet:
         cuts: Sequence[int],
         rank_of: Sequence[int],
         paths: Sequence[str],
-        trace: Callable[[Any, bool], CallGraph],
+        trace: Callable[[Any, bool, frozenset[str]], CallGraph],
         draw_seed: Callable[[], int],
+        find_thawed: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         self.stages = tuple(stages)
         self.rank_of = tuple(rank_of)
@@ -58,7 +62,10 @@ class StageSet:
         self.paths = tuple(paths)
         self._trace = trace
         self._draw_seed = draw_seed
-        self._traced: dict[tuple[Signature, bool], tuple[CallGraph, tuple[StageRange, ...]]] = {}
+        self._find_thawed = find_thawed
+        self._traced: dict[
+            tuple[Signature, bool, frozenset[str]], tuple[CallGraph, tuple[StageRange, ...]]
+        ] = {}
 
     def begin(
         self, micro_batches: Sequence[Any], loss_of: LossOf, *, outputs: bool = False
@@ -76,7 +83,8 @@ class StageSet:
         Raises:
             StepError: if the model calls other units than when it was cut.
         """
-        known = [self._known(micro_batch, outputs) for micro_batch in micro_batches]
+        thawed = self._find_thawed()
+        known = [self._known(micro_batch, outputs, thawed) for micro_batch in micro_batches]
         draws = any(
             stage.model_training for stage in self.stages
         )  # an evaluation leaves the masks to come alone
@@ -91,11 +99,13 @@ class StageSet:
         for stage in self.stages:
             stage.finish()
 
-    def _known(self, micro_batch: Any, outputs: bool = False) -> tuple[CallGraph, tuple[StageRange, ...]]:
-        key = (signature(micro_batch), outputs)
+    def _known(
+        self, micro_batch: Any, outputs: bool, thawed: frozenset[str]
+    ) -> tuple[CallGraph, tuple[StageRange, ...]]:
+        key = (signature(micro_batch), outputs, thawed)
         if key not in self._traced:
             with torch.enable_grad():  # also where an evaluation is the first to have such shapes
-                graph = self._trace(micro_batch, outputs)
+                graph = self._trace(micro_batch, outputs, thawed)
             if graph.paths != self.paths:
                 raise StepError(_other_calls(self.paths, graph.paths))
             found = ranges(graph, self._cuts)

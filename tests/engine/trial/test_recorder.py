@@ -87,3 +87,12 @@ def test_the_record_is_as_long_as_the_user_says(name: str, monkeypatch: pytest.M
     measured, _ = notebook.run(_measure_with_a_group, (50,), nproc=1, timeout_s=100)
     assert record_entries() == 10
     assert abs(measured) < 0.3
+
+
+@pytest.mark.parametrize(("given", "entries"), [("1e3", 1), ("-1", 0), (" 7", 7), ("abc", 2000), ("", 2000)])
+def test_any_length_is_read_as_by_the_recorder(
+    given: str, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last two torch itself ends, or never does; what counts here says nothing."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", given)
+    assert record_entries() == entries

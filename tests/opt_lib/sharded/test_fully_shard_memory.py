@@ -81,7 +81,8 @@ def test_a_rank_keeps_its_share(strategy: Sequence[Any], sharded: tuple[str, ...
         assert held <= sum(whole[name] for name in sharded) / num_ranks * 1.05
         for name in whole.keys() - set(sharded):
             # zero2 gathers parameters for the time between forward and backward pass only.
-            assert getattr(kept, name) == (WHOLE // num_ranks if strategy == ["zero2"] else whole[name])
+            more = getattr(kept, name) - (WHOLE // num_ranks if strategy == ["zero2"] else whole[name])
+            assert 0 <= more <= (1024 if name == "gradients" else 0)  # the reducer's numbers travel with them
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)

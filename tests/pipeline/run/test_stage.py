@@ -183,7 +183,7 @@ def test_a_batch_for_which_the_model_calls_other_units_is_refused() -> None:
     tracer = CallTracer(model, units, CPU)
     graph = tracer.trace(tokens(), HowToRun())
     stages = StageSet(
-        (), [3], [0, 1], graph.paths, lambda batch, _: tracer.trace(batch, HowToRun()), lambda: 0
+        (), [3], [0, 1], graph.paths, lambda batch, *_: tracer.trace(batch, HowToRun()), lambda: 0
     )
     stages.begin([tokens()], mean_loss)
     with pytest.raises(StepError, match=r"calls blocks\.1 where it called blocks\.0"):
