@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -63,6 +63,8 @@ def auto_accelerate(
     sampler_seed: int = 0,
     gradient_accumulation_steps: int = 1,
     max_grad_norm: float | None = None,
+    weight_func: Callable[[Any], Any] | None = None,
+    loss_reduction: Literal["mean", "sum"] = "mean",
     sample_batch: Any = None,
     batch_size: int | None = None,
     search: SearchSettings | Mapping[str, Any] | None = None,
@@ -85,7 +87,8 @@ def auto_accelerate(
         model: a plain model, on any device, or on meta to be materialised shard by shard.
         optim_func: ``(parameters, **optim_args) -> torch.optim.Optimizer``.
         dataset: map-style or iterable; ``None`` to bring a data loader of your own.
-        loss_func: ``(batch, output) -> loss``, or a tuple that begins with the loss. A mean over the batch.
+        loss_func: ``(batch, output) -> loss``, or a tuple that begins with the loss. A mean over the samples of the batch,
+            unless ``weight_func`` or ``loss_reduction`` says otherwise; the first ``train_step`` tests that where it can.
         prepare_input: ``(batch, device) -> batch``; ``None`` moves the batch's tensors to the device.
         model_input_format: ``None`` calls ``model(batch)``, ``"unpack_sequence"`` ``model(*batch)``,
             ``"unpack_dict"`` ``model(**batch)`` with the keys that ``forward`` names, or all of them where it has
@@ -112,6 +115,9 @@ def auto_accelerate(
         sampler_seed: seed of the default sampler.
         gradient_accumulation_steps: micro-batches that ``train_step`` splits each batch into.
         max_grad_norm: norm to which ``train_step`` clips; ``None`` for no clipping.
+        weight_func: ``batch -> number`` of what the loss is a mean over, such as tokens whose label counts. ``train_step`` then
+            trains on the mean over all of them, whichever rank and micro-batch they are in.
+        loss_reduction: ``"mean"``, or ``"sum"`` for a loss that is a sum: ``train_step`` trains on the sum over all ranks.
         sample_batch: one collated batch for profile and trials, in place of samples of the dataset.
         batch_size: samples in a step, over all ranks, where ``dataloader_args`` does not say.
         search: a :class:`SearchSettings` or its fields: objective, sampler, limits, seed.
@@ -149,6 +155,8 @@ def auto_accelerate(
         sampler_seed=sampler_seed,
         gradient_accumulation_steps=gradient_accumulation_steps,
         max_grad_norm=max_grad_norm,
+        weight_func=weight_func,
+        loss_reduction=loss_reduction,
         sample_batch=sample_batch,
     )
     try:

@@ -8,6 +8,7 @@ from atorch_ns.apply.build import build
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import AtorchError, InputError
+from atorch_ns.job.census import Census
 from atorch_ns.job.inputs import Inputs
 from atorch_ns.job.job import Job
 from atorch_ns.job.result import Result
@@ -62,6 +63,7 @@ def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
     job = cluster.agree(
         lambda: Job.start(inputs, cluster, resolved.plan, seed=seed), what="grouping the parameters"
     )
+    census = Census(inputs.model)
     for chosen in resolved.chosen:
         if chosen.method.phase is Phase.CUT:
             job.keep_structure()
@@ -70,6 +72,7 @@ def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
         except AtorchError as error:  # a search asks who would refuse again
             error.refused_by = chosen.method.name
             raise
+    cluster.agree(lambda: census.check(job), what="looking for what the strategy would break")
     if job.optimizer.take_over is not None:  # such a backend communicates while it builds
         return build(job, resolved)
     return cluster.agree(lambda: build(job, resolved), what="building optimizer and data")

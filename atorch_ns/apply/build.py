@@ -13,8 +13,9 @@ from atorch_ns.apply.optimizer import make_optimizer
 from atorch_ns.data import TrainLoader, build_dataloader, default_prepare_input
 from atorch_ns.errors import InputError
 from atorch_ns.job.batch_norm import note_batch_norms
+from atorch_ns.job.census import watch_first_step
 from atorch_ns.job.job import MODEL, OPTIMIZER, Job
-from atorch_ns.job.loss import ForwardScope, LossFunction, LossScaler, cast_inputs, wrap_loss
+from atorch_ns.job.loss import ForwardScope, LossFunction, LossScaler, MeanCheck, cast_inputs, wrap_loss
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.result import MethodRow, Report, Result
 from atorch_ns.job.same_batch import SameBatch
@@ -32,6 +33,7 @@ def build(job: Job, resolved: Resolved) -> Result:
         job.place()  # first: the optimizer is made of parameters that have their memory
     job.precision.scaler = _scaler(job)  # the optimizer and the loss share it
     optimizer = make_optimizer(job)  # a backend may put its engine around the model here
+    watch_first_step(job, optimizer)
     _wrap_forward(job)  # so casts and autocast surround the outermost module only now
     _agree_over_model_axes(job)  # random states of ranks that hold one model begin outside autocast
     loader = _loader(job)  # needs the mesh alone
@@ -108,9 +110,15 @@ def _loader(job: Job) -> TrainLoader | None:
 def _loss(job: Job) -> LossFunction | None:
     if job.inputs.loss_func is None:
         return None
-    own = job.inputs.loss_func
+    loss_func = job.inputs.loss_func
+    if job.step.watch_loss is None:  # else outputs may be divided
+        job.step.mean_check = check = MeanCheck(job.device)
+        job.explain(MODEL, lambda: check.finding)
+        loss_func = check.around(loss_func)
+    else:
+        loss_func = job.step.watch_loss(loss_func)
     return wrap_loss(
-        own if job.step.watch_loss is None else job.step.watch_loss(own),
+        loss_func,
         autocast=job.precision.autocast,
         scaler=job.precision.scaler,
         upcast=job.precision.input_dtype is not None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,14 @@ from atorch_ns.checkpoint.contents import (
     states_of,
 )
 from atorch_ns.checkpoint.files import check_files, check_sizes
-from atorch_ns.checkpoint.manifest import Manifest, TensorRecord, check_groups, decode, restore_groups
+from atorch_ns.checkpoint.manifest import (
+    GroupRecord,
+    Manifest,
+    TensorRecord,
+    check_groups,
+    decode,
+    restore_groups,
+)
 from atorch_ns.checkpoint.tensors import INDEX, describe_tensors, files_read, read_tensors
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import OptimizerStates, Result, StateSpec, StepOptimizer, TrainingStates
@@ -103,7 +110,18 @@ def _check_optimizer(manifest: Manifest, states: TrainingStates, result: Result)
             f"{states.optimizer_class()}. Use the same optimizer, or import_state_dict for the weights alone."
         )
     ordered = manifest.scheduler is not None and result.lr_scheduler is not None
-    check_groups(record.groups, states.group_names(), optimizer.param_groups, ordered=ordered)
+    names = _names_to_restore(record.groups, states, result)
+    check_groups(record.groups, names, optimizer.param_groups, ordered=ordered)
+
+
+def _names_to_restore(
+    saved: Iterable[GroupRecord], states: TrainingStates, result: Result
+) -> list[list[str]]:
+    """Names by group, without parameters that are frozen and unknown to the checkpoint: its optimizer may have had none."""
+    known = {name for group in saved for name in group.params}
+    named = result.job.module.named_parameters(remove_duplicate=False)
+    known |= {plain_name(name) for name, parameter in named if parameter.requires_grad}
+    return [[name for name in own if name in known] for own in states.group_names()]
 
 
 def _check_scheduler(manifest: Manifest, result: Result) -> None:
@@ -279,7 +297,8 @@ class Source:
             return
         values = {name: decode(entries) for name, entries in record.values.items()}
         self.states.set_optimizer_states(OptimizerStates(self.blank, values))
-        restore_groups(record.groups, self.states.group_names(), optimizer.param_groups)
+        names = _names_to_restore(record.groups, self.states, self.result)
+        restore_groups(record.groups, names, optimizer.param_groups)
         optimizer.zero_grad()
         if isinstance(optimizer, StepOptimizer):
             optimizer.num_skipped = record.num_skipped

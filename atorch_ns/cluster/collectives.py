@@ -15,6 +15,10 @@ from atorch_ns.cluster.speed_probes import RING_STEPS
 DEFAULT_BUCKET_BYTES: Final = 25 * 2**20
 """``bucket_cap_mb`` of torch's DistributedDataParallel where none is given."""
 
+NUM_REPORTED: Final = 9
+"""Numbers that ranks exchange with the last bucket, beside one for each parameter: where they are, and whether what they train
+has changed (``atorch_ns.job.reducer``)."""
+
 FIRST_BUCKET_BYTES: Final = 2**20
 """``torch.distributed._DEFAULT_FIRST_BUCKET_BYTES``: a small first bucket starts to communicate early. A size
 that the user gives holds for the first bucket too."""

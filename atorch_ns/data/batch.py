@@ -26,7 +26,7 @@ from atorch_ns.text import did_you_mean, with_article
 _log = logging.getLogger(__name__)
 
 _WRAPPED_AS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
-_WRAPPERS: Final = ("torch", "deepspeed", "peft", "atorch_ns")
+_WRAPPERS: Final = ("torch", "deepspeed", "peft", "atorch_ns", "opt_lib")
 _BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 

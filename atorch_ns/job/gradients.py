@@ -140,6 +140,33 @@ class _Sum:
     mean: bool = False
 
 
+@dataclass(frozen=True)
+class GradientHooks:
+    """Functions of the user for the gradient of one parameter.
+
+    Attributes:
+        name: the parameter's, for messages.
+        parameter: the parameter as it is now, or this rank's part of it.
+        hooks: those of ``register_hook``, called with the gradient; what they return takes its place.
+        late: those of ``register_post_accumulate_grad_hook``, called with the parameter.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    hooks: Sequence[Callable[[torch.Tensor], torch.Tensor | None]]
+    late: Sequence[Callable[[torch.Tensor], object]]
+
+    def call(self) -> None:
+        """Calls them, if there is a gradient."""
+        parameter = self.parameter
+        for hook in self.hooks:
+            if parameter.grad is not None and (changed := hook(parameter.grad)) is not None:
+                parameter.grad = changed
+        for call in self.late:
+            if parameter.grad is not None:
+                call(parameter)
+
+
 class GradientSums:
     """Sums gradients over groups of ranks after the last backward pass of a step.
 
@@ -151,11 +178,16 @@ class GradientSums:
 
     def __init__(self) -> None:
         self._sums: list[_Sum] = []
+        self._hooks: Sequence[GradientHooks] = ()
         self._pending = False
         self._summed = False
 
     def __bool__(self) -> bool:
-        return bool(self._sums)
+        return bool(self._sums or self._hooks)
+
+    def call_after(self, hooks: Sequence[GradientHooks]) -> None:
+        """Calls the user's functions once gradients are complete, in place of in every backward pass."""
+        self._hooks = hooks
 
     def add(self, names: Iterable[str], group: dist.ProcessGroup, *, mean: bool = False) -> None:
         """Lets gradients be summed over a group of ranks.
@@ -205,6 +237,8 @@ class GradientSums:
         for entry in self._sums:
             for parameters in _together(_parameters(module, entry.names)):
                 _sum(parameters, entry)
+        for hooks in self._hooks:
+            hooks.call()
 
     def _note(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():

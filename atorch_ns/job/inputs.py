@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.data import check_model_input_format
+from atorch_ns.data import Reduction, check_model_input_format
 from atorch_ns.errors import InputError
 from atorch_ns.text import with_article
 
@@ -26,6 +26,8 @@ class Inputs:
         optim_param_func: makes parameter groups from the model.
         dataset: a torch dataset, map-style or iterable.
         loss_func: ``(batch, output) -> loss``, or a tuple that begins with the loss.
+        weight_func: ``batch -> number`` that a micro-batch's loss counts as in a step's mean; ``None`` for all alike.
+        loss_reduction: whether the loss of a step is the mean of those of all micro-batches, or their sum.
         prepare_input: ``(batch, device) -> batch``.
         model_input_format: how a batch is passed to the model.
         dataloader_args: arguments of ``torch.utils.data.DataLoader``; the batch size is global.
@@ -48,6 +50,8 @@ class Inputs:
     optim_param_func: Callable[[nn.Module], Iterable[Any]] | None = None
     dataset: Any = None
     loss_func: Callable[[Any, Any], Any] | None = None
+    weight_func: Callable[[Any], Any] | None = None
+    loss_reduction: Reduction = "mean"
     prepare_input: Callable[[Any, torch.device], Any] | None = None
     model_input_format: str | None = None
     dataloader_args: Mapping[str, Any] | None = None
@@ -88,6 +92,8 @@ class Inputs:
             "optim_func": getattr(self.optim_func, "__qualname__", type(self.optim_func).__qualname__),
             "optim_args": _plain_text(self.optim_args),
             "loss_func": "given" if self.loss_func is not None else "None",
+            "weight_func": "given" if self.weight_func is not None else "None",
+            "loss_reduction": self.loss_reduction,
             "dataset": f"{len(self.dataset)} samples" if sized else type(self.dataset).__qualname__,
             "dataloader_args": _plain_text(
                 {k: args[k] for k in ("batch_size", "drop_last", "shuffle") if k in args}
@@ -106,7 +112,15 @@ class Inputs:
                 f"model is already distributed ({type(self.model).__qualname__}). Pass the plain model; the "
                 "strategy's methods wrap and shard it."
             )
-        for name in ("optim_func", "optim_param_func", "loss_func", "prepare_input", "lr_scheduler_cls"):
+        functions = (
+            "optim_func",
+            "optim_param_func",
+            "loss_func",
+            "weight_func",
+            "prepare_input",
+            "lr_scheduler_cls",
+        )
+        for name in functions:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 problems.append(f"{name} must be callable; it is {_kind(value)}.")
@@ -127,6 +141,12 @@ class Inputs:
 
     def _combination_problems(self) -> list[str]:
         problems = []
+        if self.loss_reduction not in ("mean", "sum"):
+            problems.append(f"loss_reduction is 'mean' or 'sum'; it is {self.loss_reduction!r}.")
+        elif self.weight_func is not None and self.loss_reduction == "sum":
+            problems.append(
+                "weight_func is for means, and loss_reduction='sum' adds losses as they are. Leave out one."
+            )
         if self.optim_func is None:
             names = ("optim_args", "optim_param_func", "lr_scheduler_cls")
             problems += [

@@ -18,7 +18,7 @@ from atorch_ns.cluster import Cluster, Mesh
 from atorch_ns.data import BatchRunner, split_batch
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.inputs import Inputs
-from atorch_ns.job.loss import LossFunction, Precision
+from atorch_ns.job.loss import LossFunction, MeanCheck, Precision
 from atorch_ns.job.materialise import Materialiser, is_on_meta
 from atorch_ns.job.model import ModelParts, OriginalModel
 from atorch_ns.job.randomness import SharedRandomness
@@ -72,6 +72,7 @@ class StepOptions:
         split: splits a batch instead, where the number depends on its rows.
         context: surrounds everything that ``train_step`` and its ``evaluate`` run.
         watch_loss: puts something around the user's loss function, called with it; ``None`` for nothing.
+        mean_check: tests in the first step whether the loss is a mean over samples; ``None`` for no test.
         make_runner: makes what runs a batch where calling the model is not enough.
         recompute: recomputes a module in the backward pass in the place of torch's ``checkpoint``, called as
             ``(module, *args, **kwargs)``; ``None`` for torch's.
@@ -88,6 +89,7 @@ class StepOptions:
     split: Callable[[Any], list[Any]] | None = None
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     watch_loss: Callable[[LossFunction], LossFunction] | None = None
+    mean_check: MeanCheck | None = None
     make_runner: MakeRunner | None = None
     recompute: Callable[..., Any] | None = None
     recomputed_blocks: frozenset[str] | None = None

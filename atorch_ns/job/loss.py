@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import functools
+import logging
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch_ns.capture.nests import floats_to
+from atorch_ns.capture.nests import floats_to, tensors_of
+from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.data import batch_sizes, split_batch
 from atorch_ns.errors import InputError
 from atorch_ns.torch_compat import found_inf_tensors, local_grad_scaler
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -271,6 +278,69 @@ def wrap_loss(
         return value if scaler is None else _with_first(value, scaler.scaled(first_loss(value)))
 
     return wrapped
+
+
+class MeanCheck:
+    """Tests whether a loss is a mean over samples, for which steps without weights take it: from the outputs of a batch alone.
+
+    The loss of a batch must be the mean of the losses of its parts, of which each has as many rows. A loss that the model computes
+    itself has no parts, and one that draws random numbers is not tested.
+
+    Args:
+        device: the device of the batch.
+
+    Attributes:
+        on: whether losses are tested now.
+        finding: what was found, as a sentence; empty where a loss is a mean, or nothing was tested.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.on = False
+        self.finding = ""
+
+    def around(self, loss_func: LossFunction) -> LossFunction:
+        """The same function, whose calls are tested while the test is on."""
+
+        @functools.wraps(loss_func)
+        def tested(batch: Any, output: Any) -> Any:
+            value = loss_func(batch, output)
+            if self.on and not self.finding:
+                with torch.no_grad(), random_states_kept(self._device):
+                    self._test(loss_func, batch, output, first_loss(value))
+            return value
+
+        return tested
+
+    def _test(self, loss_func: LossFunction, batch: Any, output: Any, whole: torch.Tensor) -> None:
+        value = float(whole)
+        try:
+            (size,) = batch_sizes((batch, output))
+            num = max(n for n in range(1, _MOST_PARTS + 1) if size % n == 0)
+            floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+            if num == 1 or not floats or not all(bool(tensor.isfinite().all()) for tensor in floats):
+                return
+            again = float(first_loss(loss_func(batch, output)))
+            if again != value and math.isfinite(value):  # it draws random numbers
+                return
+            parts = [float(first_loss(loss_func(*part))) for part in split_batch((batch, output), num)]
+        except Exception:
+            log.debug("whether the loss is a mean over samples cannot be tested", exc_info=True)
+            return
+        mean, rounding = sum(parts) / num, torch.finfo(whole.dtype).eps ** 0.5
+        if abs(mean - value) <= rounding * max(1.0, abs(mean), abs(value)):
+            return
+        self.finding = (
+            f"the loss is not a mean over samples: that of a batch is {value:.6g}, and the mean of those of its {num} parts "
+            f"{mean:.6g}. Ranks and micro-batches count alike, whatever they hold. For a mean over tokens pass "
+            "weight_func=lambda batch: the number of tokens that count, for a sum loss_reduction='sum', to auto_accelerate; a "
+            "loss over pairs of samples needs all of them on one rank"
+        )
+        warnings.warn(self.finding, stacklevel=2)
+
+
+_MOST_PARTS: Final = 16
+"""Parts that a batch is tested in; the smaller they are, the more they differ in what counts."""
 
 
 def first_loss(value: Any) -> torch.Tensor:

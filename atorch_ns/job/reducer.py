@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from atorch_ns.capture.nests import unique_tensors_of
-from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
+from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, NUM_REPORTED, gradient_buckets
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.torch_compat import after_accumulation, after_backward, laid_out, plain_name
@@ -53,7 +53,7 @@ class _Bucket:
         return len(self.ready) == len(self.parameters)
 
 
-_NUM_TURNS: Final = 8
+_NUM_TURNS: Final = NUM_REPORTED - 1
 """Ranks are told apart by forward passes that no backward pass has followed, up to this number of them."""
 
 _Trained = tuple[bool, ...]
@@ -342,7 +342,7 @@ class GradientReducer:
         for hook in tuple(self._hooks["before"]):
             hook(self, bucket.gradients)
         if bucket is self._buckets[-1]:
-            report = [0.0] * (_NUM_TURNS + 1)
+            report = [0.0] * NUM_REPORTED
             report[self._num_open % _NUM_TURNS] = 1.0
             report[-1] = float(self._changed)
             bucket.flags[len(self._number) :].copy_(torch.tensor(report), non_blocking=True)
@@ -380,7 +380,7 @@ class GradientReducer:
             raise StepError(
                 "ranks have reduced gradients of different steps: a rank has run a forward pass that no backward pass has "
                 "followed, and others have not. Where a rank leaves out a backward pass, as for a loss that is not finite, all must: "
-                "sum a flag over the ranks by result.sum, and skip where it is not 0. A forward pass that needs no gradients "
+                "skip where result.mean(float(not loss.isfinite())) is not 0. A forward pass that needs no gradients "
                 "belongs under torch.no_grad()."
             )
         if report[-1]:
@@ -433,7 +433,7 @@ def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int, like: torch.
     arriving = parameters[::-1]
     sizes = [((p.dtype, p.device), local_part(p).numel() * p.element_size()) for p in arriving]
     places = gradient_buckets(sizes, bucket_bytes) or [[]]
-    num_flags = [0] * (len(places) - 1) + [len(parameters) + _NUM_TURNS + 1]
+    num_flags = [0] * (len(places) - 1) + [len(parameters) + NUM_REPORTED]
     return [
         _Bucket([arriving[place] for place in each], num, like)
         for each, num in zip(places, num_flags, strict=True)

@@ -41,7 +41,8 @@ class TrainStep:
 
     A batch is this rank's part of a global batch, as the data loader gives it. It is split into as many
     micro-batches as ``gradient_accumulation_steps`` or the method ``gradient_accumulation`` says; gradients
-    are synchronised with the last one only, unless ``reduce_each_micro_batch`` says otherwise. The loss is taken to be a mean over the batch. :meth:`micro_steps` takes
+    are synchronised with the last one only, unless ``reduce_each_micro_batch`` says otherwise. The loss is taken to be a mean
+    over the samples of the batch, unless the job has a ``weight_func`` or a ``loss_reduction``. :meth:`micro_steps` takes
     micro-batches of one's own, of any sizes and weights, and gives the outputs too.
 
     A step is the phases ``zero``, ``forward_backward``, ``reduce``, ``scale``, ``clip`` and ``update``, methods of these
@@ -445,14 +446,45 @@ class TrainStep:
         return 1.0 / total
 
     def _mean_of(self, batch: Any) -> StepWork:
-        data = self._prepare_input(batch, self._job.device)
+        job = self._job
+        data = self._prepare_input(batch, job.device)
         self._compare(data)
-        return StepWork.mean(self._job.step.micro_batches(data), self._job.num_data_ranks)
+        parts = job.step.micro_batches(data)
+        if job.inputs.weight_func is None and job.inputs.loss_reduction == "mean":
+            if job.step.mean_check is not None:
+                job.step.mean_check.on = self.num_steps == 0 and len(parts) * job.num_data_ranks > 1
+            return StepWork.mean(parts, job.num_data_ranks)
+        weights = None if job.inputs.weight_func is None else [self._weight_of(part) for part in parts]
+        given, fields = weigh(
+            parts,
+            weights=weights,
+            losses="means",
+            reduction=job.inputs.loss_reduction,
+            # The mean over nothing is not finite, and counts nothing.
+            dummies=None if weights is None else [weight == 0.0 for weight in weights],
+            outputs=False,
+            functions={},
+            data_ranks=None if job.mesh is None else (job.data_rank, job.num_data_ranks),
+            device=job.device,
+        )
+        return StepWork(micro_batches=given, **fields)
+
+    def _weight_of(self, micro_batch: Any) -> float:
+        assert self._job.inputs.weight_func is not None
+        value = self._job.inputs.weight_func(micro_batch)
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"weight_func must return one number for a micro-batch, and returned {with_article(value)}."
+            ) from error
 
     def _weighed(
         self, samples: Sequence[Any], *, functions: Mapping[str, Callable[..., Any] | None], **weights: Any
     ) -> StepWork:
         job = self._job
+        if job.step.mean_check is not None:
+            job.step.mean_check.on = False
         data_ranks = None if job.mesh is None else (job.data_rank, job.num_data_ranks)
         given, fields = weigh(
             samples, data_ranks=data_ranks, device=job.device, functions=functions, **weights

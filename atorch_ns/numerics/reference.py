@@ -157,7 +157,9 @@ def run_reference(
     for batch in batches:
         optimizer.zero_grad()
         weighted = list(zip(batch, weights, strict=True))
-        losses.append(_accumulate(model, inputs, weighted, num_micro_batches, device, compute_dtype))
+        losses.append(
+            _accumulate(model, inputs, weighted, num_micro_batches, device, compute_dtype, len(parts))
+        )
         if inputs.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(_trained(optimizer), inputs.max_grad_norm)
         rate = rate or _learning_rate(_trained(optimizer))
@@ -227,14 +229,25 @@ def _accumulate(
     num_micro_batches: int,
     device: torch.device,
     dtype: torch.dtype | None,
+    num_ranks: int,
 ) -> float:
-    """Adds the gradients of all parts by their weights; the mean loss."""
+    """Adds the gradients of all parts by their weights; the loss of the step."""
     prepare = inputs.prepare_input or default_prepare_input
+    micro_batches = [
+        (micro_batch, weight)
+        for part, weight in parts
+        for micro_batch in split_batch(prepare(part, device), num_micro_batches)
+    ]
+    if inputs.weight_func is not None:
+        counts = [weight * float(inputs.weight_func(micro_batch)) for micro_batch, weight in micro_batches]
+        shares = [count / sum(counts) for count in counts]
+    else:
+        divisor = num_micro_batches if inputs.loss_reduction == "mean" else 1 / num_ranks
+        shares = [weight / divisor for _, weight in micro_batches]
     total = 0.0
-    for part, weight in parts:
-        for micro_batch in split_batch(prepare(part, device), num_micro_batches):
-            loss = _loss(model, inputs, micro_batch, dtype)
-            share = loss * (weight / num_micro_batches)
+    for (micro_batch, _), factor in zip(micro_batches, shares, strict=True):
+        if factor:
+            share = _loss(model, inputs, micro_batch, dtype) * factor
             share.backward()
             total += float(share.detach())
     return total

@@ -157,7 +157,8 @@ def judge_parts(parts: Reference, whole: Reference, noise: Deviation | None) -> 
         f"the loss is not a mean over samples: one pass over the whole batch gives {whole.losses[0]:.6f}, the mean "
         f"over the parts that ranks and micro-batches compute {parts.losses[0]:.6f}, and gradients differ by "
         f"{worst:.1e}. Ranks average their gradients, so that a sum is too small by the number of parts, and a mean "
-        "over tokens weights parts alike whatever they hold; divide by the number of samples"
+        "over tokens weights parts alike whatever they hold. Divide by the number of samples, or pass weight_func or "
+        "loss_reduction='sum' to auto_accelerate"
     )
 
 

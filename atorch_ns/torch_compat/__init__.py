@@ -61,6 +61,7 @@ from atorch_ns.torch_compat.fake import (
 from atorch_ns.torch_compat.kernels import FlashAttention, has_matrix_tiles, onednn_block, onednn_computes_in
 from atorch_ns.torch_compat.modules import (
     checkpoint_wrapper,
+    gradient_hooks,
     has_gradient_hooks,
     inner_hooks,
     is_stand_in,
@@ -68,6 +69,7 @@ from atorch_ns.torch_compat.modules import (
     pipeline_unit,
     plain_name,
     refusing_autograd_functions,
+    remove_gradient_hooks,
     stood_for,
     unwrap_checkpoint,
 )
@@ -94,6 +96,7 @@ __all__ = [
     "functional_maximum",
     "functional_reduce_scatter",
     "gpu_described",
+    "gradient_hooks",
     "graph_breaks",
     "group_named",
     "group_timeout",
@@ -125,6 +128,7 @@ __all__ = [
     "reduced_parameters",
     "refusing_autograd_functions",
     "registered_children",
+    "remove_gradient_hooks",
     "replicate",
     "sample_size",
     "share_memory_along",

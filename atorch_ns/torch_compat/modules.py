@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,6 +91,22 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Whether something waits for a parameter's gradient: ``register_hook`` or ``register_post_accumulate_grad_hook``."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def gradient_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """The functions that wait for a parameter's gradient: those of ``register_hook`` (``_backward_hooks``), and those of
+    ``register_post_accumulate_grad_hook`` (``_post_accumulate_grad_hooks``)."""
+    return [*(parameter._backward_hooks or {}).values()], [
+        *(parameter._post_accumulate_grad_hooks or {}).values()
+    ]
+
+
+def remove_gradient_hooks(parameter: torch.Tensor, hooks: Collection[Any]) -> None:
+    """Takes these functions from a parameter."""
+    for registered in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        if registered is not None:
+            for number in [number for number, hook in registered.items() if hook in hooks]:
+                del registered[number]
 
 
 _HOOKS = (

@@ -18,8 +18,9 @@ from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, SkipSync
+from atorch_ns.job.census import refuse_hidden_outputs
 from atorch_ns.strategy import MODEL_AXES
-from atorch_ns.torch_compat import is_view
+from atorch_ns.torch_compat import is_view, plain_name
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
 from opt_lib._sharded.idle import reduce_idle_parameters
 from opt_lib._sharded.reads import gather_where_read
@@ -62,11 +63,13 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         others = units_of_other_dtypes([*job.roots, *units, *norms], options["ignored_params"])
     in_fp32 = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     inner = {**dict.fromkeys([*units, *others], options), **dict.fromkeys(norms, in_fp32)}
+    paths = {module: plain_name(name) for name, module in job.module.named_modules()}
     # Children before parents: a unit manages what no unit inside it manages.
     for module in reversed([module for module in job.module.modules() if module in inner]):
         _prepare(job, config, materialiser, module)
         if module in units and not job.plan.compiled:  # the compiler would trace the hook
             module.register_forward_hook(_without_views)
+            module.register_forward_hook(refuse_hidden_outputs(paths[module]))
         fully_shard(module, **inner[module])
     for root in job.roots:
         _prepare(job, config, materialiser, root)

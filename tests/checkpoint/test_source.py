@@ -69,6 +69,18 @@ def frozen() -> nn.Module:
     return model
 
 
+def test_a_parameter_may_be_frozen_in_one_of_both_jobs(saved: Path, tmp_path: Path) -> None:
+    """Also where the optimizer that was saved had no frozen parameters, as a group of the user's."""
+    checkpoint.load(saved, make(frozen(), lr_scheduler_cls=torch.optim.lr_scheduler.ExponentialLR, **DECAY))
+    trainable = {"optim_param_func": lambda model: [p for p in model.parameters() if p.requires_grad]}
+    checkpoint.save(tmp_path / "trainable", trained(model=frozen(), **trainable))
+    result = make(frozen())
+    checkpoint.load(tmp_path / "trainable", result)
+    assert result.train_step.num_steps == 1
+    assert result.optim is not None
+    assert len(result.optim.state) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -79,7 +91,10 @@ def frozen() -> nn.Module:
             r"1\.weight is \(5, 4\) here and \(4, 4\)",
         ),
         ({"model": WithBuffer()}, r"1 buffer\(s\) missing in the checkpoint: count"),
-        ({"model": frozen()}, r"other parameters than .* without 1 that it did: 0\.weight"),
+        (
+            {"optim_param_func": lambda model: [p for n, p in model.named_parameters() if n != "0.weight"]},
+            r"other parameters than .* without 1 that it did: 0\.weight",
+        ),
         (
             {"optim_func": torch.optim.Adam},
             r"holds states of torch\.optim\.adamw\.AdamW, .* torch\.optim\.adam\.Adam",

@@ -53,7 +53,8 @@ def _error_with(num_bytes: int) -> tuple[str, int]:
 @pytest.mark.parametrize(("num_bytes", "size"), [(8 * MIB, "8.00 MiB "), (2**14, "(16.0 KiB )?")])
 def test_what_goes_beyond_the_limit_fails_in_words(num_bytes: int, size: str) -> None:
     message, num_held = notebook.run(_error_with, (num_bytes,), nproc=1)
-    assert 0.7 * 32 * MIB < num_held * num_bytes <= 32 * MIB
+    # Holes of the heap below 64 KiB are not filled, and small tensors fit into them.
+    assert 0.7 * 32 * MIB < num_held * num_bytes <= (32 if num_bytes > 2**16 else 34) * MIB
     assert "MiB of the limit of 32.0 MiB were in use" in message
     # Small tensors may leave no room for the next arena of Python's objects first: that error has no size
     assert re.search(f"when {size}more were asked for. Use a strategy", message)

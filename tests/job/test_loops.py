@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
 
 from atorch_ns import auto_accelerate, checkpoint
+from atorch_ns.errors import InputError
 from atorch_ns.job import Result
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 
@@ -379,3 +383,279 @@ def _averaged() -> float:
 
 def test_a_copy_of_a_replicated_model_is_of_its_rank_alone() -> None:
     assert max(run_ranks(_averaged, 2, timeout_s=60)) < NEAR
+
+
+LABELS = torch.randint(0, 16, (32,), generator=torch.Generator().manual_seed(2))
+LABELS[::2][:9] = -100  # mostly of one rank; and a whole micro-batch of it
+LABELS[16:20] = -100
+
+
+def over_labels(batch: Any, output: Tensor) -> Any:
+    return nn.functional.cross_entropy(output, batch[1], ignore_index=-100)
+
+
+def sum_over_labels(batch: Any, output: Tensor) -> Any:
+    return nn.functional.cross_entropy(output, batch[1], ignore_index=-100, reduction="sum")
+
+
+def count_labels(batch: Any) -> Any:
+    return (batch[1] != -100).sum()
+
+
+def _labelled(loss: Any, strategy: list[Any], **more: Any) -> tuple[float | None, list[float], list[str]]:
+    """How far off training is, the losses, and what is warned of."""
+    reference = Net()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    expected = []
+    for x, y in zip(X.split(BATCH), LABELS.split(BATCH), strict=True):
+        optimizer.zero_grad()
+        value = loss((None, y), reference(x))
+        value.backward()
+        optimizer.step()
+        expected.append(float(value.detach()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, result, _ = auto_accelerate(
+            Net(),
+            torch.optim.SGD,
+            TensorDataset(X, LABELS),
+            loss,
+            optim_args={"lr": 0.1},
+            model_input_format="first",
+            dataloader_args={"batch_size": BATCH, "shuffle": False},
+            load_strategy=strategy,
+            **more,
+        )
+        assert result is not None
+        assert result.dataloader is not None
+        losses = [float(result.train_step(batch)) for batch in result.dataloader]
+    off = max(abs(loss - other) for loss, other in zip(losses, expected, strict=True))
+    found = off_by(result, reference)
+    notes = [str(warning.message) for warning in caught] + list(result.report.notes)
+    return found, [off], [note for note in notes if "not a mean over samples" in note]
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_a_mean_over_tokens_is_that_of_all_ranks_and_micro_batches(
+    strategy: str, num_micro_batches: int
+) -> None:
+    more: dict[str, Any] = {"weight_func": count_labels}
+    if strategy != "pipeline":
+        more["gradient_accumulation_steps"] = num_micro_batches
+    for found, (off,), notes in run_ranks(
+        partial(_labelled, over_labels, EVERY[strategy], **more), 2, timeout_s=100
+    ):
+        assert off < NEAR
+        assert found is None or found < NEAR
+        assert not notes
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_a_sum_is_that_of_all_ranks(strategy: str) -> None:
+    for found, (off,), _ in run_ranks(
+        partial(_labelled, sum_over_labels, EVERY[strategy], loss_reduction="sum"), 2, timeout_s=100
+    ):
+        assert off < 1e-4  # of about 20
+        assert found is None or found < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+@pytest.mark.parametrize("loss", [over_labels, sum_over_labels])
+def test_a_loss_that_is_no_mean_over_samples_is_named_in_the_first_step(loss: Any, strategy: str) -> None:
+    ranks = run_ranks(partial(_labelled, loss, EVERY[strategy]), 2, timeout_s=100)
+    assert any(len(notes) == 2 for *_, notes in ranks)  # a warning, once, and a note in the report
+    for *_, notes in ranks:
+        assert all("weight_func=lambda batch" in note for note in notes)
+
+
+def _mean_over_samples(strategy: list[Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = accelerated(Net(), strategy)
+        for _, batch in batches(result):
+            result.train_step(batch)
+    return [str(warning.message) for warning in caught if "not a mean" in str(warning.message)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_a_mean_over_samples_is_no_news(strategy: str) -> None:
+    assert run_ranks(_mean_over_samples, 2, args=(EVERY[strategy],), timeout_s=60) == [[], []]
+
+
+def test_what_is_no_weight_is_refused() -> None:
+    for weigh, words in (
+        (lambda batch: batch[0], "must return one number"),
+        (3, "weight_func must be callable"),
+    ):
+        with pytest.raises(InputError, match=words):
+            _labelled(over_labels, [], weight_func=weigh)
+    with pytest.raises(InputError, match="loss_reduction is 'mean' or 'sum'"):
+        _labelled(over_labels, [], loss_reduction="median")
+    with pytest.raises(InputError, match="weight_func is for means"):
+        _labelled(over_labels, [], loss_reduction="sum", weight_func=count_labels)
+
+
+class ClampedBlock(Block):
+    """Writes to a weight in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.1, 0.1)
+        out: Tensor = super().forward(x)
+        return out
+
+
+class Clamped(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(ClampedBlock() for _ in range(4)))
+
+
+class Renormalised(nn.Module):
+    """A table whose rows are renormalised where a batch uses them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.blocks = nn.Embedding(32, 16, max_norm=1.0), nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks[1](self.blocks[0](x + self.table((x[:, 0] * 8 + 16).long().clamp(0, 31))))
+        return out
+
+
+class Shared(Net):
+    """A buffer with the memory of a weight, which the last block reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight: Any = self.get_parameter("blocks.0.up.weight")
+        self.register_buffer("view", weight.data, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) + self.get_buffer("view").mean()
+        return out
+
+
+class Value:
+    """What no function of torch looks into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Boxed(Block):
+    def forward(self, x: Any) -> Any:
+        return Value(super().forward(getattr(x, "value", x)))
+
+
+class Boxes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Boxed() for _ in range(4))
+
+    def forward(self, x: Any) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = x.value
+        return out
+
+
+def _of_kind(kind: Callable[[], nn.Module], strategy: list[Any]) -> float | None:
+    reference = by_hand(kind(), plain_step)
+    result = accelerated(kind(), strategy)
+    for _, batch in batches(result):
+        result.train_step(batch)
+    return off_by(result, reference)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        (Clamped, "ddp"),
+        (Clamped, "zero1"),
+        (Shared, "ddp"),
+        (Shared, "zero1"),
+        (Boxes, "ddp"),
+        (Boxes, "tensor"),
+    ],
+)
+def test_what_parameters_are_used_for_is_right_where_they_stay(kind: Any, strategy: str) -> None:
+    found, _ = run_ranks(_of_kind, 2, args=(kind, EVERY[strategy]), timeout_s=60)
+    assert found is not None
+    assert found < NEAR
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "words"),
+    [
+        (Clamped, "fsdp", "writes to its parameter"),
+        (Clamped, "zero2", "writes to its parameter"),
+        (Clamped, "masters", "writes to its parameter"),
+        (Renormalised, "ddp", "table has max_norm"),
+        (Renormalised, "fsdp", "table has max_norm"),
+        (Shared, "fsdp", "two tensors with the same memory"),
+        (Shared, "zero2", "two tensors with the same memory"),
+        (Shared, "tensor", "two tensors with the same memory"),
+        (Shared, "masters", "two tensors with the same memory"),
+        (Boxes, "fsdp", "returns an object of the class Value"),
+        (Boxes, "zero2", "returns an object of the class Value"),
+    ],
+)
+def test_what_a_strategy_breaks_is_refused_on_all_ranks(kind: Any, strategy: str, words: str) -> None:
+    steps = ["ddp", MASTERS] if strategy == "masters" else EVERY[strategy]
+    for outcome in catch_ranks(_of_kind, 2, args=(kind, steps), timeout_s=60):
+        assert outcome.error_type in ("InputError", "StepError", "RankError")
+        assert words in outcome.message
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "tensor"])
+def test_second_derivatives_are_refused_where_parameters_are_divided(strategy: str) -> None:
+    for outcome in catch_ranks(_stepped, 2, args=(EVERY[strategy], "penalty"), timeout_s=60):
+        assert outcome.error_type in ("StepError", "RankError")
+        assert "have no second derivative" in outcome.message
+
+
+def _hooked(strategy: list[Any], num_micro_batches: int, own_loop: bool) -> tuple[float | None, int]:
+    """Hooks that are not linear in the gradient: they must see that of the whole batch, once a step."""
+    calls = []
+
+    def hook(model: nn.Module) -> nn.Module:
+        model.get_parameter("blocks.1.up.weight").register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        model.get_parameter("blocks.2.up.bias").register_post_accumulate_grad_hook(to_signs)
+        return model
+
+    def to_signs(parameter: Any) -> None:
+        parameter.grad.sign_().mul_(1e-3)
+
+    reference = by_hand(hook(Net()), plain_step)
+    model = hook(Net())
+    model.get_parameter("blocks.3.up.weight").register_hook(lambda gradient: calls.append(gradient.shape))
+    more: dict[str, Any] = (
+        {} if num_micro_batches == 1 else {"gradient_accumulation_steps": num_micro_batches}
+    )
+    result = accelerated(model, strategy, **more)
+    assert result.optim is not None
+    for _, batch in batches(result):
+        if own_loop:
+            result.optim.zero_grad()
+            plain_step(result.model, batch)
+            result.optim.step()
+        else:
+            result.train_step(batch)
+    return off_by(result, reference), len(calls)
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+@pytest.mark.parametrize("how", ["a step", "two micro-batches", "a loop"])
+def test_hooks_of_gradients_see_the_gradient_of_all_ranks_once_a_step(strategy: str, how: str) -> None:
+    if strategy == "pipeline" and how != "a step":
+        pytest.skip("a pipeline has micro-batches of its own, and no other loop")
+    args = (EVERY[strategy], 2 if how == "two micro-batches" else 1, how == "a loop")
+    ranks = run_ranks(_hooked, 2, args=args, timeout_s=60)
+    found, _ = ranks[0]
+    assert found is not None
+    assert found < NEAR
+    assert max(calls for _, calls in ranks) == len(X) // BATCH

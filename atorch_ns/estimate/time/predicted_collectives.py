@@ -23,7 +23,7 @@ from atorch_ns.estimate.model_shard import (
 )
 from atorch_ns.estimate.stages import schedule_of, stages_of, usual_micro_batches
 from atorch_ns.estimate.time.passes import recomputed_shares
-from atorch_ns.estimate.time.traffic import bucket_sizes
+from atorch_ns.estimate.time.traffic import bucket_sizes, reported_bytes
 from atorch_ns.profile import ParameterSpec, Segment, Trace
 from atorch_ns.strategy import MODEL_AXES, Plan
 
@@ -73,10 +73,10 @@ def _of_parts(plan: Plan, trace: Trace) -> list[Collective]:
 
 
 def _of_replicas(plan: Plan, trace: Trace) -> list[Collective]:
-    """DistributedDataParallel, with the optimizer sharded or not."""
+    """The reducer of ddp, with the optimizer sharded or not."""
     buckets = bucket_sizes(plan, trace)
     return [
-        Collective("all_reduce", "data", len(buckets), sum(buckets)),
+        Collective("all_reduce", "data", len(buckets), sum(buckets) + reported_bytes(plan, trace)),
         *_broadcast_buffers(trace),
         *(_broadcast_updates(plan, trace) if plan.size(plan.sharding.optimizer_over) > 1 else ()),
     ]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atorch_ns.cluster.collectives import Groups, collective_seconds, gradient_buckets
+from atorch_ns.cluster.collectives import NUM_REPORTED, Groups, collective_seconds, gradient_buckets
 from atorch_ns.estimate.model_shard import (
     DTYPE_BYTES,
     LOSS_CALLS,
@@ -33,12 +33,25 @@ def bucket_sizes(plan: Plan, trace: Trace) -> list[int]:
 
     Buckets are made anew after the first step, in the order in which gradients arrived: that of the parameters backwards.
     """
-    found = [(stored_dtype(plan, parameter, None), parameter.num_elements) for parameter in _arriving(trace)]
-    sizes = [(dtype, num * DTYPE_BYTES[dtype]) for dtype, num in found]
+    sizes = _gradient_sizes(plan, trace)
     return [
         sum(sizes[place][1] for place in bucket)
         for bucket in gradient_buckets(sizes, plan.sharding.bucket_bytes)
     ]
+
+
+def reported_bytes(plan: Plan, trace: Trace) -> int:
+    """Bytes of the numbers that travel with the last bucket, in its dtype."""
+    sizes = _gradient_sizes(plan, trace)
+    *_, last = gradient_buckets(sizes, plan.sharding.bucket_bytes) or [[]]
+    dtype = sizes[last[-1]][0] if last else "float32"
+    return (len(sizes) + NUM_REPORTED) * DTYPE_BYTES[dtype]
+
+
+def _gradient_sizes(plan: Plan, trace: Trace) -> list[tuple[str, int]]:
+    """Dtype and bytes of each gradient, as they arrive."""
+    found = [(stored_dtype(plan, parameter, None), parameter.num_elements) for parameter in _arriving(trace)]
+    return [(dtype, num * DTYPE_BYTES[dtype]) for dtype, num in found]
 
 
 def _arriving(trace: Trace) -> Iterator[ParameterSpec]:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from atorch_ns.cluster import Cluster
+from atorch_ns.cluster.collectives import NUM_REPORTED
 from atorch_ns.engine.trial.worker import TrialWorker
 from atorch_ns.search import StopRule
 from atorch_ns.testing.conformance import nothing_changes
@@ -156,7 +157,7 @@ def test_two_ranks_report_alike(name: str, two_ranks: list[dict[str, Ran]]) -> N
 def test_what_is_communicated_is_counted(two_ranks: list[dict[str, Ran]]) -> None:
     found = {name: ran.report.collectives for name, ran in two_ranks[0].items()}
     # The gradients in one bucket, and the mean of the loss.
-    assert found["ddp"] == {"all_reduce": (2, STEP_BYTES + 4)}
+    assert found["ddp"] == {"all_reduce": (2, STEP_BYTES + 4 * (38 + NUM_REPORTED) + 4)}
     # 4 blocks and the rest; the rest is gathered once, blocks again for the backward pass.
     assert {kind: calls for kind, (calls, _) in found["fsdp"].items()} == {
         "all_gather": 9,

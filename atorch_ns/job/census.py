@@ -1,0 +1,217 @@
+"""Census of a model: what users have tied to its parameters that a strategy may break, found before and in the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from atorch_ns.capture.nests import tensors_of
+from atorch_ns.errors import InputError, StepError
+from atorch_ns.job.gradients import GradientHooks
+from atorch_ns.job.job import Job
+from atorch_ns.text import first_few
+from atorch_ns.torch_compat import gradient_hooks, plain_name, remove_gradient_hooks
+
+
+class Census:
+    """What depends on the parameters of a user's model being the tensors that they are.
+
+    Args:
+        model: the model, before any method.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._ids = {name: id(parameter) for name, parameter in model.named_parameters()}
+        self._shared = list(_shared_memory(model))
+        self._renormalised = [
+            name or "the model"
+            for name, module in model.named_modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        ]
+        self._hooks = [
+            (name, *hooks)
+            for name, parameter in model.named_parameters()
+            if any(hooks := gradient_hooks(parameter))
+        ]
+
+    def check(self, job: Job) -> None:
+        """Refuses what the applied strategy breaks, and carries over hooks of gradients.
+
+        Raises:
+            InputError: naming what is broken, and the way out.
+        """
+        if self._renormalised and (job.num_data_ranks > 1 or self._is_replaced(job)):
+            raise InputError(
+                f"{first_few(self._renormalised)} has max_norm: its forward pass writes those rows of the weight that the batch of "
+                "this rank uses, and ranks or copies of the weight would not see it. Set max_norm=None, and renormalise all rows "
+                "after optim.step(), as by result.optim.register_step_post_hook."
+            )
+        tensors = dict(_named_tensors(job.module))
+        for first, second in self._shared:
+            if not _overlap(tensors.get(first), tensors.get(second)):
+                raise InputError(
+                    f"{first} and {second} are two tensors with the same memory, so that an update of one changes the other, and "
+                    "under this strategy they would have memory of their own. Make them one parameter (module.b = module.a), or "
+                    "read the parameter where the other is used; ddp and zero1 leave them as they are."
+                )
+        self._carry_hooks(job)
+
+    def _is_replaced(self, job: Job) -> bool:
+        """Whether what the forward pass computes with, or the optimizer updates, are other tensors than before."""
+        now = {plain_name(name): id(parameter) for name, parameter in job.module.named_parameters()}
+        return bool(job.plan.precision.master_dtype) or any(
+            self._ids.get(name, number) != number for name, number in now.items()
+        )
+
+    def _carry_hooks(self, job: Job) -> None:
+        if not self._hooks or (job.cluster.world_size == 1 and job.step.num_micro_batches == 1):
+            return
+        if job.optimizer.take_over is not None:
+            raise InputError(
+                f"{first_few([name for name, *_ in self._hooks])} has hooks of its gradient, which a backend that makes model and "
+                "optimizer together never calls. Use ddp, zero1, zero2 or fsdp of torch."
+            )
+        now = {plain_name(name): parameter for name, parameter in job.module.named_parameters()}
+        found = []
+        for name, hooks, late in self._hooks:
+            parameter = now.get(name)
+            if parameter is not None:
+                remove_gradient_hooks(parameter, [*hooks, *late])
+                found.append(GradientHooks(name, parameter, hooks, late))
+        job.gradients.sums.call_after(found)
+        job.explain(
+            "model",
+            f"hooks of the gradients of {first_few([name for name, *_ in self._hooks])} are called once a step, with the "
+            "gradients of all ranks and micro-batches, before these are clipped",
+        )
+
+
+def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
+    """Has a first forward pass look for writes to weights that would be lost, and backward passes for derivatives of derivatives.
+
+    Both raise a :class:`StepError` before the update that would differ.
+    """
+    if job.cluster.world_size == 1 or job.plan.compiled:  # the compiler would trace the hooks
+        return
+    if optimizer is not None:
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for root in job.roots:
+            for path, module in root.named_modules():
+                if any(True for _ in module.parameters()):
+                    _watch_writes(plain_name(path), module, updated)
+    if any(isinstance(parameter, DTensor) for parameter in job.module.parameters()):
+        job.model.register_forward_hook(_refuse_second_derivatives)
+
+
+def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
+    seen: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def before(*_: Any) -> None:
+        seen.update(
+            (name, (parameter, parameter._version))
+            for name, parameter in module.named_parameters()
+            if id(parameter) not in updated
+        )
+
+    def after(*_: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        for name, (parameter, version) in seen.items():
+            if parameter._version != version:
+                raise StepError(
+                    f"the forward pass of {path or 'the model'} writes to its parameter {plain_name(name)}, and under this strategy it computes "
+                    "with a copy, so that the optimizer would go on from the values before. Write after optim.step(), as by "
+                    "result.optim.register_step_post_hook, or compute the bounded value in forward without writing it back "
+                    "(torch.nn.utils.parametrize)."
+                )
+        seen.clear()
+
+    handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+
+def _refuse_second_derivatives(module: nn.Module, inputs: Any, output: Any) -> None:
+    def look(gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise StepError(
+                "a backward pass with create_graph=True is to be differentiated again, and the exchanges of divided parameters "
+                "have no second derivative. Train a loss with a penalty on its gradients under ddp or zero1."
+            )
+
+    if torch.is_grad_enabled():
+        for tensor in tensors_of(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(look)
+
+
+def refuse_hidden_outputs(path: str) -> Callable[[nn.Module, Any, Any], None]:
+    """A forward hook for a module whose backward pass begins by hooks on its results: they must be in sight.
+
+    Raises:
+        StepError: if results with gradients are in objects that torch does not look into.
+    """
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors_of(output)):
+            return
+        for leaf in tree_leaves(output):
+            hidden = tensors_of(list(vars(leaf).values())) if hasattr(leaf, "__dict__") else []
+            if not isinstance(leaf, torch.Tensor) and any(tensor.requires_grad for tensor in hidden):
+                raise StepError(
+                    f"{path or 'the model'} returns an object of the class {type(leaf).__name__}, in which torch does not find the "
+                    "tensors by which it learns that a backward pass begins, so that gradients would be lost. Return a tensor, a "
+                    "tuple, a dictionary or a dataclass, or use ddp or zero1."
+                )
+
+    return look
+
+
+def _shared_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Pairs of names: a parameter and another tensor of the model with its memory."""
+    of_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in _named_tensors(model):
+        if (memory := _memory_of(tensor)) is None:
+            continue
+        others = of_storage.setdefault(memory[0], [])
+        for other, parameter in others:
+            if (
+                parameter is not tensor
+                and isinstance(parameter, nn.Parameter)
+                and _overlap(parameter, tensor)
+            ):
+                yield other, name
+        others.append((name, tensor))
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters first, then buffers and tensors in plain attributes."""
+    for kind in ("_parameters", "_buffers", ""):
+        for path, module in model.named_modules():
+            for name, value in (getattr(module, kind) if kind else vars(module)).items():
+                if isinstance(value, torch.Tensor):
+                    yield plain_name(f"{path}.{name}" if path else name), value
+
+
+def _memory_of(tensor: torch.Tensor | None) -> tuple[int, int, int] | None:
+    """Storage and the range of elements' addresses in it; ``None`` for tensors without memory of their own."""
+    if tensor is None or tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
+        return None
+    try:
+        storage, begin = tensor.untyped_storage()._cdata, tensor.data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse tensors, subclasses
+        return None
+    span = sum((size - 1) * abs(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return storage, begin, begin + (span + 1) * tensor.element_size()
+
+
+def _overlap(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    memories = _memory_of(first), _memory_of(second)
+    if memories[0] is None or memories[1] is None:
+        return False
+    storage, begin, end = memories[0]
+    other, other_begin, other_end = memories[1]
+    return storage == other and begin < other_end and other_begin < end
