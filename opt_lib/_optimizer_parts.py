@@ -34,6 +34,13 @@ class _CheckpointHint:
             ) from error
         return found
 
+    def __getattr__(self, name: str) -> Any:
+        """What the user's optimizer has beside this, as ``train`` and ``eval`` of schedule-free ones."""
+        inner = self.__dict__.get("optim")
+        if inner is None or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(inner, name)
+
 
 @cache
 def with_checkpoint_hint(kind: type[Any]) -> type[Any]:

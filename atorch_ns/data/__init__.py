@@ -8,6 +8,7 @@ from atorch_ns.data.batch import (
     default_prepare_input,
     forward_signature,
     split_batch,
+    user_module,
 )
 from atorch_ns.data.build import build_dataloader
 from atorch_ns.data.loader import TrainLoader
@@ -37,5 +38,6 @@ __all__ = [
     "default_prepare_input",
     "forward_signature",
     "split_batch",
+    "user_module",
     "weigh",
 ]

@@ -56,7 +56,7 @@ def taken_items(model: Callable[..., Any], data: Mapping[str, Any]) -> Mapping[s
             "%s of the batch are not passed to the model: forward of %s does not take them. The loss is given the "
             "whole batch.",
             ", ".join(map(repr, left_out)),
-            type(_inside(model)).__name__,
+            type(user_module(model)).__name__,
         )
     return {key: value for key, value in data.items() if key in names}
 
@@ -91,11 +91,11 @@ def _names(signature: inspect.Signature | None) -> frozenset[str] | None:
 
 
 def _forward(model: Callable[..., Any]) -> Callable[..., Any]:
-    inside = _inside(model)
+    inside = user_module(model)
     return inside.forward if isinstance(inside, nn.Module) else inside
 
 
-def _inside(model: Any) -> Any:
+def user_module(model: Any) -> Any:
     """The user's module inside wrappers of the libraries; a module of the user's that wraps another is the user's."""
     while isinstance(model, nn.Module):
         own = type(model).forward

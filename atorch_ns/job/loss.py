@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
 import functools
 import logging
 import math
@@ -9,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -283,8 +286,9 @@ def wrap_loss(
 class MeanCheck:
     """Tests whether a loss is a mean over samples, for which steps without weights take it: from the outputs of a batch alone.
 
-    The loss of a batch must be the mean of the losses of its parts, of which each has as many rows. A loss that the model computes
-    itself has no parts, and one that draws random numbers is not tested.
+    The loss of a batch must be the mean of the losses of its parts, of which each has as many rows. Not tested are a loss that
+    the model computes itself, which has no parts, one that draws random numbers, and a function that may remember its calls, as one
+    that anneals a factor does.
 
     Args:
         device: the device of the batch.
@@ -301,6 +305,9 @@ class MeanCheck:
 
     def around(self, loss_func: LossFunction) -> LossFunction:
         """The same function, whose calls are tested while the test is on."""
+
+        if not _is_without_state(loss_func):
+            return loss_func
 
         @functools.wraps(loss_func)
         def tested(batch: Any, output: Any) -> Any:
@@ -339,6 +346,36 @@ class MeanCheck:
         warnings.warn(self.finding, stacklevel=2)
 
 
+def _is_without_state(value: Any, seen: frozenset[Any] = frozenset()) -> bool:
+    """Whether a value, or what a function refers to, is nothing that a call could change. What is unknown is taken to change."""
+    if any(value is plain for plain in _PLAIN) or isinstance(
+        value, (int, float, str, bytes, torch.dtype, torch.device, ModuleType, BuiltinFunctionType)
+    ):
+        return True
+    if isinstance(value, (type, nn.Module, torch.Tensor)):
+        return isinstance(value, torch.Tensor) or (
+            value if isinstance(value, type) else type(value)
+        ).__module__.startswith("torch")
+    if isinstance(value, tuple):
+        return all(_is_without_state(item, seen) for item in value)
+    if not isinstance(value, FunctionType) or value.__module__.startswith("torch"):
+        return isinstance(value, FunctionType)
+    if value in seen:
+        return True
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    used: list[Any] = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    codes = [value.__code__]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        for step in dis.get_instructions(code):
+            if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR"):
+                return False
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                used.append(value.__globals__.get(step.argval, getattr(builtins, step.argval, None)))
+    return all(_is_without_state(item, seen | {value}) for item in used)
+
+
+_PLAIN: Final = (None, Ellipsis, NotImplemented)
 _MOST_PARTS: Final = 16
 """Parts that a batch is tested in; the smaller they are, the more they differ in what counts."""
 

@@ -176,6 +176,7 @@ class ParameterStates:
         self._holder = self._outer
         if self._outer is not None and holder is not None:
             self._holder = holder(self._outer)
+        self._inner = [] if self._holder is None else list(_inner_optimizers(self._holder))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors that the optimizer updates: masters where there are any. Collective for fused ones."""
@@ -211,10 +212,13 @@ class ParameterStates:
         """
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         values: dict[str, dict[str, StateValue]] = {}
-        for key, state in {} if self._holder is None else self._holder.state.items():
+        holders = [] if self._holder is None else [self._holder, *self._inner]
+        for key, state in ((key, state) for each in holders for key, state in each.state.items()):
             name = self._names.get(key) if isinstance(key, torch.Tensor) else None
             if name is None or not isinstance(state, Mapping):
                 raise self._unsupported(f"it keeps {type(state).__name__} under {str(key)[:80]!r}")
+            if name in tensors or name in values:
+                raise self._unsupported(f"two of the optimizers that it holds have states of {name}")
             for entry, value in state.items():
                 if isinstance(value, torch.Tensor):
                     tensors.setdefault(name, {})[entry] = self._unpacked(name, value.detach())
@@ -238,14 +242,17 @@ class ParameterStates:
         """Replaces the state of every parameter that this rank's optimizer updates."""
         if self._holder is None:
             return
-        self._holder.state.clear()
+        owners: dict[torch.Tensor, torch.optim.Optimizer] = {}
+        for holder in (self._holder, *self._inner):  # those inside update what they have
+            holder.state.clear()
+            owners |= dict.fromkeys((p for group in holder.param_groups for p in group["params"]), holder)
         for name, tensor, _ in self._held():
             filled = {
                 entry: _like_its_parameter(self._packed(name, value), tensor)
                 for entry, value in states.tensors.get(name, {}).items()
             }
             if state := {**filled, **states.values.get(name, {})}:
-                self._holder.state[tensor] = state
+                owners[tensor].state[tensor] = state
 
     def _unpacked(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """``value`` in the user's order: itself, or a copy with the same placements."""
@@ -284,6 +291,22 @@ class ParameterStates:
             f"the state of {type(self._holder).__name__} cannot be saved: {what}. Checkpoints hold tensors, "
             "numbers and texts that belong to one parameter each."
         )
+
+
+def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers that an optimizer holds in its attributes, and those that they hold."""
+    for value in vars(optimizer).values():
+        items = (
+            value.values()
+            if isinstance(value, Mapping)
+            else value
+            if isinstance(value, (list, tuple))
+            else [value]
+        )
+        for item in items:
+            if isinstance(item, torch.optim.Optimizer) and item is not optimizer:
+                yield item
+                yield from _inner_optimizers(item)
 
 
 def _like_its_parameter(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
@@ -15,7 +15,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.job.job import OPTIMIZER, Job, ParameterGroups
 from atorch_ns.job.optimizer_checks import refuse_what_fails
 from atorch_ns.text import with_article
-from atorch_ns.torch_compat import TorchDispatchMode, plain_name
+from atorch_ns.torch_compat import TorchDispatchMode, laid_out, plain_name
 
 
 def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
@@ -91,7 +91,8 @@ def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     divided = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     has_complex = _is_of_torch(optimizer) and any(map(torch.is_complex, divided))
-    if has_complex or (divided and type(optimizer) in _FUSED):
+    is_mixed = bool(divided) and len(divided) < len(parameters) and not _has_step_of_torch(optimizer)
+    if has_complex or is_mixed or (divided and type(optimizer) in _FUSED):
         optimizer.__class__ = class_above(_OnLocalParts, type(optimizer))
 
 
@@ -108,7 +109,7 @@ class _OnLocalParts(torch.optim.Optimizer):
                 loss: float | None = closure()
         else:
             loss = None
-        by_parts = any(
+        by_parts = not _has_step_of_torch(self) or any(
             group.get("fused") or any(map(torch.is_complex, group["params"])) for group in self.param_groups
         )
         with _LocalParts() if by_parts else nullcontext():
@@ -129,7 +130,46 @@ class _LocalParts(TorchDispatchMode):
         if getattr(func, "overloadpacket", None) in _KERNELS:
             parameters, *_ = args
             args = [list(map(_local_part, values, parameters)) for values in args]
+        elif (
+            func.namespace == "aten" and func._schema.name.startswith("aten::_foreach_") and _is_mixture(args)
+        ):
+            return _on_local_parts(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _is_mixture(args: Sequence[Any]) -> bool:
+    """Whether lists hold DTensors beside plain tensors, which torch refuses."""
+    kinds = {
+        isinstance(value, DTensor) for values in args if isinstance(values, (list, tuple)) for value in values
+    }
+    return len(kinds) > 1
+
+
+def _on_local_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A function of lists, element by element as those of optimizers are, on this rank's parts; its results are laid out alike.
+
+    Raises:
+        InputError: for one that looks at more than an element, such as a norm.
+    """
+    if any(word in func._schema.name for word in ("norm", "max.default")):
+        raise InputError(
+            f"the optimizer calls {func._schema.name} on tensors of which this rank has parts and on others that it has whole. "
+            "Use foreach=False, or another strategy."
+        )
+    first = args[0]
+    given = [
+        [_local_part(value, like) for value, like in zip(values, first, strict=True)]
+        if isinstance(values, (list, tuple)) and len(values) == len(first)
+        else values
+        for values in args
+    ]
+    found = func(*given, **kwargs)
+    if found is None:
+        return None
+    return [
+        laid_out(value, like) if isinstance(like, DTensor) else value
+        for value, like in zip(found, first, strict=True)
+    ]
 
 
 def _pairs(value: DTensor) -> DTensor:
@@ -142,7 +182,17 @@ def _pairs(value: DTensor) -> DTensor:
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it updates as one of torch's optimizers, which call their closure once, before that."""
     kinds = set(type(optimizer).__mro__) - {torch.optim.Optimizer}
-    return torch.optim.LBFGS not in kinds and any(one.__module__.startswith("torch.optim.") for one in kinds)
+    return torch.optim.LBFGS not in kinds and any(
+        kind.__module__.startswith("torch.optim.") for kind in kinds
+    )
+
+
+def _has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    kinds = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind)]
+    steps = next(
+        kind for kind in kinds if not kind.__module__.startswith("atorch_ns.")
+    )  # put above by this package
+    return steps.__module__.startswith("torch.optim.")
 
 
 def _local_part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -99,8 +99,11 @@ def loss_of(compute_loss: ComputeLoss, model: Any, sample: Sample, output: Any) 
 
 
 def flat_loss(loss_fn: Callable[..., torch.Tensor], outputs: Any, labels: Any) -> torch.Tensor:
-    """Merak's loss: of logits and labels, both flattened where labels number the classes of logits."""
-    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-    if isinstance(labels, torch.Tensor) and logits.dim() == labels.dim() + 1:
+    """Merak's loss: of logits and labels, both flattened where labels number the classes in the last dimension of logits."""
+    if isinstance(outputs, torch.Tensor):
+        logits = outputs
+    else:
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+    if isinstance(labels, torch.Tensor) and logits.shape[:-1] == labels.shape:
         return loss_fn(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
     return loss_fn(logits, labels)

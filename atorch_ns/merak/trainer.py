@@ -374,10 +374,11 @@ class MerakTrainer(Trainer):
         """As ``Trainer.compute_loss``, or ``loss_fn`` of logits and labels. It must call the model once."""
         if self.loss_fn is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        labels = [inputs[name] for name in self.label_names if name in inputs]
+        names = self.label_names or ["labels"]  # which forward need not name
+        labels = [inputs[name] for name in names if name in inputs]
         if not labels:
-            raise InputError(f"loss_fn needs {' or '.join(self.label_names)}, which the batch does not have.")
-        outputs = model(**{name: value for name, value in inputs.items() if name not in self.label_names})
+            raise InputError(f"loss_fn needs {' or '.join(names)}, which the batch does not have.")
+        outputs = model(**{name: value for name, value in inputs.items() if name not in names})
         loss = flat_loss(self.loss_fn, outputs, labels[0])
         return (loss, outputs) if return_outputs else loss
 

@@ -23,6 +23,7 @@ from atorch_ns.strategy import MODEL_AXES
 from atorch_ns.torch_compat import is_view, plain_name
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
 from opt_lib._sharded.idle import reduce_idle_parameters
+from opt_lib._sharded.methods import gather_for_methods
 from opt_lib._sharded.reads import gather_where_read
 from opt_lib._sharded.skipped import call_skipped_units
 from opt_lib._sharded.units import (
@@ -67,9 +68,8 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     # Children before parents: a unit manages what no unit inside it manages.
     for module in reversed([module for module in job.module.modules() if module in inner]):
         _prepare(job, config, materialiser, module)
-        if module in units and not job.plan.compiled:  # the compiler would trace the hook
-            module.register_forward_hook(_without_views)
-            module.register_forward_hook(refuse_hidden_outputs(paths[module]))
+        if module in units:
+            _watch_outputs(job, module, paths[module])
         fully_shard(module, **inner[module])
     for root in job.roots:
         _prepare(job, config, materialiser, root)
@@ -93,6 +93,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     gather_where_read(job, method, options)
     reduce_idle_parameters(job, method, options["ignored_params"])
     call_skipped_units(job, method, units)
+    gather_for_methods(job)
     note_separate_head(job, method, units)
     if reduces_each:
         job.explain(method, "gradients are reduced and sharded after every micro-batch")
@@ -111,6 +112,12 @@ def _reduces_each(job: Job) -> bool:
         dist.all_reduce(least, op=dist.ReduceOp.MAX, group=job.agreeing_group)
         found = bool(least.item())
     return found
+
+
+def _watch_outputs(job: Job, unit: nn.Module, path: str) -> None:
+    if not job.plan.compiled:  # the compiler would trace the hooks
+        unit.register_forward_hook(_without_views)
+        unit.register_forward_hook(refuse_hidden_outputs(path))
 
 
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:

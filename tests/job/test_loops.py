@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,6 +287,14 @@ def test_gradients_belong_to_parameters(strategy: str, name: str) -> None:
     assert found < NEAR
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
+@pytest.mark.parametrize("name", ["another_method", "attribute_of_the_model"])
+def test_parameters_are_gathered_for_other_methods(strategy: str, name: str) -> None:
+    found, _ = run_ranks(_stepped, 2, args=([strategy], name), timeout_s=60)
+    assert found is not None
+    assert found < NEAR
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "tensor"])
 @pytest.mark.parametrize("name", ["twice", "two_outputs"])
 def test_several_backward_passes_are_right_where_parameters_are_divided(strategy: str, name: str) -> None:
@@ -467,6 +476,39 @@ def test_a_loss_that_is_no_mean_over_samples_is_named_in_the_first_step(loss: An
     assert any(len(notes) == 2 for *_, notes in ranks)  # a warning, once, and a note in the report
     for *_, notes in ranks:
         assert all("weight_func=lambda batch" in note for note in notes)
+
+
+class Annealed:
+    """A loss that remembers how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, batch: Tensor, output: Tensor) -> Tensor:
+        self.calls += 1
+        return mean_square(batch, output) / self.calls
+
+
+def _annealed(by_closure: bool) -> int:
+    loss = Annealed()
+    calls: list[int] = []
+
+    def counted(batch: Tensor, output: Tensor) -> Tensor:
+        calls.append(0)
+        return mean_square(batch, output)
+
+    result = auto_accelerate(
+        Net(), torch.optim.SGD, None, counted if by_closure else loss, load_strategy=["ddp"]
+    )[1]
+    assert result is not None
+    for batch in X.split(BATCH):
+        result.train_step(batch)
+    return len(calls) or loss.calls
+
+
+@pytest.mark.parametrize("by_closure", [True, False])
+def test_a_loss_that_remembers_its_calls_is_called_once_a_step(by_closure: bool) -> None:
+    assert run_ranks(_annealed, 2, args=(by_closure,), timeout_s=60) == [len(X) // BATCH] * 2
 
 
 def _mean_over_samples(strategy: list[Any]) -> list[str]:
@@ -659,3 +701,93 @@ def test_hooks_of_gradients_see_the_gradient_of_all_ranks_once_a_step(strategy: 
     assert found is not None
     assert found < NEAR
     assert max(calls for _, calls in ranks) == len(X) // BATCH
+
+
+class Foreach(torch.optim.SGD):
+    """An optimizer of the user's: methods of its own, and operators over lists of all parameters."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr)
+        self.is_training = False
+
+    def train(self) -> None:
+        self.is_training = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        params = [p for group in self.param_groups for p in group["params"]]
+        torch._foreach_mul_(params, 0.99)
+        grads = torch._foreach_mul([p.grad for p in params], self.param_groups[0]["lr"])
+        torch._foreach_sub_(params, grads)
+
+
+class Parts(torch.optim.Optimizer):
+    """Holds optimizers, each of which updates a part of the parameters."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(list(params), {"lr": lr})
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.parts = [
+            torch.optim.AdamW([p for p in every if p.ndim == 2], lr=lr),
+            torch.optim.Adam([p for p in every if p.ndim != 2], lr=lr),
+        ]
+
+    def step(self, closure: Any = None) -> Any:
+        for part in self.parts:
+            part.step()
+
+
+class Normed(Net):
+    """With parameters that tensor parallelism leaves whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(super().forward(x))
+        return out
+
+
+def _optimized(strategy: list[Any], folder: str | None) -> tuple[float | None, bool]:
+    """Three steps; with a folder by a class of optimizers in one, saved after the second and gone on with anew."""
+    kind = Foreach if folder is None else Parts
+    reference = Normed()
+    optimizer: Any = kind(reference.parameters())
+    for batch in X.split(BATCH)[:3]:
+        optimizer.zero_grad()
+        plain_step(reference, batch)
+        optimizer.step()
+
+    def made() -> Result:
+        result = auto_accelerate(
+            Normed(), kind, None, mean_square, load_strategy=strategy, sample_batch=X[:BATCH]
+        )[1]
+        assert result is not None
+        return result
+
+    result: Any = made()
+    num, place = result.job.num_data_ranks, result.job.data_rank
+    for number, batch in enumerate(X.split(BATCH)[:3]):
+        if folder is not None and number == 2:
+            checkpoint.save(folder, result)
+            result = made()
+            checkpoint.load(folder, result)
+        if folder is None:
+            result.optim.train()
+        result.train_step(batch.chunk(num)[place])
+    return off_by(result, reference), folder is not None or result.optim.is_training
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
+def test_optimizers_have_methods_of_their_own_and_lists_of_all_parameters(strategy: str) -> None:
+    for found, is_training in run_ranks(_optimized, 2, args=(EVERY[strategy], None), timeout_s=60):
+        assert found is None or found < NEAR
+        assert is_training
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
+def test_an_optimizer_of_optimizers_resumes_as_it_was(strategy: str, tmp_path: Path) -> None:
+    for found, _ in run_ranks(_optimized, 2, args=(EVERY[strategy], str(tmp_path)), timeout_s=60):
+        assert found is None or found < NEAR

@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from atorch_ns.errors import InputError
 from atorch_ns.merak import MerakTrainer
+from atorch_ns.merak.losses import flat_loss
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 from tests.merak.parts import Data, Run, assert_equal_runs, run_each, run_merak, run_plain
 
@@ -201,3 +202,16 @@ def test_losses_that_cannot_be_run_are_refused(change: Any, said: str) -> None:
     assert any(isinstance(outcome.error, InputError) for outcome in outcomes)
     for outcome in outcomes:
         assert said in str(outcome.error), outcome.describe()
+
+
+def test_a_plain_tensor_is_the_logits_of_the_whole_batch() -> None:
+    outputs, labels = torch.randn(4, 3), torch.randn(4, 3)
+    assert torch.equal(flat_loss(nn.MSELoss(), outputs, labels), nn.MSELoss()(outputs, labels))
+
+
+@pytest.mark.parametrize(("logits", "labels"), [((2, 5, 3, 4), (2, 3, 4)), ((2, 6, 5), (2, 6))])
+def test_classes_may_be_in_the_first_dimension_or_in_the_last(logits: Any, labels: Any) -> None:
+    outputs, numbers = torch.randn(logits), torch.randint(0, 5, labels)
+    flat = outputs.flatten(0, -2) if outputs.shape[:-1] == numbers.shape else outputs
+    expected = nn.functional.cross_entropy(flat, numbers.flatten() if flat is not outputs else numbers)
+    assert torch.equal(flat_loss(nn.CrossEntropyLoss(), {"logits": outputs}, numbers), expected)
