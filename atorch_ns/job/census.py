@@ -171,20 +171,19 @@ def refuse_hidden_outputs(path: str) -> Callable[[nn.Module, Any, Any], None]:
 
 
 def _shared_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of names: a parameter and another tensor of the model with its memory."""
-    of_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in _named_tensors(model):
-        if (memory := _memory_of(tensor)) is None:
-            continue
-        others = of_storage.setdefault(memory[0], [])
-        for other, parameter in others:
-            if (
-                parameter is not tensor
-                and isinstance(parameter, nn.Parameter)
-                and _overlap(parameter, tensor)
-            ):
-                yield other, name
-        others.append((name, tensor))
+    """Pairs of names: a parameter and another tensor of the model with memory of it."""
+    found = [
+        (memory, name, tensor) for name, tensor in _named_tensors(model) if (memory := _memory_of(tensor))
+    ]
+    before: tuple[tuple[int, int, int], str, torch.Tensor] | None = None
+    for entry in sorted(found, key=lambda entry: entry[0]):
+        memory, name, tensor = entry
+        other = tensor if before is None else before[2]
+        trains = isinstance(other, nn.Parameter) or isinstance(tensor, nn.Parameter)
+        if before is not None and other is not tensor and trains and _overlap(other, tensor):
+            yield before[1], name
+        if before is None or before[0][0] != memory[0] or before[0][2] < memory[2]:
+            before = entry
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

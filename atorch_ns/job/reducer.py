@@ -115,6 +115,7 @@ class GradientReducer:
         self._expected = False
         self._local = False
         self._queued = False
+        self._reached = self._is_followed = False
         self._changed = False
         self._seen: set[nn.Parameter] = set()
         self._repeated: set[nn.Parameter] = set()
@@ -260,8 +261,16 @@ class GradientReducer:
         if self._sync and not self._queued:
             if not self._expected:  # a further backward pass after one forward pass
                 self._expect()
-            self._queued = True
-            after_backward(self.sync_grad)
+            self._queued, self._reached = True, False
+            after_backward(self._end_pass)
+
+    def _end_pass(self) -> None:
+        """Reduces what a backward pass has added; one for the gradients of inputs alone (``autograd.grad``) adds nothing."""
+        self._queued = False
+        if self._reached:
+            self._reached = False
+            self._is_followed = True
+            self.sync_grad()
 
     def _expect(self) -> None:
         if self._late_report is not None:
@@ -285,12 +294,14 @@ class GradientReducer:
         if known is None:  # it was thawed a moment ago: this pass ends with buckets that have it
             if self._sync:
                 self._end_with_pass()
+                self._reached = True
             return
         bucket, place = known
         if not self._sync:
             self._move(bucket, place, 1.0)
             return
         self._end_with_pass()
+        self._reached = True
         if self._is_first_pass or parameter in self._repeated:  # taken at the end
             if parameter in self._seen:
                 self._repeated.add(parameter)

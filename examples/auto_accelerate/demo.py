@@ -64,7 +64,13 @@ class Demo:
         folder.mkdir(parents=True)
         launch = [sys.executable, "-m", "atorch_ns.cli", "launch", "--nproc", str(self._nproc)]
         command = [*launch, JOB, what, "--save", str(folder), *flags, *self._flags]
-        if code := subprocess.run(command, check=False).returncode:
+        with subprocess.Popen(command) as job:
+            try:
+                code = job.wait()
+            except BaseException:
+                job.terminate()  # it ends its ranks
+                raise
+        if code:
             sys.exit(f"the job ended with {code}: {' '.join(command)}")
         return folder
 

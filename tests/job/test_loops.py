@@ -342,6 +342,24 @@ def test_a_rank_that_leaves_out_a_backward_pass_ends_all(strategy: str) -> None:
         assert "no backward pass has followed" in outcome.message
 
 
+def _looks_at_inputs_on_one_rank() -> float | None:
+    """Gradients of inputs, as for a picture of what the model looks at, are of one rank and exchange nothing."""
+    reference = by_hand(Net(), plain_step)
+    result = accelerated(Net(), ["ddp"])
+    for _, batch in batches(result):
+        if dist.get_rank() == 0:
+            given = batch.clone().requires_grad_()
+            torch.autograd.grad(result.model(given).sum(), given)
+        result.train_step(batch)
+    return off_by(result, reference)
+
+
+def test_gradients_of_inputs_are_of_one_rank() -> None:
+    found, _ = run_ranks(_looks_at_inputs_on_one_rank, 2, timeout_s=60)
+    assert found is not None
+    assert found < NEAR
+
+
 def _all_skip() -> float | None:
     result = accelerated(Net(), ["ddp"])
     assert result.optim is not None
