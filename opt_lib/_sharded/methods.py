@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from atorch_ns.capture.nests import tensors_of
 from atorch_ns.data import user_module
 from atorch_ns.job import Job
 
@@ -20,8 +20,8 @@ _RUN: Final = "run_with_gathered_parameters"
 def gather_for_methods(job: Job) -> None:
     """Has the methods of the user's model do what they did before a model of ``fully_shard`` was made of it.
 
-    A method that is given tensors counts as a forward pass of the root, unless it is called inside of one; others, such as
-    ``get_input_embeddings()``, stay as they are and see this rank's parts.
+    A method that is given tensors counts as a forward pass of the root, unless it is called inside of one. Others, such as
+    ``get_input_embeddings()`` and ``save_pretrained(state_dict=...)``, which a rank may call alone, stay as they are.
     """
     if job.plan.compiled or job.parts.stages:  # hooks would be traced; a pipeline has no model to call
         return
@@ -48,7 +48,7 @@ class _Running:
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._depth or not tensors_of((args, kwargs)):
+            if self._depth or not any(map(_has_tensors, (*args, *kwargs.values()))):
                 return method(*args, **kwargs)
             self._depth += 1
             try:
@@ -63,6 +63,11 @@ class _Running:
 
     def _leave(self, *_: Any) -> None:
         self._depth -= 1
+
+
+def _has_tensors(argument: Any) -> bool:
+    values = argument if isinstance(argument, (list, tuple)) else (argument,)
+    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 def _methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
