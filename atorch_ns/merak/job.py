@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from atorch_ns.apply import apply_strategy, attach_optimizer
 from atorch_ns.cluster import Cluster
@@ -93,6 +94,46 @@ def arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     known = inspect.signature(type(optimizer)).parameters
     open_ = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
     return {name: value for name, value in optimizer.defaults.items() if open_ or name in known}
+
+
+_HOOKS = {
+    "get_loss_fn": "give loss_fn=..., a function of logits and labels, or override compute_loss(model, inputs)",
+    "prepare_data": "give data_collator=..., or override _prepare_inputs",
+    "create_dataloader": "override get_train_dataloader and get_eval_dataloader",
+    "create_lr_scheduler": "override create_scheduler(num_training_steps, optimizer)",
+    "get_train_sampler": "override _get_train_sampler(dataset)",
+    "create_optimizer_and_scheduler": "override create_optimizer and create_scheduler",
+}
+"""Methods that subclasses of Merak's trainer and of older ones of transformers override, and what takes their places."""
+
+
+def refuse_hooks(trainer: type) -> None:
+    """Refuses a subclass whose methods would never be called.
+
+    Raises:
+        InputError: with each of them, and what to override in its place.
+    """
+    odd = [
+        f"{name} ({way})"
+        for name, way in _HOOKS.items()
+        if getattr(trainer, name, None) is not getattr(Trainer, name, None)
+    ]
+    if odd:
+        raise InputError(f"{trainer.__name__} has methods that training does not call: {'; '.join(odd)}.")
+
+
+def check_recipe(name: str, make: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuses an optimizer that is made of the whole model, of which a rank holds a part.
+
+    Raises:
+        InputError: for a factory, and for arguments that are parts of a model.
+    """
+    odd = {"params", "model", "optimizer_dict"} & set(arguments)
+    if odd or not isinstance(make, type) or not issubclass(make, torch.optim.Optimizer):
+        raise InputError(
+            f"optim={name}: it is made of the whole model ({', '.join(odd) or 'by a factory'}), of which a rank holds a part. "
+            "Use one of torch's, such as adamw_torch."
+        )
 
 
 def options_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from transformers import Trainer
 
+from atorch_ns.data import StepOutput
 from atorch_ns.errors import InputError
 
 ComputeLoss = Callable[..., Any]
@@ -96,6 +98,67 @@ def loss_of(compute_loss: ComputeLoss, model: Any, sample: Sample, output: Any) 
         Answer(model, inputs, output), dict(batch), num_items_in_batch=num_items
     )
     return loss
+
+
+class TrainerLoss:
+    """The loss of a Trainer, for its job.
+
+    Attributes:
+        divides_by_items: whether losses are divided by the number of items they are given; ``None`` before the first step.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.divides_by_items: bool | None = None
+
+    def sample(self, batch: Mapping[str, Any], num_items: Any) -> Sample:
+        """What the model is given for a batch, and what the loss needs."""
+        return sample_of(self._trainer.compute_loss, self._trainer.model, batch, num_items)
+
+    def of(self, sample: Sample, output: Any) -> torch.Tensor:
+        """The loss of one sample's output.
+
+        A mean over the items of a micro-batch becomes its part of the mean over those of the whole step.
+        """
+        loss = loss_of(self._trainer.compute_loss, self._trainer.model, sample, output)
+        _, batch, num_items = sample
+        if self.divides_by_items is not False or batch is None or num_items is None:
+            return loss
+        share: torch.Tensor = loss * (self.count_items(batch) / num_items)
+        return share
+
+    def count_items(self, batch: Mapping[str, Any]) -> Any:
+        """The number of items of this rank's batch alone."""
+        trainer = self._trainer
+        averages = trainer.args.average_tokens_across_devices
+        trainer.args.average_tokens_across_devices = False
+        try:
+            return trainer._get_num_items_in_batch([dict(batch)], trainer.args.device)
+        finally:
+            trainer.args.average_tokens_across_devices = averages
+
+    def adds_up(self, num_items: Any, has_loss_fn: bool) -> bool:
+        """Whether losses of micro-batches add up to that of the step, as where they are divided by its number of items."""
+        trainer = self._trainer
+        if trainer.loss_is_scaled_for_ga is not None:
+            return bool(trainer.loss_is_scaled_for_ga)
+        if has_loss_fn:
+            return False
+        return trainer.compute_loss_func is not None or (
+            trainer.model_accepts_loss_kwargs and num_items is not None
+        )
+
+    def look(
+        self, infer: Callable[[list[Sample]], StepOutput], batch: Mapping[str, Any], num_items: Any
+    ) -> None:
+        """Finds out whether the loss is divided by the number of items that it is given; collective.
+
+        transformers thinks so of every model whose forward takes ``**kwargs``, and some pass the number over, as T5 and BERT
+        do. Two forward passes tell, the second with twice the number: it gives half of a loss that is divided. A part that is
+        never divided, such as a router's, leaves it between the half and the whole.
+        """
+        once, twice = (float(infer([self.sample(batch, num_items * times)]).loss) for times in (1, 2))
+        self.divides_by_items = not twice > 0.9 * once  # a loss that is not finite tells nothing
 
 
 def flat_loss(loss_fn: Callable[..., torch.Tensor], outputs: Any, labels: Any) -> torch.Tensor:

@@ -32,8 +32,16 @@ from atorch_ns.merak.accelerator import (
 from atorch_ns.merak.args import MerakArguments
 from atorch_ns.merak.auto import Found, read_file, search
 from atorch_ns.merak.generation import called, continued, ends_of, tokens_alone, tokens_of
-from atorch_ns.merak.job import arguments_of, divided, num_micro_batches, options_by_name, with_optimizer
-from atorch_ns.merak.losses import Sample, class_of, flat_loss, loss_of, sample_of
+from atorch_ns.merak.job import (
+    arguments_of,
+    check_recipe,
+    divided,
+    num_micro_batches,
+    options_by_name,
+    refuse_hooks,
+    with_optimizer,
+)
+from atorch_ns.merak.losses import Sample, TrainerLoss, class_of, flat_loss
 from atorch_ns.merak.models import check_sizes, prepared, structure_of_adapted
 from atorch_ns.merak.strategy import notes_of, strategy_of
 from atorch_ns.merak.wall_clock import WallClock
@@ -76,12 +84,14 @@ class MerakTrainer(Trainer):
             raise InputError(f"MerakTrainer needs args, a MerakArguments; it was given {with_article(args)}.")
         if loss_fn is not None and not callable(loss_fn):
             raise InputError(f"loss_fn must be callable; it is {with_article(loss_fn)}.")
+        refuse_hooks(type(self))
         mpu.asked_degrees()
         self.loss_fn, self.leaf_modules = loss_fn, tuple(leaf_modules)
         self._recomputes = args.activation_checkpointing
         self._result: Result | None = None
         self._divided_model: nn.Module | None = None
         self._structure: nn.Module | None = None
+        self._loss = TrainerLoss(self)
         self._distributed: DistributedModel | None = None
         self._waiting: list[Sample] = []
         self._begins_with: str | None = None
@@ -221,9 +231,14 @@ class MerakTrainer(Trainer):
 
         def look() -> Sample:
             batch = self._prepare_inputs(dict(batch_of()))
-            return self._sample_of(batch, torch.ones((), device=self.args.device))
+            return self._loss.sample(batch, torch.ones((), device=self.args.device))
 
         sample = cluster.agree(look, what="taking a sample of the data")
+        self._loss.divides_by_items = None
+        if self.optimizer is None and type(self).create_optimizer is not MerakTrainer.create_optimizer:
+            self.optimizer = (
+                self.create_optimizer() or self.optimizer
+            )  # a subclass makes it, of the whole model
         self._decays = frozenset(self.get_decay_parameter_names(self.model))
         self._given_options = None if self.optimizer is None else options_by_name(self.optimizer, self.model)
         found = self._found(cluster, sample)
@@ -235,7 +250,7 @@ class MerakTrainer(Trainer):
         self._result = divided(
             self.model,
             strategy if found is None else found.strategy,
-            self._loss,
+            self._loss.of,
             sample,
             notes_of(self.args, mpu.get_grid(), self.model, recomputes=self._recomputes),
             None if found is None else found.outcome,
@@ -268,7 +283,7 @@ class MerakTrainer(Trainer):
             )
         args = self.args
         # Each rank reads its own, and those that divide a model need the same.
-        inputs = cluster.from_first(self._sample_of(sample[1] or {}, None)[0])
+        inputs = cluster.from_first(self._loss.sample(sample[1] or {}, None)[0])
         size = self._global_batch_size(cluster)
         found = search(self.model, args, mpu.asked_degrees(), inputs, self._optimizer_recipe(), size)
         return self._lay_out(found, cluster)
@@ -316,7 +331,7 @@ class MerakTrainer(Trainer):
     ) -> tuple[nn.Module, Any]:
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        self.create_optimizer()
+        MerakTrainer.create_optimizer(self)
         self.create_scheduler(num_training_steps=max_steps)
         self._result = self.result.having(lr_scheduler=self.lr_scheduler)
         self.model_wrapped = self._wrap_model(self.model)
@@ -331,11 +346,13 @@ class MerakTrainer(Trainer):
         return self.model_wrapped, train_dataloader
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer of the divided model; collective.
+        """The optimizer of the divided model; collective. A subclass may make one of the whole model, which is divided.
 
         Raises:
             InputError: for one that needs the whole model.
         """
+        if self._result is None:
+            return super().create_optimizer()
         present = self.optimizer
         if isinstance(present, SteppedOptimizer) and self.result.optim is not None:
             return present
@@ -353,15 +370,9 @@ class MerakTrainer(Trainer):
         make, arguments = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
             self.args, self.model
         )
-        odd = {"params", "model", "optimizer_dict"} & set(arguments)
-        if odd or not isinstance(make, type) or not issubclass(make, torch.optim.Optimizer):
-            raise InputError(
-                f"optim={self.args.optim}: it is made of the whole model ({', '.join(odd) or 'by a factory'}), of which a rank "
-                "holds a part. Use one of torch's, such as adamw_torch."
-            )
-        return make, {
-            name: value for name, value in arguments.items() if name != "fused"
-        }  # which is chosen where it fits
+        check_recipe(self.args.optim, make, arguments)
+        arguments.pop("fused", None)  # which is chosen where it fits
+        return make, arguments
 
     def _options_of(self, name: str) -> Mapping[str, Any]:
         if self._given_options is not None:
@@ -382,12 +393,6 @@ class MerakTrainer(Trainer):
         loss = flat_loss(self.loss_fn, outputs, labels[0])
         return (loss, outputs) if return_outputs else loss
 
-    def _sample_of(self, batch: Mapping[str, Any], num_items: Any) -> Sample:
-        return sample_of(self.compute_loss, self.model, batch, num_items)
-
-    def _loss(self, sample: Sample, output: Any) -> torch.Tensor:
-        return loss_of(self.compute_loss, self.model, sample, output)
-
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> torch.Tensor:
@@ -398,13 +403,15 @@ class MerakTrainer(Trainer):
         """
         model.train()
         self.optimizer.train()
-        self._waiting.append(self._sample_of(self._prepare_inputs(inputs), num_items_in_batch))
+        batch, loss = self._prepare_inputs(inputs), self._loss
+        adds_up = loss.adds_up(num_items_in_batch, self.loss_fn is not None)
+        if adds_up and None is self.loss_is_scaled_for_ga is loss.divides_by_items:
+            loss.look(partial(self.result.train_step.infer, outputs=False), batch, num_items_in_batch)
+        self._waiting.append(loss.sample(batch, num_items_in_batch))
         if len(self._waiting) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
         samples, self._waiting = self._waiting, []
-        factor = 1.0 / self.accelerator.num_processes
-        if not self._loss_is_of_the_step(num_items_in_batch):
-            factor /= len(samples)
+        factor = 1.0 / (self.accelerator.num_processes * (1 if adds_up else len(samples)))
         step = self.result.train_step
         count = num_micro_batches(self.result.job, len(samples), self.args.gradient_accumulation_steps)
         dummies = [number >= len(samples) for number in range(count)]
@@ -416,16 +423,6 @@ class MerakTrainer(Trainer):
         )
         step.reduce()
         return found.loss * factor
-
-    def _loss_is_of_the_step(self, num_items: Any) -> bool:
-        """Whether losses of micro-batches add up to that of the step, as where they are divided by its number of items."""
-        if self.loss_is_scaled_for_ga is not None:
-            return bool(self.loss_is_scaled_for_ga)
-        if self.loss_fn is not None:
-            return False
-        return self.compute_loss_func is not None or (
-            self.model_accepts_loss_kwargs and num_items is not None
-        )
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self.result.train_step.clip_grad_norm_(self.args.max_grad_norm)
@@ -469,7 +466,7 @@ class MerakTrainer(Trainer):
         if not (prediction_loss_only and has_labels):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         batch = self._prepare_inputs(inputs)
-        sample = self._sample_of(batch, self._get_num_items_in_batch([batch], self.args.device))
+        sample = self._loss.sample(batch, self._loss.count_items(batch))
         found = self.result.train_step.infer([sample], outputs=False)
         return found.losses[0].detach(), None, None
 

@@ -174,6 +174,24 @@ def logs_of(trainer: Trainer) -> list[dict[str, float]]:
     return [{key: entry[key] for key in kept if key in entry} for entry in trainer.state.log_history]
 
 
+class WholeMean(Trainer):
+    """transformers' own for models that pass ``num_items_in_batch`` over: their losses are means over micro-batches."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The micro-batch's part of the mean over all labels of the step."""
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if num_items_in_batch is None:
+            return found
+        share = inputs["labels"].ne(-100).sum() / num_items_in_batch
+        return (found[0] * share, found[1]) if return_outputs else found * share
+
+
+PASS_OVER_ITEMS = ("bert", "t5")
+"""Models whose losses are not divided by the number of items."""
+
+
 class Run(NamedTuple):
     """A training.
 
@@ -221,7 +239,7 @@ def run_plain(
     """transformers' own Trainer in one process: its logs and weights."""
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(**arguments(folder, gradient_accumulation_steps=accumulation, **fields))
-        trainer = made(Trainer, args, name, change)
+        trainer = made(WholeMean if name in PASS_OVER_ITEMS else Trainer, args, name, change)
         trainer.train()
         seen = None if look is None else look(trainer)
         weights = {key: value.clone() for key, value in trainer.model.state_dict().items()}

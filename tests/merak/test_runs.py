@@ -54,7 +54,7 @@ def check(name: str, layout: str, **fields: Any) -> Any:
         ("llama", "tp2 pp2"),
         ("opt", "pp2"),
         ("bert", "dp2 pp2"),
-        ("t5", "pp2"),
+        ("t5", "dp2 pp2"),
         ("vit", "dp2 tp2"),
     ],
 )

@@ -225,6 +225,41 @@ def test_an_optimizer_of_one_s_own_keeps_its_groups() -> None:
     assert_equal_runs(run_ranks(run, 2, timeout_s=60)[0], plain)
 
 
+class PlainMaker(Trainer):
+    """A trainer whose subclass makes the optimizer, of the model that it has."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """SGD with another learning rate for biases."""
+        biases = [parameter for parameter in self.model.parameters() if parameter.ndim == 1]
+        others = [parameter for parameter in self.model.parameters() if parameter.ndim > 1]
+        self.optimizer = torch.optim.SGD([{"params": others}, {"params": biases, "lr": 0.5}], lr=0.05)
+        return self.optimizer
+
+
+class MerakMaker(PlainMaker, MerakTrainer):
+    """On ranks."""
+
+
+def test_a_subclass_makes_the_optimizer() -> None:
+    plain_run = functools.partial(run_plain, "gpt2", 2, functools.partial(dict, trainer=PlainMaker), **QUICK)
+    run = functools.partial(
+        run_merak, "gpt2", {"tp": 2}, 2, functools.partial(dict, trainer=MerakMaker), **QUICK
+    )
+    assert_equal_runs(run_ranks(run, 2, timeout_s=60)[0], plain_run())
+
+
+def test_methods_of_merak_s_own_trainer_are_refused_by_name() -> None:
+    class Odd(MerakTrainer):
+        def get_loss_fn(self) -> Any:
+            """Merak's."""
+
+        def create_lr_scheduler(self, optimizer: Any) -> Any:
+            """Merak's."""
+
+    with pytest.raises(InputError, match=r"get_loss_fn \(give loss_fn=.*create_lr_scheduler \(override"):
+        Odd(model("gpt2"), MerakArguments(output_dir="out", use_cpu=True))
+
+
 def _refused(folder: str, what: str) -> None:
     if what == "no init":
         MerakTrainer(model("gpt2"), MerakArguments(**arguments(folder, **QUICK)))
