@@ -21,6 +21,7 @@ from atorch_ns.errors import CheckpointError
 from atorch_ns.job.materialise import divided_like
 from atorch_ns.job.model import ModelParts, OriginalModel, parameter_names
 from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
+from atorch_ns.profile.optimizer import nested_optimizers
 from atorch_ns.sharding import Packing
 from atorch_ns.text import with_article
 
@@ -176,7 +177,7 @@ class ParameterStates:
         self._holder = self._outer
         if self._outer is not None and holder is not None:
             self._holder = holder(self._outer)
-        self._inner = [] if self._holder is None else list(_inner_optimizers(self._holder))
+        self._inner = [] if self._holder is None else list(nested_optimizers(self._holder))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors that the optimizer updates: masters where there are any. Collective for fused ones."""
@@ -291,22 +292,6 @@ class ParameterStates:
             f"the state of {type(self._holder).__name__} cannot be saved: {what}. Checkpoints hold tensors, "
             "numbers and texts that belong to one parameter each."
         )
-
-
-def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers that an optimizer holds in its attributes, and those that they hold."""
-    for value in vars(optimizer).values():
-        items = (
-            value.values()
-            if isinstance(value, Mapping)
-            else value
-            if isinstance(value, (list, tuple))
-            else [value]
-        )
-        for item in items:
-            if isinstance(item, torch.optim.Optimizer) and item is not optimizer:
-                yield item
-                yield from _inner_optimizers(item)
 
 
 def _like_its_parameter(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -36,9 +37,14 @@ def optimizer_spec(
     if make_optimizer is None:
         return None, ()
     try:
-        few, many = (_Trial(make_optimizer, count, device) for count in (4, 8))
+        try:
+            trial = partial(_Trial, make_optimizer, device=device)
+            few, many = (trial(count) for count in (4, 8))
+        except ValueError:  # a part that is for vectors does not take an empty list
+            trial = partial(trial, with_vector=True)
+            few, many = (trial(count) for count in (4, 8))
         compact = None if many.is_torchs else compact_states(make_optimizer)
-        plain = many if compact is None else _Trial(make_optimizer, 4, device, shape=_SMALL)
+        plain = many if compact is None else trial(4, shape=_SMALL)
     except Exception as error:  # the user's optimizer may want other parameters than these
         note = (
             f"The optimizer could not be tried on small parameters ({error_text(error)}), so it is "
@@ -63,21 +69,49 @@ def optimizer_spec(
     )
 
 
+def nested_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers that an optimizer holds in its attributes, and those that they hold."""
+    for value in vars(optimizer).values():
+        items = (
+            value.values()
+            if isinstance(value, Mapping)
+            else value
+            if isinstance(value, (list, tuple))
+            else [value]
+        )
+        for item in items:
+            if isinstance(item, torch.optim.Optimizer) and item is not optimizer:
+                yield item
+                yield from nested_optimizers(item)
+
+
 class _Trial:
     """Two steps on a number of equal matrices; the second one is recorded."""
 
     def __init__(
-        self, make_optimizer: _MakeOptimizer, count: int, device: str, *, shape: tuple[int, int] = _SHAPE
+        self,
+        make_optimizer: _MakeOptimizer,
+        count: int,
+        *,
+        device: str,
+        shape: tuple[int, int] = _SHAPE,
+        with_vector: bool = False,
     ) -> None:
         self._shape = shape
         parameters = [nn.Parameter(torch.ones(shape)) for _ in range(count)]
+        if with_vector:  # of a size that no figure shows
+            parameters.append(nn.Parameter(torch.ones(1)))
         optimizer = make_optimizer(parameters)
         self.name = type(optimizer).__name__
-        self.is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        self._parts = list(nested_optimizers(optimizer))
+        self.is_torchs = all(
+            type(part).__module__.startswith("torch.optim") for part in self._parts or [optimizer]
+        )
         self.given_temporaries = _KNOWN_TEMPORARIES.get(type(optimizer).__module__.partition(".")[0], 0.0)
-        self.fused = any(group.get("fused") for group in optimizer.param_groups)
+        groups = [group for part in (optimizer, *self._parts) for group in part.param_groups]
+        self.fused = any(group.get("fused") for group in groups)
         if device == "cuda":
-            for group in optimizer.param_groups:
+            for group in groups:
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = True
         self._step(optimizer, parameters)
@@ -85,9 +119,10 @@ class _Trial:
         self.state_dtypes: tuple[str, ...] = ()
         self.factored_dtypes: tuple[str, ...] = ()
         self.fixed_bytes = 0
-        for state in optimizer.state[parameters[0]].values():
-            if isinstance(state, torch.Tensor):
-                self._sort(state)
+        for part in (optimizer, *self._parts):
+            for state in part.state.get(parameters[0], {}).values():
+                if isinstance(state, torch.Tensor):
+                    self._sort(state)
 
     def _sort(self, state: torch.Tensor) -> None:
         dtype = "same" if state.dtype == torch.float32 else str(state.dtype).removeprefix("torch.")
@@ -107,7 +142,8 @@ class _Trial:
             with torch.compiler.set_stance("force_eager"):
                 optimizer.step()
             return 0
-        states = [s for own in optimizer.state.values() for s in own.values() if isinstance(s, torch.Tensor)]
+        every = (state for part in (optimizer, *self._parts) for state in part.state.values())
+        states = [s for state in every for s in state.values() if isinstance(s, torch.Tensor)]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         recorder = Recorder([*parameters, *gradients, *states], parameters)
         with recorder.running():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -68,3 +69,29 @@ def test_one_that_cannot_be_tried_is_a_note() -> None:
     assert spec is not None
     assert spec.state_dtypes == ("same", "same")
     assert "closure" in note
+
+
+class Divided(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest, in one class."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 1e-2) -> None:
+        every = list(params)
+        super().__init__(every, {"lr": lr})
+        self.parts = [
+            torch.optim.Muon([one for one in every if one.ndim == 2], lr=lr),
+            torch.optim.AdamW([one for one in every if one.ndim != 2], lr=lr),
+        ]
+
+    def step(self, closure: Any = None) -> None:
+        """Steps both."""
+        for part in self.parts:
+            part.step()
+
+
+def test_the_states_of_optimizers_that_an_optimizer_holds_are_its_states() -> None:
+    spec, notes = optimizer_spec(Divided, "cpu")
+    alone, _ = optimizer_spec(torch.optim.Muon, "cpu")
+    assert spec is not None
+    assert alone is not None
+    assert (spec.name, spec.state_dtypes, notes) == ("Divided", ("same",), ())
+    assert spec.parameter_temporaries == alone.parameter_temporaries > 0
