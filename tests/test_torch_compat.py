@@ -59,6 +59,7 @@ from atorch_ns.torch_compat import (
     reduce_after_backward,
     reduced_parameters,
     registered_children,
+    run_foreach_on_local_parts,
     share_memory_along,
     tensor_without_storage,
     unreached_parameters,
@@ -570,3 +571,21 @@ def _fakes() -> tuple[int, int, list[float]]:
 
 def test_a_fake_group_communicates_nothing() -> None:
     assert run_ranks(_fakes, 1, init_process_group=False) == [(3, 8, [1.0, 1.0])]
+
+
+def _lists_of_both_kinds() -> list[float]:
+    mesh = init_device_mesh("cpu", (2,))
+    averages = [distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]), torch.zeros(3)]
+    weights = [distribute_tensor(torch.ones(4, 2), mesh, [Shard(1)]), torch.ones(3)]
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        torch._foreach_sub_(averages, weights)
+    run_foreach_on_local_parts()
+    torch._foreach_lerp_(averages, weights, 0.25)
+    torch._foreach_mul_(averages, 2.0)
+    torch._foreach_add_(averages, weights, alpha=0.5)
+    return [*averages[0].full_tensor().flatten().tolist(), *averages[1].tolist()]
+
+
+def test_foreach_takes_divided_and_whole_tensors_together() -> None:
+    for found in run_ranks(_lists_of_both_kinds, 2, timeout_s=60):
+        assert found == [1.0] * 11

@@ -6,6 +6,7 @@ import atexit
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.job.job import Job
 from atorch_ns.job.loss import LossFunction
 from atorch_ns.job.reducer import GradientReducer
+from atorch_ns.job.states import WeightAverage
 from atorch_ns.job.train_step import TrainStep
 from atorch_ns.strategy import Step, Strategy
 from atorch_ns.text import bytes_text, count_text
@@ -251,6 +253,17 @@ class Result(_Fields):
         Call it between the backward pass and ``optim.step()``. Collective where gradients are sharded.
         """
         return self.train_step.clip_grad_norm_(max_norm, norm_type)
+
+    def average(self, decay: float | None = 0.999) -> WeightAverage:
+        """An average of the weights (EMA), divided as they are, whatever the strategy; call its ``update()`` after a step.
+
+        The numbers are those of ``AveragedModel`` with ``get_ema_multi_avg_fn(decay)`` in one process; ``decay=None`` is the
+        mean of all updates.
+
+        Raises:
+            InputError: for a decay outside of 0 to 1.
+        """
+        return WeightAverage(partial(self.job.make_states, self.job, self.optim), decay)
 
     def track(self, tracker: Tracker, *, every: int = 10, samples_per_step: int | None = None) -> Tracking:
         """Gives the metrics of every so many steps of ``train_step`` to a tracker; see ``atorch_ns.tracking``.

@@ -7,6 +7,7 @@ A checkpoint sees every job through :class:`TrainingStates`, whatever has sharde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from atorch_ns.cluster import gathered
-from atorch_ns.errors import CheckpointError
+from atorch_ns.errors import CheckpointError, InputError
 from atorch_ns.job.materialise import divided_like
 from atorch_ns.job.model import ModelParts, OriginalModel, parameter_names
 from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
@@ -300,4 +301,91 @@ def _like_its_parameter(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tens
         return value
     return DTensor.from_local(
         value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False
+    )
+
+
+class WeightAverage:
+    """An average of the weights, of fp32 masters where there are any, in the division that the strategy has.
+
+    It costs one more copy of this rank's weights. Buffers are the model's.
+
+    Args:
+        states: gives the weights.
+        decay: d of ``average = d * average + (1 - d) * weights``, as ``torch.optim.swa_utils.get_ema_multi_avg_fn``; ``None``
+            for the mean of all updates, as ``AveragedModel`` has it by default.
+
+    Attributes:
+        num_updates: weights that are in the average.
+
+    Raises:
+        InputError: for a decay outside of 0 to 1.
+    """
+
+    def __init__(self, states: Callable[[], TrainingStates], decay: float | None) -> None:
+        if decay is not None and not (isinstance(decay, (int, float)) and 0.0 <= decay <= 1.0):
+            raise InputError(
+                f"average: decay is a number from 0 to 1, or None for a mean of all updates; it is {decay!r}."
+            )
+        self._states = states
+        self._decay = decay
+        self._averages = {name: _in_fp32(weight) for name, weight in states().weights().items()}
+        self.num_updates = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes the present weights in; call it on every rank after a step. The first call takes them as they are."""
+        if self.num_updates == 0:
+            share = 1.0
+        else:
+            share = 1.0 / (self.num_updates + 1) if self._decay is None else 1.0 - self._decay
+        for name, weight in self._states().weights().items():
+            average, value = _local(self._averages[name]), _local(weight)
+            if average.is_floating_point() or average.is_complex():
+                average.lerp_(value.to(average.dtype), share)
+            else:
+                average.copy_(value)
+        self.num_updates += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A context in which the model has the average as its weights: for evaluation, exports and checkpoints.
+
+        Weights that are loaded inside of it, as by ``checkpoint.import_state_dict``, become the average. Collective.
+        """
+        states = self._states()
+        weights = states.weights()
+        kept = {name: _local(weight).clone() for name, weight in weights.items()}
+        _fill(weights, self._averages)
+        states.set_weights(weights)
+        try:
+            yield
+        finally:
+            states = self._states()
+            weights = states.weights()
+            for name, weight in weights.items():
+                average, value = _local(self._averages[name]), _local(weight)
+                if not torch.equal(average.to(value.dtype), value):  # rounded values are not taken back
+                    average.copy_(value)
+            _fill(weights, kept)
+            states.set_weights(weights)
+
+
+def _fill(weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, weight in weights.items():
+            _local(weight).copy_(_local(values[name]))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _in_fp32(weight: torch.Tensor) -> torch.Tensor:
+    """A copy: averages of 16-bit weights would not move."""
+    value = _local(weight.detach())
+    return (
+        value.to(torch.float32, copy=True)
+        if value.is_floating_point() and value.itemsize < 4
+        else value.clone()
     )

@@ -236,9 +236,7 @@ class MerakTrainer(Trainer):
         sample = cluster.agree(look, what="taking a sample of the data")
         self._loss.divides_by_items = None
         if self.optimizer is None and type(self).create_optimizer is not MerakTrainer.create_optimizer:
-            self.optimizer = (
-                self.create_optimizer() or self.optimizer
-            )  # a subclass makes it, of the whole model
+            self.create_optimizer()  # of a subclass, which makes it of the whole model
         self._decays = frozenset(self.get_decay_parameter_names(self.model))
         self._given_options = None if self.optimizer is None else options_by_name(self.optimizer, self.model)
         found = self._found(cluster, sample)

@@ -252,6 +252,46 @@ def pipeline_orders(
     return [_passes(schedule._calculate_single_rank_operations(rank)) for rank in range(num_ranks)]
 
 
+def run_foreach_on_local_parts() -> None:
+    """Lets the ``_foreach`` operators of averages take lists in which some tensors are divided and some are not.
+
+    torch refuses such a list, which the parameters of a divided model are. Each pair is computed where its first tensor
+    lies, as ``AveragedModel`` needs it.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.update(dict.fromkeys(_AVERAGING, _on_local_parts))
+
+
+_AVERAGING = (
+    torch.ops.aten._foreach_lerp_.Scalar,
+    torch.ops.aten._foreach_lerp_.List,
+    torch.ops.aten._foreach_mul_.Scalar,
+    torch.ops.aten._foreach_add_.List,
+    torch.ops.aten._foreach_copy_.default,
+)
+"""Operators of which an element of a result depends on the elements at its own place alone."""
+
+
+def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    targets = args[0]
+
+    def local(argument: Any) -> Any:
+        if not isinstance(argument, (list, tuple)):
+            return argument
+        return [_part_beside(one, target) for one, target in zip(argument, targets, strict=True)]
+
+    operator(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+
+
+def _part_beside(tensor: Any, target: Any) -> Any:
+    """This rank's part of a tensor, divided as another is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if isinstance(target, DTensor) and tensor.placements != target.placements:
+        tensor = tensor.redistribute(target.device_mesh, target.placements)
+    return tensor.to_local()
+
+
 def laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor in the layout of ``like``, of which ``local`` is this rank's part; they share memory."""
     return DTensor.from_local(

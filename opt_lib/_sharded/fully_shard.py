@@ -94,6 +94,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     reduce_idle_parameters(job, method, options["ignored_params"])
     call_skipped_units(job, method, units)
     gather_for_methods(job)
+    _refuse_copies(job.module)
     note_separate_head(job, method, units)
     if reduces_each:
         job.explain(method, "gradients are reduced and sharded after every micro-batch")
@@ -101,6 +102,21 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         job.explain(
             method, "in a pipeline gradients are reduced at the end of a step, not for each micro-batch"
         )
+
+
+def _refuse_copies(model: nn.Module) -> None:
+    """Has ``copy.deepcopy``, and with it ``AveragedModel``, say what averages divided weights; torch cannot copy them."""
+
+    def refuse(_: Any) -> None:
+        raise InputError(
+            "a model that fsdp or zero2 divides cannot be copied (torch: FSDP does not support deepcopy). For an average of "
+            "its weights (EMA), use result.average(decay) in the place of AveragedModel or deepcopy; for the weights "
+            "themselves, checkpoint.export_state_dict(result). See docs/how-to/average-weights.md."
+        )
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.__dict__["__deepcopy__"] = refuse
 
 
 def _reduces_each(job: Job) -> bool:

@@ -131,7 +131,9 @@ def test_demo_in_two_acts(tmp_path: Path) -> None:
     before, after, plain, second = map(
         training, ("act-1/before", "act-1/after", "act-2/before", "act-2/after")
     )
-    assert 5.3 < before[0]["losses"][0] < 6.2  # the model knows nothing: ln 256, and what its random weights add
+    assert (
+        5.3 < before[0]["losses"][0] < 6.2
+    )  # the model knows nothing: ln 256, and what its random weights add
     assert before[0]["losses"][-1] < before[0]["losses"][0] - 0.5
     for other in (after, second):
         assert other[0]["losses"] == pytest.approx(before[0]["losses"], abs=1e-4)
