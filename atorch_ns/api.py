@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from atorch_ns.apply import apply_strategy, dry_run
+from atorch_ns.apply import WATCH, apply_strategy, dry_run
 from atorch_ns.cluster import Cluster, join_process_group
 from atorch_ns.engine import SearchRequest
 from atorch_ns.job import Inputs, Result
@@ -159,6 +159,9 @@ def auto_accelerate(
         loss_reduction=loss_reduction,
         sample_batch=sample_batch,
     )
+    watch = WATCH.get()
+    if watch is not None and watch.strategy is not None:
+        load_strategy, save_strategy_to_file = watch.strategy, None
     try:
         cluster = Cluster.detect()
         join_process_group(cluster)
@@ -189,6 +192,8 @@ def auto_accelerate(
                 dry_run(result)
             strategy = _save(result, cluster, save_strategy_to_file, outcome)
             result.make_report = partial(_report, result, outcome)
+            if watch is not None and result.optim is not None:
+                watch.follow(result)
     except Exception as error:
         if raise_errors:
             raise

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -589,3 +591,23 @@ def _lists_of_both_kinds() -> list[float]:
 def test_foreach_takes_divided_and_whole_tensors_together() -> None:
     for found in run_ranks(_lists_of_both_kinds, 2, timeout_s=60):
         assert found == [1.0] * 11
+
+
+_FIRST_IS_FAKE = """
+import os
+import torch
+from atorch_ns.torch_compat import fake_tensor_mode
+
+with fake_tensor_mode():
+    torch.ones(2, requires_grad=True).sum().backward()
+child = os.fork()
+if child == 0:
+    torch.ones(2, requires_grad=True).sum().backward()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_a_process_whose_first_backward_pass_is_of_fake_tensors_may_fork() -> None:
+    done = subprocess.run([sys.executable, "-c", _FIRST_IS_FAKE], timeout=60, check=False)
+    assert done.returncode == 0

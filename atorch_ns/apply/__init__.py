@@ -2,5 +2,6 @@
 
 from atorch_ns.apply.apply import apply_strategy, dry_run
 from atorch_ns.apply.optimizer import attach_optimizer
+from atorch_ns.apply.watch import WATCH
 
-__all__ = ["apply_strategy", "attach_optimizer", "dry_run"]
+__all__ = ["WATCH", "apply_strategy", "attach_optimizer", "dry_run"]

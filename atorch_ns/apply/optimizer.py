@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from atorch_ns.apply.watch import WATCH
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.gradients import clip_gradients, gradient_norm
 from atorch_ns.job.job import OPTIMIZER, Job
@@ -68,7 +69,10 @@ def attach_optimizer(
     result.train_step.optimizer = optimizer
     assert optimizer is not None
     result.train_step.memory.follow(optimizer)
-    return result.having(optim=optimizer)
+    attached = result.having(optim=optimizer)
+    if (watch := WATCH.get()) is not None:
+        watch.follow(attached)
+    return attached
 
 
 def _grouped(job: Job, options_of: Callable[[str], Mapping[str, Any]]) -> tuple[NamedGroup, ...]:

@@ -66,9 +66,8 @@ Include = Annotated[
     typer.Option(help="A method or group that must be there, or NAME=CONFIG in JSON; repeatable."),
 ]
 ReportFile = Annotated[Path | None, typer.Option(help="Write the whole report here: .html, .json or .txt.")]
-StrategyText = Annotated[
-    str, typer.Option(help="A strategy file, or a strategy as JSON text or names: fsdp,amp_native.")
-]
+STRATEGY_HELP = "A strategy file, or a strategy as JSON text or names: fsdp,amp_native."
+StrategyText = Annotated[str, typer.Option(help=STRATEGY_HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 

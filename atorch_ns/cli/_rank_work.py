@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import runpy
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -123,6 +126,48 @@ def verify_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
     return found.as_json()
 
 
+def script_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs a script as it is, and records what each update of its jobs leaves.
+
+    Raises:
+        InputError: if it has no job, or is not there.
+    """
+    import numpy as np
+    import torch
+
+    from atorch_ns.apply import WATCH
+    from atorch_ns.numerics.script import REDUCED_ROUNDING, ROUNDING, ScriptWatch
+
+    script, is_shown = Path(request["script"]), request["run"] == "ranks"
+    strategy: Any = (
+        [] if not is_shown else None if request["strategy"] is None else read_strategy(request["strategy"])
+    )
+    rounding = 0.0 if request["run"] != "rounding" else REDUCED_ROUNDING if request["reduced"] else ROUNDING
+    watch = ScriptWatch(Path(request["folder"]) / request["run"], strategy, request["steps"], rounding)
+    random.seed(_SEED)
+    np.random.seed(_SEED)
+    torch.manual_seed(_SEED)
+    sys.argv = [str(script), *request["arguments"]]
+    sys.path.insert(0, str(script.parent))
+    WATCH.set(watch)
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(sys.stdout if is_shown else nowhere):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                raise InputError(f"{script.name} ended itself with {ended.code!r}.") from ended
+    if not watch.strategies:
+        raise InputError(
+            f"{script.name} made no job with an optimizer: what is compared is what auto_accelerate, parallelize, the Trainer "
+            "and MerakTrainer make."
+        )
+    return {
+        "strategies": watch.strategies,
+        "reduced": watch.is_reduced,
+        "dropouts": watch.num_dropouts,
+    }
+
+
 def calibrate_on_rank(request: Mapping[str, Any], check: Callable[[], None] | None = None) -> dict[str, Any]:
     """Measures devices and links; collective. Rank 0 has the file's content and the comparison with the table.
 
@@ -218,6 +263,7 @@ def _leave() -> None:
 WORKS: Final[Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
     "search": search_on_rank,
     "verify": verify_on_rank,
+    "script": script_on_rank,
     "calibrate": calibrate_on_rank,
 }
 

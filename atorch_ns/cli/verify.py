@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +18,7 @@ _TIMEOUT_S = 600.0
 
 
 def verify(
-    strategy: options.StrategyText,
+    strategy: Annotated[str | None, typer.Option(help=options.STRATEGY_HELP)] = None,
     model: options.Model = None,
     sample: options.Sample = None,
     loss: options.Loss = None,
@@ -24,6 +26,11 @@ def verify(
     steps: Annotated[int, typer.Option(help="Optimizer steps that are compared.")] = 5,
     input_format: options.InputFormatOption = "auto",
     timeout: Annotated[float, typer.Option(help="Seconds after which the ranks are ended.")] = _TIMEOUT_S,
+    script: Annotated[
+        Path | None,
+        typer.Option(help="Compare a training script, run as it is; its own arguments come after --."),
+    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Parameters shown, the worst first.")] = 10,
     as_json: options.AsJson = False,
 ) -> None:
@@ -31,16 +38,42 @@ def verify(
 
     The exit code is 1 if something drifts, 2 if the model cannot be trained. The optimizer is SGD with momentum, whose steps show the scale of a gradient.
 
+    With --script, the script runs as it is: in one process, on the ranks, and once more in one process with gradients that are off by rounding. After each update of each optimizer, weights, buffers and states are compared. Without --strategy it has its own.
+
     Example: atorch-ns verify --strategy fsdp --model train.py:build --sample train.py:sample --loss train.py:loss
+
+    Example: atorch-ns verify --script train.py --strategy fsdp --nproc 2 --steps 3 -- --lr 0.1
     """
-    options.check_named(model=model, sample=sample)
     problems = []
+    if script is not None:
+        given = [
+            f"--{name}" for name, value in (("model", model), ("sample", sample), ("loss", loss)) if value
+        ]
+        if given:
+            problems.append(f"--script has its own model, data and loss: leave {', '.join(given)} out.")
+        if not script.is_file():
+            problems.append(f"--script={script}: no such file.")
+    elif arguments:
+        problems.append(f"{' '.join(arguments)}: arguments are those of a script, which --script names.")
+    elif strategy is None:
+        problems.append("--strategy is missing: a file, JSON text, or names such as fsdp,checkpoint.")
     if steps < 1:
         problems.append(f"--steps={steps}: at least one step is needed.")
     if timeout <= 0:
         problems.append(f"--timeout={timeout:g}: the time limit must be positive.")
     options.refuse(problems)
-    check_strategy_is_there(strategy, "--strategy")  # before ranks are started for it; they read it
+    if strategy is not None:
+        check_strategy_is_there(strategy, "--strategy")  # before ranks are started for it; they read it
+    if script is not None:
+        request = {
+            "script": str(script.absolute()),
+            "strategy": strategy,
+            "steps": steps,
+            "arguments": arguments or [],
+        }
+        _verify_script(request, nproc, timeout, as_json)
+        return
+    options.check_named(model=model, sample=sample)
     request = {
         "strategy": strategy,
         "model": model,
@@ -56,6 +89,82 @@ def verify(
     typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(_lines(found, top)))
     if not found["passed"]:
         raise typer.Exit(1)
+
+
+def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json: bool) -> None:
+    from atorch_ns.launch import scratch_folder
+    from atorch_ns.numerics.script import compare_runs
+
+    found: dict[str, Any] = {}
+    with scratch_folder() as folder:
+        for run, what, count in (
+            ("one", "one process", 1),
+            ("ranks", f"{nproc} ranks", nproc),
+            ("rounding", "one process, with the gradients of other rounding", 1),
+        ):
+            say(f"running the script in {what} …" if count == 1 else f"running the script on {what} …")
+            whole = {**request, "run": run, "folder": str(folder), "reduced": found.get("reduced", False)}
+            found = on_ranks("script", whole, nproc=count, timeout_s=timeout, as_json=as_json) | (
+                {"strategies": found["strategies"], "reduced": found["reduced"]} if run == "rounding" else {}
+            )
+        difference, updates = compare_runs(folder, reduced=found["reduced"])
+    document = {
+        "passed": difference is None,
+        "strategies": found["strategies"],
+        "world_size": nproc,
+        "reduced_precision": found["reduced"],
+        "num_dropouts": found["dropouts"],
+        "difference": None if difference is None else asdict(difference),
+        "updates": [asdict(update) for update in updates],
+    }
+    typer.echo(json.dumps(document, indent=1) if as_json else "\n".join(_script_lines(document)))
+    if difference is not None:
+        raise typer.Exit(1)
+
+
+def _script_lines(found: dict[str, Any]) -> list[str]:
+    jobs, difference = found["strategies"], found["difference"]
+    num_updates = sum(update["step"] > 0 for update in found["updates"])
+    verdict = "✓ trains as one process does" if found["passed"] else "✗ does not train as one process does"
+    precision = ", in reduced precision" if found["reduced_precision"] else ""
+    lines = [
+        f"{verdict}: {'; '.join(jobs)} on {counted(found['world_size'], 'rank')}, {counted(num_updates, 'update')} compared"
+        + precision
+    ]
+    if difference is not None:
+        of_job = f" of job {difference['job'] + 1}" if len(jobs) > 1 else ""
+        at = (
+            f"after update {difference['step']}{of_job}"
+            if difference["step"]
+            else f"before the first update{of_job}"
+        )
+        if difference["kind"] == "steps":
+            lines.append(f"  {at}: {difference['name']} did not take it")
+        elif difference["error"] == float("inf"):
+            lines.append(
+                f"  {at}: {difference['kind']} {difference['name']} is not comparable, or not on any rank"
+            )
+        else:
+            lines.append(
+                f"  {at}: {difference['kind']} {difference['name']} on rank {difference['rank']} is off by "
+                f"{difference['error']:.1e}, {difference['tolerance']:.1e} is rounding"
+                + (f"; {counted(difference['others'], 'other tensor')} too" if difference["others"] else "")
+            )
+        lines.append(f"  by {difference['where']}")
+        if difference["step"] == 0:
+            lines.append(
+                "  The script begins with other weights than in one process: does it draw them by the rank?"
+            )
+    if found["num_dropouts"]:
+        lines.append(
+            f"  {counted(found['num_dropouts'], 'Dropout module')} left out: ranks draw other masks than one process"
+        )
+    lines += [
+        f"  job {update['job'] + 1}, update {update['step']}: largest error {update['error']:.1e} of {update['tolerance']:.1e} "
+        f"({update['kind']} {update['name']})"
+        for update in found["updates"]
+    ]
+    return lines
 
 
 def _drift(found: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,21 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    _start_autograd()
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@functools.cache
+def _start_autograd() -> None:
+    """Has autograd count the devices that are there.
+
+    It counts at the first backward pass of a process. Of fake tensors it finds eight and starts a thread for each, and a
+    process that forks after that cannot run a backward pass (torch 2.13).
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), device="cpu", requires_grad=True).backward()
 
 
 def exporting_fake_mode() -> AbstractContextManager[Any]:
@@ -33,6 +48,7 @@ def exporting_fake_mode() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    _start_autograd()
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 

@@ -1,0 +1,254 @@
+"""A user's script, run as it is under a strategy and in one process: what it trains is compared after every update.
+
+A :class:`ScriptWatch` is active while the script runs (:data:`atorch_ns.apply.WATCH`). Front ends ask it for the strategy and
+hand it what they have made; it writes what each update leaves on each rank, which :func:`compare_runs` compares.
+A second run in one process, with gradients that are off by rounding, shows how far rounding alone leads this script.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MethodType
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
+
+from atorch_ns.errors import CheckpointError
+from atorch_ns.job import Result
+from atorch_ns.numerics.verdict import NOISE_FACTOR, REDUCED_TOLERANCE, TOLERANCE
+from atorch_ns.text import is_library
+from atorch_ns.torch_compat import persistent_buffers
+
+ROUNDING: Final = TOLERANCE / 10
+"""Error of a gradient, relative to its tensor's largest element, by which the second run is off: what rounding reaches in
+fp32 (see :data:`atorch_ns.numerics.verdict.TOLERANCE`)."""
+REDUCED_ROUNDING: Final = REDUCED_TOLERANCE / 10
+_MOST_UPDATES: Final = 10
+"""Updates of all optimizers, in units of those asked for, after which a script ends whose optimizers take turns."""
+
+
+class Enough(SystemExit):
+    """Ends a script that has taken the steps that were asked for; handlers of ``Exception`` let it through."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What the ranks have that one process has not.
+
+    Attributes:
+        job: number of the call of a front end, from 0, in the order of the script.
+        step: updates of its optimizer so far; 0 before the first.
+        where: the line that updated, or that called the front end.
+        kind: ``"weight"``, ``"buffer"``, ``"state"`` of the optimizer, or ``"steps"`` where one side did not take it.
+        name: the tensor's name in the user's model, of a state with its own; or who did not take the step.
+        rank: a rank that has it.
+        error, tolerance: the largest difference of an element, and what is allowed; infinite for what one side does not have.
+        others: tensors that differ at the same step, besides.
+    """
+
+    job: int
+    step: int
+    where: str
+    kind: str
+    name: str
+    rank: int = 0
+    error: float = float("inf")
+    tolerance: float = 1.0
+    others: int = 0
+
+    @property
+    def excess(self) -> float:
+        """The error in units of its tolerance."""
+        return self.error / self.tolerance
+
+
+class ScriptWatch:
+    """What a script's front ends meet while it is compared.
+
+    Args:
+        folder: where this run's records go.
+        strategy: in the place of each ``load_strategy``; ``None`` leaves the script's own.
+        num_steps: updates of each optimizer after which the script is ended.
+        rounding: error that gradients get before an update, in units of their largest element.
+    """
+
+    def __init__(self, folder: Path, strategy: Any, num_steps: int, rounding: float = 0.0) -> None:
+        self.strategy = strategy
+        self.num_dropouts = 0
+        self.is_reduced = False
+        self.strategies: list[str] = []
+        self._folder, self._num_steps, self._rounding = folder, num_steps, rounding
+        self._counts: list[int] = []
+        self._noise = torch.Generator().manual_seed(1)
+
+    def follow(self, result: Result) -> None:
+        """Records what a front end has made, and each update of its optimizer from now on."""
+        number, optimizer = len(self._counts), result.optim
+        assert optimizer is not None
+        self._counts.append(0)
+        self.strategies.append(" + ".join(step.name for step in result.applied.strategy) or "one process")
+        precision = result.job.plan.precision
+        self.is_reduced |= any(
+            dtype not in (None, "float32") for dtype in (precision.parameter_dtype, precision.compute_dtype)
+        )
+        self._leave_out_dropout(result)
+        update = vars(optimizer).get("step")  # of a scheduler, say
+
+        def step(stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._end_if_enough(number)
+            if self._rounding:
+                self._disturb(stepped)
+            found = (
+                type(stepped).step(stepped, *args, **kwargs) if update is None else update(*args, **kwargs)
+            )
+            self._counts[number] += 1
+            self._write(result, number)
+            return found
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        self._write(result, number)
+
+    def _end_if_enough(self, number: int) -> None:
+        if self._counts[number] < self._num_steps:
+            return
+        if min(self._counts) >= self._num_steps or sum(self._counts) >= _MOST_UPDATES * self._num_steps:
+            raise Enough(0)
+
+    def _leave_out_dropout(self, result: Result) -> None:
+        """Ranks draw other masks than one process does."""
+        for root in (result.job.module, *result.job.parts.stages):
+            for module in root.modules():
+                if isinstance(module, _DropoutNd) and module.p:
+                    module.p = 0.0
+                    self.num_dropouts += 1
+
+    @torch.no_grad()
+    def _disturb(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.numel():
+                    gradient = parameter.grad
+                    noise = torch.randn(gradient.shape, generator=self._noise).to(gradient)
+                    gradient.add_(noise * gradient.abs().max() * self._rounding)
+
+    @torch.no_grad()
+    def _write(self, result: Result, number: int) -> None:
+        job = result.job
+        states = job.make_states(job, result.optim)
+        tensors = {("weight", name): weight for name, weight in states.weights().items()}
+        tensors |= {("buffer", name): buffer for name, buffer in persistent_buffers(job.module).items()}
+        try:
+            held = states.optimizer_states().tensors
+        except CheckpointError:  # states without a form of their own are not compared
+            held = {}
+        tensors |= {
+            ("state", f"{name}: {entry}"): state
+            for name, entries in held.items()
+            for entry, state in entries.items()
+        }
+        self._folder.mkdir(parents=True, exist_ok=True)
+        rank = job.cluster.rank
+        torch.save(
+            {
+                "where": _line_of_user(),
+                "tensors": {key: _whole(tensor) for key, tensor in tensors.items()},
+            },
+            self._folder / f"{number}-{self._counts[number]}-{rank}.pt",
+        )
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole tensor; collective for a divided one."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().to("cpu", copy=True)
+
+
+def _line_of_user() -> str:
+    frames = [frame for frame in traceback.extract_stack() if not is_library(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def compare_runs(folder: Path, *, reduced: bool) -> tuple[Difference | None, list[Difference]]:
+    """The first difference that is more than rounding, and the largest one of each update, in units of its tolerance.
+
+    Args:
+        folder: with the records of the three runs: ``one``, ``ranks`` and ``rounding``.
+        reduced: whether something was computed in less than float32.
+    """
+    largest: list[Difference] = []
+    begins: dict[int, Mapping[Any, torch.Tensor]] = {}
+    runs = [folder / name for name in ("one", "ranks", "rounding")]
+    for step, job in sorted(_moments(runs[0]) | _moments(runs[1])):
+        plain, ranks, rounded = (_read(run, job, step) for run in runs)
+        if not plain or not ranks:
+            who = "the ranks" if plain else "one process"
+            where = next(iter((plain or ranks).values()))["where"]
+            return Difference(job=job, step=step, where=where, kind="steps", name=who), largest
+        whole = plain[0]["tensors"]
+        begin = begins.setdefault(job, whole)
+        noisy = rounded[0]["tensors"] if rounded else whole
+        found = [
+            Difference(job=job, step=step, where=held["where"], rank=rank, **fields)
+            for rank, held in ranks.items()
+            for fields in _compared(whole, held["tensors"], noisy, begin, reduced)
+        ]
+        for kind, name in whole.keys() - {key for held in ranks.values() for key in held["tensors"]}:
+            found.append(Difference(job=job, step=step, where=ranks[0]["where"], kind=kind, name=name))
+        found.sort(key=lambda row: -row.excess)
+        largest += found[:1]
+        beyond = {(row.kind, row.name) for row in found if row.excess > 1.0}
+        if beyond:
+            return replace(found[0], others=len(beyond) - 1), largest
+    return None, largest
+
+
+def _moments(folder: Path) -> set[tuple[int, int]]:
+    """The updates that were recorded, and the job of each."""
+    names = [path.stem.split("-") for path in folder.glob("*-*-*.pt")]
+    return {(int(step), int(job)) for job, step, _ in names}
+
+
+def _read(folder: Path, job: int, step: int) -> dict[int, Any]:
+    """The records of an update by rank."""
+    return {
+        int(path.stem.split("-")[-1]): torch.load(path, weights_only=True)
+        for path in sorted(folder.glob(f"{job}-{step}-*.pt"))
+    }
+
+
+def _compared(
+    plain: Mapping[Any, torch.Tensor],
+    found: Mapping[Any, torch.Tensor],
+    noisy: Mapping[Any, torch.Tensor],
+    begin: Mapping[Any, torch.Tensor],
+    reduced: bool,
+) -> Iterator[dict[str, Any]]:
+    """Kind, name, error and tolerance of each tensor that a rank holds.
+
+    A weight is judged by its update since the first record, anything else by itself.
+    """
+    share, unit = REDUCED_TOLERANCE if reduced else TOLERANCE, torch.finfo(torch.float32)
+    for (kind, name), tensor in found.items():
+        expected = plain.get((kind, name))
+        if expected is None or expected.shape != tensor.shape:
+            yield {"kind": kind, "name": name}
+            continue
+        moved = expected.double() - (begin[kind, name].double() if kind == "weight" else 0.0)
+        noise = _largest(noisy[kind, name].double() - expected) if (kind, name) in noisy else 0.0
+        rounding = 2 * unit.eps * _largest(expected) + unit.tiny
+        yield {
+            "kind": kind,
+            "name": name,
+            "error": _largest(tensor.double() - expected),
+            "tolerance": share * _largest(moved) + NOISE_FACTOR * noise + rounding,
+        }
+
+
+def _largest(values: torch.Tensor) -> float:
+    """The largest magnitude; infinite for what is not a number."""
+    return float(values.abs().nan_to_num(nan=float("inf")).max()) if values.numel() else 0.0
