@@ -105,11 +105,13 @@ def gpu_described(index: int, name: str, total_memory: int, capability: tuple[in
         "get_device_name": name,
         "get_device_capability": capability,
         "get_device_properties": properties,
-        "is_current_stream_capturing": False,  # every step of an optimizer asks
+        "is_current_stream_capturing": False,  # every step of an optimizer asks, up to torch 2.12
     }
     with ExitStack() as stack:
         for question, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, question, _Answer(answer)))
+        stream = SimpleNamespace(is_capturing=_Answer(value=False))  # which optimizers ask from torch 2.13 on
+        stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", _Answer(stream)))
         stack.callback(device_interface.caching_worker_device_properties.pop, "cuda", None)
         yield
 

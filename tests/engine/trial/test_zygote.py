@@ -23,6 +23,8 @@ calls = []
 torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
 torch.cuda._lazy_init = lambda: calls.append("CUDA was started")
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+torch.accelerator.current_stream = lambda device=None: calls.append("a stream was asked for")
 torch.cuda.is_current_stream_capturing = lambda: calls.append("a stream was asked for") or False
 
 from atorch_ns.cluster import Cluster
