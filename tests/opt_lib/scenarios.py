@@ -83,7 +83,7 @@ def run_scenarios(scenarios: Mapping[str, Scenario], num_ranks: int) -> Runs:
     """What every rank did in every scenario: a trajectory, or the traceback of what it raised."""
     for name in {scenario.case for scenario in scenarios.values()}:
         get_case(name).build()  # imports what ranks would import
-    return run_ranks(_run_all, num_ranks, args=(scenarios,), timeout_s=110)
+    return run_ranks(_run_all, num_ranks, args=(scenarios,), timeout_s=220)
 
 
 def assert_equals_one_process(scenario: Scenario, name: str, runs: Runs) -> None:

@@ -244,7 +244,8 @@ def test_an_observer_elsewhere_hears_of_a_restart_and_may_fail() -> None:
 
     server = CoordinatorServer(Coordinator(FakeSearch(["a"]), 1), token=TOKEN)
     call = agent(server, FakeWorker(0, slowly(0, 1.0)), on_event=observe)
-    time.sleep(0.6)
+    while not seen:  # the trial has started, and takes a second
+        time.sleep(0.01)
     server.close()
     with CoordinatorServer(Coordinator(FakeSearch(["b"]), 1), token=TOKEN, port=server.port):
         assert call.wait().error is None
