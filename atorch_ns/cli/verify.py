@@ -12,6 +12,7 @@ import typer
 from atorch_ns.cli import _options as options
 from atorch_ns.cli._on_ranks import on_ranks
 from atorch_ns.cli._planning import check_strategy_is_there, say
+from atorch_ns.errors import AtorchError
 from atorch_ns.text import counted
 
 _TIMEOUT_S = 600.0
@@ -95,19 +96,24 @@ def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json:
     from atorch_ns.launch import scratch_folder
     from atorch_ns.numerics.script import compare_runs
 
-    found: dict[str, Any] = {}
+    def run(name: str, where: str, count: int, **more: Any) -> dict[str, Any]:
+        say(f"running the script {where} …")
+        whole = {**request, "run": name, "folder": str(folder), **more}
+        return on_ranks("script", whole, nproc=count, timeout_s=timeout, as_json=as_json)
+
     with scratch_folder() as folder:
-        for run, what, count in (
-            ("one", "one process", 1),
-            ("ranks", f"{nproc} ranks", nproc),
-            ("rounding", "one process, with the gradients of other rounding", 1),
-        ):
-            say(f"running the script in {what} …" if count == 1 else f"running the script on {what} …")
-            whole = {**request, "run": run, "folder": str(folder), "reduced": found.get("reduced", False)}
-            found = on_ranks("script", whole, nproc=count, timeout_s=timeout, as_json=as_json) | (
-                {"strategies": found["strategies"], "reduced": found["reduced"]} if run == "rounding" else {}
-            )
-        difference, updates = compare_runs(folder, reduced=found["reduced"])
+        run("one", "in one process", 1)
+        try:
+            found = run("ranks", f"on {counted(nproc, 'rank')}", nproc)
+        except (typer.Exit, AtorchError):
+            first, _ = compare_runs(folder, nproc, reduced=False)
+            if first is not None:
+                say("\n".join(["before that:", *_difference_lines(asdict(first), 1)]))
+            raise
+        run(
+            "rounding", "in one process, with gradients that are off by rounding", 1, reduced=found["reduced"]
+        )
+        difference, updates = compare_runs(folder, nproc, reduced=found["reduced"])
     document = {
         "passed": difference is None,
         "strategies": found["strategies"],
@@ -122,6 +128,27 @@ def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json:
         raise typer.Exit(1)
 
 
+def _difference_lines(found: dict[str, Any], num_jobs: int) -> list[str]:
+    of_job = f" of job {found['job'] + 1}" if num_jobs > 1 else ""
+    at = f"after update {found['step']}{of_job}" if found["step"] else f"before the first update{of_job}"
+    if found["kind"] == "steps":
+        what = f"{found['name']} did not take it"
+    elif found["error"] == float("inf"):
+        what = f"{found['kind']} {found['name']} is of another shape, not a number, or on one side alone"
+    else:
+        others = f"; {counted(found['others'], 'other tensor')} too" if found["others"] else ""
+        what = (
+            f"{found['kind']} {found['name']} on rank {found['rank']} is off by {found['error']:.1e}, "
+            f"{found['tolerance']:.1e} is rounding{others}"
+        )
+    lines = [f"  {at}: {what}", f"  by {found['where']}"]
+    if not found["step"]:
+        lines.append(
+            "  The script begins with other weights than in one process: does it draw them by the rank?"
+        )
+    return lines
+
+
 def _script_lines(found: dict[str, Any]) -> list[str]:
     jobs, difference = found["strategies"], found["difference"]
     num_updates = sum(update["step"] > 0 for update in found["updates"])
@@ -132,29 +159,7 @@ def _script_lines(found: dict[str, Any]) -> list[str]:
         + precision
     ]
     if difference is not None:
-        of_job = f" of job {difference['job'] + 1}" if len(jobs) > 1 else ""
-        at = (
-            f"after update {difference['step']}{of_job}"
-            if difference["step"]
-            else f"before the first update{of_job}"
-        )
-        if difference["kind"] == "steps":
-            lines.append(f"  {at}: {difference['name']} did not take it")
-        elif difference["error"] == float("inf"):
-            lines.append(
-                f"  {at}: {difference['kind']} {difference['name']} is not comparable, or not on any rank"
-            )
-        else:
-            lines.append(
-                f"  {at}: {difference['kind']} {difference['name']} on rank {difference['rank']} is off by "
-                f"{difference['error']:.1e}, {difference['tolerance']:.1e} is rounding"
-                + (f"; {counted(difference['others'], 'other tensor')} too" if difference["others"] else "")
-            )
-        lines.append(f"  by {difference['where']}")
-        if difference["step"] == 0:
-            lines.append(
-                "  The script begins with other weights than in one process: does it draw them by the rank?"
-            )
+        lines += _difference_lines(difference, len(jobs))
     if found["num_dropouts"]:
         lines.append(
             f"  {counted(found['num_dropouts'], 'Dropout module')} left out: ranks draw other masks than one process"

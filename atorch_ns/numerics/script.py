@@ -84,6 +84,7 @@ class ScriptWatch:
         self.strategies: list[str] = []
         self._folder, self._num_steps, self._rounding = folder, num_steps, rounding
         self._counts: list[int] = []
+        self._num_records = 0
         self._noise = torch.Generator().manual_seed(1)
 
     def follow(self, result: Result) -> None:
@@ -158,8 +159,9 @@ class ScriptWatch:
                 "where": _line_of_user(),
                 "tensors": {key: _whole(tensor) for key, tensor in tensors.items()},
             },
-            self._folder / f"{number}-{self._counts[number]}-{rank}.pt",
+            self._folder / f"{self._num_records}-{number}-{self._counts[number]}-{rank}.pt",
         )
+        self._num_records += 1
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -173,20 +175,25 @@ def _line_of_user() -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
-def compare_runs(folder: Path, *, reduced: bool) -> tuple[Difference | None, list[Difference]]:
+def compare_runs(
+    folder: Path, num_ranks: int, *, reduced: bool
+) -> tuple[Difference | None, list[Difference]]:
     """The first difference that is more than rounding, and the largest one of each update, in units of its tolerance.
 
     Args:
         folder: with the records of the three runs: ``one``, ``ranks`` and ``rounding``.
+        num_ranks: ranks of the second run.
         reduced: whether something was computed in less than float32.
     """
     largest: list[Difference] = []
     begins: dict[int, Mapping[Any, torch.Tensor]] = {}
     runs = [folder / name for name in ("one", "ranks", "rounding")]
-    for step, job in sorted(_moments(runs[0]) | _moments(runs[1])):
-        plain, ranks, rounded = (_read(run, job, step) for run in runs)
-        if not plain or not ranks:
-            who = "the ranks" if plain else "one process"
+    for moment in sorted(_moments(runs[0]) | _moments(runs[1])):
+        _, job, step = moment
+        plain, ranks, rounded = (_read(run, moment) for run in runs)
+        left_out = [f"rank {rank}" for rank in range(num_ranks) if rank not in ranks]
+        if not plain or left_out:
+            who = "one process" if not plain else "the ranks" if not ranks else left_out[0]
             where = next(iter((plain or ranks).values()))["where"]
             return Difference(job=job, step=step, where=where, kind="steps", name=who), largest
         whole = plain[0]["tensors"]
@@ -207,17 +214,21 @@ def compare_runs(folder: Path, *, reduced: bool) -> tuple[Difference | None, lis
     return None, largest
 
 
-def _moments(folder: Path) -> set[tuple[int, int]]:
-    """The updates that were recorded, and the job of each."""
-    names = [path.stem.split("-") for path in folder.glob("*-*-*.pt")]
-    return {(int(step), int(job)) for job, step, _ in names}
+_Moment = tuple[int, int, int]
+"""Number of a record in the order of the script, its job, and the updates of that."""
 
 
-def _read(folder: Path, job: int, step: int) -> dict[int, Any]:
-    """The records of an update by rank."""
+def _moments(folder: Path) -> set[_Moment]:
+    names = [path.stem.split("-") for path in folder.glob("*.pt")]
+    return {(int(order), int(job), int(step)) for order, job, step, _ in names}
+
+
+def _read(folder: Path, moment: _Moment) -> dict[int, Any]:
+    """The records of a moment by rank."""
+    order, job, step = moment
     return {
         int(path.stem.split("-")[-1]): torch.load(path, weights_only=True)
-        for path in sorted(folder.glob(f"{job}-{step}-*.pt"))
+        for path in sorted(folder.glob(f"{order}-{job}-{step}-*.pt"))
     }
 
 
