@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import torch
 
 from atorch_ns.apply.build import build
@@ -59,9 +61,10 @@ def apply_strategy(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Resu
 
 def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
     # For values that all ranks draw alike; torch's own of a script that sets none is any number of 64 bits.
-    seed = cluster.from_first(torch.initial_seed() % 2**63)
+    seed, name = cluster.from_first((torch.initial_seed() % 2**63, uuid.uuid4().hex))
     job = cluster.agree(
-        lambda: Job.start(inputs, cluster, resolved.plan, seed=seed), what="grouping the parameters"
+        lambda: Job.start(inputs, cluster, resolved.plan, seed=seed, name=name),
+        what="grouping the parameters",
     )
     census = Census(inputs.model)
     for chosen in resolved.chosen:

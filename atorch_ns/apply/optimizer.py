@@ -11,6 +11,7 @@ import torch
 
 from atorch_ns.apply.watch import WATCH
 from atorch_ns.errors import InputError, StepError
+from atorch_ns.job.agreement import SameWeights
 from atorch_ns.job.gradients import clip_gradients, gradient_norm
 from atorch_ns.job.job import OPTIMIZER, Job
 from atorch_ns.job.model import NamedGroup, parameter_groups
@@ -128,6 +129,7 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
     if untried:
         job.explain(OPTIMIZER, untried)
         job.warn(untried)
+    _watch_copies(job, optimizer)
     scaler, norm = job.precision.scaler, _count_once(job, masters)
     steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
     # A backward pass of the optimizer's own goes with a step of its own.
@@ -144,6 +146,14 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
         finish=partial(job.gradients.complete, job.module) if job.gradients.are_left else None,
         norm=norm,
     )
+
+
+def _watch_copies(job: Job, optimizer: torch.optim.Optimizer) -> None:
+    """Has ranks compare the weights that they hold copies of; backends keep them where they like."""
+    is_known = job.optimizer.take_over is None and job.plan.sharding.layout != "flat"
+    if job.name and job.mesh is not None and job.num_data_ranks > 1 and is_known:
+        job.step.same_weights = SameWeights(job.mesh, [job.module, *job.parts.stages], job.name)
+        job.step.same_weights.follow(optimizer)
 
 
 def _frozen(job: Job) -> list[tuple[str, torch.Tensor]]:

@@ -130,6 +130,8 @@ def import_state_dict(
         source = state_dict[key] if job.cluster.rank == 0 else None
         _fill(targets.get(name), records[name], source, job.device, distributed=job.cluster.distributed)
     states.set_weights(weights)
+    if job.step.same_weights is not None:
+        job.step.same_weights.begin_anew()
     return unmatched
 
 

@@ -75,6 +75,8 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
             "changed: load a checkpoint, or start anew, before training goes on. "
             f"{alternative(folder)}"
         ) from error
+    if result.job.step.same_weights is not None:
+        result.job.step.same_weights.begin_anew()
     manifest, notes = source.manifest, source.notes
     if notes and cluster.rank == 0:
         log.warning("%s: %s", folder, "; ".join(notes))

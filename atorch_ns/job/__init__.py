@@ -2,6 +2,7 @@
 
 from atorch_ns.cluster.memory_limit import is_out_of_memory, limit_memory
 from atorch_ns.cluster.process_memory import track_memory
+from atorch_ns.job.agreement import SameBatch
 from atorch_ns.job.gradients import SkipSync
 from atorch_ns.job.inputs import Inputs
 from atorch_ns.job.job import OPTIMIZER, Job, KeptActivations
@@ -13,7 +14,6 @@ from atorch_ns.job.optimizer import StepOptimizer
 from atorch_ns.job.optimizer_checks import keeps_blocks
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.result import MethodRow, Report, Result
-from atorch_ns.job.same_batch import SameBatch
 from atorch_ns.job.states import (
     OptimizerStates,
     ParameterStates,

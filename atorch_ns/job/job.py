@@ -16,13 +16,13 @@ from atorch_ns.capture.random_states import turn_off_caches
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import Cluster, Mesh
 from atorch_ns.data import BatchRunner, split_batch
+from atorch_ns.job.agreement import SameBatch, SameWeights
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.inputs import Inputs
 from atorch_ns.job.loss import LossFunction, MeanCheck, Precision
 from atorch_ns.job.materialise import Materialiser, is_on_meta
 from atorch_ns.job.model import ModelParts, OriginalModel
 from atorch_ns.job.randomness import SharedRandomness
-from atorch_ns.job.same_batch import SameBatch
 from atorch_ns.job.states import ParameterStates, TrainingStates
 from atorch_ns.strategy import Plan
 
@@ -82,6 +82,7 @@ class StepOptions:
         kept_activations: forward passes inside recompute nothing afterwards.
         randomness: the random states that forward passes begin from, where ranks must share them.
         same_batch: compares what ranks are given that work on the same samples; ``None`` where all have samples of their own.
+        same_weights: compares what ranks hold that have copies of a part; ``None`` where none do, or that is not known.
         shares_batch_norms: whether batch norms share statistics over the data ranks.
     """
 
@@ -97,6 +98,7 @@ class StepOptions:
     kept_activations: KeptActivations = field(default_factory=KeptActivations)
     randomness: SharedRandomness | None = None
     same_batch: SameBatch | None = None
+    same_weights: SameWeights | None = None
     shares_batch_norms: bool = False
 
     def micro_batches(self, data: Any) -> list[Any]:
@@ -137,6 +139,7 @@ class Job:
         model: the model as it stands, wrappers included: what the user will call.
         module: the model inside outer wrappers, with the user's attribute names.
         seed: seed for initial values, the same on every rank.
+        name: of this job, the same on every rank and of no other job; empty where nobody else is asked for it.
         mesh: the arrangement of ranks; ``None`` in a process without a group.
         placed: whether a method has put the model on its device.
         parts: stages and experts that the model has been divided into.
@@ -158,6 +161,7 @@ class Job:
     model: nn.Module
     module: nn.Module
     seed: int
+    name: str = ""
     mesh: Mesh | None = None
     placed: bool = False
     parts: ModelParts = field(default_factory=ModelParts)
@@ -172,7 +176,7 @@ class Job:
     idle_axes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, inputs: Inputs, cluster: Cluster, plan: Plan, *, seed: int) -> Job:
+    def start(cls, inputs: Inputs, cluster: Cluster, plan: Plan, *, seed: int, name: str = "") -> Job:
         """A job to which nothing has been done yet.
 
         Raises:
@@ -186,6 +190,7 @@ class Job:
             model=inputs.model,
             module=inputs.model,
             seed=seed,
+            name=name,
             step=StepOptions(num_micro_batches=inputs.gradient_accumulation_steps),
         )
         if turn_off_caches(inputs.model):

@@ -20,11 +20,11 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.data import call_model, default_prepare_input
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Job, Result
+from atorch_ns.job.agreement import SameBatch
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.model import OriginalModel
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.reducer import GradientReducer
-from atorch_ns.job.same_batch import SameBatch
 from atorch_ns.job.states import reshard
 from atorch_ns.job.train_step import TrainStep
 from atorch_ns.parallel import ComputeConfig, ParallelModule

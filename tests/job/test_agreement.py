@@ -1,4 +1,4 @@
-"""Ranks that divide one model and are given different samples end with an error; those with data of their own train on."""
+"""Ranks that divide one model and are given different samples end with an error, and so do copies of weights that differ."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from atorch_ns import ComputeConfig, auto_accelerate, parallelize
+from atorch_ns import ComputeConfig, auto_accelerate, checkpoint, parallelize
 from atorch_ns.cluster import Mesh
-from atorch_ns.errors import InputError
+from atorch_ns.errors import InputError, StepError
 from atorch_ns.job import SameBatch
-from atorch_ns.testing.workers import run_ranks
+from atorch_ns.job.agreement import SameWeights
+from atorch_ns.testing.workers import catch_ranks, run_ranks
 
 
 class Net(nn.Module):
@@ -150,3 +152,121 @@ def test_data_ranks_have_samples_of_their_own() -> None:
     assert [by_data for by_data, _ in found] == [""] * 4
     assert [bool(wrong) for _, wrong in found] == [False, False, True, True]
     assert "ranks 2 and 3" in found[2][1]
+
+
+def scaled(number: int, model: nn.Module) -> None:
+    """Gradients of one rank are not those of the others."""
+    if number == 1 and dist.get_rank() == 1:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(2.0)
+
+
+@torch.no_grad()
+def written(number: int, model: nn.Module) -> None:
+    """A weight is written on one rank."""
+    if number == 1 and dist.get_rank() == 1:
+        next(model.parameters()).add_(0.1)
+
+
+def loaded(number: int, model: nn.Module) -> None:
+    """Late, where only what follows a load is compared."""
+    if number == 5 and dist.get_rank() == 1:
+        written(1, model)
+
+
+STRATEGIES: dict[str, list[Any]] = {
+    "ddp": ["ddp"],
+    "replicas of shards": [("parallel_mode", ([("zero", 2), ("data", 2)], None)), "fsdp"],
+    "replicas of parts": [("parallel_mode", ([("tensor", 2), ("data", 2)], None))],
+    "masters": ["ddp", ("half", {"dtype": "bf16", "master_weights": True})],
+    "zero1": ["zero1"],
+}
+
+
+def _drifts(strategy: list[Any], change: Callable[[int, nn.Module], None] | None, loads: bool) -> int:
+    """Updates of this rank by its own loop."""
+    torch.manual_seed(0)
+    result = auto_accelerate(
+        Net(),
+        torch.optim.AdamW,
+        torch.randn(64, 8),
+        lambda batch, output: nn.functional.mse_loss(output, batch),
+        dataloader_args={"batch_size": 8},
+        load_strategy=strategy,
+    )[1]
+    assert result is not None
+    assert result.dataloader is not None
+    for number, batch in enumerate(result.dataloader):
+        result.optim.zero_grad()
+        result.loss_func(batch, result.model(batch)).backward()
+        if loads and number == 5:
+            checkpoint.import_state_dict(result, checkpoint.export_state_dict(result))
+        if change is not None:
+            change(number, result.model)
+        result.optim.step()
+        dist.barrier()  # what others have written is there
+    return number + 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "change", "loads"),
+    [
+        ("ddp", scaled, False),
+        ("ddp", written, False),
+        ("ddp", loaded, True),
+        ("masters", scaled, False),
+        ("replicas of shards", scaled, False),
+        ("replicas of parts", scaled, False),
+    ],
+)
+def test_copies_of_weights_that_differ_end_all_ranks(strategy: str, change: Any, loads: bool) -> None:
+    num_ranks = 4 if strategy.startswith("replicas") else 2
+    outcomes = catch_ranks(_drifts, num_ranks, args=(STRATEGIES[strategy], change, loads), timeout_s=100)
+    assert not [outcome for outcome in outcomes if outcome.status in ("returned", "timed_out")]
+    said = [str(outcome.error) for outcome in outcomes if isinstance(outcome.error, StepError)]
+    assert said
+    assert "holds other weights than rank" in said[0]
+    assert ("after update 7" in said[0] or "after update 6" in said[0]) is loads
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_copies_of_weights_that_are_equal_are_no_news(strategy: str) -> None:
+    num_ranks = 4 if strategy.startswith("replicas") else 2
+    ended = run_ranks(_drifts, num_ranks, args=(STRATEGIES[strategy], None, True), timeout_s=100)
+    assert ended == [8] * num_ranks
+
+
+def _left_behind() -> str:
+    weights = SameWeights(Mesh([("data", 2)], device_type="cpu"), [Net()], "late")
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    weights.follow(optimizer)
+    try:
+        for _ in range(3 if dist.get_rank() == 0 else 0):
+            optimizer.step()
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_makes_no_update_is_named() -> None:
+    said = run_ranks(_left_behind, 2, timeout_s=60)
+    assert "rank 0 has made 3 updates, and one of the ranks 1 has not made 1" in said[0]
+
+
+def _rounded() -> int:
+    torch.manual_seed(0)
+    model = Net()
+    weights = SameWeights(Mesh([("data", 2)], device_type="cpu"), [model], "rounded")
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.0 + 1e-6 * dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights.follow(optimizer)
+    for _ in range(2):
+        optimizer.step()
+        dist.barrier()
+    return weights._num_updates
+
+
+def test_rounding_is_no_error() -> None:
+    assert run_ranks(_rounded, 2, timeout_s=60) == [2, 2]

@@ -1,0 +1,321 @@
+"""Agreement of ranks: the samples of those that divide one model, and the weights of those that hold copies of a part."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import chain, product
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.capture.nests import leaves
+from atorch_ns.cluster import Mesh, gathered
+from atorch_ns.errors import InputError, StepError
+from atorch_ns.text import counted, first_few
+from atorch_ns.torch_compat import default_store, local_box, plain_name
+
+log = logging.getLogger("atorch_ns")
+
+_AXES: Final = ("tensor", "sequence", "pipeline")
+"""The axes whose ranks work on the same samples."""
+
+_NUM_VALUES: Final = 1024
+"""Values of each tensor that are compared, at places drawn once for all ranks."""
+
+_TOLERANCE: Final = 1e-2
+"""Floating values may differ by this share of the largest: ranks may have computed them, with rounding errors of 2^-8 in bfloat16."""
+
+_EVERY: Final = 1000
+"""A comparison is an exchange that waits for the device: at most a thousandth of the time, even if it took as long as a step."""
+
+
+class _Leaf(NamedTuple):
+    """A value of a batch, as ranks tell each other of it."""
+
+    where: str
+    kind: str
+    values: torch.Tensor
+
+
+class SameBatch:
+    """Compares the samples of the ranks along the axes tensor, sequence and pipeline.
+
+    Those of the first call and of every thousandth after it are compared, of training and of inference each.
+
+    Ranks that make their data in each process, without a common seed, would otherwise train one model on different samples
+    in silence.
+
+    Args:
+        mesh: the arrangement of ranks.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._axes = [name for name in _AXES if mesh.size(name) > 1]
+        self._counts = {True: 0, False: 0}
+
+    def attach(self, module: nn.Module) -> None:
+        """Checks what ``module`` is called with."""
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.check({**dict(enumerate(args)), **kwargs})
+
+        module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True, with_kwargs=True)
+
+    def check(self, samples: Any) -> None:
+        """Compares ``samples``, a nest of tensors, if it is their turn; collective over those ranks then.
+
+        Raises:
+            InputError: on each of those ranks, if the samples of two of them differ; it names the first place.
+        """
+        trains = torch.is_grad_enabled()
+        self._counts[trains] += 1
+        if self._counts[trains] % _EVERY != 1 or not self._axes:
+            return
+        told = [(dist.get_rank(), list(_leaves(samples)))]
+        for name in self._axes:
+            every = gathered(told, distributed=True, group=self._mesh.axis(name).get_group())
+            told = list(chain.from_iterable(every))
+        told.sort(key=lambda one: one[0])
+        first, expected = told[0]
+        for rank, found in told[1:]:
+            problem = _difference(expected, found)
+            if problem is not None:
+                axes = ", ".join(f"{name}={self._mesh.size(name)}" for name in self._axes)
+                raise InputError(
+                    f"ranks {first} and {rank} divide one model ({axes}) and must be given the same samples, but {problem}. "
+                    "Make the data the same in every process: call torch.manual_seed(0) before they, or their random "
+                    "transforms, are drawn, or read them from files."
+                )
+
+
+def _leaves(samples: Any) -> Iterator[_Leaf]:
+    for path, leaf in leaves(samples):
+        where = "batch" + "".join(f"[{key!r}]" for key in path)
+        if isinstance(leaf, torch.Tensor):
+            kind = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+            yield _Leaf(where, kind, _some_values(leaf))
+        elif leaf is None or isinstance(leaf, (bool, int, float)):  # texts may be names of a machine's files
+            yield _Leaf(where, repr(leaf), torch.empty(0))
+
+
+def _some_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Values at fixed places, float64 on the CPU; none of a tensor of which this rank may hold a part."""
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
+        return torch.empty(0)
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    places = torch.arange(len(flat))
+    if len(flat) > _NUM_VALUES:
+        places = torch.randint(len(flat), (_NUM_VALUES,), generator=torch.Generator().manual_seed(0))
+    return flat[places.to(flat.device)].cpu().double()
+
+
+def _difference(expected: list[_Leaf], found: list[_Leaf]) -> str | None:
+    if [leaf[:2] for leaf in expected] != [leaf[:2] for leaf in found]:
+        return f"they are {_kinds(expected)} and {_kinds(found)}"
+    for one, other in zip(expected, found, strict=True):
+        rounding = _TOLERANCE if one.kind.startswith(("float", "bfloat", "complex")) else 0.0
+        largest = float(one.values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if len(one.values) else 0.0
+        same = torch.isclose(one.values, other.values, rtol=0.0, atol=rounding * largest, equal_nan=True)
+        if not same.all():
+            place = int((~same).nonzero()[0])
+            share = f"{float((~same).double().mean()):.0%} of the values compared in {one.where} differ"
+            return f"{share}, such as {one.values[place]:g} and {other.values[place]:g}"
+    return None
+
+
+def _kinds(told: list[_Leaf]) -> str:
+    return first_few([f"{where} {kind}" for where, kind, _ in told], 8) or "empty"
+
+
+_FIRST_UPDATES: Final = (1, 2, 3)
+"""Updates that are compared, after the beginning and after a load: masters are rounded into weights after the update that
+is seen, so that two updates are seen by the third."""
+
+_NUM_SAMPLED: Final = 16
+"""Elements of each parameter that tell an update of its own from rounding."""
+
+_ROUNDING: Final = 1e-4
+"""Share of a parameter's largest sampled element by which copies may differ without an error: ranks with other processors may
+round otherwise."""
+
+_DATA_AXES: Final = ("data", "zero", "expert")
+
+
+class _Written(NamedTuple):
+    """What a rank has written after an update: [2, P] names of its parts as numbers and sums of their bits, and [P, n]
+    elements."""
+
+    update: int
+    paths: list[str]
+    sums: np.ndarray
+    samples: np.ndarray
+
+
+class SameWeights:
+    """Compares the weights of ranks that hold copies, without ever waiting for a rank.
+
+    After the first updates and after every thousandth, each rank writes a checksum of the bits of each parameter, or of its
+    part, into the store by which the ranks have met. It reads those of a rank that holds the same when they are there.
+    Gradients that were changed, left out or not reduced on one rank show here, whatever loop has made them.
+
+    Args:
+        mesh: the arrangement of ranks.
+        roots: modules with the parameters of this rank.
+        name: of the job, the same on all ranks and on no other job.
+    """
+
+    def __init__(self, mesh: Mesh, roots: list[nn.Module], name: str) -> None:
+        self._name, self._roots, self._rank = name, roots, dist.get_rank()
+        self._others = _ranks_with_copies(mesh)
+        self._num_updates = self._begin = self._number = 0
+        self._waiting: dict[int, _Written] = {}
+        self._is_warned = False
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Looks from now on after the updates of an optimizer, whatever loop calls them."""
+        optimizer.register_step_post_hook(self._after_update)
+
+    def begin_anew(self) -> None:
+        """Compares the next updates, as after a load, on all ranks."""
+        self._begin = self._num_updates
+
+    def _after_update(self, *_: object) -> None:
+        for number in tuple(self._waiting):
+            self._compare(number)
+        self._num_updates += 1
+        if self._num_updates - self._begin in _FIRST_UPDATES or self._num_updates % _EVERY == 0:
+            self._write()
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        """Writes what this rank holds, and reads later what others do.
+
+        Raises:
+            StepError: if another rank is two of these updates behind.
+        """
+        self._number += 1
+        late = self._waiting.pop(self._number - 2, None)
+        if late is not None:
+            raise StepError(
+                f"rank {self._rank} has made {self._num_updates} updates, and one of the ranks "
+                f"{', '.join(map(str, self._others))} has not made {late.update}: it has left out some. Ranks must step together, "
+                "or leave a step out together."
+            )
+        named = {parameter: path for root in self._roots for path, parameter in root.named_parameters()}
+        named = {parameter: path for parameter, path in named.items() if _is_plain(parameter)}
+        if not named:
+            return
+        paths = [plain_name(path) for path in named.values()]
+        keys = [_key_of(path, parameter) for path, parameter in zip(paths, named, strict=True)]
+        sums = torch.stack([_bits(_part(parameter)) for parameter in named]).tolist()
+        samples = torch.stack([_sampled(_part(parameter)) for parameter in named]).cpu().numpy()
+        written = _Written(self._num_updates, paths, np.array([keys, sums], np.int64), samples)
+        store = default_store()
+        store.set(self._key(self._rank, "sums"), written.sums.tobytes())
+        store.set(self._key(self._rank, "samples"), samples.tobytes())
+        self._waiting[self._number] = written
+
+    def _key(self, rank: int, what: str, number: int | None = None) -> str:
+        return f"atorch_ns/weights/{self._name}/{number or self._number}/{rank}/{what}"
+
+    def _compare(self, number: int) -> None:
+        """Compares with each rank that holds a copy, once all have written.
+
+        Raises:
+            StepError: if an element differs by more than rounding.
+        """
+        store, own = default_store(), self._waiting[number]
+        if not store.check([self._key(rank, "samples", number) for rank in self._others]):
+            return
+        del self._waiting[number]
+        for rank in self._others:
+            sums = np.frombuffer(store.get(self._key(rank, "sums", number)), np.int64).reshape(2, -1)
+            samples = np.frombuffer(store.get(self._key(rank, "samples", number)), np.float32)
+            _, here, there = np.intersect1d(own.sums[0], sums[0], return_indices=True)
+            differ = own.sums[1][here] != sums[1][there]
+            if differ.any():
+                here, other = here[differ], samples.reshape(-1, _NUM_SAMPLED)[there[differ]]
+                self._explain(own, rank, here, other)
+
+    def _explain(self, own: _Written, rank: int, places: np.ndarray, other: np.ndarray) -> None:
+        samples = own.samples[places]
+        with np.errstate(invalid="ignore"):
+            off = np.abs(samples - other).max(1)
+            largest = np.maximum(np.abs(samples).max(1), np.abs(other).max(1))
+            both = np.isnan(samples).any(1) & np.isnan(other).any(1)  # on both sides it is no difference
+            wrong = ~(off <= _ROUNDING * largest) & ~both
+        paths = [own.paths[place] for place in (places[wrong] if wrong.any() else places)]
+        if wrong.any():
+            raise StepError(
+                f"after update {own.update}, rank {self._rank} holds other weights than rank {rank}, which must be copies: "
+                f"{counted(len(places), 'parameter')} of {len(own.paths)}, such as {first_few(paths, 3)}. What was done on one "
+                "rank alone must be done on all: a step that is left out, gradients that are changed or clipped by hand, "
+                "weights that are written or loaded. atorch-ns verify --script names the first update and its line."
+            )
+        if not self._is_warned:
+            self._is_warned = True
+            log.warning(
+                "after update %d, the weights of rank %d and of rank %d differ by rounding (%s), as processors of different "
+                "kinds may do; they are copies and may drift apart.",
+                *(own.update, self._rank, rank, first_few(paths, 3)),
+            )
+
+
+def _ranks_with_copies(mesh: Mesh) -> list[int]:
+    """For each set of the axes of data the first rank along them, and for that one the last; those hold the same parts of all
+    that is not divided there."""
+    names = mesh.device_mesh.mesh_dim_names or ()
+    own: Sequence[int] = mesh.device_mesh.get_coordinate() or ()
+    axes = [number for number, name in enumerate(names) if name in _DATA_AXES]
+    found = set()
+    for chosen in product((False, True), repeat=len(axes)):
+        place = list(own)
+        moved = [axis for axis, is_chosen in zip(axes, chosen, strict=True) if is_chosen]
+        target = 0 if any(own[axis] for axis in moved) else -1
+        for axis in moved:
+            place[axis] = target
+        found.add(int(mesh.device_mesh.mesh[tuple(place)]))
+    return sorted(found - {dist.get_rank()})
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    """Whether it has elements that can be read; parts in a packing of a library of its own cannot."""
+    part = _part(parameter)
+    return (
+        type(part) is torch.Tensor and part.layout == torch.strided and not part.is_meta and part.numel() > 0
+    )
+
+
+def _part(parameter: torch.Tensor) -> torch.Tensor:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def _key_of(path: str, parameter: torch.Tensor) -> int:
+    """A number for what a rank holds: the parameter, and the place of its part."""
+    place = local_box(parameter) if isinstance(parameter, DTensor) else ()
+    digest = hashlib.blake2b(f"{path} {place} {tuple(parameter.shape)}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(part: torch.Tensor) -> torch.Tensor:
+    """The sum of an array's bits as integers, 0-d int64; equal for equal bits, in any order of summation."""
+    whole = torch.view_as_real(part) if part.is_complex() else part
+    return whole.contiguous().view(_INTEGERS[whole.itemsize]).sum(dtype=torch.int64)
+
+
+def _sampled(part: torch.Tensor) -> torch.Tensor:
+    """[n] elements at even distances, as float32; of a small array some of them again."""
+    flat = (torch.view_as_real(part) if part.is_complex() else part).reshape(-1)
+    places = torch.linspace(0, flat.numel() - 1, _NUM_SAMPLED, device=flat.device).long()
+    return flat[places].float()
