@@ -18,8 +18,8 @@ FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob(
 # Bounds for what stands: they are lowered when it shrinks, and raised by the budget of a new capability alone. Lines are
 # those that are not blank.
 MOST_FILES, MOST_LINES = (
-    478,
-    80_500,
+    480,
+    80_900,
 )  # Merak, planning in code, predictions for real clusters, one door, memory of processes, loops
 GENERATED = "coordinator_pb2.py"
 

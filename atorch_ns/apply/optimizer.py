@@ -11,7 +11,7 @@ import torch
 
 from atorch_ns.apply.watch import WATCH
 from atorch_ns.errors import InputError, StepError
-from atorch_ns.job.agreement import SameWeights
+from atorch_ns.job.agreement import SamePlace, SameWeights
 from atorch_ns.job.gradients import clip_gradients, gradient_norm
 from atorch_ns.job.job import OPTIMIZER, Job
 from atorch_ns.job.model import NamedGroup, parameter_groups
@@ -129,7 +129,7 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
     if untried:
         job.explain(OPTIMIZER, untried)
         job.warn(untried)
-    _watch_copies(job, optimizer)
+    _watch_ranks(job, optimizer)
     scaler, norm = job.precision.scaler, _count_once(job, masters)
     steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
     # A backward pass of the optimizer's own goes with a step of its own.
@@ -148,10 +148,16 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
     )
 
 
-def _watch_copies(job: Job, optimizer: torch.optim.Optimizer) -> None:
-    """Has ranks compare the weights that they hold copies of; backends keep them where they like."""
-    is_known = job.optimizer.take_over is None and job.plan.sharding.layout != "flat"
-    if job.name and job.mesh is not None and job.num_data_ranks > 1 and is_known:
+def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
+    """Has ranks compare the weights that they hold copies of, and where they are when none goes on; backends hold weights
+    where they like."""
+    if not job.name or job.mesh is None or job.optimizer.take_over is not None:
+        return
+    if not job.parts.stages:
+        sharding = job.plan.sharding
+        divides = job.mesh.divides_model or sharding.parameters_over or sharding.gradients_over
+        SamePlace(job.name, is_collective=bool(divides)).follow(job.module, optimizer)
+    if job.num_data_ranks > 1 and job.plan.sharding.layout != "flat":
         job.step.same_weights = SameWeights(job.mesh, [job.module, *job.parts.stages], job.name)
         job.step.same_weights.follow(optimizer)
 

@@ -42,8 +42,6 @@ def verify(
     With --script, the script runs as it is: in one process, on the ranks, and once more in one process with gradients that are off by rounding. After each update of each optimizer, weights, buffers and states are compared. Without --strategy it has its own.
 
     Example: atorch-ns verify --strategy fsdp --model train.py:build --sample train.py:sample --loss train.py:loss
-
-    Example: atorch-ns verify --script train.py --strategy fsdp --nproc 2 --steps 3 -- --lr 0.1
     """
     problems = []
     if script is not None:

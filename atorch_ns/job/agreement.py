@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import os
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, product
 from typing import Any, Final, NamedTuple
 
@@ -14,11 +21,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from atorch_ns.capture.nests import leaves
+from atorch_ns.capture.nests import leaves, tensors_of
 from atorch_ns.cluster import Mesh, gathered
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.text import counted, first_few
-from atorch_ns.torch_compat import default_store, local_box, plain_name
+from atorch_ns.torch_compat import after_backward, default_store, in_backward, local_box, plain_name
 
 log = logging.getLogger("atorch_ns")
 
@@ -319,3 +326,125 @@ def _sampled(part: torch.Tensor) -> torch.Tensor:
     flat = (torch.view_as_real(part) if part.is_complex() else part).reshape(-1)
     places = torch.linspace(0, flat.numel() - 1, _NUM_SAMPLED, device=flat.device).long()
     return flat[places].float()
+
+
+_POLL_S: Final = 5.0
+_STUCK_S: Final = 20.0
+"""A rank that has been at one line for so long tells the others where it is, and again with each poll."""
+
+_KEPT_UPDATES: Final = {False: 3, True: 1000}
+"""Updates of which calls are kept: ranks that are stuck are at most two apart, others as many as they make between polls."""
+
+
+class SamePlace:
+    """Ends ranks that are at different places of a step, where none can go on.
+
+    A thread looks now and then at what the training thread does. Only a rank that is stuck in a call writes its calls since
+    the last updates into the store by which ranks have met. Calls that differ on two ranks that stay stuck are a rank that
+    has left one out. Where every call is collective, ranks need not be stuck: they would exchange what belongs to different
+    calls. A rank that waits cannot be woken, so the process ends, as with NCCL's watchdog.
+
+    Args:
+        name: of the job, the same on all ranks and on no other job.
+        is_collective: whether each call of one rank is one of all, as where parameters or samples are divided.
+    """
+
+    def __init__(self, name: str, *, is_collective: bool) -> None:
+        self._name, self._rank, self._num_ranks = name, dist.get_rank(), dist.get_world_size()
+        self._is_collective = is_collective
+        self._thread = threading.get_ident()
+        self._calls = {0: ""}
+        self._beats: dict[int, int] = {}
+
+    def follow(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Watches a model and its optimizer until the process ends."""
+        # First in each: fully_shard communicates in hooks of its own.
+        module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
+        module.register_forward_hook(torch.compiler.disable(self._after_forward), prepend=True)
+        optimizer.register_step_pre_hook(lambda *_: self._add("U"))
+        optimizer.register_step_post_hook(self._after_update)
+        with suppress(RuntimeError):  # no room for a thread: nothing else depends on it
+            threading.Thread(target=self._watch, daemon=True, name="atorch_ns same place").start()
+
+    def _add(self, letter: str) -> None:
+        number = max(self._calls)
+        self._calls[number] = (self._calls[number] + letter)[-_NUM_VALUES:]
+
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self._thread = threading.get_ident()
+            self._add("F")
+
+    def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        passing: list[None] = []
+
+        def begin(_: torch.Tensor) -> None:
+            if not passing:
+                passing.append(None)
+                self._add("B")
+                after_backward(passing.clear)
+
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(torch.compiler.disable(begin))
+
+    def _after_update(self, *_: object) -> None:
+        number = max(self._calls) + 1
+        self._calls[number] = ""
+        self._calls.pop(number - _KEPT_UPDATES[self._is_collective], None)
+
+    def _watch(self) -> None:
+        place, since, beat = None, 0.0, 0
+        while True:
+            time.sleep(_POLL_S)
+            frame = sys._current_frames().get(self._thread)
+            calls = dict(self._calls)
+            now = None if frame is None else (frame.f_code, frame.f_lineno, calls)
+            if now != place or now is None:
+                place, since = now, time.monotonic()
+            is_stuck = time.monotonic() - since > _STUCK_S
+            beat = beat + 1 if is_stuck or self._is_collective else 0
+            if not beat:
+                continue
+            names = {found.f_code.co_name for found, _ in traceback.walk_stack(frame)}
+            number = max(calls)
+            if is_stuck and "_engine_run_backward" in names and not calls[number].endswith("B"):
+                calls[number] += "B"  # it has not come to the hook yet
+            try:
+                self._compare(calls, beat)
+            except RuntimeError:  # the store has gone, and with it the ranks
+                return
+
+    def _compare(self, calls: dict[int, str], beat: int) -> None:
+        """Tells the other ranks where this one is, and ends it where one of them, stuck too, has made other calls."""
+        store = default_store()
+        store.set(self._key(self._rank), json.dumps({"beat": beat, "calls": calls}))
+        for rank in range(self._num_ranks):
+            if rank == self._rank or not store.check([self._key(rank)]):
+                continue
+            other = json.loads(store.get(self._key(rank)))
+            is_stuck = other["beat"] > self._beats.get(rank, other["beat"])  # it has told so again
+            self._beats[rank] = other["beat"]
+            for number, theirs in other["calls"].items():
+                own = calls.get(int(number), theirs)
+                if is_stuck and not own.startswith(theirs) and not theirs.startswith(own):
+                    self._end(rank, int(number), own, theirs)
+
+    def _key(self, rank: int) -> str:
+        return f"atorch_ns/places/{self._name}/{rank}"
+
+    def _end(self, rank: int, number: int, own: str, theirs: str) -> None:
+        sys.stderr.write(
+            f"atorch_ns: the ranks are at different places, and none can go on. After update {number}, rank {self._rank} has called "
+            f"{_in_words(own)}, and rank {rank} {_in_words(theirs)}. What is left out on one rank, such as the backward pass of "
+            "a loss that is not finite, must be left out on all: let them agree, by result.mean(loss) say. This process ends.\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _in_words(calls: str) -> str:
+    names = {"F": "forward", "B": "backward", "U": "step"}
+    return ", ".join(names[call] for call in calls[-8:]) or "nothing"

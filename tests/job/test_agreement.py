@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.data import TensorDataset
 from atorch_ns import ComputeConfig, auto_accelerate, checkpoint, parallelize
 from atorch_ns.cluster import Mesh
 from atorch_ns.errors import InputError, StepError
-from atorch_ns.job import SameBatch
+from atorch_ns.job import SameBatch, agreement
 from atorch_ns.job.agreement import SameWeights
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 
@@ -270,3 +271,47 @@ def _rounded() -> int:
 
 def test_rounding_is_no_error() -> None:
     assert run_ranks(_rounded, 2, timeout_s=60) == [2, 2]
+
+
+def _left_out(strategy: list[Any], what: str) -> None:
+    agreement._POLL_S, agreement._STUCK_S = 0.2, 2.0  # type: ignore[misc]
+    torch.manual_seed(0)
+    result = auto_accelerate(
+        Net(),
+        torch.optim.AdamW,
+        torch.randn(64, 8),
+        lambda batch, output: nn.functional.mse_loss(output, batch),
+        dataloader_args={"batch_size": 8},
+        load_strategy=strategy,
+    )[1]
+    assert result is not None
+    assert result.dataloader is not None
+    for number, batch in enumerate(result.dataloader):
+        result.optim.zero_grad()
+        loss = result.loss_func(batch, result.model(batch))
+        is_odd = number == 1 and dist.get_rank() == 1
+        if not (is_odd and what == "backward"):
+            loss.backward()
+            if not (is_odd and what == "step"):
+                result.optim.step()
+        if what == "backward":
+            time.sleep(0.5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what", "calls"),
+    [
+        (["fsdp"], "backward", "forward, forward, backward"),
+        (["zero2"], "backward", "forward, forward, backward"),
+        (["zero1"], "step", "forward, backward, forward, backward"),
+        ([("parallel_mode", ([("tensor", 2)], None))], "backward", "forward, forward, backward"),
+    ],
+)
+def test_a_rank_that_leaves_out_a_call_ends_all_within_seconds(
+    strategy: list[Any], what: str, calls: str
+) -> None:
+    outcomes = catch_ranks(_left_out, 2, args=(strategy, what), timeout_s=100)
+    assert not [outcome for outcome in outcomes if outcome.status in ("returned", "timed_out")]
+    said = "".join(outcome.output for outcome in outcomes)
+    assert "the ranks are at different places, and none can go on. After update 1, rank" in said
+    assert f"rank 1 has called {calls}" in said or f"rank 1 {calls}" in said
