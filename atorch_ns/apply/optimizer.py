@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from atorch_ns.apply.watch import WATCH
 from atorch_ns.errors import InputError, StepError
@@ -148,15 +149,24 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
     )
 
 
+def _ranks_together(job: Job) -> list[int]:
+    """The ranks whose every pass through the model is one of this rank too: those that gather its parameters for each, or that
+    divide its samples."""
+    assert job.mesh is not None
+    sharding = job.plan.sharding
+    if sharding.parameters_over and not sharding.keeps_gathered:
+        return list(range(job.cluster.world_size))
+    axes = [name for name in ("tensor", "sequence") if job.mesh.size(name) > 1]
+    return dist.get_process_group_ranks(job.mesh.axis(axes[0]).get_group()) if axes else []
+
+
 def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
     """Has ranks compare the weights that they hold copies of, and where they are when none goes on; backends hold weights
     where they like."""
     if not job.name or job.mesh is None or job.optimizer.take_over is not None:
         return
     if not job.parts.stages:
-        sharding = job.plan.sharding
-        divides = job.mesh.divides_model or sharding.parameters_over or sharding.gradients_over
-        SamePlace(job.name, is_collective=bool(divides)).follow(job.module, optimizer)
+        SamePlace(job.name, _ranks_together(job)).follow(job.module, optimizer)
     if job.num_data_ranks > 1 and job.plan.sharding.layout != "flat":
         job.step.same_weights = SameWeights(job.mesh, [job.module, *job.parts.stages], job.name)
         job.step.same_weights.follow(optimizer)

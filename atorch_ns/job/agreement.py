@@ -333,31 +333,37 @@ _STUCK_S: Final = 20.0
 """A rank that has been at one line for so long tells the others where it is, and again with each poll."""
 
 _KEPT_UPDATES: Final = {False: 3, True: 1000}
-"""Updates of which calls are kept: ranks that are stuck are at most two apart, others as many as they make between polls."""
+"""Updates of which calls are kept: ranks that are stuck are at most two apart, those that go on as many as they make between
+two polls."""
 
 
 class SamePlace:
     """Ends ranks that are at different places of a step, where none can go on.
 
-    A thread looks now and then at what the training thread does. Only a rank that is stuck in a call writes its calls since
-    the last updates into the store by which ranks have met. Calls that differ on two ranks that stay stuck are a rank that
-    has left one out. Where every call is collective, ranks need not be stuck: they would exchange what belongs to different
-    calls. A rank that waits cannot be woken, so the process ends, as with NCCL's watchdog.
+    A thread looks now and then at what the training thread does. A rank that is stuck in a call writes its calls since the
+    last updates into the store by which ranks have met. Where all ranks stay stuck and have made other calls since the same
+    update, one has left a call out: rank 0 sees it. A rank that computes, or writes a file, is not stuck, and calls need not
+    be equal where they are of each rank alone, as accumulated micro-batches.
+    Ranks whose every call is one of all compare with the first of them whether they are stuck or not, since they would
+    exchange what belongs to different calls. A rank that waits cannot be woken, so the process ends, as with NCCL's watchdog.
 
     Args:
         name: of the job, the same on all ranks and on no other job.
-        is_collective: whether each call of one rank is one of all, as where parameters or samples are divided.
+        together: the ranks whose forward and backward passes are those of this rank too, as where they divide parameters or
+            samples; empty for none.
     """
 
-    def __init__(self, name: str, *, is_collective: bool) -> None:
+    def __init__(self, name: str, together: Sequence[int]) -> None:
         self._name, self._rank, self._num_ranks = name, dist.get_rank(), dist.get_world_size()
-        self._is_collective = is_collective
+        self._together = sorted(together)
         self._thread = threading.get_ident()
+        self._module = 0
         self._calls = {0: ""}
         self._beats: dict[int, int] = {}
 
     def follow(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Watches a model and its optimizer until the process ends."""
+        self._module = id(module)  # which lives as long as its hooks
         # First in each: fully_shard communicates in hooks of its own.
         module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
         module.register_forward_hook(torch.compiler.disable(self._after_forward), prepend=True)
@@ -368,15 +374,19 @@ class SamePlace:
 
     def _add(self, letter: str) -> None:
         number = max(self._calls)
-        self._calls[number] = (self._calls[number] + letter)[-_NUM_VALUES:]
+        self._calls[number] = (self._calls[number] + letter)[:_NUM_VALUES]
 
-    def _before_forward(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and not in_backward():
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        if self._counts(module):
             self._thread = threading.get_ident()
             self._add("F")
 
-    def _after_forward(self, _: nn.Module, __: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or in_backward():
+    def _counts(self, module: nn.Module) -> bool:
+        """Whether a forward pass is one of the model in training; copies of it have its hooks."""
+        return id(module) == self._module and torch.is_grad_enabled() and not in_backward()
+
+    def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        if not self._counts(module):
             return
         passing: list[None] = []
 
@@ -393,7 +403,7 @@ class SamePlace:
     def _after_update(self, *_: object) -> None:
         number = max(self._calls) + 1
         self._calls[number] = ""
-        self._calls.pop(number - _KEPT_UPDATES[self._is_collective], None)
+        self._calls.pop(number - _KEPT_UPDATES[bool(self._together)], None)
 
     def _watch(self) -> None:
         place, since, beat = None, 0.0, 0
@@ -405,32 +415,48 @@ class SamePlace:
             if now != place or now is None:
                 place, since = now, time.monotonic()
             is_stuck = time.monotonic() - since > _STUCK_S
-            beat = beat + 1 if is_stuck or self._is_collective else 0
-            if not beat:
+            if not is_stuck and not self._together:
                 continue
+            beat += 1
             names = {found.f_code.co_name for found, _ in traceback.walk_stack(frame)}
             number = max(calls)
             if is_stuck and "_engine_run_backward" in names and not calls[number].endswith("B"):
                 calls[number] += "B"  # it has not come to the hook yet
             try:
-                self._compare(calls, beat)
+                store = default_store()
+                told = {"beat": beat, "is_stuck": is_stuck, "calls": calls}
+                store.set(self._key(self._rank), json.dumps(told))
+                if self._together and self._rank != self._together[0]:
+                    self._compare(calls, self._read(self._together[:1]), only_last=False)
+                if is_stuck and self._rank == 0:
+                    others = self._read(range(1, self._num_ranks))
+                    if len(others) == self._num_ranks - 1 and all(
+                        other["is_stuck"] for other in others.values()
+                    ):
+                        self._compare(calls, others, only_last=True)
             except RuntimeError:  # the store has gone, and with it the ranks
                 return
 
-    def _compare(self, calls: dict[int, str], beat: int) -> None:
-        """Tells the other ranks where this one is, and ends it where one of them, stuck too, has made other calls."""
-        store = default_store()
-        store.set(self._key(self._rank), json.dumps({"beat": beat, "calls": calls}))
-        for rank in range(self._num_ranks):
-            if rank == self._rank or not store.check([self._key(rank)]):
-                continue
-            other = json.loads(store.get(self._key(rank)))
-            is_stuck = other["beat"] > self._beats.get(rank, other["beat"])  # it has told so again
-            self._beats[rank] = other["beat"]
-            for number, theirs in other["calls"].items():
-                own = calls.get(int(number), theirs)
-                if is_stuck and not own.startswith(theirs) and not theirs.startswith(own):
-                    self._end(rank, int(number), own, theirs)
+    def _read(self, ranks: Sequence[int]) -> dict[int, Any]:
+        """What those of the ranks have told that told it since the last time."""
+        store, found = default_store(), {}
+        for rank in ranks:
+            if store.check([self._key(rank)]):
+                told = json.loads(store.get(self._key(rank)))
+                if told["beat"] > self._beats.get(rank, told["beat"]):
+                    found[rank] = told
+                self._beats[rank] = told["beat"]
+        return found
+
+    def _compare(self, calls: dict[int, str], others: dict[int, Any], *, only_last: bool) -> None:
+        """Ends this process where a rank has made other calls after an update, the last one that both have made or any."""
+        for rank, other in others.items():
+            theirs = {int(number): text for number, text in other["calls"].items()}
+            shared = sorted(calls.keys() & theirs.keys())
+            for number in shared[-1:] if only_last else shared:
+                one, two = calls[number], theirs[number]
+                if not one.startswith(two) and not two.startswith(one):
+                    self._end(rank, number, one, two)
 
     def _key(self, rank: int) -> str:
         return f"atorch_ns/places/{self._name}/{rank}"
