@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -165,11 +166,12 @@ def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
     where they like."""
     if not job.name or job.mesh is None or job.optimizer.take_over is not None:
         return
-    if not job.parts.stages:
-        SamePlace(job.name, _ranks_together(job)).follow(job.module, optimizer)
-    if job.num_data_ranks > 1 and job.plan.sharding.layout != "flat":
-        job.step.same_weights = SameWeights(job.mesh, [job.module, *job.parts.stages], job.name)
-        job.step.same_weights.follow(optimizer)
+    with suppress(AttributeError):  # an optimizer that never called Optimizer.__init__ has no hooks
+        if job.num_data_ranks > 1 and job.plan.sharding.layout != "flat":
+            job.step.same_weights = SameWeights(job.mesh, [job.module, *job.parts.stages], job.name)
+            job.step.same_weights.follow(optimizer)
+        if not job.parts.stages:
+            SamePlace(job.name, _ranks_together(job)).follow(job.module, optimizer)
 
 
 def _frozen(job: Job) -> list[tuple[str, torch.Tensor]]:

@@ -363,12 +363,12 @@ class SamePlace:
 
     def follow(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Watches a model and its optimizer until the process ends."""
+        optimizer.register_step_pre_hook(lambda *_: self._add("U"))
+        optimizer.register_step_post_hook(self._after_update)
         self._module = id(module)  # which lives as long as its hooks
         # First in each: fully_shard communicates in hooks of its own.
         module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
         module.register_forward_hook(torch.compiler.disable(self._after_forward), prepend=True)
-        optimizer.register_step_pre_hook(lambda *_: self._add("U"))
-        optimizer.register_step_post_hook(self._after_update)
         with suppress(RuntimeError):  # no room for a thread: nothing else depends on it
             threading.Thread(target=self._watch, daemon=True, name="atorch_ns same place").start()
 
