@@ -406,21 +406,20 @@ class SamePlace:
         self._calls.pop(number - _KEPT_UPDATES[bool(self._together)], None)
 
     def _watch(self) -> None:
-        place, since, beat = None, 0.0, 0
+        place: tuple[Any, dict[int, str]] = None, {}
+        since, beat = 0.0, 0
         while True:
             time.sleep(_POLL_S)
-            frame = sys._current_frames().get(self._thread)
+            line, is_backward = self._look()
             calls = dict(self._calls)
-            now = None if frame is None else (frame.f_code, frame.f_lineno, calls)
-            if now != place or now is None:
-                place, since = now, time.monotonic()
+            if (line, calls) != place or line is None:
+                place, since = (line, calls), time.monotonic()
             is_stuck = time.monotonic() - since > _STUCK_S
             if not is_stuck and not self._together:
                 continue
             beat += 1
-            names = {found.f_code.co_name for found, _ in traceback.walk_stack(frame)}
             number = max(calls)
-            if is_stuck and "_engine_run_backward" in names and not calls[number].endswith("B"):
+            if is_stuck and is_backward and not calls[number].endswith("B"):
                 calls[number] += "B"  # it has not come to the hook yet
             try:
                 store = default_store()
@@ -436,6 +435,15 @@ class SamePlace:
                         self._compare(calls, others, only_last=True)
             except RuntimeError:  # the store has gone, and with it the ranks
                 return
+
+    def _look(self) -> tuple[tuple[Any, int] | None, bool]:
+        """The line of the training thread, and whether it is in a backward pass. No frame outlives this: it would keep the
+        tensors of its function."""
+        frame = sys._current_frames().get(self._thread)
+        if frame is None:
+            return None, False
+        names = {found.f_code.co_name for found, _ in traceback.walk_stack(frame)}
+        return (frame.f_code, frame.f_lineno), "_engine_run_backward" in names
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Any]:
         """What those of the ranks have told that told it since the last time."""
