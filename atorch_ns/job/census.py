@@ -135,7 +135,7 @@ def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
 
 
 def _refuse_second_derivatives(module: nn.Module, inputs: Any, output: Any) -> None:
-    def look(gradient: torch.Tensor) -> None:
+    def look(gradients: Any) -> None:
         if torch.is_grad_enabled():
             raise StepError(
                 "a backward pass with create_graph=True is to be differentiated again, and the exchanges of divided parameters "
@@ -144,8 +144,10 @@ def _refuse_second_derivatives(module: nn.Module, inputs: Any, output: Any) -> N
 
     if torch.is_grad_enabled():
         for tensor in tensors_of(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(look)
+            if (
+                tensor.grad_fn is not None
+            ):  # of the model itself: a gradient of the loss by the output does not come there
+                tensor.grad_fn.register_prehook(look)
 
 
 def refuse_hidden_outputs(path: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -160,7 +162,12 @@ def refuse_hidden_outputs(path: str) -> Callable[[nn.Module, Any, Any], None]:
             return
         for leaf in tree_leaves(output):
             hidden = tensors_of(list(vars(leaf).values())) if hasattr(leaf, "__dict__") else []
-            if not isinstance(leaf, torch.Tensor) and any(tensor.requires_grad for tensor in hidden):
+            calls_again = getattr(leaf, "calls_module_again", False)  # and has its tensors in sight then
+            if (
+                not calls_again
+                and not isinstance(leaf, torch.Tensor)
+                and any(t.requires_grad for t in hidden)
+            ):
                 raise StepError(
                     f"{path or 'the model'} returns an object of the class {type(leaf).__name__}, in which torch does not find the "
                     "tensors by which it learns that a backward pass begins, so that gradients would be lost. Return a tensor, a "

@@ -43,6 +43,8 @@ class DeferredLogits:
         x: input of the last layer, [B, T, D].
     """
 
+    calls_module_again = True  # see atorch_ns.job.census.refuse_hidden_outputs
+
     def __init__(self, head: Any, x: torch.Tensor) -> None:
         self._head = head
         self._x = x
