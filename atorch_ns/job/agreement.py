@@ -177,6 +177,9 @@ class SameWeights:
         mesh: the arrangement of ranks.
         roots: modules with the parameters of this rank.
         name: of the job, the same on all ranks and on no other job.
+
+    Attributes:
+        is_on: whether weights are compared; the same on all ranks.
     """
 
     def __init__(self, mesh: Mesh, roots: list[nn.Module], name: str) -> None:
@@ -184,6 +187,7 @@ class SameWeights:
         self._others = _ranks_with_copies(mesh)
         self._num_updates = self._begin = self._number = 0
         self._waiting: dict[int, _Written] = {}
+        self.is_on = True
         self._is_warned = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -195,6 +199,8 @@ class SameWeights:
         self._begin = self._num_updates
 
     def _after_update(self, *_: object) -> None:
+        if not self.is_on:
+            return
         for number in tuple(self._waiting):
             self._compare(number)
         self._num_updates += 1

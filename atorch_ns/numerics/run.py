@@ -119,6 +119,8 @@ def judged_job(
         lr_scheduler_args=None,
     )
     result = apply_strategy(given, cluster, resolved)
+    if result.job.step.same_weights is not None:  # compared here by value, with all that is wrong
+        result.job.step.same_weights.is_on = False
     if result.job.precision.restore is not None:
         for root in result.job.roots:
             result.job.precision.restore(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -158,8 +159,9 @@ def test_a_trial_ends_with_steps_under_the_limit_less_what_a_long_run_adds() -> 
     assert report.status == "ok", report.reason
     (report,) = run_ranks(trial, 1, args=(380,), init_process_group=False)
     assert report.status == "out of memory"
-    assert report.reason.endswith(
-        "a run of 1,000 steps is expected to add 380 MiB, and with that much less a step does not fit"
+    # Steps do not fit into what is left, or what the process holds by itself is beyond it.
+    assert re.search(
+        r"expected to (add 380 MiB, and with that much less|grow by 380 MiB more)", report.reason
     )
 
 
