@@ -224,12 +224,10 @@ class SameWeights:
             )
         named = {parameter: path for root in self._roots for path, parameter in root.named_parameters()}
         named = {parameter: path for parameter, path in named.items() if _is_plain(parameter)}
-        if not named:
-            return
         paths = [plain_name(path) for path in named.values()]
         keys = [_key_of(path, parameter) for path, parameter in zip(paths, named, strict=True)]
-        sums = torch.stack([_bits(_part(parameter)) for parameter in named]).tolist()
-        samples = torch.stack([_sampled(_part(parameter)) for parameter in named]).cpu().numpy()
+        sums = [int(total) for total in _stacked([_bits(_part(parameter)) for parameter in named], 0)]
+        samples = _stacked([_sampled(_part(parameter)) for parameter in named], _NUM_SAMPLED).numpy()
         written = _Written(self._num_updates, paths, np.array([keys, sums], np.int64), samples)
         store = default_store()
         store.set(self._key(self._rank, "sums"), written.sums.tobytes())
@@ -316,6 +314,11 @@ def _key_of(path: str, parameter: torch.Tensor) -> int:
     place = local_box(parameter) if isinstance(parameter, DTensor) else ()
     digest = hashlib.blake2b(f"{path} {place} {tuple(parameter.shape)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def _stacked(values: list[torch.Tensor], width: int) -> torch.Tensor:
+    """On the CPU; a rank may hold parts without elements alone."""
+    return torch.stack(values).cpu() if values else torch.zeros((0, width) if width else 0)
 
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
