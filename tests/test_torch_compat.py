@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atorch_ns.testing.workers import run_ranks
 from atorch_ns.torch_compat import (
+    BACKWARD_FUNCTION,
     CpuMemoryRecord,
     FlashAttention,
     TorchDispatchMode,
@@ -611,3 +613,12 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 def test_a_process_whose_first_backward_pass_is_of_fake_tensors_may_fork() -> None:
     done = subprocess.run([sys.executable, "-c", _FIRST_IS_FAKE], timeout=60, check=False)
     assert done.returncode == 0
+
+
+def test_the_stack_of_a_backward_pass_names_its_function() -> None:
+    seen: set[str] = set()
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.update(frame.name for frame in traceback.extract_stack()))
+    y.sum().backward()
+    assert BACKWARD_FUNCTION in seen

@@ -24,8 +24,16 @@ from torch.distributed.tensor import DTensor
 from atorch_ns.capture.nests import leaves, tensors_of
 from atorch_ns.cluster import Mesh, gathered
 from atorch_ns.errors import InputError, StepError
+from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import counted, first_few
-from atorch_ns.torch_compat import after_backward, default_store, in_backward, local_box, plain_name
+from atorch_ns.torch_compat import (
+    BACKWARD_FUNCTION,
+    after_backward,
+    default_store,
+    in_backward,
+    local_box,
+    plain_name,
+)
 
 log = logging.getLogger("atorch_ns")
 
@@ -156,7 +164,7 @@ round otherwise."""
 _DATA_AXES: Final = ("data", "zero", "expert")
 
 
-class _Written(NamedTuple):
+class _Record(NamedTuple):
     """What a rank has written after an update: [2, P] names of its parts as numbers and sums of their bits, and [P, n]
     elements."""
 
@@ -186,7 +194,7 @@ class SameWeights:
         self._name, self._roots, self._rank = name, roots, dist.get_rank()
         self._others = _ranks_with_copies(mesh)
         self._num_updates = self._begin = self._number = 0
-        self._waiting: dict[int, _Written] = {}
+        self._waiting: dict[int, _Record] = {}
         self.is_on = True
         self._is_warned = False
 
@@ -218,24 +226,29 @@ class SameWeights:
         late = self._waiting.pop(self._number - 2, None)
         if late is not None:
             raise StepError(
-                f"rank {self._rank} has made {self._num_updates} updates, and one of the ranks "
-                f"{', '.join(map(str, self._others))} has not made {late.update}: it has left out some. Ranks must step together, "
-                "or leave a step out together."
+                f"rank {self._rank} has made update {self._num_updates}, and of the ranks {', '.join(map(str, self._others))} one "
+                f"has not come to update {late.update}. Ranks must step together, or leave a step out together."
             )
         named = {parameter: path for root in self._roots for path, parameter in root.named_parameters()}
         named = {parameter: path for parameter, path in named.items() if _is_plain(parameter)}
         paths = [plain_name(path) for path in named.values()]
         keys = [_key_of(path, parameter) for path, parameter in zip(paths, named, strict=True)]
-        sums = [int(total) for total in _stacked([_bits(_part(parameter)) for parameter in named], 0)]
-        samples = _stacked([_sampled(_part(parameter)) for parameter in named], _NUM_SAMPLED).numpy()
-        written = _Written(self._num_updates, paths, np.array([keys, sums], np.int64), samples)
+        sums = [
+            int(total) for total in _on_cpu([_sum_of_bits(local_part(parameter)) for parameter in named], 0)
+        ]
+        samples = _on_cpu(
+            [_sample_elements(local_part(parameter)) for parameter in named], _NUM_SAMPLED
+        ).numpy()
+        written = _Record(self._num_updates, paths, np.array([keys, sums], np.int64), samples)
         store = default_store()
         store.set(self._key(self._rank, "sums"), written.sums.tobytes())
         store.set(self._key(self._rank, "samples"), samples.tobytes())
         self._waiting[self._number] = written
+        for what in ("sums", "samples"):  # all have read those: a rank that is two behind ends the others
+            store.delete_key(self._key(self._rank, what, self._number - 3))
 
     def _key(self, rank: int, what: str, number: int | None = None) -> str:
-        return f"atorch_ns/weights/{self._name}/{number or self._number}/{rank}/{what}"
+        return f"atorch_ns/weights/{self._name}/{self._number if number is None else number}/{rank}/{what}"
 
     def _compare(self, number: int) -> None:
         """Compares with each rank that holds a copy, once all have written.
@@ -256,13 +269,13 @@ class SameWeights:
                 here, other = here[differ], samples.reshape(-1, _NUM_SAMPLED)[there[differ]]
                 self._explain(own, rank, here, other)
 
-    def _explain(self, own: _Written, rank: int, places: np.ndarray, other: np.ndarray) -> None:
+    def _explain(self, own: _Record, rank: int, places: np.ndarray, other: np.ndarray) -> None:
         samples = own.samples[places]
         with np.errstate(invalid="ignore"):
             off = np.abs(samples - other).max(1)
             largest = np.maximum(np.abs(samples).max(1), np.abs(other).max(1))
-            both = np.isnan(samples).any(1) & np.isnan(other).any(1)  # on both sides it is no difference
-            wrong = ~(off <= _ROUNDING * largest) & ~both
+            nan_on_both = np.isnan(samples).any(1) & np.isnan(other).any(1)
+            wrong = ~(off <= _ROUNDING * largest) & ~nan_on_both
         paths = [own.paths[place] for place in (places[wrong] if wrong.any() else places)]
         if wrong.any():
             raise StepError(
@@ -299,14 +312,10 @@ def _ranks_with_copies(mesh: Mesh) -> list[int]:
 
 def _is_plain(parameter: torch.Tensor) -> bool:
     """Whether it has elements that can be read; parts in a packing of a library of its own cannot."""
-    part = _part(parameter)
+    part = local_part(parameter).detach()  # a parameter is of a class of its own
     return (
         type(part) is torch.Tensor and part.layout == torch.strided and not part.is_meta and part.numel() > 0
     )
-
-
-def _part(parameter: torch.Tensor) -> torch.Tensor:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def _key_of(path: str, parameter: torch.Tensor) -> int:
@@ -316,7 +325,7 @@ def _key_of(path: str, parameter: torch.Tensor) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _stacked(values: list[torch.Tensor], width: int) -> torch.Tensor:
+def _on_cpu(values: list[torch.Tensor], width: int) -> torch.Tensor:
     """On the CPU; a rank may hold parts without elements alone."""
     return torch.stack(values).cpu() if values else torch.zeros((0, width) if width else 0)
 
@@ -324,13 +333,13 @@ def _stacked(values: list[torch.Tensor], width: int) -> torch.Tensor:
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits(part: torch.Tensor) -> torch.Tensor:
+def _sum_of_bits(part: torch.Tensor) -> torch.Tensor:
     """The sum of an array's bits as integers, 0-d int64; equal for equal bits, in any order of summation."""
     whole = torch.view_as_real(part) if part.is_complex() else part
     return whole.contiguous().view(_INTEGERS[whole.itemsize]).sum(dtype=torch.int64)
 
 
-def _sampled(part: torch.Tensor) -> torch.Tensor:
+def _sample_elements(part: torch.Tensor) -> torch.Tensor:
     """[n] elements at even distances, as float32; of a small array some of them again."""
     flat = (torch.view_as_real(part) if part.is_complex() else part).reshape(-1)
     places = torch.linspace(0, flat.numel() - 1, _NUM_SAMPLED, device=flat.device).long()
@@ -338,12 +347,17 @@ def _sampled(part: torch.Tensor) -> torch.Tensor:
 
 
 _POLL_S: Final = 5.0
-_STUCK_S: Final = 20.0
-"""A rank that has been at one line for so long tells the others where it is, and again with each poll."""
+_STUCK_S: Final = 4 * _POLL_S
+"""A rank that four polls have found at one line tells the others where it is. A slow exchange may take longer: what ends ranks is
+that their calls differ, and this only keeps ranks that go on from writing."""
 
 _KEPT_UPDATES: Final = {False: 3, True: 1000}
-"""Updates of which calls are kept: ranks that are stuck are at most two apart, those that go on as many as they make between
+"""By whether every call is one of all, updates of which calls are kept: ranks that are stuck are at most two apart, those that go on as many as they make between
 two polls."""
+
+
+_MOST_CALLS: Final = 1024
+"""Calls after one update that are compared; a loop that never updates would fill the memory."""
 
 
 class SamePlace:
@@ -367,6 +381,7 @@ class SamePlace:
         self._together = sorted(together)
         self._thread = threading.get_ident()
         self._module = 0
+        self._num_updates = 0
         self._calls = {0: ""}
         self._beats: dict[int, int] = {}
 
@@ -382,8 +397,9 @@ class SamePlace:
             threading.Thread(target=self._watch, daemon=True, name="atorch_ns same place").start()
 
     def _add(self, letter: str) -> None:
-        number = max(self._calls)
-        self._calls[number] = (self._calls[number] + letter)[:_NUM_VALUES]
+        calls = self._calls[self._num_updates]
+        if len(calls) < _MOST_CALLS:
+            self._calls[self._num_updates] = calls + letter
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if self._counts(module):
@@ -397,21 +413,22 @@ class SamePlace:
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
         if not self._counts(module):
             return
-        passing: list[None] = []
+        under_way: list[None] = []
 
         def begin(_: torch.Tensor) -> None:
-            if not passing:
-                passing.append(None)
+            if not under_way:
+                under_way.append(None)
                 self._add("B")
-                after_backward(passing.clear)
+                after_backward(under_way.clear)
 
         for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(torch.compiler.disable(begin))
 
     def _after_update(self, *_: object) -> None:
-        number = max(self._calls) + 1
-        self._calls[number] = ""
+        number = self._num_updates + 1
+        self._calls[number] = ""  # before the number, which the thread reads
+        self._num_updates = number
         self._calls.pop(number - _KEPT_UPDATES[bool(self._together)], None)
 
     def _watch(self) -> None:
@@ -427,9 +444,9 @@ class SamePlace:
             if not is_stuck and not self._together:
                 continue
             beat += 1
-            number = max(calls)
-            if is_stuck and is_backward and not calls[number].endswith("B"):
-                calls[number] += "B"  # it has not come to the hook yet
+            last = max(calls)
+            if is_stuck and is_backward and not calls[last].endswith("B"):
+                calls = {**calls, last: calls[last] + "B"}  # it has not come to the hook yet
             try:
                 store = default_store()
                 told = {"beat": beat, "is_stuck": is_stuck, "calls": calls}
@@ -452,7 +469,7 @@ class SamePlace:
         if frame is None:
             return None, False
         names = {found.f_code.co_name for found, _ in traceback.walk_stack(frame)}
-        return (frame.f_code, frame.f_lineno), "_engine_run_backward" in names
+        return (frame.f_code, frame.f_lineno), BACKWARD_FUNCTION in names
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Any]:
         """What those of the ranks have told that told it since the last time."""

@@ -16,6 +16,7 @@ from atorch_ns.torch_compat.compile import (
     watch_compiled,
 )
 from atorch_ns.torch_compat.distributed import (
+    BACKWARD_FUNCTION,
     accumulate_after_backward,
     after_accumulation,
     after_backward,
@@ -76,6 +77,7 @@ from atorch_ns.torch_compat.modules import (
 )
 
 __all__ = [
+    "BACKWARD_FUNCTION",
     "CpuMemoryRecord",
     "DropoutOfGpus",
     "FlashAttention",

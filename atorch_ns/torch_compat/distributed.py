@@ -174,6 +174,10 @@ def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
+BACKWARD_FUNCTION = "_engine_run_backward"
+"""The function of ``torch.autograd.graph`` that a thread is in while it runs a backward pass, as its stack names it."""
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, as a recomputation does (``torch._C._current_graph_task_id``)."""
     return bool(torch._C._current_graph_task_id() != -1)
