@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,9 @@ from atorch_ns.cli._on_ranks import on_ranks
 from atorch_ns.cli._planning import check_strategy_is_there, say
 from atorch_ns.errors import AtorchError
 from atorch_ns.text import counted
+
+if TYPE_CHECKING:
+    from atorch_ns.numerics.script import Difference
 
 _TIMEOUT_S = 600.0
 
@@ -106,7 +110,7 @@ def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json:
         except (typer.Exit, AtorchError):
             first, _ = compare_runs(folder, nproc, reduced=False)
             if first is not None:
-                say("\n".join(["before that:", *_difference_lines(asdict(first), 1)]))
+                say("\n".join(["before that:", *_difference_lines(_as_json(first), first.job + 1)]))
             raise
         run(
             "rounding", "in one process, with gradients that are off by rounding", 1, reduced=found["reduced"]
@@ -118,12 +122,18 @@ def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json:
         "world_size": nproc,
         "reduced_precision": found["reduced"],
         "num_dropouts": found["dropouts"],
-        "difference": None if difference is None else asdict(difference),
-        "updates": [asdict(update) for update in updates],
+        "difference": None if difference is None else _as_json(difference),
+        "updates": [_as_json(update) for update in updates],
     }
     typer.echo(json.dumps(document, indent=1) if as_json else "\n".join(_script_lines(document)))
     if difference is not None:
         raise typer.Exit(1)
+
+
+def _as_json(difference: Difference) -> dict[str, Any]:
+    """With ``null`` for an error that is no finite number, which JSON does not have."""
+    document = asdict(difference)
+    return document | {"error": difference.error if math.isfinite(difference.error) else None}
 
 
 def _difference_lines(found: dict[str, Any], num_jobs: int) -> list[str]:
@@ -131,7 +141,7 @@ def _difference_lines(found: dict[str, Any], num_jobs: int) -> list[str]:
     at = f"after update {found['step']}{of_job}" if found["step"] else f"before the first update{of_job}"
     if found["kind"] == "steps":
         what = f"{found['name']} did not take it"
-    elif found["error"] == float("inf"):
+    elif found["error"] is None:
         what = f"{found['kind']} {found['name']} is of another shape, not a number, or on one side alone"
     else:
         others = f"; {counted(found['others'], 'other tensor')} too" if found["others"] else ""
@@ -166,6 +176,7 @@ def _script_lines(found: dict[str, Any]) -> list[str]:
         f"  job {update['job'] + 1}, update {update['step']}: largest error {update['error']:.1e} of {update['tolerance']:.1e} "
         f"({update['kind']} {update['name']})"
         for update in found["updates"]
+        if update["error"] is not None
     ]
     return lines
 

@@ -24,6 +24,7 @@ from atorch_ns.job.model import ModelParts, OriginalModel, parameter_names
 from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
 from atorch_ns.profile.optimizer import nested_optimizers
 from atorch_ns.sharding import Packing
+from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import with_article
 
 T = TypeVar("T")
@@ -339,7 +340,7 @@ class WeightAverage:
         else:
             share = 1.0 / (self.num_updates + 1) if self._decay is None else 1.0 - self._decay
         for name, weight in self._states().weights().items():
-            average, value = _local(self._averages[name]), _local(weight)
+            average, value = local_part(self._averages[name]), local_part(weight)
             if average.is_floating_point() or average.is_complex():
                 average.lerp_(value.to(average.dtype), share)
             else:
@@ -354,7 +355,7 @@ class WeightAverage:
         """
         states = self._states()
         weights = states.weights()
-        kept = {name: _local(weight).clone() for name, weight in weights.items()}
+        kept = {name: local_part(weight).clone() for name, weight in weights.items()}
         _fill(weights, self._averages)
         states.set_weights(weights)
         try:
@@ -363,7 +364,7 @@ class WeightAverage:
             states = self._states()
             weights = states.weights()
             for name, weight in weights.items():
-                average, value = _local(self._averages[name]), _local(weight)
+                average, value = local_part(self._averages[name]), local_part(weight)
                 if not torch.equal(average.to(value.dtype), value):  # rounded values are not taken back
                     average.copy_(value)
             _fill(weights, kept)
@@ -373,17 +374,12 @@ class WeightAverage:
 def _fill(weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, weight in weights.items():
-            _local(weight).copy_(_local(values[name]))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local_part(weight).copy_(local_part(values[name]))
 
 
 def _in_fp32(weight: torch.Tensor) -> torch.Tensor:
     """A copy: averages of 16-bit weights would not move."""
-    value = _local(weight.detach())
+    value = local_part(weight.detach())
     return (
         value.to(torch.float32, copy=True)
         if value.is_floating_point() and value.itemsize < 4

@@ -7,6 +7,7 @@ own, ``compute_loss_func`` and label smoothing so work for stages and divided la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -158,7 +159,8 @@ class TrainerLoss:
         never divided, such as a router's, leaves it between the half and the whole.
         """
         once, twice = (float(infer([self.sample(batch, num_items * times)]).loss) for times in (1, 2))
-        self.divides_by_items = not twice > 0.9 * once  # a loss that is not finite tells nothing
+        if math.isfinite(once) and math.isfinite(twice) and once:  # else the next micro-batch tells
+            self.divides_by_items = abs(twice - once) > 0.1 * abs(once)
 
 
 def flat_loss(loss_fn: Callable[..., torch.Tensor], outputs: Any, labels: Any) -> torch.Tensor:

@@ -369,8 +369,9 @@ class MerakTrainer(Trainer):
             self.args, self.model
         )
         check_recipe(self.args.optim, make, arguments)
-        arguments.pop("fused", None)  # which is chosen where it fits
-        return make, arguments
+        return make, {
+            key: value for key, value in arguments.items() if key != "fused"
+        }  # chosen where it fits
 
     def _options_of(self, name: str) -> Mapping[str, Any]:
         if self._given_options is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import Trainer
 
 from atorch_ns.errors import InputError
 from atorch_ns.merak import MerakTrainer
-from atorch_ns.merak.losses import flat_loss
+from atorch_ns.merak.losses import TrainerLoss, flat_loss
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 from tests.merak.parts import Data, Run, assert_equal_runs, run_each, run_merak, run_plain
 
@@ -215,3 +216,28 @@ def test_classes_may_be_in_the_first_dimension_or_in_the_last(logits: Any, label
     flat = outputs.flatten(0, -2) if outputs.shape[:-1] == numbers.shape else outputs
     expected = nn.functional.cross_entropy(flat, numbers.flatten() if flat is not outputs else numbers)
     assert torch.equal(flat_loss(nn.CrossEntropyLoss(), {"logits": outputs}, numbers), expected)
+
+
+@pytest.mark.parametrize(
+    ("losses", "divides"),
+    [
+        ((4.0, 2.0), True),
+        ((4.0, 4.0), False),
+        ((-4.0, -2.0), True),
+        ((-4.0, -4.0), False),
+        ((4.0, 3.0), True),  # half of it is never divided
+        ((float("nan"), float("nan")), None),
+        ((0.0, 0.0), None),
+    ],
+)
+def test_a_loss_that_is_divided_by_its_items_is_seen(
+    losses: tuple[float, float], divides: bool | None
+) -> None:
+    loss, left = TrainerLoss(SimpleNamespace(compute_loss=called, model=nn.Identity())), list(losses)  # type: ignore[arg-type]
+    loss.look(lambda _: SimpleNamespace(loss=torch.tensor(left.pop(0))), {"labels": torch.ones(1)}, 1)  # type: ignore[arg-type, return-value]
+    assert loss.divides_by_items is divides
+
+
+def called(model: Any, inputs: dict[str, Any], **_: Any) -> Any:
+    """A ``compute_loss`` that calls its model."""
+    return model(**inputs)
