@@ -19,6 +19,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.estimate import Workload
 from atorch_ns.estimate.memory.peak import price_memory
 from atorch_ns.estimate.memory.states import kept_of, parameters_of, shares_of
+from atorch_ns.estimate.model_shard import reported_bytes
 from atorch_ns.estimate.table import PlanTable
 from atorch_ns.job import PeakMemory
 from atorch_ns.method import load_registry, resolve
@@ -126,6 +127,11 @@ def plan_of(strategy: Any, profile: Profile, num_ranks: int = NUM_RANKS) -> Plan
         return resolve(Strategy.load(strategy), cluster, load_registry(), profile=profile).plan
 
 
+def _gradients_are_buckets(plan: Plan) -> bool:
+    views = plan.gradient_sync == "all_reduce" and plan.sharding.bucket_views == "always"
+    return views and plan.precision.master_dtype is None
+
+
 def compare(
     sized: SizedCase, strategies: Sequence[Any], ranks: Sequence[Sequence[PeakMemory]], profile: Profile
 ) -> list[dict[str, Any]]:
@@ -143,6 +149,8 @@ def compare(
         predicted = float(memory[index].sum())
         peak = max(one.peak_bytes for one in seen)
         states = {name: int(getattr(kept, name)[0]) for name in ("parameters", "gradients", "optimizer")}
+        if _gradients_are_buckets(plan):  # whose storage has what ranks report as well
+            states["gradients"] += reported_bytes(plan, profile.trace)
         true_states = {name: max(getattr(one.states, name) for one in seen) for name in states}
         rows.append(
             {

@@ -115,7 +115,7 @@ class Ddp(Method[DdpConfig]):
             gradient_sync="all_reduce",
             sharding={
                 "bucket_bytes": _bucket_bytes(config),
-                "bucket_views": config.gradient_as_bucket_view or not config.torch_reduces,
+                "bucket_views": _bucket_views(config),
             },
         )
 
@@ -276,6 +276,12 @@ def _has_sparse_gradients(job: Job) -> bool:
 
 def _bucket_bytes(config: DdpConfig) -> int:
     return DEFAULT_BUCKET_BYTES if config.bucket_cap_mb is None else max(1, int(config.bucket_cap_mb * 2**20))
+
+
+def _bucket_views(config: DdpConfig) -> str:
+    if not config.torch_reduces:
+        return "always"
+    return "reduced" if config.gradient_as_bucket_view else "never"
 
 
 def _reduce_by_buckets(job: Job, config: DdpConfig) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from atorch_ns.capture.operators import is_saved
+from atorch_ns.cluster.collectives import NUM_REPORTED, gradient_buckets
 from atorch_ns.pipeline import RecomputeShare
 from atorch_ns.profile import ForwardResult, ParameterSpec, Segment, SegmentCost, Trace, precision_key
 from atorch_ns.strategy import AxisUse, PipelineParallelism, Plan
@@ -149,6 +150,40 @@ def stored_dtype(plan: Plan, parameter: ParameterSpec, wanted: str | None) -> st
         return parameter.dtype
     kept = plan.precision.parameter_dtype if plan.precision.parameter_dtype != "float32" else parameter.dtype
     return wanted or kept
+
+
+def bucket_sizes(plan: Plan, trace: Trace) -> list[int]:
+    """Bytes of each gradient bucket, in the order in which they are reduced.
+
+    Buckets are made anew after the first step, in the order in which gradients arrived: that of the parameters backwards.
+    """
+    sizes = _gradient_sizes(plan, trace)
+    return [
+        sum(sizes[place][1] for place in bucket)
+        for bucket in gradient_buckets(sizes, plan.sharding.bucket_bytes)
+    ]
+
+
+def reported_bytes(plan: Plan, trace: Trace) -> int:
+    """Bytes of the numbers that travel with the last bucket, in its dtype."""
+    sizes = _gradient_sizes(plan, trace)
+    *_, last = gradient_buckets(sizes, plan.sharding.bucket_bytes) or [[]]
+    dtype = sizes[last[-1]][0] if last else "float32"
+    return (len(sizes) + NUM_REPORTED) * DTYPE_BYTES[dtype]
+
+
+def _gradient_sizes(plan: Plan, trace: Trace) -> list[tuple[str, int]]:
+    """Dtype and bytes of each gradient, as they arrive."""
+    found = [(stored_dtype(plan, parameter, None), parameter.num_elements) for parameter in _arriving(trace)]
+    return [(dtype, num * DTYPE_BYTES[dtype]) for dtype, num in found]
+
+
+def _arriving(trace: Trace) -> Iterator[ParameterSpec]:
+    """Trainable parameters in the order in which their gradients are complete; a tied one at its first use."""
+    for segment in reversed(trace.segments):
+        own = [p for p in reversed(segment.parameters) if p.tied_to is None and p.trainable]
+        for _ in range(segment.count):
+            yield from own
 
 
 def _own(parameters: Iterable[ParameterSpec]) -> tuple[ParameterSpec, ...]:

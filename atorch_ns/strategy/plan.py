@@ -101,7 +101,8 @@ class Sharding:
         gather_dtype: dtype of gathered parameters, where it differs.
         reduce_dtype: dtype of reduced gradients, where it differs.
         bucket_bytes: gradients are reduced in buckets of about this size; 0 for unit by unit.
-        bucket_views: whether gradients lie in the buckets that are reduced; else both are kept.
+        bucket_views: when gradients lie in the buckets that are reduced: ``always``, once they are ``reduced`` (those of
+            earlier micro-batches lie beside), or ``never``: both are kept.
         flat_multiple: in the layout ``flat``, divisor of the elements of each rank's piece.
         updates_copy: whether the optimizer updates a copy of its share, although the weights are in its dtype.
         frees_gradients: whether no gradient is alive once the optimizer has stepped.
@@ -119,7 +120,7 @@ class Sharding:
     gather_dtype: str | None = _only_where("shards_model", None)
     reduce_dtype: str | None = _only_where("shards_model", None)
     bucket_bytes: int = _only_where("reduces", 0)
-    bucket_views: bool = True
+    bucket_views: Literal["always", "reduced", "never"] = "always"
     flat_multiple: int = 1
     updates_copy: bool = False
     frees_gradients: bool = False

@@ -18,7 +18,7 @@ from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES
 from atorch_ns.estimate.memory.activations import Activations, Place
 from atorch_ns.estimate.memory.shards import Parameters
 from atorch_ns.estimate.memory.states import KeptBytes, Shares
-from atorch_ns.estimate.model_shard import DTYPE_BYTES, ModelShard
+from atorch_ns.estimate.model_shard import DTYPE_BYTES, ModelShard, reported_bytes
 from atorch_ns.profile import Trace
 from atorch_ns.strategy import Plan
 
@@ -236,9 +236,9 @@ def _alive_backward(kind: PlanGroup, s: int, j: Place, passing: np.ndarray) -> n
 def replicated_moments(kind: PlanGroup) -> Iterator[Moment]:
     """Gradients come one by one, and are gone when the next step begins.
 
-    DDP's buckets stay, step after step. Gradients are views of them, so what backward makes is copied at once.
-    Where micro-batches accumulate, the first ones add to gradients outside the buckets, and the last one
-    replaces them one by one: at its start both are there.
+    Buckets stay, step after step, the last one with what ranks report in it. Gradients are views of them, so what
+    backward makes is copied at once. torch's DDP has the first of several micro-batches add to gradients outside the
+    buckets, and the last one replaces them one by one: at its start both are there.
 
     Where ranks hold parts of the model, torch's ``replicate`` takes DDP's place: it computes with a copy of the
     parameters that lives from the forward pass to the end of the backward pass, and then copies all gradients
@@ -249,9 +249,11 @@ def replicated_moments(kind: PlanGroup) -> Iterator[Moment]:
     syncs = (kind.num_ranks > 1) & (kind.plan.gradient_sync == "all_reduce")
     parted = kind.parts.sizes.divides_model
     reduces = syncs & ~parted
-    buckets = everything * reduces
-    copies = reduces & kind.plan.sharding.bucket_views
-    many = kind.parts.accumulates
+    views = kind.plan.sharding.bucket_views
+    copies = reduces & (views != "never")
+    reported = reported_bytes(kind.plan, kind.trace) * (reduces & (views == "always"))
+    buckets = everything * reduces + reported
+    many = kind.parts.accumulates & ~(reduces & (views == "always"))
     gathered = kind.parts.total([kind.whole(s, trainable=False) for s in range(len(sizes))]) * (
         syncs & parted
     )
@@ -269,5 +271,5 @@ def replicated_moments(kind: PlanGroup) -> Iterator[Moment]:
     if (kind.parts.sizes.sequence > 1).any():
         yield Moment(kind.last_moment(), everything, 0.0, _summed_at_once(kind, sizes))
     kept = kind.kept.gradients[kind.row]
-    hidden = np.where(copies & (kind.plan.precision.master_dtype is None), 0.0, buckets)
+    hidden = np.where(copies & (kind.plan.precision.master_dtype is None), reported, buckets)
     yield Moment(kind.last_moment(), kept + hidden, 0.0, kind.step_temporaries())

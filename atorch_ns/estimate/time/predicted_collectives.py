@@ -16,14 +16,15 @@ from atorch_ns.estimate.model_shard import (
     LOSS_CALLS,
     LOSS_NUMBERS,
     Unit,
+    bucket_sizes,
     computed_in,
     cost_of,
+    reported_bytes,
     stored_dtype,
     units_of,
 )
 from atorch_ns.estimate.stages import schedule_of, stages_of, usual_micro_batches
 from atorch_ns.estimate.time.passes import recomputed_shares
-from atorch_ns.estimate.time.traffic import bucket_sizes, reported_bytes
 from atorch_ns.profile import ParameterSpec, Segment, Trace
 from atorch_ns.strategy import MODEL_AXES, Plan
 

@@ -5,61 +5,26 @@ Legend: R plans of one kind, B samples in a micro-batch, T tokens, D model, V vo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from atorch_ns.cluster.collectives import NUM_REPORTED, Groups, collective_seconds, gradient_buckets
+from atorch_ns.cluster.collectives import Groups, collective_seconds
 from atorch_ns.estimate.model_shard import (
     DTYPE_BYTES,
     LOSS_CALLS,
     LOSS_NUMBERS,
     Unit,
+    bucket_sizes,
     computed_in,
     cost_of,
     gathered_bytes,
     reduced_bytes,
-    stored_dtype,
 )
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.estimate.time.passes import Passes, is_chosen, low_bit_rate, recomputed_shares
-from atorch_ns.profile import ParameterSpec, Segment, Trace
-from atorch_ns.strategy import Plan
-
-
-def bucket_sizes(plan: Plan, trace: Trace) -> list[int]:
-    """Bytes of each gradient bucket, in the order in which they are reduced.
-
-    Buckets are made anew after the first step, in the order in which gradients arrived: that of the parameters backwards.
-    """
-    sizes = _gradient_sizes(plan, trace)
-    return [
-        sum(sizes[place][1] for place in bucket)
-        for bucket in gradient_buckets(sizes, plan.sharding.bucket_bytes)
-    ]
-
-
-def reported_bytes(plan: Plan, trace: Trace) -> int:
-    """Bytes of the numbers that travel with the last bucket, in its dtype."""
-    sizes = _gradient_sizes(plan, trace)
-    *_, last = gradient_buckets(sizes, plan.sharding.bucket_bytes) or [[]]
-    dtype = sizes[last[-1]][0] if last else "float32"
-    return (len(sizes) + NUM_REPORTED) * DTYPE_BYTES[dtype]
-
-
-def _gradient_sizes(plan: Plan, trace: Trace) -> list[tuple[str, int]]:
-    """Dtype and bytes of each gradient, as they arrive."""
-    found = [(stored_dtype(plan, parameter, None), parameter.num_elements) for parameter in _arriving(trace)]
-    return [(dtype, num * DTYPE_BYTES[dtype]) for dtype, num in found]
-
-
-def _arriving(trace: Trace) -> Iterator[ParameterSpec]:
-    """Trainable parameters in the order in which their gradients are complete; a tied one at its first use."""
-    for segment in reversed(trace.segments):
-        own = [p for p in reversed(segment.parameters) if p.tied_to is None and p.trainable]
-        for _ in range(segment.count):
-            yield from own
+from atorch_ns.profile import ParameterSpec, Segment
 
 
 def gather_and_reduce(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.ndarray]:

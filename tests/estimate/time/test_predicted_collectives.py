@@ -14,8 +14,8 @@ from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYT
 from atorch_ns.data import call_model
 from atorch_ns.engine.trial.report import CollectiveCount
 from atorch_ns.estimate import Workload
+from atorch_ns.estimate.model_shard import bucket_sizes
 from atorch_ns.estimate.time.predicted_collectives import collectives
-from atorch_ns.estimate.time.traffic import bucket_sizes
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import ParameterSpec, Profile, Segment, Trace, profile_model
 from atorch_ns.strategy import Plan, Strategy
