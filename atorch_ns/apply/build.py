@@ -73,6 +73,8 @@ def _agree_over_model_axes(job: Job) -> None:
     """What ranks that hold parts of one model must do alike."""
     if job.gradients.sums:
         job.gradients.sums.watch(job.module)
+        if not job.parts.stages:  # which no loop of the user's calls
+            job.gradients.follow_passes(job.module)
     if job.mesh is not None and job.mesh.divides_model:
         job.step.randomness = SharedRandomness(seed=job.seed, data_rank=job.data_rank, device=job.device)
         job.step.same_batch = SameBatch(job.mesh)

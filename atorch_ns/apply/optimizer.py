@@ -14,7 +14,7 @@ import torch.distributed as dist
 from atorch_ns.apply.watch import WATCH
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.agreement import SamePlace, SameWeights
-from atorch_ns.job.gradients import clip_gradients, gradient_norm
+from atorch_ns.job.gradients import clip_gradients, gradient_norm, warn_where_none_come
 from atorch_ns.job.job import OPTIMIZER, Job
 from atorch_ns.job.model import NamedGroup, parameter_groups
 from atorch_ns.job.optimizer import MasterWeights, StepOptimizer, inner_optimizer
@@ -172,6 +172,8 @@ def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
             job.step.same_weights.follow(optimizer)
         if not job.parts.stages:
             SamePlace(job.name, _ranks_together(job)).follow(job.module, optimizer)
+        if job.plan.sharding.parameters_over:
+            warn_where_none_come(job.module, optimizer)
 
 
 def _frozen(job: Job) -> list[tuple[str, torch.Tensor]]:

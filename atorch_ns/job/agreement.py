@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from atorch_ns.capture.nests import leaves, tensors_of
+from atorch_ns.capture.nests import leaves
 from atorch_ns.cluster import Mesh, gathered
 from atorch_ns.errors import InputError, StepError
+from atorch_ns.job.gradients import follow_backward_passes
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import counted, first_few
 from atorch_ns.torch_compat import (
     BACKWARD_FUNCTION,
-    after_backward,
     default_store,
     in_backward,
     local_box,
@@ -210,13 +210,13 @@ class SameWeights:
         if not self.is_on:
             return
         for number in tuple(self._waiting):
-            self._compare(number)
+            self._compare_copies(number)
         self._num_updates += 1
         if self._num_updates - self._begin in _FIRST_UPDATES or self._num_updates % _EVERY == 0:
-            self._write()
+            self._write_checksums()
 
     @torch.no_grad()
-    def _write(self) -> None:
+    def _write_checksums(self) -> None:
         """Writes what this rank holds, and reads later what others do.
 
         Raises:
@@ -250,7 +250,7 @@ class SameWeights:
     def _key(self, rank: int, what: str, number: int | None = None) -> str:
         return f"atorch_ns/weights/{self._name}/{self._number if number is None else number}/{rank}/{what}"
 
-    def _compare(self, number: int) -> None:
+    def _compare_copies(self, number: int) -> None:
         """Compares with each rank that holds a copy, once all have written.
 
         Raises:
@@ -267,9 +267,9 @@ class SameWeights:
             differ = own.sums[1][here] != sums[1][there]
             if differ.any():
                 here, other = here[differ], samples.reshape(-1, _NUM_SAMPLED)[there[differ]]
-                self._explain(own, rank, here, other)
+                self._raise_difference(own, rank, here, other)
 
-    def _explain(self, own: _Record, rank: int, places: np.ndarray, other: np.ndarray) -> None:
+    def _raise_difference(self, own: _Record, rank: int, places: np.ndarray, other: np.ndarray) -> None:
         samples = own.samples[places]
         with np.errstate(invalid="ignore"):
             off = np.abs(samples - other).max(1)
@@ -387,16 +387,16 @@ class SamePlace:
 
     def follow(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Watches a model and its optimizer until the process ends."""
-        optimizer.register_step_pre_hook(lambda *_: self._add("U"))
+        optimizer.register_step_pre_hook(lambda *_: self._add_call("U"))
         optimizer.register_step_post_hook(self._after_update)
         self._module = id(module)  # which lives as long as its hooks
         # First in each: fully_shard communicates in hooks of its own.
         module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
-        module.register_forward_hook(torch.compiler.disable(self._after_forward), prepend=True)
+        follow_backward_passes(module, lambda: self._add_call("B"))
         with suppress(RuntimeError):  # no room for a thread: nothing else depends on it
-            threading.Thread(target=self._watch, daemon=True, name="atorch_ns same place").start()
+            threading.Thread(target=self._watch_thread, daemon=True, name="atorch_ns same place").start()
 
-    def _add(self, letter: str) -> None:
+    def _add_call(self, letter: str) -> None:
         calls = self._calls[self._num_updates]
         if len(calls) < _MOST_CALLS:
             self._calls[self._num_updates] = calls + letter
@@ -404,26 +404,11 @@ class SamePlace:
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if self._counts(module):
             self._thread = threading.get_ident()
-            self._add("F")
+            self._add_call("F")
 
     def _counts(self, module: nn.Module) -> bool:
         """Whether a forward pass is one of the model in training; copies of it have its hooks."""
         return id(module) == self._module and torch.is_grad_enabled() and not in_backward()
-
-    def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
-        if not self._counts(module):
-            return
-        under_way: list[None] = []
-
-        def begin(_: torch.Tensor) -> None:
-            if not under_way:
-                under_way.append(None)
-                self._add("B")
-                after_backward(under_way.clear)
-
-        for tensor in tensors_of(output):
-            if tensor.requires_grad:
-                tensor.register_hook(torch.compiler.disable(begin))
 
     def _after_update(self, *_: object) -> None:
         number = self._num_updates + 1
@@ -431,12 +416,12 @@ class SamePlace:
         self._num_updates = number
         self._calls.pop(number - _KEPT_UPDATES[bool(self._together)], None)
 
-    def _watch(self) -> None:
+    def _watch_thread(self) -> None:
         place: tuple[Any, dict[int, str]] = None, {}
         since, beat = 0.0, 0
         while True:
             time.sleep(_POLL_S)
-            line, is_backward = self._look()
+            line, is_backward = self._find_line()
             calls = dict(self._calls)
             if (line, calls) != place or line is None:
                 place, since = (line, calls), time.monotonic()
@@ -452,17 +437,20 @@ class SamePlace:
                 told = {"beat": beat, "is_stuck": is_stuck, "calls": calls}
                 store.set(self._key(self._rank), json.dumps(told))
                 if self._together and self._rank != self._together[0]:
-                    self._compare(calls, self._read(self._together[:1]), only_last=False)
+                    self._compare_calls(calls, self._read_places(self._together[:1]), only_last=False)
                 if is_stuck and self._rank == 0:
-                    others = self._read(range(1, self._num_ranks))
+                    others = self._read_places(range(1, self._num_ranks))
                     if len(others) == self._num_ranks - 1 and all(
                         other["is_stuck"] for other in others.values()
                     ):
-                        self._compare(calls, others, only_last=True)
-            except RuntimeError:  # the store has gone, and with it the ranks
+                        self._compare_calls(calls, others, only_last=True)
+            except (
+                RuntimeError,
+                ValueError,
+            ):  # the store has gone, or the process group: nobody is left to wait for
                 return
 
-    def _look(self) -> tuple[tuple[Any, int] | None, bool]:
+    def _find_line(self) -> tuple[tuple[Any, int] | None, bool]:
         """The line of the training thread, and whether it is in a backward pass. No frame outlives this: it would keep the
         tensors of its function."""
         frame = sys._current_frames().get(self._thread)
@@ -471,7 +459,7 @@ class SamePlace:
         names = {found.f_code.co_name for found, _ in traceback.walk_stack(frame)}
         return (frame.f_code, frame.f_lineno), BACKWARD_FUNCTION in names
 
-    def _read(self, ranks: Sequence[int]) -> dict[int, Any]:
+    def _read_places(self, ranks: Sequence[int]) -> dict[int, Any]:
         """What those of the ranks have told that told it since the last time."""
         store, found = default_store(), {}
         for rank in ranks:
@@ -482,7 +470,7 @@ class SamePlace:
                 self._beats[rank] = told["beat"]
         return found
 
-    def _compare(self, calls: dict[int, str], others: dict[int, Any], *, only_last: bool) -> None:
+    def _compare_calls(self, calls: dict[int, str], others: dict[int, Any], *, only_last: bool) -> None:
         """Ends this process where a rank has made other calls after an update, the last one that both have made or any."""
         for rank, other in others.items():
             theirs = {int(number): text for number, text in other["calls"].items()}
@@ -490,12 +478,12 @@ class SamePlace:
             for number in shared[-1:] if only_last else shared:
                 one, two = calls[number], theirs[number]
                 if not one.startswith(two) and not two.startswith(one):
-                    self._end(rank, number, one, two)
+                    self._end_process(rank, number, one, two)
 
     def _key(self, rank: int) -> str:
         return f"atorch_ns/places/{self._name}/{rank}"
 
-    def _end(self, rank: int, number: int, own: str, theirs: str) -> None:
+    def _end_process(self, rank: int, number: int, own: str, theirs: str) -> None:
         sys.stderr.write(
             f"atorch_ns: the ranks are at different places, and none can go on. After update {number}, rank {self._rank} has called "
             f"{_in_words(own)}, and rank {rank} {_in_words(theirs)}. What is left out on one rank, such as the backward pass of "

@@ -86,8 +86,8 @@ class Census:
         job.gradients.sums.call_after(found)
         job.explain(
             "model",
-            f"hooks of the gradients of {first_few([name for name, *_ in self._hooks])} are called once a step, with the "
-            "gradients of all ranks and micro-batches, before these are clipped",
+            f"hooks of the gradients of {first_few([name for name, *_ in self._hooks])} are called with the gradients of all "
+            "ranks: once in a step of train_step, and after each backward pass of a loop of your own",
         )
 
 

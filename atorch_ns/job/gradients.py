@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,9 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
 from atorch_ns.job.reducer import GradientReducer
-from atorch_ns.torch_compat import plain_name
+from atorch_ns.torch_compat import after_backward, in_backward, plain_name
+
+log = logging.getLogger("atorch_ns")
 
 SkipSync = Callable[[], AbstractContextManager[None]]
 """Gives a context in which backward passes add to local gradients and communicate nothing."""
@@ -140,12 +145,12 @@ class _Sum:
     mean: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class GradientHooks:
     """Functions of the user for the gradient of one parameter.
 
     Attributes:
-        name: the parameter's, for messages.
+        name: the parameter's in the user's model.
         parameter: the parameter as it is now, or this rank's part of it.
         hooks: those of ``register_hook``, called with the gradient; what they return takes its place.
         late: those of ``register_post_accumulate_grad_hook``, called with the parameter.
@@ -156,15 +161,41 @@ class GradientHooks:
     hooks: Sequence[Callable[[torch.Tensor], torch.Tensor | None]]
     late: Sequence[Callable[[torch.Tensor], object]]
 
+    def __post_init__(self) -> None:
+        self._before: torch.Tensor | None = None
+        self._is_open = False
+
+    def begin(self, num_sums: int) -> None:
+        """A backward pass begins, the first since the last call or a further part of the same step.
+
+        Args:
+            num_sums: the number of ranks that each have a share of the gradient so far.
+        """
+        gradient = self.parameter.grad
+        if gradient is None or not self._is_open:
+            self._before = None if gradient is None else gradient.detach() * num_sums
+        self._is_open = True
+
     def call(self) -> None:
-        """Calls them, if there is a gradient."""
-        parameter = self.parameter
-        for hook in self.hooks:
-            if parameter.grad is not None and (changed := hook(parameter.grad)) is not None:
-                parameter.grad = changed
+        """Calls them, if there is a gradient; ``hooks`` with what has been added to it, as each backward pass does."""
+        parameter, before = self.parameter, self._before
+        self._before, self._is_open = None, False
+        if parameter.grad is None:
+            return
+        if self.hooks:
+            added = parameter.grad if before is None else parameter.grad - before
+            for hook in self.hooks:
+                changed = hook(added)
+                added = added if changed is None else changed
+            parameter.grad = added if before is None else before + added
         for call in self.late:
-            if parameter.grad is not None:
-                call(parameter)
+            call(parameter)
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int] | None]:
+    """Which gradient each parameter has, and how often it was written."""
+    gradients = (parameter.grad for parameter in module.parameters())
+    return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
 
 class GradientSums:
@@ -181,6 +212,9 @@ class GradientSums:
         self._hooks: Sequence[GradientHooks] = ()
         self._pending = False
         self._summed = False
+        self._divided = False
+        self._is_told = False
+        self._versions: list[tuple[int, int] | None] = []
 
     def __bool__(self) -> bool:
         return bool(self._sums or self._hooks)
@@ -222,7 +256,7 @@ class GradientSums:
         self._pending = True
         if not self._summed:
             return
-        self._summed = False
+        self._summed, self._divided = False, True
         for entry in self._sums:
             for parameter in _parameters(module, entry.names):
                 if parameter.grad is not None and not entry.mean:
@@ -233,7 +267,7 @@ class GradientSums:
         """Sums what has not been summed since the last backward pass; collective."""
         if not self._pending:
             return
-        self._pending, self._summed = False, True
+        self._pending, self._summed, self._divided = False, True, False
         for entry in self._sums:
             for parameters in _together(_parameters(module, entry.names)):
                 _sum(parameters, entry)
@@ -243,6 +277,28 @@ class GradientSums:
     def _note(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
             self.expect(module)
+
+    @torch.no_grad()
+    def begin_pass(self, module: nn.Module) -> None:
+        """A backward pass of a loop of the user's begins."""
+        self._versions = _versions(module)
+        for hooks in self._hooks:
+            shares = [e.group.size() for e in self._sums if hooks.name in e.names and not e.mean]
+            hooks.begin(math.prod(shares) if self._divided else 1)
+        self.expect(module)
+
+    def tell_of_parts(self) -> None:
+        """Says once what the user's functions see of backward passes that are parts of one."""
+        if self._hooks and not self._is_told:
+            self._is_told = True
+            log.warning(
+                "hooks of gradients are called once for all backward passes under no_sync and the next one, with the sum of "
+                "these on all ranks; without no_sync they are called after each."
+            )
+
+    def have_changed(self, module: nn.Module) -> bool:
+        """Whether the backward pass has given gradients; one for those of inputs (``autograd.grad``) does not."""
+        return _versions(module) != self._versions
 
 
 def _sum(parameters: list[torch.Tensor], entry: _Sum) -> None:
@@ -295,6 +351,70 @@ def _together(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]
         yield [found[place] for place in bucket]
 
 
+def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Says once, on every rank, that a step updates nothing though the model was called for it.
+
+    For parameters that are gathered for each pass: ``torch.autograd.grad`` asks for gradients of what the pass has not used,
+    and torch gives none.
+    """
+    calls = [0]
+
+    def note(*_: Any) -> None:
+        calls[0] += torch.is_grad_enabled()
+
+    def look(*_: Any) -> None:
+        called, calls[0] = calls[0], 0
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if called and all(p.grad is None for p in parameters):
+            log.warning(
+                "an optimizer's step updates nothing: no parameter has a gradient, though the model was called since the last "
+                "step. Under this strategy parameters are gathered for each pass, so that torch.autograd.grad(loss, parameters) "
+                "finds no gradient of them: call loss.backward() and read parameter.grad, or choose ddp or zero1."
+            )
+            for handle in handles:
+                handle.remove()
+
+    handles = [
+        module.register_forward_pre_hook(torch.compiler.disable(note)),
+        optimizer.register_step_pre_hook(look),
+    ]
+
+
+def follow_backward_passes(
+    module: nn.Module, begin: Callable[[], None], end: Callable[[], None] | None = None
+) -> None:
+    """Looks at the backward passes through what ``module`` returns in training; copies of it have its hooks, and are left alone.
+
+    Args:
+        begin: called when a pass comes to an output, once in each.
+        end: called when the pass and what others have had called after it are through.
+    """
+    number = id(module)  # the module lives as long as its hooks
+    under_way: list[None] = []
+
+    def watch(called: nn.Module, inputs: Any, output: Any) -> None:
+        if id(called) != number or not torch.is_grad_enabled() or in_backward():
+            return
+        under_way.clear()  # a pass that an error has ended is not through
+        for tensor in unique_tensors_of(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(torch.compiler.disable(reached))
+
+    def reached(_: torch.Tensor) -> None:
+        if not under_way:
+            under_way.append(None)
+            begin()
+            after_backward(lambda: after_backward(finish))
+
+    def finish() -> None:
+        under_way.clear()
+        if end is not None:
+            end()
+
+    # First: fully_shard communicates in hooks of its own.
+    module.register_forward_hook(torch.compiler.disable(watch), prepend=True)
+
+
 @dataclass(kw_only=True)
 class Gradients:
     """How a job's gradients are synchronised and clipped.
@@ -305,6 +425,7 @@ class Gradients:
         sums: gradients to be summed over other ranks than those of the data.
         reducer: averages gradients in buckets that can be watched; ``None`` where a wrapper of the model does it.
         remote_norm_names: names of parameters that another rank counts in norms of gradients.
+        num_parts: how many contexts say that backward passes are parts of one.
         kept_whole: names of parameters that methods of data parallelism leave as they are, since several stages of
             a rank use them; :attr:`sums` averages their gradients.
     """
@@ -315,6 +436,36 @@ class Gradients:
     reducer: GradientReducer | None = None
     remote_norm_names: set[str] = field(default_factory=set)
     kept_whole: set[str] = field(default_factory=set)
+    num_parts: int = 0
+
+    @contextmanager
+    def as_parts(self) -> Iterator[None]:
+        """Backward passes inside are parts of one that ends later."""
+        self.num_parts += 1
+        try:
+            yield
+        finally:
+            self.num_parts -= 1
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to local gradients."""
+        self.sums.tell_of_parts()
+        with self.as_parts(), self.skip_sync():
+            yield
+
+    def follow_passes(self, module: nn.Module) -> None:
+        """Completes gradients after each backward pass of a loop of the user's, as they are in one process: it may read them,
+        clip them by torch's function, and its hooks see each pass."""
+
+        def end() -> None:
+            is_part = self.num_parts or (self.reducer is not None and self.reducer.is_paused)
+            if not is_part and self.sums.have_changed(module):
+                self.complete(module)
+            elif is_part and not self.num_parts:
+                self.sums.tell_of_parts()
+
+        follow_backward_passes(module, lambda: self.sums.begin_pass(module), end)
 
     @property
     def are_left(self) -> bool:

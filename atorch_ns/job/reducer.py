@@ -152,6 +152,11 @@ class GradientReducer:
         self._hooks["after"].append(hook)
         return partial(self._hooks["after"].remove, hook)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether gradients stay on their ranks for now."""
+        return not self._sync
+
     def wait_until_told(self, *, sums: bool = False) -> None:
         """Leaves gradients on their ranks until :meth:`sync_grad`.
 

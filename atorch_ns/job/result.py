@@ -245,7 +245,7 @@ class Result(_Fields):
         ``reduce_each_micro_batch`` of fsdp or zero2 is true, it does nothing: each pass adds to gradients that are reduced
         and sharded.
         """
-        return self.job.gradients.skip_sync()
+        return self.job.gradients.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients of all ranks together to ``max_norm``; returns the norm before, 0-d.

@@ -360,26 +360,27 @@ class TrainStep:
         optimizer, _ = self._require()
         job, last = self._job, len(work.micro_batches) - 1
         losses, outputs = [], []
-        for number, micro_batch in enumerate(work.micro_batches):
-            if job.optimizer.requires_boundary:
-                optimizer.set_gradient_accumulation_boundary(number == last)  # type: ignore[attr-defined]
-            is_dummy = number in work.dummies
-            with nullcontext() if number == last else job.gradients.skip_sync():
-                with buffers_lent(job.module) if is_dummy else nullcontext():
-                    output, loss = self._forward(micro_batch)
-                losses.append(loss.detach())
-                if work.wants_outputs and not is_dummy:
-                    outputs.append(map_tensors(torch.Tensor.detach, output))
-                share = work.share(number, loss)
-                if not share.requires_grad:
-                    raise InputError(
-                        "the loss has no gradient: it was detached or made anew (loss.detach(), torch.tensor(loss)), was "
-                        "computed under torch.no_grad(), or from nothing that is trained."
-                    )
-                if job.optimizer.use_optim_backward:
-                    optimizer.backward(share)  # type: ignore[attr-defined]
-                else:
-                    share.backward()
+        with job.gradients.as_parts():
+            for number, micro_batch in enumerate(work.micro_batches):
+                if job.optimizer.requires_boundary:
+                    optimizer.set_gradient_accumulation_boundary(number == last)  # type: ignore[attr-defined]
+                is_dummy = number in work.dummies
+                with nullcontext() if number == last else job.gradients.skip_sync():
+                    with buffers_lent(job.module) if is_dummy else nullcontext():
+                        output, loss = self._forward(micro_batch)
+                    losses.append(loss.detach())
+                    if work.wants_outputs and not is_dummy:
+                        outputs.append(map_tensors(torch.Tensor.detach, output))
+                    share = work.share(number, loss)
+                    if not share.requires_grad:
+                        raise InputError(
+                            "the loss has no gradient: it was detached or made anew (loss.detach(), torch.tensor(loss)), was "
+                            "computed under torch.no_grad(), or from nothing that is trained."
+                        )
+                    if job.optimizer.use_optim_backward:
+                        optimizer.backward(share)  # type: ignore[attr-defined]
+                    else:
+                        share.backward()
         return _passed(losses, outputs, work)
 
     @torch.no_grad()

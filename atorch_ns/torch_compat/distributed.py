@@ -257,19 +257,24 @@ def pipeline_orders(
 
 
 def run_foreach_on_local_parts() -> None:
-    """Lets the ``_foreach`` operators of averages take lists in which some tensors are divided and some are not.
+    """Lets ``_foreach`` operators, as averages and ``zero_grad`` use them, take lists in which some tensors are divided and some are not.
 
     torch refuses such a list, which the parameters of a divided model are. Each pair is computed where its first tensor
     lies, as ``AveragedModel`` needs it.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers.update(dict.fromkeys(_AVERAGING, _on_local_parts))
+    handlers.update(dict.fromkeys(_PLACE_BY_PLACE, _on_local_parts))
+    handlers[torch.ops.aten._foreach_norm.Scalar] = _norms
 
 
-_AVERAGING = (
+_PLACE_BY_PLACE = (
+    torch.ops.aten._foreach_zero_.default,
     torch.ops.aten._foreach_lerp_.Scalar,
     torch.ops.aten._foreach_lerp_.List,
     torch.ops.aten._foreach_mul_.Scalar,
+    torch.ops.aten._foreach_mul_.Tensor,
+    torch.ops.aten._foreach_div_.Scalar,
+    torch.ops.aten._foreach_add_.Scalar,
     torch.ops.aten._foreach_add_.List,
     torch.ops.aten._foreach_copy_.default,
 )
@@ -285,6 +290,15 @@ def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return [_part_beside(one, target) for one, target in zip(argument, targets, strict=True)]
 
     operator(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+
+
+def _norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Norms for ``torch.nn.utils.clip_grad_norm_``, 0-d: whole where a tensor is not divided, since it stacks them."""
+    tensors, order = args[0], args[1] if len(args) > 1 else 2
+    norms = [torch.linalg.vector_norm(tensor, order, **kwargs) for tensor in tensors]
+    if all(isinstance(norm, DTensor) for norm in norms):
+        return norms
+    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
 
 
 def _part_beside(tensor: Any, target: Any) -> Any:

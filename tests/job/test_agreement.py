@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -324,3 +325,24 @@ def test_a_rank_that_leaves_out_a_call_ends_all_within_seconds(
     said = "".join(outcome.output for outcome in outcomes)
     assert "the ranks are at different places, and none can go on. After update 1, rank" in said
     assert f"rank 1 has called {calls}" in said or f"rank 1 {calls}" in said
+
+
+def _leaves_the_group() -> list[str]:
+    errors: list[str] = []
+    threading.excepthook = lambda args: errors.append(str(args.exc_value))
+    agreement._POLL_S = agreement._STUCK_S = 0.05  # type: ignore[misc]
+    auto_accelerate(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        torch.optim.SGD,
+        load_strategy=["fsdp"],
+        optim_args={"lr": 0.1},
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+    time.sleep(0.5)
+    return errors
+
+
+def test_the_watch_of_places_ends_with_the_process_group() -> None:
+    """A program that goes on without it sees no error of a thread."""
+    assert run_ranks(_leaves_the_group, 2, timeout_s=60) == [[], []]

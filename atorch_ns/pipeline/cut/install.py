@@ -148,7 +148,7 @@ def install_stages(
     for unit in units:
         made: nn.Module
         if unit.name in mine:
-            made = Unit(unit.module, unit.name, switch)
+            made = Unit(unit.module, unit.name, switch, settings.method)
         else:
             made = _stub(unit.module, unit.name, switch, kept_ids, in_use, settings)
         modules[unit.name] = made

@@ -16,6 +16,7 @@ from atorch_ns.errors import StepError
 from atorch_ns.pipeline.cut.graph import CallGraph
 from atorch_ns.pipeline.run.forward_pass import PassSwitch, Pieces, StageEnd, StagePass, StageRange
 from atorch_ns.pipeline.schedule.schedules import train_step_only
+from atorch_ns.torch_compat import in_backward
 
 MICRO_BATCH_STRIDE = 1_000_003
 """The difference of the seeds of two micro-batches."""
@@ -28,12 +29,18 @@ class Unit(nn.Module):
     """A unit of this rank, called if the running stage owns the call; else it returns a stand-in's output.
 
     Attributes of the module inside are visible through it, and its parameters keep their names.
+
+    Args:
+        module: the unit.
+        path: its path in the user's model.
+        method: the name of the method that has cut the model, for messages.
     """
 
-    def __init__(self, module: nn.Module, path: str, switch: PassSwitch) -> None:
+    def __init__(self, module: nn.Module, path: str, switch: PassSwitch, method: str) -> None:
         super().__init__()
         self._pipeline_unit = module
         self._path = path
+        self._method = method
         self._switch = switch
         self.training = module.training
 
@@ -49,9 +56,11 @@ class Unit(nn.Module):
         return self._pipeline_unit[key]  # type: ignore[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output that the pass decides on; that of the module where no pass runs, as in a recomputation."""
+        """The output that the pass decides on; that of the module in a recomputation, of which no pass is."""
         running = self._switch.running
         if running is None:
+            if not in_backward():  # other ranks refuse it, and this one would wait for them
+                raise _outside_of_a_step(self._path, self._method)
             return self._pipeline_unit(*args, **kwargs)
         return running.call(self._path, self._pipeline_unit, args, kwargs)
 
@@ -104,11 +113,15 @@ class Stub(nn.Module):
         """The output that the pass decides on."""
         running = self._switch.running
         if running is None:
-            raise StepError(
-                f"{self._path} is on another rank of the pipeline, so the model cannot be called here: "
-                f"{train_step_only(self._method)}, or leave the axis pipeline out of the strategy."
-            )
+            raise _outside_of_a_step(self._path, self._method)
         return running.call(self._path, None, args, kwargs)
+
+
+def _outside_of_a_step(path: str, method: str) -> StepError:
+    return StepError(
+        f"{path} was called outside of a step, and the model is cut over the ranks of a pipeline, so it cannot be called here: "
+        f"{train_step_only(method)}, or leave the axis pipeline out of the strategy."
+    )
 
 
 def own_units(model: nn.Module) -> dict[str, nn.Module]:

@@ -1,0 +1,77 @@
+"""``python -m tests.loops NUM [SEED]``: that many random loops under every strategy, and what became of each.
+
+Ends with 1 if one of them trained otherwise without a word, raised an error of torch's, or hung.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+
+# Ranks are forked: before torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import importlib
+
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
+
+from tests.loops.judge import STRATEGIES, judge
+from tests.loops.recipes import Recipe, recipes
+
+_IMPORTED_BY_RANKS = ("torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.optim")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main(num: int, first: int) -> int:
+    """Prints what went wrong as it happens, and a table at the end."""
+    for name in _IMPORTED_BY_RANKS:
+        importlib.import_module(name)
+    kinds = {strategy: Counter[str]() for strategy in STRATEGIES}
+    seen: set[Recipe] = set()
+    bad, start = 0, time.monotonic()
+
+    @seed(first)
+    @settings(
+        max_examples=num,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(recipes())
+    def run(recipe: Recipe) -> None:
+        nonlocal bad
+        assume(recipe not in seen)
+        seen.add(recipe)
+        try:
+            verdicts = judge(recipe)
+        except Exception as error:  # what one process cannot train is no loop
+            kinds["ddp"][f"no loop: {type(error).__name__}"] += 1
+            _say(f"no loop: {recipe}: {str(error)[:200]}")
+            return
+        for strategy, verdict in verdicts.items():
+            kinds[strategy][verdict.kind] += 1
+            if not verdict.is_fine:
+                bad += 1
+                _say(f"{verdict.kind} under {strategy}: {recipe}\n{verdict.text[-1500:]}\n")
+            if verdict.kind == "refused":
+                _say(json.dumps({"refused": strategy, "text": verdict.text, **asdict(recipe)}))
+        if len(seen) % 50 == 0:
+            _say(f"[{time.monotonic() - start:.0f} s] {len(seen)} loops, {bad} bad")
+
+    run()
+    for strategy, counts in kinds.items():
+        _say(f"{strategy:20} {dict(counts)}")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))

@@ -1,0 +1,339 @@
+"""Pieces of loops: optimizers, steps, and what happens between steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from atorch_ns import Result
+from tests.loops.models import WIDTH
+
+BATCH: Final = 8
+NUM_STEPS: Final = 4
+X: Final = torch.randn(
+    BATCH * NUM_STEPS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+)
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def mean_square(batch: Tensor, output: Tensor) -> Tensor:
+    return (output - batch).square().mean()
+
+
+def huber(batch: Tensor, output: Tensor) -> Tensor:
+    return nn.functional.huber_loss(output, batch)
+
+
+def counted(batch: Tensor, output: Tensor) -> Tensor:
+    """A mean over the elements that count, other numbers of which are in every batch."""
+    counts = batch > 0
+    return (output - batch)[counts].square().mean()
+
+
+def num_counted(batch: Tensor) -> Tensor:
+    return (batch > 0).sum()
+
+
+LOSSES: Final[Mapping[str, Loss]] = {loss.__name__: loss for loss in (mean_square, huber, counted)}
+
+
+class Decaying(torch.optim.SGD):
+    """With methods of its own, and operators on lists of all parameters."""
+
+    def train(self) -> None:
+        self.is_training = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return
+        torch._foreach_mul_(parameters, 0.99)  # type: ignore[attr-defined]
+        torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-0.1)  # type: ignore[attr-defined]
+
+
+class Nested(torch.optim.Optimizer):
+    """An optimizer of optimizers."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-2) -> None:
+        super().__init__(list(params), {"lr": lr})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.parts = [
+            torch.optim.SGD([p for p in parameters if p.ndim == 2], lr=lr, momentum=0.9),
+            torch.optim.AdamW([p for p in parameters if p.ndim != 2], lr=lr),
+        ]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+OPTIMIZERS: Final[Mapping[str, tuple[Any, dict[str, Any]]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+    "adam, one by one": (torch.optim.Adam, {"lr": 1e-2, "foreach": False, "amsgrad": True}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "lbfgs": (torch.optim.LBFGS, {"lr": 0.1, "max_iter": 2}),
+    "decaying": (Decaying, {"lr": 0.1}),
+    "nested": (Nested, {"lr": 1e-2}),
+}
+
+
+@dataclass
+class Training:
+    """What a loop works with, in one process or under a strategy.
+
+    Attributes:
+        result: ``None`` in one process.
+    """
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    loss: Loss
+    result: Result | None = None
+
+
+Step = Callable[[Training, Tensor], None]
+
+
+def plain(t: Training, batch: Tensor) -> None:
+    """What a front end's own step stands for."""
+    if t.result is not None:
+        t.result.train_step(batch)
+    else:
+        by_hand(t, batch)
+
+
+def by_hand(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    t.loss(batch, t.model(batch)).backward()
+    t.optimizer.step()
+
+
+def keeping_zeros(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad(set_to_none=False)
+    t.loss(batch, t.model(batch)).backward()
+    t.optimizer.step()
+
+
+def zeroed_by_the_model(t: Training, batch: Tensor) -> None:
+    t.model.zero_grad()
+    t.loss(batch, t.model(batch)).backward()
+    t.optimizer.step()
+
+
+def zeroed_after(t: Training, batch: Tensor) -> None:
+    t.loss(batch, t.model(batch)).backward()
+    t.optimizer.step()
+    for parameter in t.model.parameters():
+        parameter.grad = None
+
+
+def by_closure(t: Training, batch: Tensor) -> None:
+    def closure() -> Tensor:
+        t.optimizer.zero_grad()
+        loss = t.loss(batch, t.model(batch))
+        loss.backward()
+        return loss
+
+    t.optimizer.step(closure)  # type: ignore[arg-type]
+
+
+def twice(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    output = t.model(batch)
+    t.loss(batch, output).backward(retain_graph=True)
+    output.abs().mean().backward()
+    t.optimizer.step()
+
+
+def two_outputs(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    first, second = t.model(batch), t.model(2 * batch)
+    t.loss(batch, first).backward()
+    second.abs().mean().backward()
+    t.optimizer.step()
+
+
+def sum_of_outputs(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    (t.loss(batch, t.model(batch)) + t.model(-batch).abs().mean()).backward()
+    t.optimizer.step()
+
+
+def penalty(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    given = batch.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(t.model(given).square().sum(), given, create_graph=True)
+    (t.loss(batch, t.model(batch)) + gradient.square().mean()).backward()
+    t.optimizer.step()
+
+
+def another_method(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    t.loss(batch, t.model.encode(batch)).backward()
+    t.optimizer.step()
+
+
+def teacher(t: Training, batch: Tensor) -> None:
+    """A forward pass without gradients gives the aim of one with gradients."""
+    t.optimizer.zero_grad()
+    with torch.no_grad():
+        aim = t.model(batch)
+    t.loss(0.5 * aim, t.model(batch)).backward()
+    t.optimizer.step()
+
+
+def in_parts(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    for part in batch.chunk(2):
+        (t.loss(part, t.model(part)) / 2).backward()
+    t.optimizer.step()
+
+
+def in_parts_without_sync(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    first, second = batch.chunk(2)
+    if t.result is None:
+        (t.loss(first, t.model(first)) / 2).backward()
+    else:
+        with t.result.no_sync():
+            (t.loss(first, t.model(first)) / 2).backward()
+    (t.loss(second, t.model(second)) / 2).backward()
+    t.optimizer.step()
+
+
+def clipped(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    t.loss(batch, t.model(batch)).backward()
+    if t.result is None:
+        torch.nn.utils.clip_grad_norm_(t.model.parameters(), 0.1)
+    else:
+        t.result.clip_grad_norm_(0.1)
+    t.optimizer.step()
+
+
+def clipped_by_torch(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    t.loss(batch, t.model(batch)).backward()
+    torch.nn.utils.clip_grad_norm_(t.model.parameters(), 0.1)
+    t.optimizer.step()
+
+
+def scaled_by_hand(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    (8 * t.loss(batch, t.model(batch))).backward()
+    for parameter in t.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(8)
+    t.optimizer.step()
+
+
+def gradients_by_function(t: Training, batch: Tensor) -> None:
+    """Gradients that no backward pass has given to parameters."""
+    trained = [parameter for parameter in t.model.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(t.loss(batch, t.model(batch)), trained, allow_unused=True)
+    for parameter, gradient in zip(trained, found, strict=True):
+        parameter.grad = gradient
+    t.optimizer.step()
+
+
+def evaluated(t: Training, batch: Tensor) -> None:
+    t.model.eval()
+    with torch.no_grad():
+        t.model(batch[:2])
+    t.model.train()
+    plain(t, batch)
+
+
+STEPS: Final[Mapping[str, Step]] = {
+    step.__name__: step
+    for step in (
+        plain,
+        by_hand,
+        keeping_zeros,
+        zeroed_by_the_model,
+        zeroed_after,
+        by_closure,
+        twice,
+        two_outputs,
+        sum_of_outputs,
+        penalty,
+        another_method,
+        teacher,
+        in_parts,
+        in_parts_without_sync,
+        clipped,
+        clipped_by_torch,
+        scaled_by_hand,
+        gradients_by_function,
+        evaluated,
+    )
+}
+WEIGHTED: Final = ("plain", "evaluated")
+"""Steps that can be told the weights of a mean."""
+
+
+def thaw(t: Training) -> None:
+    for parameter in t.model.parameters():
+        parameter.requires_grad_(True)
+
+
+def freeze(t: Training) -> None:
+    for name, parameter in t.model.named_parameters():
+        if "blocks.0." in name:
+            parameter.requires_grad_(False)
+
+
+def lower_rate(t: Training) -> None:
+    for group in t.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+@torch.no_grad()
+def shrink_weights(t: Training) -> None:
+    for parameter in t.model.parameters():
+        parameter.mul_(0.9)
+
+
+@torch.no_grad()
+def change_data(t: Training) -> None:
+    for parameter in t.model.parameters():
+        parameter.data.mul_(0.9)
+
+
+def look_at_states(t: Training) -> None:
+    t.model.state_dict()
+    t.optimizer.state_dict()
+
+
+def reload_states(t: Training) -> None:
+    t.optimizer.load_state_dict(copy.deepcopy(t.optimizer.state_dict()))
+
+
+def forget_states(t: Training) -> None:
+    t.optimizer.state.clear()
+
+
+EVENTS: Final[Mapping[str, Callable[[Training], None]]] = {
+    event.__name__: event
+    for event in (
+        thaw,
+        freeze,
+        lower_rate,
+        shrink_weights,
+        change_data,
+        look_at_states,
+        reload_states,
+        forget_states,
+    )
+}

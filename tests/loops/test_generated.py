@@ -1,0 +1,108 @@
+"""Loops that nobody wrote: put together at random, they train as in one process under every strategy, or say what would differ."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+
+from tests.loops import judge as judges
+from tests.loops.judge import STRATEGIES, judge
+from tests.loops.recipes import Recipe, recipes
+
+pytestmark = pytest.mark.processes
+
+_NUM_LOOPS = 60
+"""In ``make test``; ``python -m tests.loops 2000`` runs as many as one has time for."""
+_ROOT = Path(__file__).parents[2]
+
+
+def _commit() -> int:
+    """A number that moves with the commit, so that in time many loops have had their turn."""
+    given_seed = os.environ.get("SEED", "")
+    if not given_seed:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False
+        )
+        given_seed = found.stdout.strip() or "0"
+    return int.from_bytes(given_seed.encode(), "little") % 2**63
+
+
+@pytest.mark.timeout(1800)
+@seed(_commit())
+@settings(max_examples=_NUM_LOOPS, database=None, suppress_health_check=list(HealthCheck), print_blob=False)
+@given(recipe=recipes())
+def test_a_loop_trains_as_in_one_process_or_says_what_would_differ(recipe: Recipe) -> None:
+    verdicts = judge(recipe)
+    assert all(verdict.is_fine for verdict in verdicts.values()), verdicts
+
+
+PLAIN = Recipe(blocks=("plain", "plain"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        PLAIN,
+        Recipe(blocks=("norm", "lookup"), optimizer="adamw", step="twice", events=((2, "freeze"),)),
+    ],
+)
+def test_plain_loops_are_not_refused(recipe: Recipe) -> None:
+    """Refusing is no way to be right: what users do every day has to train."""
+    strategies = [name for name in STRATEGIES if name != "pipeline" or recipe.step == "plain"]
+    assert {name: verdict.kind for name, verdict in judge(recipe, strategies).items()} == dict.fromkeys(
+        strategies, "equal"
+    )
+
+
+FOUND = [
+    # Operators on lists of gradients of which some are divided.
+    (Recipe(blocks=("plain", "plain"), step="keeping_zeros"), {"tensor": "equal"}),
+    # Functions of gradients are called in each backward pass of a loop of the user's.
+    (
+        Recipe(blocks=("plain", "plain"), changes=("hook_gradients", "hook_sums"), step="in_parts"),
+        dict.fromkeys(("ddp", "zero1", "zero2", "fsdp", "tensor"), "equal"),
+    ),
+    (
+        Recipe(blocks=("plain", "plain"), changes=("hook_sums",), step="twice"),
+        dict.fromkeys(("ddp", "fsdp", "tensor"), "equal"),
+    ),
+    # A method of which the rank with the first blocks could run more than others.
+    (Recipe(blocks=("plain", "plain"), step="another_method"), {"pipeline": "refused"}),
+    # Gradients that torch.autograd.grad does not find.
+    (
+        Recipe(blocks=("plain", "plain"), step="gradients_by_function"),
+        {"ddp": "equal", "fsdp": "told", "zero2": "told"},
+    ),
+    # An optimizer that a rank's part of the parameters is too little for.
+    (
+        Recipe(
+            blocks=("clamped", "pruned", "weight norm", "pruned"),
+            changes=("tie", "freeze_first"),
+            optimizer="nested",
+        ),
+        {"zero1": "refused"},
+    ),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("recipe", "kinds"), FOUND)
+def test_what_the_search_for_loops_has_found(recipe: Recipe, kinds: dict[str, str]) -> None:
+    found = judge(recipe, list(kinds))
+    assert {name: verdict.kind for name, verdict in found.items()} == kinds, found
+
+
+def test_the_judge_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process that trains at another rate stands for a strategy that does."""
+    wrong = {**judges.OPTIMIZERS, "sgd": (judges.OPTIMIZERS["sgd"][0], {"lr": 0.2})}
+    expected = judges.reference(PLAIN)
+    monkeypatch.setattr(judges, "OPTIMIZERS", wrong)
+    changed = judges.reference(PLAIN)
+    ranks = [("trained", (changed, [])), ("trained", ({}, []))]
+    assert judges._of(ranks, expected).kind == "wrong"
+    assert judges._of(ranks, changed).kind == "equal"
