@@ -20,7 +20,7 @@ from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES
 from atorch_ns.errors import InputError, Problem, StepError
 from atorch_ns.job import Job
 from atorch_ns.job.batch_norm import synchronise_batch_norms
-from atorch_ns.job.reducer import GradientReducer
+from atorch_ns.job.reducer import GradientReducer, require_dense_gradients, sparse_tables
 from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
@@ -47,7 +47,7 @@ class DdpConfig(MethodConfig):
         description="What averages gradients: own for buckets that result.reducer can watch, scale and synchronise when told, "
         "with no wrapper around the model; torch for DistributedDataParallel, which averages in the first backward pass after "
         "a forward pass of its wrapper alone. null for the buckets of own in a wrapper with the names of torch's, or torch "
-        "where find_unused_parameters, static_graph or gradient_as_bucket_view is set, which are torch's, or gradients are sparse.",
+        "where find_unused_parameters, static_graph or gradient_as_bucket_view is set, which are torch's.",
     )
     predivide: float | None = Field(
         default=None,
@@ -129,8 +129,7 @@ class Ddp(Method[DdpConfig]):
         job.place()
         if config.sync_batchnorm:
             synchronise_batch_norms(job)
-        torch_reduces = config.torch_reduces or (config.reducer is None and _has_sparse_gradients(job))
-        by_buckets = config.reducer == "own" or not (torch_reduces or job.mesh.divides_model)
+        by_buckets = config.reducer == "own" or not (config.torch_reduces or job.mesh.divides_model)
         if by_buckets and not expert_parameters(job):
             _reduce_by_buckets(job, config)
             return
@@ -148,6 +147,11 @@ class Ddp(Method[DdpConfig]):
 def _reduce_by_torch(job: Job, config: DdpConfig) -> None:
     """Wraps the model in DistributedDataParallel; collective."""
     assert job.mesh is not None
+    if tables := sparse_tables(job.model):
+        raise InputError(
+            f"{first_few(list(tables.values()))} has sparse=True, beside which torch's DistributedDataParallel averages other gradients "
+            "wrongly over gloo: leave out reducer and the arguments that are torch's, or make it with sparse=False."
+        )
     find_unused = config.find_unused_parameters
     model = DistributedDataParallel(
         job.model,
@@ -268,12 +272,6 @@ class _Unreached:
                 self._seen[self._names[id(parameter)]] = None
 
 
-def _has_sparse_gradients(job: Job) -> bool:
-    """Whether an embedding says so; buckets hold dense gradients alone."""
-    tables = (module for module in job.model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
-    return any(table.sparse for table in tables)
-
-
 def _bucket_bytes(config: DdpConfig) -> int:
     return DEFAULT_BUCKET_BYTES if config.bucket_cap_mb is None else max(1, int(config.bucket_cap_mb * 2**20))
 
@@ -319,6 +317,8 @@ def _replicate_parts(job: Job, method: str) -> None:
     torch's replication on the engine of ``fully_shard`` composes with both.
     """
     assert job.mesh is not None
+    if job.num_data_ranks > 1:
+        require_dense_gradients(job.module, method)
     replicate_experts(job)
     experts = expert_parameters(job)
     ignored = experts | parameters_kept_whole(job)

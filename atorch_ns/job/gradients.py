@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
 from atorch_ns.job.reducer import GradientReducer
-from atorch_ns.torch_compat import after_backward, in_backward, plain_name
+from atorch_ns.torch_compat import after_accumulation, after_backward, in_backward, plain_name
 
 log = logging.getLogger("atorch_ns")
 
@@ -176,8 +176,12 @@ class GradientHooks:
             self._before = None if gradient is None else gradient.detach() * num_sums
         self._is_open = True
 
-    def call(self) -> None:
-        """Calls them, if there is a gradient; ``hooks`` with what has been added to it, as each backward pass does."""
+    def call(self, *, late: bool) -> None:
+        """Calls them, if there is a gradient; ``hooks`` with what has been added to it, as each backward pass does.
+
+        Args:
+            late: whether a backward pass has added to it; ``autograd.grad`` calls ``hooks`` alone.
+        """
         parameter, before = self.parameter, self._before
         self._before, self._is_open = None, False
         if parameter.grad is None:
@@ -188,7 +192,7 @@ class GradientHooks:
                 changed = hook(added)
                 added = added if changed is None else changed
             parameter.grad = added if before is None else before + added
-        for call in self.late:
+        for call in self.late if late else ():
             call(parameter)
 
 
@@ -214,6 +218,7 @@ class GradientSums:
         self._summed = False
         self._divided = False
         self._is_told = False
+        self._is_followed = self._has_added = False
         self._versions: list[tuple[int, int] | None] = []
 
     def __bool__(self) -> bool:
@@ -244,8 +249,15 @@ class GradientSums:
         ]
 
     def watch(self, module: nn.Module) -> None:
-        """Notices forward passes of ``module``, after which there is something to sum."""
+        """Notices forward passes of ``module``, after which there is something to sum, and gradients that come without one."""
         module.register_forward_pre_hook(self._note)
+        names = frozenset().union(*(entry.names for entry in self._sums))
+        for parameter in {*_parameters(module, names), *(hooks.parameter for hooks in self._hooks)}:
+            if parameter.is_leaf:
+                after_accumulation(cast(nn.Parameter, parameter), self._note_gradient)
+
+    def _note_gradient(self, _: torch.Tensor) -> None:
+        self._pending = self._has_added = True
 
     @torch.no_grad()
     def expect(self, module: nn.Module) -> None:
@@ -271,8 +283,9 @@ class GradientSums:
         for entry in self._sums:
             for parameters in _together(_parameters(module, entry.names)):
                 _sum(parameters, entry)
+        late, self._has_added = self._has_added or not self._is_followed, False
         for hooks in self._hooks:
-            hooks.call()
+            hooks.call(late=late)
 
     def _note(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
@@ -281,6 +294,7 @@ class GradientSums:
     @torch.no_grad()
     def begin_pass(self, module: nn.Module) -> None:
         """A backward pass of a loop of the user's begins."""
+        self._is_followed = True
         self._versions = _versions(module)
         for hooks in self._hooks:
             shares = [e.group.size() for e in self._sums if hooks.name in e.names and not e.mean]
@@ -298,7 +312,9 @@ class GradientSums:
 
     def have_changed(self, module: nn.Module) -> bool:
         """Whether the backward pass has given gradients; one for those of inputs (``autograd.grad``) does not."""
-        return _versions(module) != self._versions
+        changed = _versions(module) != self._versions
+        self._has_added = self._has_added or changed
+        return changed
 
 
 def _sum(parameters: list[torch.Tensor], entry: _Sum) -> None:
@@ -357,7 +373,7 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     For parameters that are gathered for each pass: ``torch.autograd.grad`` asks for gradients of what the pass has not used,
     and torch gives none.
     """
-    calls = [0]
+    calls, told = [0], list[bool]()
 
     def note(*_: Any) -> None:
         calls[0] += torch.is_grad_enabled()
@@ -365,36 +381,38 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     def look(*_: Any) -> None:
         called, calls[0] = calls[0], 0
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if called and all(p.grad is None for p in parameters):
+        if called and not told and all(p.grad is None for p in parameters):
+            told.append(True)
             log.warning(
                 "an optimizer's step updates nothing: no parameter has a gradient, though the model was called since the last "
                 "step. Under this strategy parameters are gathered for each pass, so that torch.autograd.grad(loss, parameters) "
                 "finds no gradient of them: call loss.backward() and read parameter.grad, or choose ddp or zero1."
             )
-            for handle in handles:
-                handle.remove()
 
-    handles = [
-        module.register_forward_pre_hook(torch.compiler.disable(note)),
-        optimizer.register_step_pre_hook(look),
-    ]
+    module.register_forward_pre_hook(torch.compiler.disable(note))
+    optimizer.register_step_pre_hook(look)
 
 
 def follow_backward_passes(
     module: nn.Module, begin: Callable[[], None], end: Callable[[], None] | None = None
-) -> None:
+) -> Callable[[Any], None]:
     """Looks at the backward passes through what ``module`` returns in training; copies of it have its hooks, and are left alone.
 
     Args:
         begin: called when a pass comes to an output, once in each.
         end: called when the pass and what others have had called after it are through.
+
+    Returns:
+        What follows the passes through another output, as of a method.
     """
     number = id(module)  # the module lives as long as its hooks
     under_way: list[None] = []
 
     def watch(called: nn.Module, inputs: Any, output: Any) -> None:
-        if id(called) != number or not torch.is_grad_enabled() or in_backward():
-            return
+        if id(called) == number and torch.is_grad_enabled() and not in_backward():
+            follow(output)
+
+    def follow(output: Any) -> None:
         under_way.clear()  # a pass that an error has ended is not through
         for tensor in unique_tensors_of(output):
             if tensor.requires_grad and not tensor.is_leaf:
@@ -413,6 +431,7 @@ def follow_backward_passes(
 
     # First: fully_shard communicates in hooks of its own.
     module.register_forward_hook(torch.compiler.disable(watch), prepend=True)
+    return follow
 
 
 @dataclass(kw_only=True)
@@ -437,6 +456,7 @@ class Gradients:
     remote_norm_names: set[str] = field(default_factory=set)
     kept_whole: set[str] = field(default_factory=set)
     num_parts: int = 0
+    _follow: Callable[[Any], None] | None = field(default=None, init=False, repr=False)
 
     @contextmanager
     def as_parts(self) -> Iterator[None]:
@@ -459,13 +479,19 @@ class Gradients:
         clip them by torch's function, and its hooks see each pass."""
 
         def end() -> None:
-            is_part = self.num_parts or (self.reducer is not None and self.reducer.is_paused)
-            if not is_part and self.sums.have_changed(module):
+            is_paused = self.reducer is not None and self.reducer.is_paused
+            if self.sums.have_changed(module) and not self.num_parts and not is_paused:
                 self.complete(module)
-            elif is_part and not self.num_parts:
+            elif is_paused and not self.num_parts:
                 self.sums.tell_of_parts()
 
-        follow_backward_passes(module, lambda: self.sums.begin_pass(module), end)
+        self._follow = follow_backward_passes(module, lambda: self.sums.begin_pass(module), end)
+
+    def follow_call(self, module: nn.Module, output: Any) -> None:
+        """A method of ``module`` that counts as a forward pass has given an output."""
+        if self._follow is not None and torch.is_grad_enabled():
+            self.sums.expect(module)
+            self._follow(output)
 
     @property
     def are_left(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, NUM_REPORTED, gradient_buckets
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.sharding.rank_context import local_part
+from atorch_ns.text import first_few
 from atorch_ns.torch_compat import after_accumulation, after_backward, laid_out, plain_name
 
 BucketHook = Callable[["GradientReducer", torch.Tensor], object]
@@ -69,6 +71,8 @@ class GradientReducer:
     pass. A parameter that no rank has used has no gradient afterwards, as in one process. Parameters may be frozen and
     thawed at any time, on all ranks alike.
 
+    Gradients of embeddings that say ``sparse`` keep to the rows that were used, of all ranks, and travel after the buckets.
+
     Args:
         module: a forward pass of it announces a backward pass.
         group: the ranks, which hold equal parameters; those that are divided, are over other ranks.
@@ -100,7 +104,10 @@ class GradientReducer:
                 f"bucket_bytes and predivide must be positive; they are {bucket_bytes} and {first}."
             )
         chosen = module.parameters() if parameters is None else parameters
-        self._parameters = [p for p in chosen if p.is_floating_point() or p.is_complex()]
+        floating = [p for p in chosen if p.is_floating_point() or p.is_complex()]
+        tables = sparse_tables(module)
+        self._parameters = [p for p in floating if p not in tables]
+        self._tables = [p for p in floating if p in tables]
         self._names = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
         self._like = self._parameters[0] if self._parameters else torch.zeros(())
         self._group = group
@@ -124,7 +131,7 @@ class GradientReducer:
         self._late_report: _LateNumbers | None = None
         self.synchronised = False
         self._handles = [
-            after_accumulation(parameter, partial(self._arrived, parameter)) for parameter in self._parameters
+            after_accumulation(parameter, partial(self._arrived, parameter)) for parameter in floating
         ]
         self._handles.append(module.register_forward_pre_hook(self._announced))
         self._handles.append(module.register_forward_hook(self._watch_outputs))
@@ -296,7 +303,9 @@ class GradientReducer:
     @torch.no_grad()
     def _arrived(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
         known = self._places.get(parameter)
-        if known is None:  # it was thawed a moment ago: this pass ends with buckets that have it
+        if (
+            known is None
+        ):  # thawed a moment ago, this pass ends with buckets that have it; or its gradient is sparse
             if self._sync:
                 self._end_with_pass()
                 self._reached = True
@@ -379,6 +388,9 @@ class GradientReducer:
             for parameter in self._unused:
                 if not used[self._number[parameter]]:
                     parameter.grad = None
+        for table in self._tables:
+            if table.requires_grad:
+                _add_rows(table, self._group, self._before * self._after)
 
     def _compare_ranks(self) -> None:
         """Has ranks that are at another place, or train other parameters, end all of them.
@@ -422,6 +434,59 @@ class GradientReducer:
             for place, parameter in enumerate(bucket.parameters):
                 if parameter.grad is not None:
                     self._move(bucket, place, 1.0)
+
+
+def sparse_tables(module: nn.Module) -> dict[torch.Tensor, str]:
+    """The weights of embeddings whose gradients hold the rows that were used, with the modules' names.
+
+    The gradient of a weight that another module has too is dense.
+    """
+    uses: Counter[torch.Tensor] = Counter(
+        weight for part in module.modules() for weight in part.parameters(recurse=False)
+    )
+    return {
+        table.weight: plain_name(name)
+        for name, table in module.named_modules()
+        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.sparse and uses[table.weight] == 1
+    }
+
+
+def require_dense_gradients(module: nn.Module, method: str) -> None:
+    """For methods of torch's ``fully_shard`` engine, which reduces no sparse gradients.
+
+    Raises:
+        InputError: if an embedding says ``sparse``.
+    """
+    if tables := sparse_tables(module):
+        raise InputError(
+            f"{first_few(list(tables.values()))} has sparse=True, and {method} reduces no sparse gradients here: make it with "
+            "sparse=False, or choose ddp or zero1 without axes that divide the model."
+        )
+
+
+def _add_rows(table: nn.Parameter, group: dist.ProcessGroup, factor: float) -> None:
+    """Makes a sparse gradient the sum of all ranks' rows, times a factor; collective. ``None`` where no rank has any."""
+    own = None if table.grad is None else table.grad.coalesce()
+    num_used = 0 if own is None else own.values().shape[0]
+    counts = [torch.zeros(1, dtype=torch.int64, device=table.device) for _ in range(group.size())]
+    used = torch.tensor([-1 if own is None else num_used], device=table.device)
+    dist.all_gather(counts, used, group=group)
+    numbers = [int(count) for count in counts]
+    if max(numbers) < 0:
+        return
+    rows = torch.zeros(max(numbers), dtype=torch.int64, device=table.device)
+    values = torch.zeros(max(numbers), *table.shape[1:], dtype=table.dtype, device=table.device)
+    if own is not None:
+        rows[:num_used], values[:num_used] = own.indices()[0], own.values() * factor
+    every_row, every_value = ([torch.empty_like(mine) for _ in numbers] for mine in (rows, values))
+    dist.all_gather(every_row, rows, group=group)
+    dist.all_gather(every_value, values, group=group)
+    places = [slice(0, max(number, 0)) for number in numbers]
+    table.grad = torch.sparse_coo_tensor(
+        torch.cat([found[place] for found, place in zip(every_row, places, strict=True)]).unsqueeze(0),
+        torch.cat([found[place] for found, place in zip(every_value, places, strict=True)]),
+        table.shape,
+    ).coalesce()
 
 
 class _LateNumbers:

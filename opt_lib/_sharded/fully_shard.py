@@ -19,6 +19,7 @@ from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.job.census import refuse_hidden_outputs
+from atorch_ns.job.reducer import require_dense_gradients
 from atorch_ns.strategy import MODEL_AXES
 from atorch_ns.torch_compat import is_view, plain_name
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
@@ -50,6 +51,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     and one unit.
     """
     assert job.mesh is not None
+    require_dense_gradients(job.module, method)
     materialiser = job.materialiser(init_function(config.param_init_fn))
     ignored = ignored_parameters(job.module, config, materialiser)
     options = _options(job, config, ignored)

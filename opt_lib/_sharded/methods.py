@@ -28,7 +28,7 @@ def gather_for_methods(job: Job) -> None:
     root = job.module
     setattr(root, _RUN, lambda function, *args, **kwargs: function(*args, **kwargs))
     register_fsdp_forward_method(root, _RUN)
-    running = _Running(root)
+    running = _Running(root, job)
     for module in dict.fromkeys((root, user_module(root))):
         for name, method in _methods(module):
             module.__dict__[name] = running.around(method)
@@ -37,8 +37,8 @@ def gather_for_methods(job: Job) -> None:
 class _Running:
     """Whether a forward pass of a model runs."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
+    def __init__(self, root: nn.Module, job: Job) -> None:
+        self._root, self._job = root, job
         self._depth = 0
         root.register_forward_pre_hook(self._enter, prepend=True)
         root.register_forward_hook(self._leave, always_call=True)
@@ -52,7 +52,9 @@ class _Running:
                 return method(*args, **kwargs)
             self._depth += 1
             try:
-                return getattr(self._root, _RUN)(method, *args, **kwargs)
+                output = getattr(self._root, _RUN)(method, *args, **kwargs)
+                self._job.gradients.follow_call(self._job.module, output)
+                return output
             finally:
                 self._depth -= 1
 

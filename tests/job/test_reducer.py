@@ -209,10 +209,11 @@ def _refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(InputError, match="must be positive"):
         GradientReducer(model, dist.group.WORLD, predivide=0.0)
-    sparse = nn.Embedding(4, 2, sparse=True)
+    sparse = nn.ModuleList(nn.Embedding(4, 2, sparse=True) for _ in range(2))
+    sparse[1].weight = sparse[0].weight  # of two users of a weight each may give it another kind of gradient
     GradientReducer(sparse, dist.group.WORLD)
     with pytest.raises(StepError, match="no sparse gradients"):
-        sparse(torch.tensor([1])).sum().backward()
+        sparse[0](torch.tensor([1])).sum().backward()
 
 
 def _batch(place: int | None = None) -> tuple[Tensor, Tensor]:

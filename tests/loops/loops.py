@@ -88,18 +88,24 @@ OPTIMIZERS: Final[Mapping[str, tuple[Any, dict[str, Any]]]] = {
 }
 
 
+class Signed(torch.optim.SGD):
+    """What a loop makes by itself."""
+
+
 @dataclass
 class Training:
     """What a loop works with, in one process or under a strategy.
 
     Attributes:
         result: ``None`` in one process.
+        num_calls: of a step that counts its own.
     """
 
     model: Any
     optimizer: torch.optim.Optimizer
     loss: Loss
     result: Result | None = None
+    num_calls: int = 0
 
 
 Step = Callable[[Training, Tensor], None]
@@ -247,6 +253,101 @@ def gradients_by_function(t: Training, batch: Tensor) -> None:
     t.optimizer.step()
 
 
+def regularised(t: Training, batch: Tensor) -> None:
+    """The loss reads the weights."""
+    t.optimizer.zero_grad()
+    weights = sum(parameter.square().sum() for parameter in t.model.parameters() if parameter.requires_grad)
+    (t.loss(batch, t.model(batch)) + 1e-2 * weights).backward()
+    t.optimizer.step()
+
+
+def regularised_whole(t: Training, batch: Tensor) -> None:
+    """The loss reads the weights as whole numbers, whatever they are divided over."""
+    t.optimizer.zero_grad()
+    numbers: list[Any] = [p.square().sum() for p in t.model.parameters() if p.requires_grad]
+    weights = sum(number.full_tensor() if hasattr(number, "full_tensor") else number for number in numbers)
+    (t.loss(batch, t.model(batch)) + 1e-2 * weights).backward()
+    t.optimizer.step()
+
+
+def backward_of_some(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    head = [p for name, p in t.model.named_parameters() if "head" in name and p.requires_grad]
+    t.loss(batch, t.model(batch)).backward(inputs=head)
+    t.optimizer.step()
+
+
+def signs(t: Training, batch: Tensor) -> None:
+    """Other gradients are put in place of those of the backward pass."""
+    t.optimizer.zero_grad()
+    t.loss(batch, t.model(batch)).backward()
+    for parameter in t.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.sign()
+    t.optimizer.step()
+
+
+def never_zeroed(t: Training, batch: Tensor) -> None:
+    t.loss(batch, t.model(batch)).backward()
+    t.optimizer.step()
+
+
+def stepped_twice(t: Training, batch: Tensor) -> None:
+    by_hand(t, batch)
+    t.optimizer.step()
+
+
+def hooked_output(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    output = t.model(batch)
+    output.register_hook(lambda gradient: gradient * 0.5)
+    t.loss(batch, output).backward()
+    t.optimizer.step()
+
+
+def gradients_of_inputs(t: Training, batch: Tensor) -> None:
+    """As an adversary: one backward pass changes the samples of the next."""
+    given = batch.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(t.loss(batch, t.model(given)), given)
+    t.optimizer.zero_grad()
+    t.loss(batch, t.model(batch + 0.1 * gradient.sign())).backward()
+    t.optimizer.step()
+
+
+def ascended(t: Training, batch: Tensor) -> None:
+    """Sharpness-aware: weights are moved, gradients taken there, and weights moved back."""
+    t.optimizer.zero_grad()
+    t.loss(batch, t.model(batch)).backward()
+    with torch.no_grad():
+        moves = [(p, 0.05 * p.grad) for p in t.model.parameters() if p.grad is not None]
+        for parameter, move in moves:
+            parameter.add_(move)
+    t.optimizer.zero_grad()
+    t.loss(batch, t.model(batch)).backward()
+    with torch.no_grad():
+        for parameter, move in moves:
+            parameter.sub_(move)
+    t.optimizer.step()
+
+
+def own_optimizer(t: Training, batch: Tensor) -> None:
+    """An optimizer that the loop makes of the model it was given."""
+    if not isinstance(t.optimizer, Signed):
+        t.optimizer = Signed(t.model.parameters(), lr=0.1, momentum=0.9)
+    by_hand(t, batch)
+
+
+def skipped(t: Training, batch: Tensor) -> None:
+    """All ranks leave a step out, after the forward pass."""
+    t.optimizer.zero_grad()
+    loss = t.loss(batch, t.model(batch))
+    t.num_calls += 1
+    if t.num_calls == 2:
+        return
+    loss.backward()
+    t.optimizer.step()
+
+
 def evaluated(t: Training, batch: Tensor) -> None:
     t.model.eval()
     with torch.no_grad():
@@ -277,6 +378,17 @@ STEPS: Final[Mapping[str, Step]] = {
         scaled_by_hand,
         gradients_by_function,
         evaluated,
+        regularised,
+        regularised_whole,
+        backward_of_some,
+        signs,
+        never_zeroed,
+        stepped_twice,
+        hooked_output,
+        gradients_of_inputs,
+        ascended,
+        own_optimizer,
+        skipped,
     )
 }
 WEIGHTED: Final = ("plain", "evaluated")

@@ -212,6 +212,56 @@ class Convolved(nn.Module):
         return x + torch.tanh(self.layer(x.unsqueeze(1)).squeeze(1))
 
 
+class Odd(nn.Module):
+    """Sizes that ranks cannot divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH - 1), nn.Linear(2 * WIDTH - 1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(torch.tanh(self.up(x)))
+        return x + hidden
+
+
+class Sparse(Lookup):
+    """Gradients of the table that hold the rows that were used."""
+
+    def __init__(self) -> None:
+        super().__init__(sparse=True)
+
+
+class Attending(nn.Module):
+    """Attention over four tokens of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH // 4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.view(len(x), 4, WIDTH // 4)
+        return x + self.attention(tokens, tokens, tokens, need_weights=False)[0].reshape(x.shape)
+
+
+class Repeated(Plain):
+    """Its layers are called twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class Listed(nn.Module):
+    """Parameters in lists and dictionaries of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.full((WIDTH,), 0.5)) for _ in range(2))
+        self.shifts = nn.ParameterDict({"first": nn.Parameter(torch.zeros(WIDTH))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x * self.scales[0] + self.shifts["first"]) * self.scales[1]
+
+
 BLOCKS: Final[Mapping[str, Callable[[], nn.Module]]] = {
     "plain": Plain,
     "single": Single,
@@ -234,6 +284,11 @@ BLOCKS: Final[Mapping[str, Callable[[], nn.Module]]] = {
     "pruned": Pruned,
     "recurrent": Recurrent,
     "convolved": Convolved,
+    "odd": Odd,
+    "sparse": Sparse,
+    "attention": Attending,
+    "repeated": Repeated,
+    "lists": Listed,
 }
 
 
@@ -329,6 +384,18 @@ def freeze_biases(net: Net) -> None:
             parameter.requires_grad_(False)
 
 
+def share_block(net: Net) -> None:
+    net.blocks[-1] = net.blocks[0]
+
+
+def hook_inputs(net: Net) -> None:
+    net.register_forward_pre_hook(_double_inputs)
+
+
+def _double_inputs(module: nn.Module, inputs: Any) -> Any:
+    return tuple(2 * x for x in inputs)
+
+
 def replace_forward(net: Net) -> None:
     """As libraries do that wrap a model."""
     plain = type(net).forward
@@ -347,6 +414,8 @@ CHANGES: Final[Mapping[str, Callable[[Net], None]]] = {
         freeze_first,
         freeze_biases,
         replace_forward,
+        share_block,
+        hook_inputs,
     )
 }
 

@@ -78,6 +78,21 @@ FOUND = [
         Recipe(blocks=("plain", "plain"), step="gradients_by_function"),
         {"ddp": "equal", "fsdp": "told", "zero2": "told"},
     ),
+    # Gradients that hold the rows that were used: torch's reducer averages those beside them wrongly.
+    (
+        Recipe(blocks=("plain", "sparse")),
+        {"ddp": "equal", "zero1": "equal", "fsdp": "refused", "zero2": "refused", "tensor": "equal"},
+    ),
+    # A number without dimensions, which fsdp leaves to a sum of its own, used by a method beside forward.
+    (Recipe(blocks=("scaled", "norm"), step="another_method"), {"fsdp": "equal", "zero2": "equal"}),
+    # Gradients that are put in place by hand are no backward pass.
+    (
+        Recipe(blocks=("plain", "plain"), changes=("hook_sums",), step="gradients_by_function"),
+        {"ddp": "equal"},
+    ),
+    # Losses that read the weights.
+    (Recipe(blocks=("plain", "norm"), step="regularised_whole"), {"fsdp": "equal", "tensor": "equal"}),
+    (Recipe(blocks=("plain", "plain"), step="clipped_by_torch"), {"fsdp": "equal", "tensor": "equal"}),
     # An optimizer that a rank's part of the parameters is too little for.
     (
         Recipe(
