@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import Problem
 from atorch_ns.job import Job
-from atorch_ns.method import Conflict, Method, MethodConfig, Phase
+from atorch_ns.method import Conflict, Expansion, Method, MethodConfig, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from opt_lib._deepspeed import zero as zero_module
@@ -122,6 +122,16 @@ class Ds3dParallel(Method[Ds3dParallelConfig]):
     )
     variants = MappingProxyType({"ZeRO 1": {"zero_stage": 1}})
     needs_process_group = True
+
+    def expand(self, config: Ds3dParallelConfig, others: Plan, cluster: Cluster) -> Expansion | None:
+        """What is left of it where the pipeline has one rank: ZeRO by DeepSpeed, and micro-batches."""
+        if dict(others.axes).get("pipeline") != 1:
+            return None
+        steps: list[tuple[str, Any]] = [("zero1", {"use_ds_zero": True})] if config.zero_stage else []
+        if config.num_micro_batches:
+            steps.append(("gradient_accumulation", {"num_micro_batches": config.num_micro_batches}))
+        unused = ", and ds_config is not used" if config.ds_config else ""
+        return Expansion(tuple(steps), (f"nothing is cut, since parallel_mode has pipeline=1{unused}",))
 
     def roles(self, config: Ds3dParallelConfig) -> tuple[str, ...]:
         """The roles it fills; with ZeRO also the sharding of the optimizer."""

@@ -57,10 +57,10 @@ class MixedParallel(Method[MixedParallelConfig]):
         """The methods that are configured here; those for the other axes are added as their defaults.
 
         Raises:
-            StrategyError: if parallel_mode divides no model, or lacks an axis that is configured here.
+            StrategyError: if parallel_mode names no axis that divides a model, or lacks one that is configured here.
         """
         sizes = dict(others.axes)
-        if all(sizes.get(axis, 1) == 1 for axis in MODEL_AXES):
+        if not sizes.keys() & set(MODEL_AXES):  # an axis of size 1 is one, which divides nothing
             raise StrategyError([Problem(message=_no_axis(others, cluster))])
         given = {axis: value for axis in _METHODS if (value := getattr(config, axis)) is not None}
         problems = [_absent(axis, others) for axis in given if axis not in sizes]

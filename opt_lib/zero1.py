@@ -48,12 +48,15 @@ class Zero1Config(MethodConfig):
         default="native", description="native is torch's ZeroRedundancyOptimizer under DDP."
     )
     use_ds_zero: Flag = Field(default=False, description="Short for backend: deepspeed.")
+    cpu_offload: Flag = Field(default=False, description="Not here: zero2 offloads, by the same key.")
     sync_batchnorm: SyncBatchNorm = False
 
     @model_validator(mode="after")
     def _one_backend(self) -> Zero1Config:
         if self.use_ds_zero and self.backend == "fairscale":
             raise ValueError("backend=fairscale and use_ds_zero name two backends; choose one")
+        if self.cpu_offload:
+            raise ValueError("zero1 offloads nothing: ('zero2', {'cpu_offload': True}) does, by torch")
         return self
 
     @property

@@ -31,6 +31,8 @@ class Zero2Config(ShardConfig):
     def _one_backend(self) -> Zero2Config:
         if self.not_use_fsdp and self.use_ds_zero:
             raise ValueError("not_use_fsdp and use_ds_zero name two backends; choose one")
+        if self.cpu_offload and (self.not_use_fsdp or self.use_ds_zero):
+            raise ValueError("cpu_offload is done by torch alone: leave out not_use_fsdp and use_ds_zero")
         return self
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -58,21 +58,15 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     units = [unit for unit in wrap_units(job.module, config) if unit not in expert_modules(job)]
     shard_experts(job, options, sync=config.sync_module_states)
     options["ignored_params"] = ignored | expert_parameters(job) | parameters_kept_whole(job)
-    if config.wrap_trainable_outmost:
-        _shard_trainable(job, config, options, materialiser)
     norms = _full_precision_norms(job.module, units, options)
+    together = _trainable_modules(job, method, norms) if config.wrap_trainable_outmost else []
+    units = [unit for unit in units if unit not in together]
     others = []
-    if not config.wrap_trainable_outmost:  # which has sharded all that is trainable
+    if not together:  # which are all that is trainable
         others = units_of_other_dtypes([*job.roots, *units, *norms], options["ignored_params"])
     in_fp32 = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     inner = {**dict.fromkeys([*units, *others], options), **dict.fromkeys(norms, in_fp32)}
-    paths = {module: plain_name(name) for name, module in job.module.named_modules()}
-    # Children before parents: a unit manages what no unit inside it manages.
-    for module in reversed([module for module in job.module.modules() if module in inner]):
-        _prepare(job, config, materialiser, module)
-        if module in units:
-            _watch_outputs(job, module, paths[module])
-        fully_shard(module, **inner[module])
+    _make_units(job, config, materialiser, units, inner, together, options)
     for root in job.roots:
         _prepare(job, config, materialiser, root)
         if keeps_input_dtypes(job, config):
@@ -104,6 +98,36 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         job.explain(
             method, "in a pipeline gradients are reduced at the end of a step, not for each micro-batch"
         )
+
+
+def _make_units(
+    job: Job,
+    config: ShardConfig,
+    materialiser: Materialiser,
+    units: Sequence[nn.Module],
+    inner: Mapping[nn.Module, dict[str, Any]],
+    together: Sequence[nn.Module],
+    options: dict[str, Any],
+) -> None:
+    """Makes units of the modules of ``inner``, by their options, and one of those that are gathered ``together``."""
+    of_dtype: dict[torch.dtype | None, list[nn.Module]] = {}
+    for module in together:
+        of_dtype.setdefault(own_dtype(module, options["ignored_params"]), []).append(module)
+    gathered_once = {**options, "reshard_after_forward": False}
+    paths = {module: plain_name(name) for name, module in job.module.named_modules()}
+    inside = {child for module in together for child in module.modules()}
+    # Children before parents: a unit manages what no unit inside it manages.
+    order = [module for module in reversed(paths) if module in inner]
+    for modules, chosen in (
+        *(([module], inner[module]) for module in order if module in inside),
+        *((alike, gathered_once) for alike in of_dtype.values()),
+        *(([module], inner[module]) for module in order if module not in inside),
+    ):
+        for module in modules:
+            _prepare(job, config, materialiser, module)
+            if module in units:
+                _watch_outputs(job, module, paths[module])
+        fully_shard(modules, **chosen)
 
 
 def _refuse_copies(model: nn.Module) -> None:
@@ -232,28 +256,26 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return any(name == "expert" or name not in MODEL_AXES for name in names or ())
 
 
-def _shard_trainable(
-    job: Job, config: ShardConfig, options: dict[str, Any], materialiser: Materialiser
-) -> None:
-    """Makes one unit of all modules that own trainable parameters, gathered once a step; one for each dtype."""
-    frozen = any(not parameter.requires_grad for parameter in job.module.parameters())
-    modules = [
+def _trainable_modules(job: Job, method: str, norms: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules that own trainable parameters, but for the root and ``norms``; none where nothing is frozen."""
+    parameters = list(job.module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise InputError(
+            "wrap_trainable_outmost gathers trainable parameters, and here nothing is trainable."
+        )
+    if all(parameter.requires_grad for parameter in parameters):
+        job.explain(
+            method,
+            "wrap_trainable_outmost is for models that are mostly frozen (LoRA); nothing is frozen here, and units are gathered "
+            "as without it",
+        )
+        return []
+    left_alone = {job.module, *norms, *expert_modules(job)}
+    return [
         module
         for module in job.module.modules()
-        if module is not job.module and any(p.requires_grad for p in module.parameters(recurse=False))
-        if module not in expert_modules(job)
+        if module not in left_alone and any(p.requires_grad for p in module.parameters(recurse=False))
     ]
-    if not frozen or not modules:
-        raise InputError(
-            "wrap_trainable_outmost gathers the trainable parameters of a model that is mostly frozen (LoRA); "
-            "here " + ("nothing is frozen." if not frozen else "nothing is trainable.")
-        )
-    of_dtype: dict[torch.dtype | None, list[nn.Module]] = {}
-    for module in modules:
-        _prepare(job, config, materialiser, module)
-        of_dtype.setdefault(own_dtype(module, options["ignored_params"]), []).append(module)
-    for alike in of_dtype.values():
-        fully_shard(alike, **{**options, "reshard_after_forward": False})
 
 
 def skip_sync(roots: Iterable[nn.Module]) -> SkipSync:

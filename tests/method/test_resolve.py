@@ -159,6 +159,8 @@ def test_unknown_names_only() -> None:
         (("fsdp", {"cpu_offload": "always"}), "cpu_offload"),
         (("zero1", {"backend": "fairscale", "use_ds_zero": True}), "choose one"),
         (("zero2", {"not_use_fsdp": True, "use_ds_zero": True}), "choose one"),
+        (("zero1", {"use_ds_zero": True, "cpu_offload": True}), r"\('zero2', {'cpu_offload': True}\)"),
+        (("zero2", {"use_ds_zero": True, "cpu_offload": True}), "by torch alone: leave out"),
         (("compile", "no_such_backend"), r"compile.backend=no_such_backend: no such backend"),
         (("parallel_mode", ([("tensor", 3)], None)), "tensor=3 does not divide 4 processes"),
         (("parallel_mode", ([("data", 4)], [0, 0, 1, 2])), "rank order"),

@@ -71,6 +71,15 @@ def test_it_takes_the_place_of_pipeline_and_data() -> None:
     ]
 
 
+def test_a_pipeline_of_one_rank_cuts_nothing() -> None:
+    mesh = _mesh(("tensor", 1), ("pipeline", 1), ("data", 8))
+    assert _names(_resolve(mesh, "ds_3d_parallel")) == ["parallel_mode", "ddp"]
+    config = {"zero_stage": 1, "num_micro_batches": 2, "ds_config": {"wall_clock_breakdown": True}}
+    resolved = _resolve(mesh, ("ds_3d_parallel", config))
+    assert _names(resolved) == ["parallel_mode", "zero1", "gradient_accumulation"]
+    assert "ds_config is not used" in str(resolved.notes)
+
+
 def test_plan() -> None:
     pipeline = _mesh(("pipeline", 4), ("data", 2))
     plan = _resolve(

@@ -80,6 +80,13 @@ def test_an_axis_of_size_1_leaves_its_method_out() -> None:
     assert texts == ["tensor_parallel is left out: parallel_mode has tensor=1"]
 
 
+def test_axes_of_size_1_alone_divide_nothing() -> None:
+    mesh = ("parallel_mode", ([("tensor", 1), ("pipeline", 1), ("data", 8)], None))
+    for config in ({}, {"tensor": {}, "pipeline": {}}):
+        assert _names(_resolve([mesh, ("mixed_parallel", config)])) == ["parallel_mode", "ddp"]
+    assert _names(_resolve([mesh, ("mixed_parallel", {"data": "fsdp"})])) == ["parallel_mode", "fsdp"]
+
+
 def test_one_process_keeps_it_for_more() -> None:
     resolved = _resolve([CUBE, ("mixed_parallel", {"data": "fsdp", "tensor": {}})], ALONE)
     assert _names(resolved) == []
