@@ -206,8 +206,10 @@ def call_arguments(
     return found
 
 
-def split_batch(data: Any, num_micro_batches: int) -> list[Any]:
+def split_batch(data: Any, num_micro_batches: int, *, uneven: bool = False) -> list[Any]:
     """``data`` as that many equal parts, in order: part k has rows ``[k*B/n, (k+1)*B/n)``.
+
+    Where n does not divide B and ``uneven`` is set, parts have B/n rows, rounded up, and the last one what is left.
 
     Tensors are split along dim 0 into views, and lists of B plain values (without tensors and nested batches) too.
     Tensors without dims and all other values are repeated in each part.
@@ -223,17 +225,17 @@ def split_batch(data: Any, num_micro_batches: int) -> list[Any]:
     if num == 1:
         return [data]
     size = _common_size(data)
-    if size % num:
+    if size % num and not uneven:
         raise BatchSizeError(
             f"a batch of {size} rows per rank cannot be split into {num} equal micro-batches. "
             f"{nearest_sizes(size, num)} These are rows of one data rank; batch_size counts those of all."
         )
-    step = size // num
+    step = -(-size // num)
 
     def part(begin: int) -> Any:
         def select(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
-                return leaf.narrow(0, begin, step) if leaf.dim() else leaf
+                return leaf[begin : begin + step] if leaf.dim() else leaf
             return leaf[begin : begin + step] if _is_plain_list(leaf) and len(leaf) == size else leaf
 
         return map_leaves(lambda _, leaf: select(leaf), data, is_leaf=_is_plain_list)

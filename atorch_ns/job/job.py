@@ -101,11 +101,12 @@ class StepOptions:
     same_weights: SameWeights | None = None
     shares_batch_norms: bool = False
 
-    def micro_batches(self, data: Any) -> list[Any]:
-        """The parts that a batch on this rank's device is split into."""
-        if self.split is not None:
+    def micro_batches(self, data: Any, *, uneven: bool = False) -> list[Any]:
+        """The parts that a batch on this rank's device is split into, of one size unless they may be ``uneven``."""
+        if self.split is not None and not uneven:
             return self.split(data)
-        return [data] if self.num_micro_batches == 1 else split_batch(data, self.num_micro_batches)
+        number = self.num_micro_batches
+        return [data] if number == 1 else split_batch(data, number, uneven=uneven)
 
 
 @dataclass(kw_only=True)

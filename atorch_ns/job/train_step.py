@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 
-from atorch_ns.capture.nests import map_tensors
+from atorch_ns.capture.nests import map_tensors, num_rows
 from atorch_ns.capture.random_states import buffers_lent
 from atorch_ns.cluster.process_memory import GrowthWatch
 from atorch_ns.data import BatchRunner, LossScale, Passed, Reduction, StepOutput, StepWork, call_model, weigh
@@ -287,17 +287,17 @@ class TrainStep:
         return self._job.gradients.clip(self._parameters(), max_norm, norm_type)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
-        """The loss on ``batch`` without training on it, as :meth:`__call__` returns it.
+        """The loss on ``batch`` without training on it, as :meth:`__call__` returns it: a mean over the rows of all ranks.
 
-        The model is in evaluation mode meanwhile. Collective, as a step is.
+        A batch may have any number of rows, and another one on each data rank; micro-batches that do not divide it are of
+        unequal sizes. The model is in evaluation mode meanwhile. Collective, as a step is.
 
         Raises:
             StepError: if the job has no loss function.
-            BatchSizeError: if the micro-batches do not divide the batch.
         """
         if self._loss_func is None:
             raise StepError("evaluate needs loss_func; pass it to auto_accelerate.")
-        return self._evaluated(lambda: self._mean_of(batch)).loss
+        return self._evaluated(lambda: self._mean_of(batch, uneven=True)).loss
 
     def infer(
         self, samples: Sequence[Any], *, dummies: Sequence[bool] | None = None, outputs: bool = True
@@ -446,16 +446,19 @@ class TrainStep:
             raise InputError(f"the divisor of the gradients is {total} over all data ranks, not positive.")
         return 1.0 / total
 
-    def _mean_of(self, batch: Any) -> StepWork:
+    def _mean_of(self, batch: Any, *, uneven: bool = False) -> StepWork:
         job = self._job
         data = self._prepare_input(batch, job.device)
         self._compare(data)
-        parts = job.step.micro_batches(data)
-        if job.inputs.weight_func is None and job.inputs.loss_reduction == "mean":
+        parts = job.step.micro_batches(data, uneven=uneven)
+        weights = None if job.inputs.weight_func is None else [self._weight_of(part) for part in parts]
+        if weights is None and job.inputs.loss_reduction == "mean":
             if job.step.mean_check is not None:
                 job.step.mean_check.on = self.num_steps == 0 and len(parts) * job.num_data_ranks > 1
-            return StepWork.mean(parts, job.num_data_ranks)
-        weights = None if job.inputs.weight_func is None else [self._weight_of(part) for part in parts]
+            if not uneven:
+                return StepWork.mean(parts, job.num_data_ranks)
+            rows = map(num_rows, parts)  # of no known number, all parts count alike
+            weights = [1.0 if number is None else float(number) for number in rows]
         given, fields = weigh(
             parts,
             weights=weights,

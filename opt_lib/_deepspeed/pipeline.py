@@ -12,8 +12,9 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from atorch_ns.cluster import Mesh
 from atorch_ns.data import Passed, StepWork
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job import Job, first_loss, make_user_optimizer, on_all_stages, parameter_names
-from atorch_ns.pipeline import StageModule, StageSet
+from atorch_ns.pipeline import StageModule, StageSet, signature
 from opt_lib._deepspeed import zero as zero_module
 from opt_lib._deepspeed.optimizer import DeepSpeedOptimizer
 from opt_lib._deepspeed.zero import environment_default, require_elementwise, require_fp32, states
@@ -278,7 +279,7 @@ class DsPipelineRunner:
     stage_set: StageSet
     loss_func: Callable[[Any, Any], Any]
     reduce: Callable[[], object]
-    _signature: object = None
+    _shapes: object = None
 
     def forward_backward(self, work: StepWork) -> Passed:
         """See :class:`atorch_ns.data.BatchRunner`."""
@@ -295,9 +296,17 @@ class DsPipelineRunner:
     @torch.no_grad()
     def forward(self, work: StepWork) -> Passed:
         """See :class:`atorch_ns.data.BatchRunner`."""
-        losses = self._begin(work, training=False)
-        self._run(self.engine._inference_schedule(len(work.micro_batches)))
-        return self._passed(losses)
+        losses = []
+        for _, alike in groupby(enumerate(work.micro_batches), lambda item: signature(item[1])):
+            numbers, micro_batches = zip(
+                *alike, strict=True
+            )  # in a run, all that stages exchange has one shape
+            dummies = frozenset(place for place, number in enumerate(numbers) if number in work.dummies)
+            shares = [work.shares[number] for number in numbers]
+            part = replace(work, micro_batches=micro_batches, shares=shares, dummies=dummies)
+            losses.append(self._begin(part, training=False))
+            self._run(self.engine._inference_schedule(len(numbers)))
+        return self._passed(torch.cat(losses))
 
     def _begin(self, work: StepWork, *, training: bool) -> torch.Tensor:
         """Prepares the engine; returns where the losses will be, on the rank of the last stage."""
@@ -316,9 +325,9 @@ class DsPipelineRunner:
                 losses[number] = loss.detach()
             return work.share(number, loss) * num  # the engine divides by it
 
-        signature = (training, [_shape(leaf) for _, leaf in leaves(micro_batches[0])])
-        reset = signature != self._signature
-        self._signature = signature
+        shapes = (training, [_shape(leaf) for _, leaf in leaves(micro_batches[0])])
+        reset = shapes != self._shapes
+        self._shapes = shapes
         if reset:
             engine.reset_activation_shape()
         engine.module.train(training)

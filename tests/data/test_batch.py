@@ -162,6 +162,14 @@ class TestSplitBatch:
         assert split_batch(batch, 1) == [batch]
 
     @pytest.mark.parametrize(
+        ("size", "num", "sizes"), [(7, 4, [2, 2, 2, 1]), (5, 4, [2, 2, 1]), (3, 4, [1] * 3)]
+    )
+    def test_uneven_parts(self, size: int, num: int, sizes: list[int]) -> None:
+        parts = split_batch({"x": torch.arange(size), "n": list(range(size))}, num, uneven=True)
+        assert [len(part["x"]) for part in parts] == [len(part["n"]) for part in parts] == sizes
+        assert torch.equal(torch.cat([part["x"] for part in parts]), torch.arange(size))
+
+    @pytest.mark.parametrize(
         ("batch", "num", "error", "said"),
         [
             (torch.ones(6), 4, BatchSizeError, "6 rows .* into 4 .* are 4 and 8"),
