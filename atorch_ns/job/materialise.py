@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.capture.nests import tensors_of
 from atorch_ns.errors import InputError
 from atorch_ns.sharding import Packing
 from atorch_ns.torch_compat import is_strided_shard, laid_out, plain_name
@@ -81,6 +82,7 @@ class Materialiser:
     ) -> None:
         self._packings = dict(packings or {})
         self._device = device
+        self._is_on_meta = is_on_meta(model)  # else such a tensor is the user's, to know a shape by
         self._seed = seed
         self._init = init or _initialiser(model)
         self._names = {module: plain_name(name) for name, module in model.named_modules()}
@@ -92,19 +94,29 @@ class Materialiser:
         """Materialises everything on meta inside ``modules``; without ``recurse`` only what they hold themselves.
 
         Raises:
-            InputError: naming the modules that offer no way to initialise themselves, or whose
-                initialisation leaves values unset.
+            InputError: naming the modules that offer no way to initialise themselves, whose
+                initialisation leaves values unset, or that have tensors in plain attributes.
         """
         for root in modules:
             for module in root.modules() if recurse else (root,):
                 self._materialise_one(module)
+                for name, value in vars(module).items() if self._is_on_meta else ():
+                    if name not in ("_parameters", "_buffers") and any(t.is_meta for t in tensors_of(value)):
+                        raise InputError(
+                            f"the model is on the meta device, and {self._path(module)} has a tensor there in its plain attribute "
+                            f"{name}, to which nothing gives values. Register it by register_buffer({name!r}, ..., persistent=False) "
+                            "and set it in reset_parameters, or build the model on a device."
+                        )
 
     def _materialise_one(self, module: nn.Module) -> None:
         tensors = [*module._parameters.values(), *module._buffers.values()]
         if not any(tensor is not None and tensor.is_meta for tensor in tensors):
             return
         divided = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+        buffers = {id(buffer): name for name, buffer in module.named_buffers(recurse=False)}
+        aliases = {name: buffers[id(value)] for name, value in vars(module).items() if id(value) in buffers}
         fresh = self._allocate(module)
+        vars(module).update({name: module._buffers[buffer] for name, buffer in aliases.items()})
         if not fresh:
             return
         made = divided.keys() - fresh.keys()

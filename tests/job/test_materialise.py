@@ -138,3 +138,60 @@ def test_local_part(shape: tuple[int, int]) -> None:
     for rank in run_ranks(_parts, 4, args=(shape,)):
         assert [name for name, part, _ in rank if not part] == []
         assert [name for name, _, whole in rank if not whole] == []
+
+
+class _Scaled(nn.Module):
+    """A tensor that is neither parameter nor buffer, or one that only tells a shape."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.scales = {"all": torch.arange(8.0, device=device)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x).view_as(x)
+        return out
+
+
+def _refusal(strategy: Any) -> str:
+    with torch.device("meta"):
+        model = nn.Sequential(_Scaled(), _Scaled())
+    with pytest.raises(InputError) as caught:
+        auto_accelerate(model, load_strategy=strategy)
+    return str(caught.value)
+
+
+def test_a_tensor_in_a_plain_attribute_is_named_on_all_ranks() -> None:
+    found = [
+        _refusal([]),
+        *run_ranks(_refusal, 2, args=(["fsdp"],)),
+        *run_ranks(_refusal, 2, args=(["ddp"],)),
+    ]
+    for text in found:
+        assert "(_Scaled) has a tensor there in its plain attribute scales" in text
+        assert "register_buffer('scales', ..., persistent=False)" in text
+
+
+class _Alias(nn.BatchNorm1d):
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.original_mean = self.running_mean
+
+
+def test_an_attribute_that_is_a_buffer_stays_that_buffer() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(_Alias())
+    Materialiser(model, torch.device("cpu"), seed=0).materialise([model])
+    assert model[0].original_mean is model[0].running_mean
+    assert not is_on_meta(model)
+
+
+def test_a_model_that_is_not_on_meta_may_hold_a_tensor_that_is() -> None:
+    for strategy in ([], ["fsdp"]):
+        assert run_ranks(_keeps_it, 2 if strategy else 1, args=(strategy,))[0]
+
+
+def _keeps_it(strategy: Any) -> bool:
+    model = _Scaled("meta")
+    auto_accelerate(model, load_strategy=strategy)
+    return bool(model.scales["all"].is_meta)
