@@ -391,6 +391,7 @@ STEPS: Final[Mapping[str, Step]] = {
         skipped,
     )
 }
+TAKES_SPARSE: Final = ("sgd", "momentum", "adagrad")
 WEIGHTED: Final = ("plain", "evaluated")
 """Steps that can be told the weights of a mean."""
 

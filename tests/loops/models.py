@@ -206,10 +206,10 @@ class Recurrent(nn.Module):
 class Convolved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Conv1d(1, 1, 3, padding=1)
+        self.layer = nn.Conv1d(2, 2, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.layer(x.unsqueeze(1)).squeeze(1))
+        return x + torch.tanh(self.layer(x.view(len(x), 2, -1)).flatten(1))
 
 
 class Odd(nn.Module):

@@ -7,7 +7,7 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-from tests.loops.loops import EVENTS, LOSSES, NUM_STEPS, OPTIMIZERS, STEPS, WEIGHTED
+from tests.loops.loops import EVENTS, LOSSES, NUM_STEPS, OPTIMIZERS, STEPS, TAKES_SPARSE, WEIGHTED
 from tests.loops.models import BLOCKS, CHANGES
 
 
@@ -40,10 +40,12 @@ def recipes(draw: st.DrawFn) -> Recipe:
     losses = [loss for loss in LOSSES if loss != "counted" or step in WEIGHTED]
     optimizers = [name for name in OPTIMIZERS if name != "lbfgs" or step == "by_closure"]
     event = st.tuples(st.integers(1, NUM_STEPS - 1), st.sampled_from(list(EVENTS)))
+    optimizer = draw(st.sampled_from(optimizers))
+    blocks = [name for name in BLOCKS if name != "sparse" or optimizer in TAKES_SPARSE]
     return Recipe(
-        blocks=tuple(draw(st.lists(st.sampled_from(list(BLOCKS)), min_size=2, max_size=4))),
+        blocks=tuple(draw(st.lists(st.sampled_from(blocks), min_size=2, max_size=4))),
         changes=tuple(draw(st.lists(st.sampled_from(list(CHANGES)), max_size=2, unique=True))),
-        optimizer=draw(st.sampled_from(optimizers)),
+        optimizer=optimizer,
         loss=draw(st.sampled_from(losses)),
         step=step,
         events=tuple(sorted(draw(st.lists(event, max_size=2)))),
