@@ -174,6 +174,8 @@ def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
             SamePlace(job.name, _ranks_together(job)).follow(job.module, optimizer)
         if job.plan.sharding.parameters_over:
             warn_where_none_come(job.module, optimizer)
+            # A forward pass between the backward pass and the step has left parameters gathered, as they were before it.
+            optimizer.register_step_post_hook(lambda *_: reshard(job.module))
 
 
 def _frozen(job: Job) -> list[tuple[str, torch.Tensor]]:

@@ -337,6 +337,28 @@ def accumulate_after_backward(module: nn.Module) -> None:
                     parameter.to_accumulated_grad_if_needed()
 
 
+@torch.no_grad()
+def keep_gathered_writes(module: nn.Module) -> None:
+    """Gives back to the shards of ``fully_shard`` what was written to parameters that are gathered: whether they are trained,
+    and their values where these have the dtype of the shards (``FSDPParam.sharded_state``)."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+    from torch.distributed.tensor import distribute_tensor
+
+    if not isinstance(module, FSDPModule):
+        return
+    for state in module._get_fsdp_state()._state_ctx.all_states:
+        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+            for parameter in group.fsdp_params:
+                if parameter.sharded_state != ShardedState.UNSHARDED:
+                    continue
+                shard, whole = parameter.sharded_param, parameter._unsharded_param
+                shard.requires_grad_(whole.requires_grad)
+                if shard.dtype == whole.dtype and not isinstance(whole, DTensor):
+                    mesh, placements = shard.device_mesh, shard.placements
+                    shard.copy_(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None))
+
+
 def reduce_after_backward(module: nn.Module) -> None:
     """Reduces the gradients that a module of ``fully_shard`` or ``replicate`` has kept to itself, after backward passes
     that its hooks have not seen (``pipelining.stage._PipelineStageBase.perform_reduce_grad``)."""

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from atorch_ns.data import user_module
 from atorch_ns.job import Job
+from atorch_ns.job.states import reshard
 
 _RUN: Final = "run_with_gathered_parameters"
 
@@ -53,6 +54,8 @@ class _Running:
             self._depth += 1
             try:
                 output = getattr(self._root, _RUN)(method, *args, **kwargs)
+                if not torch.is_grad_enabled():
+                    reshard(self._root)
                 self._job.gradients.follow_call(self._job.module, output)
                 return output
             finally:

@@ -337,6 +337,19 @@ def own_optimizer(t: Training, batch: Tensor) -> None:
     by_hand(t, batch)
 
 
+def looked_at(t: Training, batch: Tensor) -> None:
+    """The model is looked at between the backward pass and the update, and written after a look."""
+    t.optimizer.zero_grad()
+    t.loss(batch, t.model(batch)).backward()
+    with torch.no_grad():
+        t.model(batch)
+    t.optimizer.step()
+    with torch.no_grad():
+        t.model(batch)
+        for parameter in t.model.parameters():
+            parameter.mul_(0.99)
+
+
 def skipped(t: Training, batch: Tensor) -> None:
     """All ranks leave a step out, after the forward pass."""
     t.optimizer.zero_grad()
@@ -388,6 +401,7 @@ STEPS: Final[Mapping[str, Step]] = {
         gradients_of_inputs,
         ascended,
         own_optimizer,
+        looked_at,
         skipped,
     )
 }

@@ -236,7 +236,8 @@ class Attending(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH // 4, 2, batch_first=True)
+        # The bias of keys has no gradient but rounding's.
+        self.attention = nn.MultiheadAttention(WIDTH // 4, 2, batch_first=True, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.view(len(x), 4, WIDTH // 4)

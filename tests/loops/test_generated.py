@@ -90,6 +90,17 @@ FOUND = [
         Recipe(blocks=("plain", "plain"), changes=("hook_sums",), step="gradients_by_function"),
         {"ddp": "equal"},
     ),
+    # What is written, thawed or updated while a forward pass without a backward pass has left parameters gathered.
+    (Recipe(blocks=("plain", "plain"), step="looked_at"), {"fsdp": "equal", "zero2": "equal"}),
+    (
+        Recipe(
+            blocks=("plain", "plain"),
+            changes=("freeze_first",),
+            step="skipped",
+            events=((2, "thaw"), (3, "change_data")),
+        ),
+        {"fsdp": "equal", "zero2": "equal"},
+    ),
     # Losses that read the weights.
     (Recipe(blocks=("plain", "norm"), step="regularised_whole"), {"fsdp": "equal", "tensor": "equal"}),
     (Recipe(blocks=("plain", "plain"), step="clipped_by_torch"), {"fsdp": "equal", "tensor": "equal"}),
