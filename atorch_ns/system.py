@@ -43,6 +43,14 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> No
         raise
 
 
+def num_usable_cores() -> int:
+    """Cores that this process may run on: those of its affinity mask where the system has one."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
+
+
 def redirect_output(path: Path) -> None:
     """Appends this process's output, of Python and of C libraries, to a file; streams that were replaced stay."""
     with path.open("ab") as output:

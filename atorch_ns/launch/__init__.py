@@ -1,7 +1,8 @@
 """Starting processes that train together: by torchrun, or as ranks of one command on this machine."""
 
 from atorch_ns.launch.ranks import RankEnd, Ranks, run_local_ranks, scratch_folder
-from atorch_ns.launch.torchrun import Launch, num_usable_cores, run_torchrun, threads_of_rank
+from atorch_ns.launch.torchrun import Launch, run_torchrun, threads_of_rank
+from atorch_ns.system import num_usable_cores
 
 __all__ = [
     "Launch",

@@ -19,8 +19,8 @@ from types import FrameType
 from typing import IO, Any, Final
 
 from atorch_ns.errors import InputError
-from atorch_ns.launch.torchrun import num_usable_cores, threads_of_rank
-from atorch_ns.system import kill_group
+from atorch_ns.launch.torchrun import threads_of_rank
+from atorch_ns.system import kill_group, num_usable_cores
 
 _LOCK: Final = ".owner"
 _PREFIX: Final = "atorch_ns_run_"

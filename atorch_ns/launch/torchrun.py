@@ -174,14 +174,6 @@ def threads_of_rank(num_cores: int, num_ranks: int) -> int:
     return max(1, num_cores // max(1, num_ranks))
 
 
-def num_usable_cores() -> int:
-    """Cores that this process may run on: those of its affinity mask where the system has one."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
-
-
 def run_torchrun(arguments: Sequence[str], variables: Mapping[str, str]) -> int:
     """Runs torchrun to its end; call it on the main thread, once in a process.
 
