@@ -18,6 +18,7 @@ from torch import nn
 from atorch_ns import Strategy, auto_accelerate
 from atorch_ns.errors import InputError, RankError, SearchError
 from atorch_ns.report import TrainingReport
+from atorch_ns.report.info.verdict import verdict
 from atorch_ns.search import read_history
 from atorch_ns.testing.models import SyntheticDataset, get_case
 from atorch_ns.testing.parity import (
@@ -73,6 +74,7 @@ def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
     assert found.winner is not None
     assert found.winner.trial is not None
+    assert found.single_process is None
     assert found.baseline is not None
     assert found.baseline.trial is not None, "the plain strategy is always tried"
     assert 1 <= found.num_trials <= 3
@@ -98,6 +100,11 @@ def _train_automatically() -> tuple[Trajectory, str, str]:
     _, result, strategy = auto_accelerate(case.build(), **arguments)
     assert result is not None
     assert result.report.search is not None
+    single = result.report.search.single_process
+    assert single is not None
+    assert single.trial.succeeded, single.trial.reason
+    said = "Use one process: it takes" if single.is_as_fast else "One process takes"
+    assert any(sentence.startswith(said) for sentence in verdict(result.report.search))
     initial = snapshot(result.model)
     losses = [float(result.train_step(batch)) for batch in result.dataloader]  # type: ignore[union-attr]
     trajectory = Trajectory(losses=losses, initial=initial, final=snapshot(result.model))

@@ -168,6 +168,11 @@ class Cluster:
             return self.hardware.device.memory_bytes
         return self.device_memory_bytes // (max(1, self.local_world_size) if self.device_type == "cpu" else 1)
 
+    @property
+    def alone(self) -> Cluster:
+        """The cluster of this process without the others: the same device, and no group."""
+        return replace(self, world_size=1, rank=0, local_world_size=1, distributed=False)
+
     @classmethod
     def detect(cls) -> Cluster:
         """Reads the process group if there is one, else the launcher's environment, and the devices here.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.objective import SearchSettings
@@ -70,9 +71,8 @@ def stop_reason(knowledge: Knowledge, settings: SearchSettings) -> str:
             )
     if settings.max_trials is None and number >= default_max_trials(knowledge):
         runnable = sum(one.pruned is None for one in knowledge.candidates)
-        share = (
-            "fifth" if number <= runnable / SHARE_OF_TRIALS else f"share of {number / max(1, runnable):.0%}"
-        )
+        few = number <= runnable / SHARE_OF_TRIALS
+        share = "fifth" if few else f"share of {number / max(1, runnable):.0%}"
         return f"{number} trials of {runnable} candidates were run, a {share}"
     return ""
 
@@ -104,12 +104,19 @@ class TimeBudget:
         setting: the search; its profile and estimates have taken some of the time.
         settings: the limits.
         clock: seconds, from any origin; the search begins now.
+        has_single: whether a trial in one process follows the choice of the winner.
     """
 
-    def __init__(self, setting: Setting, settings: SearchSettings, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        settings: SearchSettings,
+        clock: Callable[[], float],
+        has_single: bool = False,
+    ) -> None:
         self._spent = setting.profile_seconds + setting.estimate_seconds
         self._settings = settings
-        self._clock = clock
+        self._clock, self._num_after = clock, settings.probe + has_single
         self._begun = clock()
         self.is_short = False
 
@@ -135,9 +142,8 @@ class TimeBudget:
         return statistics.median(spent) if spent else 0.0
 
     def affords(self, candidate: Candidate, usual_cost: float) -> bool:
-        """Whether a trial, and the probe of the winner after it, is expected to end in time."""
-        after = usual_cost if self._settings.probe else 0.0
-        return usual_cost + candidate.setup_seconds + after <= self.left
+        """Whether a trial, and what follows the choice of the winner, is expected to end in time."""
+        return usual_cost * (1 + self._num_after) + candidate.setup_seconds <= self.left
 
     def rule(self, best: RankedCandidate | None, predicted_seconds: float, *, times: bool) -> StopRule:
         """The stop rule of a trial: it runs until it is clearly worse than the best, or is known precisely.
@@ -149,15 +155,11 @@ class TimeBudget:
         """
         warmup = 2 if predicted_seconds < LONG_STEP_S else 1  # DDP rebuilds its buckets in the second step
         longest = min(StopRule().max_seconds, max(LEAST_TRIAL_S, self.left * SHARE_OF_THE_TIME))
+        rule = StopRule(warmup_steps=warmup, max_seconds=longest)
         if best is None or not times:
-            return StopRule(warmup_steps=warmup, max_seconds=longest)
+            return rule
         median = best.outcome.median_seconds
-        return StopRule(
-            warmup_steps=warmup,
-            max_seconds=longest,
-            best_seconds=median,
-            best_noise=best.error * median,
-        )
+        return replace(rule, best_seconds=median, best_noise=best.error * median)
 
     def deadline(self, candidate: Candidate, rule: StopRule, predicted_seconds: float | None) -> float:
         """Seconds after which a trial is taken to hang.
@@ -177,6 +179,10 @@ class TimeBudget:
         end = max(LEAST_DEADLINE_S, self.left + LEAST_DEADLINE_S / 2)
         self.is_short = end < deadline
         return min(deadline, end)
+
+    def single_deadline(self, usual_cost: float) -> float:
+        """Seconds for the trial in one process, 0 without time for it: as fast as the winner it needs less than three usual ones."""
+        return min(max(LEAST_DEADLINE_S, 3 * usual_cost), self.left) if self.left >= LEAST_TRIAL_S else 0.0
 
     def probe_deadline(self, candidate: Candidate) -> float:
         """Seconds after which the check of a candidate's numerics is taken to hang."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.objective import SearchSettings
-from atorch_ns.search.outcome import Row, SearchOutcome, Setting
+from atorch_ns.search.outcome import Row, SearchOutcome, Setting, SingleProcess
 from atorch_ns.search.ranking import Preferred, prefer, step_noise
 from atorch_ns.search.reasons import Reasons, nearest_miss
 from atorch_ns.search.trial import Entry, TrialOutcome
@@ -47,8 +47,10 @@ def conclude(
     bound = None
     if knowledge.objective.counts_time:
         bound = knowledge.lower_bound(settings.win_probability, settings.seed)
-    probe = check = None
+    probe = check = single = None
     if winner is not None:
+        if (trial := knowledge.ledger.singles.get(winner.candidate.key)) is not None:
+            single = SingleProcess(trial=trial, is_as_fast=knowledge.is_as_fast(trial))
         probe = knowledge.ledger.probes.get(winner.candidate.key)
         check = _numerics_check(probe, unfinished=stop_reason if settings.probe and over else "")
     return SearchOutcome(
@@ -68,6 +70,7 @@ def conclude(
         checks=() if check is None else (check,),
         beside=knowledge.beside,
         numerics_passed=probe is not None and probe.status == "ok",
+        single_process=single,
     )
 
 

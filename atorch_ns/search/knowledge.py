@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 
 from atorch_ns.search.objective import Objective
-from atorch_ns.search.ranking import RankedCandidate, choose, drift, rank_candidates
+from atorch_ns.search.ranking import CONFIDENCE_Z, RankedCandidate, choose, drift, rank_candidates
 from atorch_ns.search.residual_model import Features, Posterior, fit_posterior
 from atorch_ns.search.space.candidate import Candidate
-from atorch_ns.search.trial import BesideTensors, Entry, Ledger
+from atorch_ns.search.trial import BesideTensors, Entry, Ledger, TrialOutcome
 from atorch_ns.text import bytes_text
 
 OVER = 1.05
@@ -28,6 +28,9 @@ ABOUT = 0.98
 
 FAILURES_PUNISH = 0.5
 """Chance that a candidate works after a failure that it would share, halved by each further one."""
+
+CLOSE_WITHIN = 0.1
+"""One process is not called as fast as the winner if it takes longer by more than this share, whatever the noise."""
 
 
 class Knowledge:
@@ -62,6 +65,14 @@ class Knowledge:
     def winner(self) -> RankedCandidate | None:
         """The candidate that would be chosen now."""
         return choose(self.ranked, self.objective)
+
+    def is_as_fast(self, trial: TrialOutcome) -> bool:
+        """Whether a trial that is simpler than the winner takes no longer than it, as far as noise can tell."""
+        assert self.winner is not None
+        error = math.hypot(self.objective.noise(trial), drift(self.ledger, self.objective))
+        best = self.winner.value
+        noise_s = CONFIDENCE_Z * math.hypot(error * trial.median_seconds, self.winner.error * best)
+        return trial.succeeded and trial.median_seconds - best <= min(noise_s, CLOSE_WITHIN * best)
 
     @functools.cached_property
     def open(self) -> list[int]:
@@ -210,11 +221,9 @@ class Knowledge:
         return found
 
     def _beside_text(self) -> str:
-        if self.beside is None or not self.unpredicted_bytes:
+        if (beside := self.beside) is None or not self.unpredicted_bytes:
             return ""
-        low, middle, high = (
-            bytes_text(value) for value in (self.beside.low, self.beside.middle, self.beside.high)
-        )
+        low, middle, high = (bytes_text(value) for value in (beside.low, beside.middle, beside.high))
         return f", which took {middle} beside their tensors ({low} to {high})"
 
     @functools.cached_property

@@ -78,6 +78,14 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SingleProcess:
+    """The trial of one process with the whole batch, and whether it is as fast as the winner, as far as noise can tell."""
+
+    trial: TrialOutcome
+    is_as_fast: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class SearchOutcome:
     """The full result of a search. Plain values only (JSON by pydantic's ``TypeAdapter``).
 
@@ -100,6 +108,7 @@ class SearchOutcome:
         beside: what trials needed beside tensors; ``None`` if none has shown it.
         checks: self-checks, each ``"<what>: passed"`` or ``"<what>: failed: <numbers>"``.
         numerics_passed: whether the winner was found to train as one process does.
+        single_process: a plain strategy in one process, against the winner; ``None`` where that was not measured.
     """
 
     setting: Setting
@@ -118,6 +127,7 @@ class SearchOutcome:
     beside: BesideTensors | None = None
     checks: tuple[str, ...] = ()
     numerics_passed: bool = False
+    single_process: SingleProcess | None = None
 
     @property
     def unchecked(self) -> str:

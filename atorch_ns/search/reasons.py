@@ -71,16 +71,9 @@ def _advice(nearest: Candidate, knowledge: Knowledge) -> str:
     if nearest.pruned is not None and nearest.pruned.hint:
         return nearest.pruned.hint
     has = {name for name, _ in nearest.steps}
-    smaller = [
-        one
-        for one in knowledge.candidates
-        if one.pruned is None
-        and knowledge.ledger.get(one.key) is None
-        and one.key not in knowledge.learned
-        and one.estimate is not None
-        and nearest.estimate is not None
-        and one.estimate.peak_bytes < nearest.estimate.peak_bytes
-    ]
+    peak, untried = nearest.predicted_bytes or 0.0, [knowledge.candidates[index] for index in knowledge.open]
+    untried = [one for one in untried if knowledge.ledger.get(one.key) is None]
+    smaller = [one for one in untried if (one.predicted_bytes or math.inf) < peak]
     if smaller:
         best = min(smaller, key=lambda one: one.predicted_bytes or 0.0)
         new = [name for name, _ in best.steps if name not in has]

@@ -6,18 +6,18 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from atorch_ns.search.budget import TimeBudget, default_max_trials, stop_reason
 from atorch_ns.search.conclude import conclude
 from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.objective import Objective, SearchSettings
 from atorch_ns.search.outcome import SearchOutcome, Setting
-from atorch_ns.search.ranking import CONFIDENCE_Z, SAME_WITHIN
+from atorch_ns.search.ranking import CONFIDENCE_Z, SAME_WITHIN, RankedCandidate
 from atorch_ns.search.residual_model import read_features
 from atorch_ns.search.sampler import make_sampler
 from atorch_ns.search.space.candidate import Candidate
-from atorch_ns.search.trial import Ledger, StopRule, TrialOutcome, TrialTask
+from atorch_ns.search.trial import Ledger, StopRule, TaskKind, TrialOutcome, TrialTask
 from atorch_ns.text import counted, seconds_text
 
 CONFIRM_WITHIN = 0.1
@@ -66,7 +66,7 @@ class Search:
     """A search over a list of candidates. Pure but for the clock; one trial at a time.
 
     The plain strategy is tried first, if it is predicted to fit; then whatever the sampler chooses. The
-    winner and a close rival are run once more, and the winner's numbers are probed against one process.
+    winner and a close rival are run once more, and the winner is held against one process: its numbers and its time.
 
     Args:
         setting: model, machine and workload of the search.
@@ -93,7 +93,7 @@ class Search:
         self.setting = setting
         self.settings = settings
         self.candidates = tuple(candidates)
-        self._budget = TimeBudget(setting, settings, clock)
+        self._budget = TimeBudget(setting, settings, clock, any(one.fits_alone for one in self.candidates))
         self._known = known
         self._recorder = recorder
         self._sampler = make_sampler(settings)
@@ -130,6 +130,8 @@ class Search:
         self._task = None
         if task.kind == "probe":
             self._ledger.probes[task.key] = outcome
+        elif task.kind == "single":
+            self._ledger.singles[task.key] = outcome
         else:
             if outcome.status == "hung" and self._budget.is_short and self._budget.left <= 0:
                 outcome = replace(outcome, status="cancelled", reason=self._too_little_time(task))
@@ -192,7 +194,7 @@ class Search:
         if self.settings.probe and winner.candidate.key not in self._ledger.probes:
             deadline_s = self._budget.probe_deadline(winner.candidate)
             return self._task_of(winner.candidate, StopRule(), deadline_s, "probe")
-        return None
+        return self._single(winner)
 
     def _explore(self) -> str | None:
         """The next candidate; ``None``, with the reason noted, when enough has been tried."""
@@ -233,12 +235,10 @@ class Search:
 
     def _all_tried(self) -> str:
         """Why there is no candidate left to try."""
-        short = [
-            one
-            for one in self.candidates
-            if one.key in self._knowledge.too_large
-            or (one.pruned is not None and one.pruned.kind == "memory")
-        ]
+        pruned = {
+            one.key for one in self.candidates if one.pruned is not None and one.pruned.kind == "memory"
+        }
+        short = pruned | self._knowledge.too_large.keys()
         if len(self._ledger):
             return f"every candidate{' that may fit in memory' if short else ''} was tried"
         return "no candidate fits in memory" if short else "there is no candidate that could be tried"
@@ -292,7 +292,7 @@ class Search:
 
     def _confirm(self) -> str | None:
         """Winner and closest rival in turn, where they are close: machines drift between trials."""
-        self._confirming = self._confirming or self._rivals()
+        self._confirming = self._confirming or self._rivals() or self._plain_rival()
         while self._confirming:
             key = self._confirming.pop(0)
             usual = self._budget.usual_cost(self._by_key, self._ledger)
@@ -326,7 +326,30 @@ class Search:
         rival = next((one for one in near if one.candidate.is_baseline), near[0])
         return [rival.candidate.key, best.candidate.key]
 
+    def _plain(self) -> list[Candidate]:
+        """The plain strategies in the winner's precision, the first by prediction first; none where time does not count."""
+        winner = self._knowledge.winner
+        if winner is None or not self._objective.counts_time:
+            return []
+        precision = winner.candidate.precision
+        return [one for one in self.candidates if one.is_plain and one.precision == precision]
+
+    def _plain_rival(self) -> list[str]:
+        """A plain strategy in the winner's precision, if none was tried: what the winner gains would be unknown."""
+        plain = self._plain()
+        open_ = [one.key for one in plain if self.candidates.index(one) in self._knowledge.open]
+        return [] if any(self._ledger.judged(one.key) for one in plain) else open_[:1]
+
     # ---- tasks
+
+    def _single(self, winner: RankedCandidate) -> TrialTask | None:
+        """The trial of what is left of a plain strategy in one process: several may be no faster."""
+        one, plain = winner.candidate, [one for one in self._plain() if one.fits_alone]
+        deadline_s = self._budget.single_deadline(self._budget.usual_cost(self._by_key, self._ledger))
+        if one.key in self._ledger.singles or not plain or not deadline_s:
+            return None
+        rule = self._budget.rule(winner, winner.value, times=True)
+        return replace(self._task_of(one, rule, deadline_s, "single"), steps=plain[0].steps)
 
     def _trial(self, key: str) -> TrialTask:
         one = self._by_key[key]
@@ -334,14 +357,11 @@ class Search:
         predicted = math.exp(self._knowledge.seconds.mean[self.candidates.index(one)])
         best = ranked[0] if ranked else None
         rule = self._budget.rule(best, predicted, times=self._objective.counts_time)
-        deadline = self._budget.deadline(
-            one, rule, predicted if ranked and one.estimate is not None else None
-        )
+        known = predicted if ranked and one.estimate is not None else None
+        deadline = self._budget.deadline(one, rule, known)
         return self._task_of(one, rule, deadline, "trial")
 
-    def _task_of(
-        self, one: Candidate, rule: StopRule, deadline_s: float, kind: Literal["trial", "probe"]
-    ) -> TrialTask:
+    def _task_of(self, one: Candidate, rule: StopRule, deadline_s: float, kind: TaskKind) -> TrialTask:
         self._last_id += 1
         return TrialTask(
             id=self._last_id,

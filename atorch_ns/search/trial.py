@@ -23,6 +23,9 @@ TrialStatus = Literal[
 strategy cannot be applied. ``cancelled``: another rank failed, or the search ended before."""
 
 
+TaskKind = Literal["trial", "probe", "single"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StopRule:
     """Trial stop rule. All ranks decide alike, from times that are the maximum over ranks.
@@ -60,7 +63,7 @@ class TrialTask:
         rule: when the trial stops.
         deadline_s: seconds after which a rank that has not reported is taken to hang, set-up included.
         attempt: number of earlier attempts that ended through no fault of the candidate.
-        kind: ``"trial"``, or ``"probe"`` for a comparison of numerics with one process.
+        kind: ``"probe"`` compares numerics with one process; ``"single"`` times the whole batch in one, that of rank 0.
     """
 
     id: int
@@ -69,7 +72,7 @@ class TrialTask:
     rule: StopRule
     deadline_s: float = 120.0
     attempt: int = 0
-    kind: Literal["trial", "probe"] = "trial"
+    kind: TaskKind = "trial"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +239,7 @@ class Ledger:
     Attributes:
         num_run, num_resumed: trials that this search ran, and that it read from a history.
         probes: outcomes of the checks of numerics, by the key of the candidate.
+        singles: outcomes of the trials in one process, by the key of the candidate that they are compared with.
     """
 
     def __init__(self) -> None:
@@ -243,6 +247,7 @@ class Ledger:
         self.num_run = 0
         self.num_resumed = 0
         self.probes: dict[str, TrialOutcome] = {}
+        self.singles: dict[str, TrialOutcome] = {}
 
     def add(self, key: str, outcome: TrialOutcome, *, resumed: bool = False) -> None:
         """Adds the outcome of a trial."""

@@ -92,9 +92,10 @@ class World:
         self.clock.now += 1.0
         if task.kind == "probe":
             return TrialOutcome(status="ok", total_seconds=0.5)
-        if task.key in self.ends:
-            return self.ends[task.key]
-        centre = self.truth[task.key] * (1 + self.drift * self.random.standard_normal())
+        name = "single" if task.kind == "single" else task.key
+        if name in self.ends:
+            return self.ends[name]
+        centre = self.truth[name] * (1 + self.drift * self.random.standard_normal())
         steps = centre * (1 + self.jitter * self.random.standard_normal(8))
         self.clock.now += float(steps.sum())
         peak = self.peaks.get(task.key, GIB)

@@ -31,6 +31,13 @@ def test_a_usual_trial_leaves_out_compilation_and_what_was_resumed() -> None:
     assert budget().usual_cost(known, ledger) == 5.0
 
 
+def test_the_trial_in_one_process_has_the_time_of_three_usual_ones_or_what_is_left() -> None:
+    assert budget().single_deadline(20.0) == 60.0
+    assert budget().single_deadline(0.1) == LEAST_DEADLINE_S
+    assert budget(time_limit_s=33.0).single_deadline(20.0) == 30.0
+    assert budget(time_limit_s=3.5).single_deadline(20.0) == 0.0
+
+
 def test_a_trial_must_leave_time_for_the_check_of_the_winner() -> None:
     one = candidate("a", "ddp")
     assert budget(time_limit_s=23.0).affords(one, usual_cost=10.0)

@@ -697,3 +697,87 @@ def test_the_stated_noise_is_that_of_the_steps() -> None:
     assert trial is not None
     assert outcome.noise == pytest.approx(trial.noise_seconds / trial.median_seconds)
     assert f"± {seconds_text(trial.noise_seconds)}" in outcome.rows[0].reason
+
+
+# ---- one process, and plain strategies
+
+
+ALONE = replace(PLAIN, is_plain=True, fits_alone=True)
+AMP = ("amp", {"dtype": "bf16"})
+
+
+def _in_amp(key: str, *methods: Any, **more: Any) -> Candidate:
+    return replace(candidate(key, *methods, AMP, **more), precision="amp(bf16)")
+
+
+@pytest.mark.parametrize(("seconds", "is_as_fast"), [(0.015, True), (0.020, True), (0.030, False)])
+def test_one_process_is_compared_with_the_winner(seconds: float, is_as_fast: bool) -> None:
+    world = World({"plain": 0.030, "other": 0.020, "single": seconds})
+    outcome = world.search([ALONE, candidate("other", "fsdp", seconds=0.020)])
+    assert outcome.best == "other"
+    assert [task.kind for task in world.tasks[-2:]] == ["probe", "single"]
+    last = world.tasks[-1]
+    assert (last.key, last.steps) == ("other", PLAIN.steps)  # what is left of the plain strategy is run
+    assert last.rule.best_seconds == pytest.approx(0.020)
+    assert outcome.single_process is not None
+    assert outcome.single_process.is_as_fast is is_as_fast
+    assert outcome.single_process.trial.median_seconds == pytest.approx(seconds)
+    assert outcome.num_trials == sum(task.kind == "trial" for task in world.tasks)
+    assert outcome_from_json(outcome_to_json(outcome)) == outcome
+
+
+@pytest.mark.parametrize(("median", "is_as_fast"), [(0.0215, True), (0.0225, False)])
+def test_however_noisy_one_process_must_be_close(median: float, is_as_fast: bool) -> None:
+    steps = (0.5 * median, 0.7 * median, median, 1.3 * median, 1.5 * median)
+    ends = {"single": TrialOutcome(status="ok", step_seconds=steps)}
+    outcome = World({"plain": 0.020}, ends=ends).search([ALONE])
+    assert outcome.single_process is not None
+    assert outcome.single_process.is_as_fast is is_as_fast
+
+
+def test_one_process_that_cannot_be_measured_is_not_said_to_be_as_fast() -> None:
+    end = TrialOutcome(status="out of memory", reason="a step holds 9 GiB")
+    outcome = World({"plain": 0.030}, ends={"single": end}).search([ALONE])
+    assert outcome.single_process is not None
+    assert not outcome.single_process.is_as_fast
+    assert outcome.best == "plain"
+
+
+def test_one_process_that_does_not_fit_is_not_tried() -> None:
+    assert World({"plain": 0.030}).search([replace(PLAIN, is_plain=True)]).single_process is None
+
+
+def test_where_time_does_not_count_one_process_is_not_tried() -> None:
+    assert World({"plain": 0.030}).search([ALONE], objective="memory").single_process is None
+
+
+def test_the_time_limit_leaves_room_for_the_trial_in_one_process() -> None:
+    """Each task takes a second; without room for the last, another candidate would have been tried."""
+    others = [candidate(f"c{index}", ("fsdp", {"level": index}), seconds=0.001) for index in range(9)]
+    truth = {"plain": 0.001, "single": 0.001, **{one.key: 0.001 for one in others}}
+    world = World(truth)
+    outcome = world.search([ALONE, *others], time_limit_s=6.5)
+    assert [task.kind for task in world.tasks].count("single") == 1
+    assert world.tasks[-1].deadline_s <= 6.5
+    assert outcome.seconds <= 6.5
+
+
+def test_one_process_is_run_in_the_winner_s_precision() -> None:
+    plain = replace(_in_amp("amp", "ddp", seconds=0.020), is_plain=True, fits_alone=True)
+    world = World({"plain": 0.030, "amp": 0.020, "single": 0.020})
+    world.search([ALONE, plain])
+    assert world.tasks[-1].kind == "single"
+    assert world.tasks[-1].steps == plain.steps
+
+
+def test_a_plain_strategy_of_the_winner_s_precision_is_tried_to_know_the_gain() -> None:
+    """It is predicted to be far slower, so that nothing else would have it tried."""
+    slow = replace(_in_amp("amp", "ddp", seconds=3.0), is_plain=True)
+    given = [replace(PLAIN, is_plain=True), _in_amp("fast", "checkpoint", "ddp", seconds=0.010), slow]
+    truth = {"plain": 0.030, "fast": 0.010, "amp": 0.025}
+    outcome = World(truth).search(given)
+    assert outcome.best == "fast"
+    assert fates(outcome)["amp"] == "lost"
+    assert outcome.num_trials == 3
+    unknown = World(truth).search(given, max_trials=2)
+    assert fates(unknown)["amp"] == "untried"

@@ -70,6 +70,9 @@ class InProcessWorker:
     def run(self, task: TrialTask, cancelled: Callable[[], bool]) -> RankReport:
         """Runs a trial; see :class:`~atorch_ns.engine.Worker`. Collective."""
         started = time.monotonic()
+        if task.kind == "single":
+            reason = "a trial in one process cannot have the process group that this one is in"
+            return RankReport(task_id=task.id, rank=self._cluster.rank, status="refused", reason=reason)
 
         def interrupt() -> Interrupted | None:
             if cancelled():

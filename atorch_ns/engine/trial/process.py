@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -29,7 +29,7 @@ from atorch_ns.engine.trial.run import TrialRun, run_trial
 from atorch_ns.engine.trial.worker_process import send
 from atorch_ns.method import Registry
 from atorch_ns.search import TrialTask
-from atorch_ns.system import arm_stack_dumps, redirect_output
+from atorch_ns.system import arm_stack_dumps, num_usable_cores, redirect_output
 from atorch_ns.text import error_text
 
 if TYPE_CHECKING:
@@ -134,6 +134,10 @@ def be_trial(
     ``loading_bytes`` of host memory were taken by loading what a process that trains loads as well.
     """
     started = time.monotonic()
+    if task.kind == "single":
+        # A script that is started without a launcher has torch's default, a thread for each core. Launchers give each rank
+        # its share of the cores, and torchrun a single thread.
+        setting = replace(setting, cluster=setting.cluster.alone, num_threads=num_usable_cores())
     try:
         _enter(setting, task, log)
         group = _Group()

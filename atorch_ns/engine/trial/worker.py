@@ -141,6 +141,8 @@ class TrialWorker:
         The deadline counts from when the helper is ready. A trial that is cancelled, hangs or overruns is
         killed with everything it started.
         """
+        if task.kind == "single" and self._rank:
+            return RankReport(task_id=task.id, rank=self._rank, status="ok")
         process = self._ready_process(task, cancelled)
         if isinstance(process, RankReport):
             return process

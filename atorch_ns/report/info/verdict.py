@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 from atorch_ns.cluster.process_memory import LONG_RUN
 from atorch_ns.estimate import TimeParts
-from atorch_ns.report.info.candidates import Figure, Source, is_planned, peak, seconds
+from atorch_ns.report.info.candidates import Source, is_planned, peak, seconds
 from atorch_ns.search import Row, SearchOutcome, Setting
+from atorch_ns.search.outcome import SingleProcess
 from atorch_ns.text import (
     bytes_text,
     compared_text,
@@ -190,24 +192,35 @@ def _choice(outcome: SearchOutcome) -> list[str]:
         every = "The only candidate cannot" if alone else f"None of {len(outcome.rows)} candidates can"
         nearest = [f"Nearest: {outcome.nearest_miss}"] if outcome.nearest_miss else []
         return [f"{every} be used", *nearest]
-    time = seconds(winner)
     sentences = [
         f"Chosen: {winner.candidate.label}",
-        f"One step takes {time.as_seconds()}; {_against(outcome, time)}",
+        f"One step takes {seconds(winner).as_seconds()}; {_against(outcome, winner)}",
         _memory(winner, outcome),
     ]
+    single = outcome.single_process
+    if single is not None and single.trial.succeeded:
+        first = 0 if single.is_as_fast else 2
+        sentences.insert(first, _single_text(single, winner, outcome.setting.world_size))
     if winner.reason:
         sentences.append(f"Why: {winner.reason}")
     if baseline is winner and is_planned(outcome):
         sentences.append("The baseline itself is the best: nothing else is believed to be better")
     elif baseline is winner:
         others = any(row.trial is not None for row in outcome.rows if row is not baseline)
-        sentences.append(
-            "The baseline itself is the best: nothing else that was tried is faster beyond the noise"
-            if others
-            else "Nothing but the baseline was tried"
-        )
+        best = "The baseline itself is the best: nothing else that was tried is faster beyond the noise"
+        sentences.append(best if others else "Nothing but the baseline was tried")
     return sentences
+
+
+def _single_text(single: SingleProcess, winner: Row, num_ranks: int) -> str:
+    with_precision = f" with {winner.candidate.precision}" if winner.candidate.precision else ""
+    alone = seconds(replace(winner, trial=single.trial))
+    takes = f"takes {alone.as_seconds()} for the same batch{with_precision}"
+    if not single.is_as_fast:
+        return f"One process {takes}"
+    ranks = f"the best strategy on {num_ranks} ranks {seconds(winner).as_seconds()}"
+    is_tied = (alone.value or 0.0) > (seconds(winner).value or 0.0)
+    return f"Use one process: it {takes}, and {ranks}{', the same within the noise' if is_tied else ''}"
 
 
 def _memory(winner: Row, outcome: SearchOutcome) -> str:
@@ -224,32 +237,46 @@ def _memory(winner: Row, outcome: SearchOutcome) -> str:
     )
 
 
-def _against(outcome: SearchOutcome, time: Figure) -> str:
+def _against(outcome: SearchOutcome, winner: Row) -> str:
+    """The gain over the best plain strategy of its precision; then that of the precision, between the best plain ones."""
     baseline = outcome.baseline
-    if baseline is None or baseline is outcome.winner:
+    if baseline is None or baseline is winner:
         return "it is the baseline" if baseline is not None else "there is no baseline to hold it against"
-    other = seconds(baseline)
-    if baseline.fate in ("failed", "pruned") or not other.value or not time.value:
+    if baseline.fate in ("failed", "pruned") or not seconds(baseline).value or not seconds(winner).value:
         return f"the baseline {baseline.candidate.label} cannot be used: {baseline.reason}"
-    times = compared_text(other.value / time.value, f"the baseline {baseline.candidate.label}")
-    return f"{times} with {other.as_seconds()}"
+    precision, usual = winner.candidate.precision, baseline.candidate.precision
+    plain = _best_plain(outcome, precision)
+    if plain is None or plain is winner:
+        alike = "" if precision == usual else f", the gain of {precision} included"
+        return f"{_times(winner, baseline)}{alike}"
+    if precision == usual:
+        return _times(winner, plain)
+    gain = _times(plain, _best_plain(outcome, usual) or baseline)
+    return f"{_times(winner, plain)} in the same precision, which by {precision} itself is {gain}"
+
+
+def _best_plain(outcome: SearchOutcome, precision: str) -> Row | None:
+    """The fastest plain strategy of a precision, of those that were measured where there are any."""
+    usable = (row for row in outcome.rows if row.fate not in ("failed", "pruned") and seconds(row).value)
+    plain = [row for row in usable if row.candidate.is_plain and row.candidate.precision == precision]
+    return min(plain, key=lambda row: (row.trial is None, seconds(row).value), default=None)
+
+
+def _times(row: Row, other: Row) -> str:
+    name = f"the {'baseline' if other.candidate.is_baseline else 'plain'} {other.candidate.label}"
+    ratio = (seconds(other).value or 0.0) / (seconds(row).value or 1.0)
+    return f"{compared_text(ratio, name)} with {seconds(other).as_seconds()}"
 
 
 def _certainty(outcome: SearchOutcome) -> list[str]:
     sentences = []
-    if outcome.beside is not None:
-        low, middle, high = (
-            bytes_text(value) for value in (outcome.beside.low, outcome.beside.middle, outcome.beside.high)
-        )
-        trials = counted(outcome.beside.num_trials, "trial")
+    if (beside := outcome.beside) is not None:
+        low, middle, high = (bytes_text(value) for value in (beside.low, beside.middle, beside.high))
+        trials = counted(beside.num_trials, "trial")
         sentences.append(f"Beside tensors a rank needed {middle} ({low} to {high}, measured in {trials})")
     if outcome.lower_bound_seconds is not None:
-        bound = seconds_text(outcome.lower_bound_seconds)
-        left = (
-            ""
-            if outcome.gap is None
-            else f": at most {percent_text(outcome.gap)} of the step is left to gain"
-        )
+        bound, gap = seconds_text(outcome.lower_bound_seconds), outcome.gap
+        left = "" if gap is None else f": at most {percent_text(gap)} of the step is left to gain"
         sentences.append(f"No candidate is expected below {bound}{left} (predicted)")
     if outcome.noise:
         sentences.append(f"The noise of a median step was {percent_text(outcome.noise)} (measured)")

@@ -41,7 +41,7 @@ class Progress:
         trials: the last outcome of each candidate that was tried, by key.
         running: the candidate whose trial runs.
         number: number of the last trial that began.
-        probing: the last trial compares numerics instead of taking times.
+        kind: what the last task is, as in :class:`~atorch_ns.search.TrialTask`.
         best: key of the best candidate so far.
         notes: the search's notes, as sentences.
         outcome: outcome of the whole search, once it is over.
@@ -63,7 +63,7 @@ class Progress:
         self.best: str | None = None
         self.notes: list[str] = []
         self.outcome: SearchOutcome | None = None
-        self.probing = False
+        self.kind = "trial"
 
     @property
     def elapsed_s(self) -> float:
@@ -96,12 +96,13 @@ class Progress:
                 self._now("preparing the trials")
             case TrialStarted():
                 self.running, self.number = event.candidate, event.number
-                self.probing = event.task.kind == "probe"
-                what = "checking the numerics of" if self.probing else f"trial {event.number}:"
+                self.kind = event.task.kind
+                what = _DOING.get(self.kind, f"trial {event.number}:")
                 again = f" (attempt {event.task.attempt + 1})" if event.task.attempt else ""
                 self._now(f"{what} {event.candidate.label}{again}")
             case TrialEnded():
-                if not self.probing or event.outcome.status != "ok":  # a probe gives no step time
+                failed_probe = self.kind == "probe" and event.outcome.status != "ok"
+                if self.kind == "trial" or failed_probe:  # others give no step time of the candidate
                     self.trials[event.candidate.key] = event.outcome
                 self.candidates.setdefault(event.candidate.key, event.candidate)
                 self.running, self.best = None, event.best
@@ -116,6 +117,8 @@ class Progress:
         self.doing, self._doing_since = doing, self._clock()
 
 
+_DOING = {"probe": "checking the numerics of", "single": "trial in one process, for comparison with"}
+
 _SHOWN = 8
 
 
@@ -127,15 +130,13 @@ def event_lines(event: Event, progress: Progress, *, verbose: bool) -> Iterator[
         case Priced():
             yield from _priced_lines(event, verbose)
         case TrialStarted():
-            expected = "" if progress.probing else f" {predicted_text(event.candidate)}"
+            expected = "" if progress.kind != "trial" else f" {predicted_text(event.candidate)}"
             yield f"{progress.doing} …{expected}"
-        case TrialEnded() if progress.probing:
-            passed = event.outcome.status == "ok"
-            result = (
-                f"the same as in one process ({event.outcome.reason})"
-                if passed
-                else trial_text(event.outcome)
-            )
+        case TrialEnded() if progress.kind == "single":
+            yield f"one process with the whole batch: {trial_text(event.outcome)}"
+        case TrialEnded() if progress.kind == "probe":
+            same = f"the same as in one process ({event.outcome.reason})"
+            result = same if event.outcome.status == "ok" else trial_text(event.outcome)
             yield f"numerics of {event.candidate.label}: {result}"
         case TrialEnded():
             best = progress.candidates.get(event.best or "")

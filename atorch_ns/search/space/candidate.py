@@ -51,6 +51,9 @@ class Candidate:
         given_batch: samples of the step that the estimate and the trials are of, given with ``largest_batch``.
         refusal_keys: methods that declare what their refusal depends on, each with a digest of that.
         axes: sizes of the mesh's axes, the innermost first.
+        precision: the steps that set dtypes, in a few words; empty for the model's own.
+        is_plain: whether only its precision, and how data ranks share states, differ from the baseline.
+        fits_alone: whether it is plain and, of several processes, one is predicted to hold the whole batch.
     """
 
     key: str
@@ -65,6 +68,9 @@ class Candidate:
     given_batch: int | None = None
     refusal_keys: tuple[tuple[str, str], ...] = ()
     axes: tuple[AxisSize, ...] = ()
+    precision: str = ""
+    is_plain: bool = False
+    fits_alone: bool = False
 
     @property
     def strategy(self) -> Strategy:

@@ -27,7 +27,7 @@ from atorch_ns.search.space.constraints import Constraints
 from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.search.space.priced import PricedRows
 from atorch_ns.search.space.templates import Templates, steps_of
-from atorch_ns.strategy import Plan, Strategy
+from atorch_ns.strategy import MODEL_AXES, Plan, Strategy
 from atorch_ns.text import bytes_text, interval_text
 
 
@@ -205,16 +205,27 @@ class CandidateWriter:
                 one = self._context.resolve(strategy)
                 if key_of(one.strategy.steps) not in resolved and constraints.violation(one.chosen) is None:
                     resolved[key_of(one.strategy.steps)] = (one, self._context.estimates([one])[0])
+        plain = baseline and _without_sharding(baseline.plan)
         twins = _twins({name: one for name, (one, _) in resolved.items()}, key)
         candidates = []
         for name, (one, estimated) in resolved.items():
             candidate = self.candidate(one, estimated, is_baseline=name == key, limit=limit)
+            if _without_sharding(one.plan) == plain:
+                candidate = replace(candidate, is_plain=True, fits_alone=self._fits_alone(one, limit))
             if name in twins:
                 candidate = self._same_as(candidate, resolved[twins[name]][0])
             candidates.append(candidate)
         plans = [one.plan for one, _ in resolved.values()]
         candidates = self._ordered(self._with_batches(candidates, plans, limit))
         return candidates if key is not None else _mark_simplest(candidates)
+
+    def _fits_alone(self, resolved: Resolved, limit: Limits) -> bool:
+        """Whether there are several processes, and one is predicted to hold the whole batch with what is left there."""
+        context, estimated = replace(self._context, cluster=self._context.cluster.alone), None
+        with contextlib.suppress(StrategyError):
+            (estimated,) = context.estimates([context.resolve(resolved.strategy)])
+        several = self._context.cluster.world_size > 1
+        return several and estimated is not None and limit.admits(estimated.peak_bytes)
 
     def duplicates(self, templates: Templates) -> list[Candidate]:
         """Candidates that amount to another, for the report."""
@@ -243,6 +254,8 @@ class CandidateWriter:
     ) -> Candidate:
         """One strategy as a candidate, pruned if its predicted peak is beyond the limit."""
         steps = resolved.strategy.steps
+        alone = [(item.method.name, item.method.plan(Plan(), item.config)) for item in resolved.chosen]
+        dtypes = [name for name, plan in alone if plan.precision != Plan().precision]
         limit = limit or memory_limit(self._context.cluster, self._context.settings)
         pruned = None
         if estimated is not None and not limit.admits(estimated.peak_bytes):
@@ -257,6 +270,7 @@ class CandidateWriter:
             setup_seconds=_setup_seconds(resolved, self._context.cluster),
             refusal_keys=refusal_keys(resolved),
             axes=resolved.plan.axes,
+            precision=label_of(step for step in steps if step.name in dtypes) if dtypes else "",
         )
 
     def _implied(self, resolved: Resolved) -> list[str]:
@@ -308,6 +322,13 @@ class CandidateWriter:
             return (one.pruned is not None, first, one.estimate.step_seconds, len(one.steps), one.key)
 
         return sorted(candidates, key=order)
+
+
+def _without_sharding(plan: Plan) -> Plan:
+    """The plan without its precision, and without what data parallelism does, so that plain strategies are equal."""
+    axes = tuple((name, size) for name, size in plan.axes if name in MODEL_AXES and size > 1)
+    free = ("rank_order", "gradient_sync", "precision", "sharding")
+    return plan.changed(axes=axes, **{name: getattr(Plan(), name) for name in free})
 
 
 def _twins(resolved: dict[str, Resolved], baseline: str | None) -> dict[str, str]:

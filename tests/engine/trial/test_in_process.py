@@ -99,6 +99,12 @@ def test_failures_are_reports(kind: Any, status: str) -> None:
     assert InProcessWorker(inputs, Cluster()).run(task(1), never).status == status
 
 
+def test_a_process_in_a_group_is_not_a_single_one() -> None:
+    report = InProcessWorker(case_inputs(), Cluster()).run(replace(task(1), kind="single"), lambda: False)
+    assert report.status == "refused"
+    assert "process group" in report.reason
+
+
 def test_it_ends_between_blocks() -> None:
     endless = StopRule(min_steps=10**6, max_steps=10**6, max_seconds=1e6)
     worker = InProcessWorker(case_inputs("mlp"), Cluster())

@@ -140,7 +140,21 @@ STRATEGIES = {
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ran]]:
-    return run_ranks(run_tasks, 2, args=(tmp_path_factory.mktemp("two"), STRATEGIES), timeout_s=110)
+    tasks = {**STRATEGIES, "single": replace(task(7, "ddp"), kind="single")}
+    return run_ranks(run_tasks, 2, args=(tmp_path_factory.mktemp("two"), tasks), timeout_s=110)
+
+
+def test_rank_0_alone_runs_the_whole_batch(two_ranks: list[dict[str, Ran]]) -> None:
+    first, second = (ran["single"].report for ran in two_ranks)
+    assert first.status in DONE, first.reason
+    assert (second.status, second.step_seconds) == ("ok", ())
+    assert first.step_seconds
+    assert not first.collectives
+    both = two_ranks[0]["ddp"].report
+    assert first.state_bytes == pytest.approx(both.state_bytes, rel=0.01)
+    assert first.peak_bytes is not None
+    assert both.peak_bytes is not None
+    assert first.peak_bytes > both.peak_bytes  # twice the activations
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

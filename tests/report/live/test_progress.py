@@ -64,3 +64,18 @@ def test_texts_of_predictions_and_failures() -> None:
     assert predicted_text(row("x", (DDP,), "untried", "").candidate) == "not priced"
     lost = TrialOutcome(status="raised", reason="no disk", rank=1, log="/l.txt")
     assert trial_text(lost) == "raised on rank 1: no disk (log: /l.txt)"
+
+
+def test_a_trial_in_one_process_leaves_the_candidate_s_time() -> None:
+    progress = Progress(clock=lambda: 0.0)
+    progress.note(TrialEnded(1, _WIN, measured(25, 410), "win"))
+    started = TrialStarted(2, _WIN, _task("single"))
+    progress.note(started)
+    assert list(event_lines(started, progress, verbose=False)) == [
+        f"trial in one process, for comparison with {_WIN.label} …"
+    ]
+    ended = TrialEnded(2, _WIN, measured(60, 800), "win")
+    progress.note(ended)
+    assert progress.best_seconds() == measured(25, 410).median_seconds
+    (line,) = event_lines(ended, progress, verbose=False)
+    assert line.startswith("one process with the whole batch: 60.0 ms")

@@ -485,3 +485,34 @@ def test_what_is_left_free_of_the_memory(device: str, memory_reserve: float | No
     place = Cluster(device_type=device, device_memory_bytes=1000)
     settings = SearchSettings(memory_reserve=memory_reserve)
     assert memory_limit(place, settings).num_bytes == share * 1000
+
+
+# ---- plain strategies
+
+
+def test_plain_strategies_differ_in_precision_and_sharding_alone() -> None:
+    found = free(space("2xA100-80GB"))
+    plain = [one for one in found if one.is_plain]
+    data = {"parallel_mode", "ddp", "fsdp", "zero1", "zero2"}
+    assert {one.precision for one in plain} > {"", "amp_native(bfloat16)"}
+    assert all(names(one) <= data for one in plain if not one.precision)
+    for one in found:
+        assert ("amp_native" in names(one)) == ("amp_native" in one.precision)
+        assert one.is_plain or not one.is_baseline
+        assert not (one.is_plain and names(one) & {"checkpoint", "compile", "gradient_accumulation", *WHOLE})
+
+
+def test_what_is_included_is_in_plain_strategies() -> None:
+    plain = [one for one in free(space(included=["checkpoint"])) if one.is_plain]
+    assert plain
+    assert all("checkpoint" in names(one) for one in plain)
+
+
+def test_one_process_must_hold_the_whole_batch() -> None:
+    two = [one for one in free(space()) if one.is_plain]
+    assert all(one.fits_alone for one in two)
+    alone = next(one for one in free(space("1xcpu")) if one.is_baseline)
+    assert alone.estimate is not None
+    assert not alone.fits_alone, "there is nothing to compare it with"
+    limit = {"memory_limit_gib": 0.9 * alone.estimate.peak_bytes / 2**30}
+    assert not any(one.fits_alone for one in space(settings=limit).candidates if not one.precision)
