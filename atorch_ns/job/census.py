@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from atorch_ns.capture.nests import tensors_of
+from atorch_ns.capture.nests import leaves, tensors_of
+from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.gradients import GradientHooks
-from atorch_ns.job.job import Job
+from atorch_ns.job.job import MODEL, Job
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import gradient_hooks, plain_name, remove_gradient_hooks
 
@@ -27,7 +30,13 @@ class Census:
 
     def __init__(self, model: nn.Module) -> None:
         self._ids = {name: id(parameter) for name, parameter in model.named_parameters()}
-        self._shared = list(_shared_memory(model))
+        anew = {  # before every pass, by hooks such as spectral_norm's
+            f"{path}.{hook.name}".removeprefix(".")
+            for path, module in model.named_modules()
+            for hook in module._forward_pre_hooks.values()
+            if hasattr(hook, "name")
+        }
+        self._shared = [pair for pair in _shared_memory(model) if anew.isdisjoint(pair)]
         self._renormalised = [
             name or "the model"
             for name, module in model.named_modules()
@@ -89,6 +98,84 @@ class Census:
             f"hooks of the gradients of {first_few([name for name, *_ in self._hooks])} are called with the gradients of all "
             "ranks: once in a step of train_step, and after each backward pass of a loop of your own",
         )
+
+
+class ForwardChanges:
+    """What forward passes change in the user's model, such as a counter: once a micro-batch, where one process does it once.
+
+    Looked at is the second call of the first step with several micro-batches: what the first alone changes stays.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._is_done = False
+        self._marks: Counter[nn.Module] | None = None
+        self._before: dict[tuple[Any, ...], object] = {}
+        self._found: set[str] = set()
+
+    @contextmanager
+    def look(self, num_micro_batches: int) -> Iterator[None]:
+        """Around the passes of a step; collective in the first that has several micro-batches, which warns."""
+        if self._is_done or num_micro_batches == 1:
+            yield
+            return
+        self._is_done, self._marks = True, Counter()
+        stages = self._job.parts.stages
+        hooks = [stage.register_forward_pre_hook(self.mark) for stage in stages]
+        hooks += [stage.register_forward_hook(self.mark) for stage in stages]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._marks = None
+        names = sorted(set().union(*self._job.cluster.gathered(self._found)))
+        if names:
+            text = (
+                f"the forward pass changes {first_few(names)}. With {num_micro_batches} micro-batches it is called as often in a "
+                "step, and once in one process on the whole batch, so that values differ from there. Use one micro-batch, or "
+                "make the change after the update, as by result.optim.register_step_post_hook"
+            )
+            self._job.explain(MODEL, text)
+            self._job.warn(text)
+
+    def mark(self, root: nn.Module, *_: Any) -> None:
+        """Before and after a micro-batch passes through the model or a stage."""
+        if self._marks is not None:
+            self._marks[root] += 1
+            if self._marks[root] == 3:  # before its second pass
+                self._before = self._state()
+            elif self._marks[root] == 4:
+                before, now = self._before, self._state()
+                self._found |= {_name(*key) for key in before.keys() & now if before[key] != now[key]}
+
+    def _state(self) -> dict[tuple[Any, ...], object]:
+        """What stands for each value in the modules of others, by their paths; batch norms have a note of their own."""
+        return {
+            (plain_name(path), *keys): found
+            for path, module in self._job.module.named_modules()
+            if not isinstance(module, BatchNorm) and not type(module).__module__.startswith(_OURS)
+            for keys, value in leaves(vars(module))
+            if (found := _comparable(value)) is not None
+        }
+
+
+_OURS = ("atorch_ns.", "opt_lib.")
+
+
+def _name(path: str, *keys: Any) -> str:
+    return f"{path}.{next(key for key in keys if key not in ('_buffers', '_parameters'))}".removeprefix(".")
+
+
+def _comparable(value: Any) -> object:
+    """What is equal where a value is; ``None`` for what is not looked at. Frozen parameters may be large, and are added up."""
+    if isinstance(value, (int, float, complex, str)):
+        return repr(value)  # for NaN too
+    if type(value) not in (torch.Tensor, nn.Parameter) or value.requires_grad or value.is_meta:
+        return None
+    if isinstance(value, nn.Parameter) and value.is_floating_point():
+        return repr(value.sum(dtype=torch.float32).tolist())
+    return value.reshape(-1).view(torch.uint8).cpu().numpy().tobytes() if not value.is_sparse else None
 
 
 def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:

@@ -15,6 +15,7 @@ from atorch_ns.capture.random_states import buffers_lent
 from atorch_ns.cluster.process_memory import GrowthWatch
 from atorch_ns.data import BatchRunner, LossScale, Passed, Reduction, StepOutput, StepWork, call_model, weigh
 from atorch_ns.errors import InputError, StepError
+from atorch_ns.job.census import ForwardChanges
 from atorch_ns.job.job import Job
 from atorch_ns.job.loss import LossFunction, first_loss
 from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
@@ -82,6 +83,7 @@ class TrainStep:
             self.memory.follow(optimizer)
         self._watching: dict[tuple[str, Phase], list[PhaseObserver]] = {}
         self._job = job
+        self._changes = ForwardChanges(job)
         self.optimizer = optimizer
         self._loss_func = loss_func
         self._prepare_input = prepare_input
@@ -342,7 +344,8 @@ class TrainStep:
             self._is_shared = False
 
     def _forward_backward(self, work: StepWork) -> _Arriving:
-        with self._phase("forward_backward"), self._context(work):
+        num = max(self._job.step.num_micro_batches, len(work.micro_batches))  # the same on all ranks
+        with self._phase("forward_backward"), self._context(work), self._changes.look(num):
             if self._runner is None:
                 return self._output(work, self._accumulate(work))
             optimizer, _ = self._require()
@@ -367,7 +370,9 @@ class TrainStep:
                 is_dummy = number in work.dummies
                 with nullcontext() if number == last else job.gradients.skip_sync():
                     with buffers_lent(job.module) if is_dummy else nullcontext():
+                        self._changes.mark(job.module)
                         output, loss = self._forward(micro_batch)
+                        self._changes.mark(job.module)
                     losses.append(loss.detach())
                     if work.wants_outputs and not is_dummy:
                         outputs.append(map_tensors(torch.Tensor.detach, output))
