@@ -175,7 +175,11 @@ def _comparable(value: Any) -> object:
         return None
     if isinstance(value, nn.Parameter) and value.is_floating_point():
         return repr(value.sum(dtype=torch.float32).tolist())
-    return value.reshape(-1).view(torch.uint8).cpu().numpy().tobytes() if not value.is_sparse else None
+    if value.layout != torch.strided:
+        return None
+    flat = torch.empty(value.numel(), dtype=value.dtype)  # of stride 1, which a view as bytes needs
+    flat.copy_(value.reshape(-1))
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:

@@ -107,8 +107,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "every micro-batch is the first one",
         "atorch_ns/data/batch.py",
-        "return leaf.narrow(0, begin, step) if leaf.dim() else leaf",
-        "return leaf.narrow(0, 0, step) if leaf.dim() else leaf",
+        "return leaf[begin : begin + step] if leaf.dim() else leaf",
+        "return leaf[:step] if leaf.dim() else leaf",
         ("tests/data/test_batch.py::TestSplitBatch",),
     ),
     Fault(

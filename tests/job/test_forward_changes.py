@@ -41,6 +41,7 @@ class Counting(Block):
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.register_buffer("mean", torch.zeros(3))
         self.register_buffer("cache", None)
+        self.register_buffer("broadcast", torch.zeros(()).expand(1, 3)[:, :1])  # of stride 0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "attribute":

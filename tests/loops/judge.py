@@ -70,6 +70,10 @@ class Verdict:
         return self.kind in ("equal", "refused", "told")
 
 
+class NoLoop(Exception):
+    """What one process cannot train is no loop."""
+
+
 def reference(recipe: Recipe) -> dict[str, torch.Tensor]:
     """Weights and buffers after the loop in one process with the global batches."""
     optimizer, options = OPTIMIZERS[recipe.optimizer]
@@ -83,9 +87,12 @@ def judge(recipe: Recipe, strategies: Sequence[str] = tuple(STRATEGIES)) -> dict
     """Trains by the recipe under each strategy on two ranks.
 
     Raises:
-        Exception: what the loop raises in one process.
+        NoLoop: if one process cannot train by it.
     """
-    expected = reference(recipe)
+    try:
+        expected = reference(recipe)
+    except Exception as error:
+        raise NoLoop(f"{type(error).__name__}: {error}") from error
     outcomes = _on_ranks(recipe, strategies)
     if all(outcome.status == "returned" for outcome in outcomes):
         found = {name: _of([outcome.value[name] for outcome in outcomes], expected) for name in strategies}
