@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -67,6 +68,17 @@ BUDGETS: Final[Mapping[str, int]] = {
     "torch_compat": 1,
 }
 """Seconds by room, cheap tests among them. Whoever needs more for a room lowers another."""
+
+
+def commit_number() -> int:
+    """A number that moves with the commit, for tests that draw: in time many cases have had their turn. ``SEED`` gives another."""
+    text = os.environ.get("SEED", "")
+    if not text:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        text = found.stdout.strip() or "0"
+    return int.from_bytes(text.encode(), "little") % 2**63
 
 
 def room_of(test: str) -> str:

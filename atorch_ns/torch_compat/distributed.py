@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from atorch_ns.torch_compat.modules import PackageHook
+
 
 def share_memory_along(group: dist.ProcessGroup) -> None:
     """Lets the ranks of a group of CUDA devices read each other's memory
@@ -199,7 +201,7 @@ def after_accumulation(parameter: nn.Parameter, hook: Callable[[torch.Tensor], N
     """
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(PackageHook(hook))
     parameter.requires_grad_(is_trained)
     return handle
 

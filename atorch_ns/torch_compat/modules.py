@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,11 +94,16 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+class PackageHook(partial[None]):
+    """A hook that this package has registered, which no user waits for."""
+
+
 def gradient_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
-    """The functions that wait for a parameter's gradient: those of ``register_hook`` (``_backward_hooks``), and those of
+    """The user's functions that wait for a parameter's gradient: those of ``register_hook`` (``_backward_hooks``), and those of
     ``register_post_accumulate_grad_hook`` (``_post_accumulate_grad_hooks``)."""
+    late = (parameter._post_accumulate_grad_hooks or {}).values()
     return [*(parameter._backward_hooks or {}).values()], [
-        *(parameter._post_accumulate_grad_hooks or {}).values()
+        hook for hook in late if not isinstance(hook, PackageHook)
     ]
 
 

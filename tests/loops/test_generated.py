@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 from hypothesis import HealthCheck, given, reject, seed, settings
 
 from tests.loops import judge as judges
 from tests.loops.judge import STRATEGIES, judge
 from tests.loops.recipes import Recipe, recipes
+from tests.sample import commit_number
 
 pytestmark = pytest.mark.processes
 
 _NUM_LOOPS = 60
 """In ``make test``; ``python -m tests.loops 2000`` runs as many as one has time for."""
-_ROOT = Path(__file__).parents[2]
-
-
-def _commit() -> int:
-    """A number that moves with the commit, so that in time many loops have had their turn."""
-    given_seed = os.environ.get("SEED", "")
-    if not given_seed:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False
-        )
-        given_seed = found.stdout.strip() or "0"
-    return int.from_bytes(given_seed.encode(), "little") % 2**63
 
 
 @pytest.mark.timeout(1800)
-@seed(_commit())
+@seed(commit_number())
 @settings(max_examples=_NUM_LOOPS, database=None, suppress_health_check=list(HealthCheck), print_blob=False)
 @given(recipe=recipes())
 def test_a_loop_trains_as_in_one_process_or_says_what_would_differ(recipe: Recipe) -> None:
