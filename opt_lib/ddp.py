@@ -21,6 +21,7 @@ from atorch_ns.errors import InputError, Problem, StepError
 from atorch_ns.job import Job
 from atorch_ns.job.batch_norm import synchronise_batch_norms
 from atorch_ns.job.reducer import GradientReducer, require_dense_gradients, sparse_tables
+from atorch_ns.job.states import shard_after_evaluations
 from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
@@ -328,6 +329,7 @@ def _replicate_parts(job: Job, method: str) -> None:
             shared = [parameter for parameter in root.parameters() if parameter not in experts]
             broadcast_from_first(job, [*shared, *root.buffers()])
             replicate(root, mesh=job.mesh.data, ignored=ignored | scalars)  # which it refuses
+        shard_after_evaluations(job.roots)
         reduce_idle_parameters(job, method, ignored | scalars)
     job.gradients.skip_sync = skip_sync(job.roots)
     average_ignored(job, scalars)

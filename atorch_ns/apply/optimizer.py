@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from atorch_ns.apply.watch import WATCH
 from atorch_ns.errors import InputError, StepError
@@ -172,7 +173,7 @@ def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
             job.step.same_weights.follow(optimizer)
         if not job.parts.stages:
             SamePlace(job.name, _ranks_together(job)).follow(job.module, optimizer)
-        if job.plan.sharding.parameters_over:
+        if any(isinstance(module, FSDPModule) for module in job.module.modules()):  # of replicate too
             warn_where_none_come(job.module, optimizer)
             # A forward pass between the backward pass and the step has left parameters gathered, as they were before it.
             optimizer.register_step_post_hook(lambda *_: reshard(job.module))

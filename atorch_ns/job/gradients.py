@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -220,6 +220,7 @@ class GradientSums:
         self._is_told = False
         self._is_followed = self._has_added = False
         self._versions: list[tuple[int, int] | None] = []
+        self._shards: Mapping[str, torch.Tensor] = {}
 
     def __bool__(self) -> bool:
         return bool(self._sums or self._hooks)
@@ -250,8 +251,14 @@ class GradientSums:
 
     def watch(self, module: nn.Module) -> None:
         """Notices forward passes of ``module``, after which there is something to sum, and gradients that come without one."""
-        module.register_forward_pre_hook(self._note)
+        # First: fully_shard puts gathered weights, which have no gradients, in the place of its shards.
+        module.register_forward_pre_hook(self._note, prepend=True)
         names = frozenset().union(*(entry.names for entry in self._sums))
+        self._shards = {
+            plain_name(name): parameter
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if plain_name(name) in names
+        }
         for parameter in {*_parameters(module, names), *(hooks.parameter for hooks in self._hooks)}:
             if parameter.is_leaf:
                 after_accumulation(cast(nn.Parameter, parameter), self._note_gradient)
@@ -270,8 +277,13 @@ class GradientSums:
             return
         self._summed, self._divided = False, True
         for entry in self._sums:
-            for parameter in _parameters(module, entry.names):
-                if parameter.grad is not None and not entry.mean:
+            if entry.mean:
+                continue
+            for parameter in {
+                *_parameters(module, entry.names),
+                *(self._shards.get(name) for name in entry.names),
+            }:
+                if parameter is not None and parameter.grad is not None:
                     parameter.grad /= entry.group.size()
 
     @torch.no_grad()

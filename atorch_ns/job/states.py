@@ -6,7 +6,7 @@ A checkpoint sees every job through :class:`TrainingStates`, whatever has sharde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -26,6 +26,7 @@ from atorch_ns.profile.optimizer import nested_optimizers
 from atorch_ns.sharding import Packing
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import with_article
+from atorch_ns.torch_compat import keep_gathered_writes
 
 T = TypeVar("T")
 
@@ -137,6 +138,27 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def shard_after_evaluations(roots: Iterable[nn.Module]) -> None:
+    """Has parameters be shards again after a forward pass that no backward pass follows, which torch leaves gathered, under
+    ``replicate`` too: an optimizer would step, and a loop would write, what the next pass does not read."""
+
+    def attach(root: nn.Module) -> None:
+        units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+        def before(*_: Any) -> None:
+            keep_gathered_writes(units)
+
+        def after(*_: Any) -> None:
+            if not torch.is_grad_enabled():
+                reshard(root)
+
+        root.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
+        root.register_forward_hook(torch.compiler.disable(after))
+
+    for root in roots:
+        attach(root)
 
 
 class ParameterStates:

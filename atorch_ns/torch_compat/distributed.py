@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -340,25 +341,32 @@ def accumulate_after_backward(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def keep_gathered_writes(module: nn.Module) -> None:
-    """Gives back to the shards of ``fully_shard`` what was written to parameters that are gathered: whether they are trained,
-    and their values where these have the dtype of the shards (``FSDPParam.sharded_state``)."""
-    from torch.distributed.fsdp import FSDPModule
+def keep_gathered_writes(units: Iterable[FSDPModule]) -> None:
+    """Gives back to the shards of ``fully_shard`` and ``replicate`` what was written to parameters that are gathered: whether
+    they are trained, and their values where these have the dtype of the shards (``FSDPParam.sharded_state``)."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-    from torch.distributed.tensor import distribute_tensor
 
-    if not isinstance(module, FSDPModule):
-        return
-    for state in module._get_fsdp_state()._state_ctx.all_states:
+    for unit in units:
+        state = unit._get_fsdp_state()
         for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
             for parameter in group.fsdp_params:
-                if parameter.sharded_state != ShardedState.UNSHARDED:
-                    continue
-                shard, whole = parameter.sharded_param, parameter._unsharded_param
-                shard.requires_grad_(whole.requires_grad)
-                if shard.dtype == whole.dtype and not isinstance(whole, DTensor):
-                    mesh, placements = shard.device_mesh, shard.placements
-                    shard.copy_(distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None))
+                if parameter.sharded_state == ShardedState.UNSHARDED:
+                    shard, whole = parameter.sharded_param, parameter._unsharded_param
+                    shard.requires_grad_(whole.requires_grad)
+                    if shard.dtype == whole.dtype:
+                        _copy_part(parameter, whole, shard)
+
+
+def _copy_part(parameter: Any, whole: torch.Tensor, shard: DTensor) -> None:
+    """Copies a rank's part of a gathered parameter, which may be a part along another axis itself."""
+    local = whole._local_tensor if isinstance(whole, DTensor) else whole
+    rank, size = (
+        getattr(parameter.mesh_info, "shard_mesh_rank", 0),
+        getattr(parameter.mesh_info, "shard_mesh_size", 1),
+    )
+    parts = local.chunk(size, parameter.fsdp_placement.dim)
+    if rank < len(parts):
+        shard._local_tensor.copy_(parts[rank])
 
 
 def reduce_after_backward(module: nn.Module) -> None:

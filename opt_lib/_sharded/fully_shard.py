@@ -20,9 +20,9 @@ from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.job.census import refuse_hidden_outputs
 from atorch_ns.job.reducer import require_dense_gradients
-from atorch_ns.job.states import reshard
+from atorch_ns.job.states import shard_after_evaluations
 from atorch_ns.strategy import MODEL_AXES
-from atorch_ns.torch_compat import is_view, keep_gathered_writes, plain_name
+from atorch_ns.torch_compat import is_view, plain_name
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
 from opt_lib._sharded.idle import reduce_idle_parameters
 from opt_lib._sharded.methods import gather_for_methods
@@ -75,7 +75,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         fully_shard(root, **options)
     if keeps_input_dtypes(job, config):
         cast_inputs_where_refused(job, units)
-    _let_go_of_looks(job)
+    shard_after_evaluations(job.roots)
     move_to_device(job, ignored)
     if config.forward_prefetch:
         for current, following in itertools.pairwise(units):
@@ -130,22 +130,6 @@ def _make_units(
             if module in units:
                 _watch_outputs(job, module, paths[module])
         fully_shard(modules, **chosen)
-
-
-def _let_go_of_looks(job: Job) -> None:
-    """Has parameters be shards again after a forward pass that no backward pass follows, which torch leaves gathered: an
-    optimizer would step, and a loop would write, what the next pass does not read."""
-
-    def before(root: nn.Module, _: Any) -> None:
-        keep_gathered_writes(root)
-
-    def after(root: nn.Module, *_: Any) -> None:
-        if not torch.is_grad_enabled():
-            reshard(root)
-
-    for root in job.roots:
-        root.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
-        root.register_forward_hook(torch.compiler.disable(after))
 
 
 def _refuse_copies(model: nn.Module) -> None:

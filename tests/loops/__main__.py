@@ -1,4 +1,5 @@
-"""``python -m tests.loops NUM [SEED]``: that many random loops under every strategy, and what became of each.
+"""``python -m tests.loops NUM [SEED] [4]``: that many random loops under every strategy of two ranks, or of four, and what became
+of each.
 
 Ends with 1 if one of them trained otherwise without a word, raised an error of torch's, or hung.
 """
@@ -19,7 +20,7 @@ import importlib
 
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
-from tests.loops.judge import STRATEGIES, NoLoop, judge
+from tests.loops.judge import OF_FOUR, STRATEGIES, NoLoop, judge
 from tests.loops.recipes import Recipe, recipes
 
 _IMPORTED_BY_RANKS = ("torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.optim")
@@ -30,11 +31,11 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main(num: int, first: int) -> int:
+def main(num: int, first: int, strategies: tuple[str, ...]) -> int:
     """Prints what went wrong as it happens, and a table at the end."""
     for name in _IMPORTED_BY_RANKS:
         importlib.import_module(name)
-    kinds = {strategy: Counter[str]() for strategy in STRATEGIES}
+    kinds = {strategy: Counter[str]() for strategy in strategies}
     seen: set[Recipe] = set()
     bad, start = 0, time.monotonic()
 
@@ -52,9 +53,9 @@ def main(num: int, first: int) -> int:
         assume(recipe not in seen)
         seen.add(recipe)
         try:
-            verdicts = judge(recipe)
+            verdicts = judge(recipe, strategies)
         except NoLoop as error:
-            kinds["ddp"]["no loop"] += 1
+            kinds[strategies[0]]["no loop"] += 1
             _say(f"no loop: {recipe}: {str(error)[:200]}")
             return
         for strategy, verdict in verdicts.items():
@@ -74,4 +75,6 @@ def main(num: int, first: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+    numbers = [int(text) for text in sys.argv[1:]]
+    num, first, ranks = numbers + [0, 2][len(numbers) - 1 :]
+    sys.exit(main(num, first, tuple(OF_FOUR if ranks == 4 else STRATEGIES)))
