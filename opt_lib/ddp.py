@@ -30,6 +30,7 @@ from atorch_ns.torch_compat import after_backward, reduced_parameters, replicate
 from opt_lib._config_checks import SyncBatchNorm
 from opt_lib._sharded.fully_shard import skip_sync
 from opt_lib._sharded.idle import reduce_idle_parameters
+from opt_lib._sharded.methods import gather_for_methods
 from opt_lib._sharded.units import (
     average_ignored,
     broadcast_from_first,
@@ -330,6 +331,7 @@ def _replicate_parts(job: Job, method: str) -> None:
             broadcast_from_first(job, [*shared, *root.buffers()])
             replicate(root, mesh=job.mesh.data, ignored=ignored | scalars)  # which it refuses
         shard_after_evaluations(job.roots)
+        gather_for_methods(job)
         reduce_idle_parameters(job, method, ignored | scalars)
     job.gradients.skip_sync = skip_sync(job.roots)
     average_ignored(job, scalars)

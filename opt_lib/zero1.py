@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, model_validator
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.errors import InputError, Problem
+from atorch_ns.errors import Problem
 from atorch_ns.job import (
     OPTIMIZER,
     Job,
@@ -142,18 +142,12 @@ def _shard_optimizer(job: Job) -> None:
         arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups, job.roots)
         job.explain(OPTIMIZER, why)
         with explained_groups(job, groups):
-            try:
-                optimizer: ZeroRedundancyOptimizer = kind(
-                    groups,
-                    optimizer_class=job.inputs.optim_func,  # any callable does
-                    process_group=ranks.get_group(),
-                    **arguments,
-                )
-            except ValueError as error:
-                raise InputError(
-                    f"zero1 gives each rank some of the parameters, and optim_func does not take those of rank {job.cluster.rank}: "
-                    f"{error}. Choose zero2, fsdp or ddp, which leave it all of them."
-                ) from error
+            optimizer: ZeroRedundancyOptimizer = kind(
+                groups,
+                optimizer_class=job.inputs.optim_func,  # any callable does
+                process_group=ranks.get_group(),
+                **arguments,
+            )
         local_state_view(optimizer)
         step_on_local_parts(_holder(optimizer))
         return optimizer

@@ -40,13 +40,22 @@ def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
 
 @contextmanager
 def explained_groups(job: Job, given: list[Any]) -> Iterator[None]:
-    """Translates what a call of ``optim_func`` raises that takes groups for parameters.
+    """Translates what a call of ``optim_func`` raises that takes groups for parameters, or for which a rank has too few.
 
     Raises:
-        InputError: for a ``TypeError``, and for an ``AttributeError`` if groups are what it was given.
+        InputError: for a ``TypeError``, for an ``AttributeError`` if groups are what it was given, and for a ``ValueError``
+            where each rank gives it some of the parameters.
     """
     try:
         yield
+    except ValueError as error:
+        if job.stage_group is None and job.plan.sharding.layout != "parameters":
+            raise
+        what = "zero1" if job.stage_group is None else "a pipeline"
+        raise InputError(
+            f"{what} gives each rank some of the parameters, and optim_func does not take those of rank {job.cluster.rank}: "
+            f"{error}. Choose zero2, fsdp or ddp, which leave it all of them."
+        ) from error
     except (AttributeError, TypeError) as error:
         in_groups = any(isinstance(entry, dict) for entry in given)
         if isinstance(error, AttributeError) and not in_groups:

@@ -288,18 +288,18 @@ def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     targets = args[0]
 
     def local(argument: Any) -> Any:
-        if not isinstance(argument, (list, tuple)):
-            return argument
+        if not isinstance(argument, (list, tuple)):  # a number for all of them
+            return argument.full_tensor() if isinstance(argument, DTensor) else argument
         return [_part_beside(one, target) for one, target in zip(argument, targets, strict=True)]
 
     operator(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
 
 
 def _norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Norms for ``torch.nn.utils.clip_grad_norm_``, 0-d: whole where a tensor is not divided, since it stacks them."""
+    """Norms for ``torch.nn.utils.clip_grad_norm_``, 0-d: whole unless all lie on one mesh, since it stacks them."""
     tensors, order = args[0], args[1] if len(args) > 1 else 2
     norms = [torch.linalg.vector_norm(tensor, order, **kwargs) for tensor in tensors]
-    if all(isinstance(norm, DTensor) for norm in norms):
+    if len({norm.device_mesh if isinstance(norm, DTensor) else None for norm in norms}) == 1:
         return norms
     return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
 

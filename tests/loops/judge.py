@@ -42,6 +42,18 @@ STRATEGIES: Final[Mapping[str, list[Any]]] = {
 OF_FOUR: Final[Mapping[str, list[Any]]] = {
     "tensor, fsdp": [("parallel_mode", ([("tensor", 2), ("zero", 2)], None)), "fsdp"],
     "tensor, ddp": [("parallel_mode", ([("tensor", 2), ("data", 2)], None))],
+    "tensor, zero1": [("parallel_mode", ([("tensor", 2), ("zero", 2)], None)), "zero1"],
+    "tensor, zero2": [("parallel_mode", ([("tensor", 2), ("zero", 2)], None)), "zero2"],
+    "hybrid fsdp": [("parallel_mode", ([("data", 2), ("zero", 2)], None)), "fsdp"],
+    "pipeline, fsdp": [
+        ("parallel_mode", ([("pipeline", 2), ("zero", 2)], None)),
+        "fsdp",
+        ("pipeline_parallel", {"num_micro_batches": 2}),
+    ],
+    "pipeline, ddp": [
+        ("parallel_mode", ([("pipeline", 2), ("data", 2)], None)),
+        ("pipeline_parallel", {"num_micro_batches": 2}),
+    ],
 }
 """Strategies on four ranks, which take three times as long."""
 NEAR: Final = 1e-7

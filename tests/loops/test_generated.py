@@ -101,6 +101,24 @@ FOUND = [
         ),
         {"zero1": "refused"},
     ),
+    # The same beside a tensor axis.
+    (
+        Recipe(blocks=("single", "repeated"), step="skipped", events=((2, "change_data"),)),
+        {"tensor, fsdp": "equal", "tensor, ddp": "equal"},
+    ),
+    (Recipe(blocks=("plain", "plain"), step="looked_at"), {"tensor, ddp": "equal", "tensor, zero2": "equal"}),
+    # A method beside forward, of a model that a tensor axis divides too.
+    (
+        Recipe(blocks=("plain", "plain"), step="another_method"),
+        {"tensor, ddp": "equal", "tensor, zero1": "equal", "tensor, zero2": "equal"},
+    ),
+    # An optimizer that a stage's parameters are too few for.
+    (Recipe(blocks=("lists", "routed"), optimizer="nested"), {"pipeline": "refused"}),
+    # Norms of gradients that lie on several meshes.
+    (
+        Recipe(blocks=("adapted", "plain"), step="clipped_by_torch"),
+        {"tensor, fsdp": "equal", "tensor, ddp": "equal"},
+    ),
 ]
 
 
