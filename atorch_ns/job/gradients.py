@@ -254,11 +254,7 @@ class GradientSums:
         # First: fully_shard puts gathered weights, which have no gradients, in the place of its shards.
         module.register_forward_pre_hook(self._note, prepend=True)
         names = frozenset().union(*(entry.names for entry in self._sums))
-        self._shards = {
-            plain_name(name): parameter
-            for name, parameter in module.named_parameters(remove_duplicate=False)
-            if plain_name(name) in names
-        }
+        self._shards = _by_name(module)
         for parameter in {*_parameters(module, names), *(hooks.parameter for hooks in self._hooks)}:
             if parameter.is_leaf:
                 after_accumulation(cast(nn.Parameter, parameter), self._note_gradient)
@@ -361,14 +357,13 @@ def _local(grad: torch.Tensor | None) -> torch.Tensor:
 
 def _parameters(module: nn.Module, names: frozenset[str]) -> Iterator[torch.Tensor]:
     """The trainable parameters of ``names``, each once, in the order of the names, so that all ranks agree."""
-    parameters = {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
-    seen: set[int] = set()
-    for name in sorted(names):
-        parameter = parameters.get(name)
-        if parameter is None or not parameter.requires_grad or id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        yield parameter
+    parameters = _by_name(module)
+    found = dict.fromkeys(parameters[name] for name in sorted(names) if name in parameters)
+    return (parameter for parameter in found if parameter.requires_grad)
+
+
+def _by_name(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def _together(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

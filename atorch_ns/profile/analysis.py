@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,26 +29,17 @@ _ATTENTION = "scaled_dot_product"
 _SOFTMAX = "aten._softmax"
 
 
-@dataclass(frozen=True)
-class Divisible:
+class Divisible(NamedTuple):
     """The divisible parts of one stretch.
 
     Attributes:
         dims: dim of each parameter that tensor parallelism divides; names relative to the block, full names
             outside blocks.
-        num_columns, num_rows: products in a forward pass, divided along their outputs and along their inputs.
-        num_attentions: attentions in a forward pass.
-        heads: numbers of query and key heads, of several the greatest common divisor; 0 where unknown.
-        head_width, is_causal: of fused attentions, as in :class:`~atorch_ns.profile.Segment`.
+        fields: of :class:`~atorch_ns.profile.Segment`, by their names.
     """
 
-    dims: Mapping[str, int] = field(default_factory=dict)
-    num_columns: int = 0
-    num_rows: int = 0
-    num_attentions: int = 0
-    heads: tuple[int, int] = (0, 0)
-    head_width: int = 0
-    is_causal: bool = False
+    dims: Mapping[str, int]
+    fields: Mapping[str, Any]
 
 
 def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -> list[Divisible]:
@@ -79,20 +71,18 @@ def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -
             }
         else:
             own = {name: dim for name, dim in step.dims.items() if not name.startswith(inside)}
-        found.append(
-            Divisible(
-                own,
-                columns[number],
-                rows[number],
-                attentions[number],
-                (
-                    math.gcd(*(one.queries for one in fused[number])),
-                    math.gcd(*(one.keys for one in fused[number])),
-                ),
-                max((one.width for one in fused[number]), default=0),
-                any(one.is_causal for one in fused[number]),
+        fields = {
+            "num_columns": columns[number],
+            "num_rows": rows[number],
+            "num_attentions": attentions[number],
+            "heads": tuple(
+                math.gcd(*heads) for heads in zip(*(one[:2] for one in fused[number]), strict=True)
             )
-        )
+            or (0, 0),
+            "head_width": max((one.width for one in fused[number]), default=0),
+            "is_causal": any(one.is_causal for one in fused[number]),
+        }
+        found.append(Divisible(own, fields))
     return found
 
 

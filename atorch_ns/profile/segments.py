@@ -123,17 +123,7 @@ def _divisible(segment: Segment, kind: Divisible, num_experts: int) -> Segment:
             layers.add(layer)
         dim = kind.dims.get(spec.name, kind.dims.get(spec.tied_to or ""))
         specs.append(replace(spec, tensor_dim=dim, is_expert=layer is not None))
-    return replace(
-        segment,
-        parameters=tuple(specs),
-        num_columns=kind.num_columns,
-        num_rows=kind.num_rows,
-        num_attentions=kind.num_attentions,
-        heads=kind.heads,
-        head_width=kind.head_width,
-        is_causal=kind.is_causal,
-        num_routed=len(layers),
-    )
+    return replace(segment, parameters=tuple(specs), num_routed=len(layers), **kind.fields)
 
 
 def _expert_layer(spec: ParameterSpec, num_experts: int) -> str | None:

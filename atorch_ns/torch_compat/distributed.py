@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
@@ -328,33 +328,29 @@ def laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
 def accumulate_after_backward(module: nn.Module) -> None:
     """Adds gradients that came after a backward pass to those that a module of ``fully_shard`` or ``replicate`` keeps, in
     the dtype in which it reduces them, as its hooks do with others (``FSDPParamGroup.post_backward``)."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if not isinstance(module, FSDPModule):
-        return
-    for state in module._get_fsdp_state()._state_ctx.all_states:
-        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):  # it was gathered before
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    parameter.to_accumulated_grad_if_needed()
+    for parameter in _parameters_of(unit for unit in module.modules() if isinstance(unit, FSDPModule)):
+        if hasattr(parameter, "_unsharded_param"):  # it was gathered before
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
 
 @torch.no_grad()
 def keep_gathered_writes(units: Iterable[FSDPModule]) -> None:
     """Gives back to the shards of ``fully_shard`` and ``replicate`` what was written to parameters that are gathered: whether
     they are trained, and their values where these have the dtype of the shards (``FSDPParam.sharded_state``)."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+    for parameter in _parameters_of(units):
+        if parameter.sharded_state.name == "UNSHARDED":
+            shard, whole = parameter.sharded_param, parameter._unsharded_param
+            shard.requires_grad_(whole.requires_grad)
+            if shard.dtype == whole.dtype:
+                _copy_part(parameter, whole, shard)
 
+
+def _parameters_of(units: Iterable[FSDPModule]) -> Iterator[Any]:
     for unit in units:
         state = unit._get_fsdp_state()
         for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
-            for parameter in group.fsdp_params:
-                if parameter.sharded_state == ShardedState.UNSHARDED:
-                    shard, whole = parameter.sharded_param, parameter._unsharded_param
-                    shard.requires_grad_(whole.requires_grad)
-                    if shard.dtype == whole.dtype:
-                        _copy_part(parameter, whole, shard)
+            yield from group.fsdp_params
 
 
 def _copy_part(parameter: Any, whole: torch.Tensor, shard: DTensor) -> None:
@@ -423,8 +419,6 @@ class _LocalGroups:
 
 
 def _local_with_grad(parameter: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
     if not isinstance(parameter, DTensor) or parameter.grad is None:
         return parameter
     local = parameter.to_local().detach()
