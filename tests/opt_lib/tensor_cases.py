@@ -50,7 +50,7 @@ def trajectories(case: Case, strategies: dict[str, Any], arguments: dict[str, An
 def check(case: Case, ranks: int, strategies: dict[str, Any], **arguments: Any) -> None:
     """Parity of each strategy with one process, and of the ranks with each other."""
     reference = reference_run(case, **({"max_norm": n} if (n := arguments.get("max_grad_norm")) else {}))
-    runs = run_ranks(trajectories, ranks, args=(case, strategies, arguments), timeout_s=100)
+    runs = run_ranks(trajectories, ranks, args=(case, strategies, arguments), timeout_s=220)
     for what in strategies:
         report = compare(runs[0][what], reference)
         assert report.max_param_error < 2e-4, f"{case.name}, {what}: {report.describe()}"

@@ -272,7 +272,7 @@ def test_calls_that_the_plan_does_not_fit_are_divided_anew(plan: Any) -> None:
         1,
     ]  # the first capture of any, of one that is divided, one more for that, and a single sample
     reference = other_calls("hf_llama", [], sizes)
-    for losses in run_ranks(other_calls, 2, args=("hf_llama", [MESH, plan], sizes)):
+    for losses in run_ranks(other_calls, 2, args=("hf_llama", [MESH, plan], sizes), timeout_s=220):
         assert losses == pytest.approx(reference, rel=1e-5)
 
 
@@ -326,7 +326,7 @@ def annealed(strategy: list[Any]) -> tuple[list[float], list[int]]:
 
 def test_an_attribute_that_changes_between_steps_counts_if_it_is_read() -> None:
     reference, _ = annealed([])
-    for losses, counts in run_ranks(annealed, 2, args=([MESH, anything(1)],)):
+    for losses, counts in run_ranks(annealed, 2, args=([MESH, anything(1)],), timeout_s=220):
         assert losses == pytest.approx(reference, rel=1e-5)
         assert counts[-1] == counts[2]
         assert counts[0] < counts[1] < counts[2]
@@ -354,7 +354,7 @@ def test_evaluation_in_a_pipeline() -> None:
     mesh = ("parallel_mode", [("tensor", 2), ("pipeline", 2)])
     strategy = [mesh, ("pipeline_parallel", {"num_micro_batches": 2}), anything(5)]
     reference = other_calls("hf_llama", [], [4, 6])
-    for losses in run_ranks(other_calls, 4, args=("hf_llama", strategy, [4, 6])):
+    for losses in run_ranks(other_calls, 4, args=("hf_llama", strategy, [4, 6]), timeout_s=220):
         assert losses == pytest.approx(reference, rel=1e-5)
 
 
