@@ -279,7 +279,7 @@ class GradientSums:
                 *_parameters(module, entry.names),
                 *(self._shards.get(name) for name in entry.names),
             }:
-                if parameter is not None and parameter.grad is not None:
+                if parameter is not None and parameter.requires_grad and parameter.grad is not None:
                     parameter.grad /= entry.group.size()
 
     @torch.no_grad()
