@@ -338,8 +338,10 @@ def accumulate_after_backward(module: nn.Module) -> None:
 def keep_gathered_writes(units: Iterable[FSDPModule]) -> None:
     """Gives back to the shards of ``fully_shard`` and ``replicate`` what was written to parameters that are gathered: whether
     they are trained, and their values where these have the dtype of the shards (``FSDPParam.sharded_state``)."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
     for parameter in _parameters_of(units):
-        if parameter.sharded_state.name == "UNSHARDED":
+        if parameter.sharded_state == ShardedState.UNSHARDED:
             shard, whole = parameter.sharded_param, parameter._unsharded_param
             shard.requires_grad_(whole.requires_grad)
             if shard.dtype == whole.dtype:
@@ -356,10 +358,8 @@ def _parameters_of(units: Iterable[FSDPModule]) -> Iterator[Any]:
 def _copy_part(parameter: Any, whole: torch.Tensor, shard: DTensor) -> None:
     """Copies a rank's part of a gathered parameter, which may be a part along another axis itself."""
     local = whole._local_tensor if isinstance(whole, DTensor) else whole
-    rank, size = (
-        getattr(parameter.mesh_info, "shard_mesh_rank", 0),
-        getattr(parameter.mesh_info, "shard_mesh_size", 1),
-    )
+    mesh = parameter.mesh_info  # of replicate it has no shards
+    rank, size = getattr(mesh, "shard_mesh_rank", 0), getattr(mesh, "shard_mesh_size", 1)
     parts = local.chunk(size, parameter.fsdp_placement.dim)
     if rank < len(parts):
         shard._local_tensor.copy_(parts[rank])
