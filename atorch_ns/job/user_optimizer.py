@@ -49,12 +49,13 @@ def explained_groups(job: Job, given: list[Any]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if job.stage_group is None and job.plan.sharding.layout != "parameters":
+        is_whole = job.stage_group is None and job.plan.sharding.layout != "parameters"
+        if is_whole or isinstance(error, InputError):
             raise
         what = "zero1" if job.stage_group is None else "a pipeline"
         raise InputError(
-            f"{what} gives each rank some of the parameters, and optim_func does not take those of rank {job.cluster.rank}: "
-            f"{error}. Choose zero2, fsdp or ddp, which leave it all of them."
+            f"optim_func failed: {error}. Under {what} it is given the parameters of rank {job.cluster.rank} alone. If it needs all "
+            "of them, choose zero2, fsdp or ddp."
         ) from error
     except (AttributeError, TypeError) as error:
         in_groups = any(isinstance(entry, dict) for entry in given)
