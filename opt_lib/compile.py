@@ -23,13 +23,13 @@ from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from atorch_ns.text import clipped, counted, first_few
 from atorch_ns.torch_compat import (
+    compile_forward,
     compile_records,
     graph_breaks,
     inner_hooks,
     micro_pipelined,
     num_compile_failures,
     num_graphs,
-    watch_compiled,
 )
 from opt_lib._config_checks import unmatched_problem
 
@@ -212,8 +212,7 @@ class Compile(Method[CompileConfig]):
         _forget_earlier_graphs()
         watch = CompileWatch(self.name)
         for module in targets:
-            module.compile(**options)
-            watch_compiled(module, watch)
+            compile_forward(module, watch, **options)
         job.explain(self.name, f"{len(targets)} module(s) by {config.backend}")
         job.explain(self.name, watch.summary)
 

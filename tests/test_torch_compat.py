@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from atorch_ns.torch_compat import (
     accumulate_after_backward,
     after_backward,
     checkpoint_wrapper,
+    compile_forward,
     compile_records,
     count_operators,
     default_store,
@@ -68,7 +70,6 @@ from atorch_ns.torch_compat import (
     tensor_without_storage,
     unreached_parameters,
     unwrap_checkpoint,
-    watch_compiled,
     without_transforms,
 )
 from atorch_ns.torch_compat.modules import WRAPPER_PREFIXES
@@ -462,18 +463,22 @@ def test_what_is_compiled_is_counted() -> None:
     assert not any(record.failed_with for record in records)
 
 
-def test_calls_of_a_compiled_module_are_watched() -> None:
-    seen = []
+def test_the_forward_pass_of_a_module_is_compiled_and_its_hooks_are_not() -> None:
+    seen: list[Any] = []
 
     def watch(compiled: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append(len(args))
         return compiled(*args, **kwargs)
 
     module = nn.Linear(2, 2)
-    module.compile(backend="eager")
-    watch_compiled(module, watch)
-    module(torch.ones(1, 2))
-    assert seen == [1]
+    module.register_forward_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
+    compile_forward(module, watch, backend="eager", fullgraph=True)
+    expected = copy.deepcopy(module)(torch.ones(1, 2))
+    assert seen == [False]
+    assert torch.equal(module(torch.ones(1, 2)), expected)
+    assert seen == [False, 1, False]
+    module.forward = lambda x: x  # type: ignore[method-assign]
+    assert module(torch.ones(1, 2)).tolist() == [[1, 1]]
 
 
 def test_a_frame_with_an_open_handler_runs_uncompiled() -> None:

@@ -5,7 +5,7 @@ Legend: B batch, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -46,7 +46,7 @@ def synchronise_batch_norms(job: Job) -> None:
 
 def note_batch_norms(job: Job) -> str:
     """What batch norms compute otherwise than in one process, and what can be done; empty where nothing differs."""
-    num = sum(1 for _ in _batch_norms(job))
+    num = sum(isinstance(module, BatchNorm) for root in job.roots for module in root.modules())
     apart = []
     if job.num_data_ranks > 1 and not job.step.shares_batch_norms:
         apart.append(
@@ -60,10 +60,6 @@ def note_batch_norms(job: Job) -> str:
         f"{num} batch norm(s) see the samples of one rank and micro-batch at a time in training, where one process sees "
         f"the whole batch: their statistics are not shared {' nor '.join(apart)}."
     )
-
-
-def _batch_norms(job: Job) -> Iterator[BatchNorm]:
-    return (module for root in job.roots for module in root.modules() if isinstance(module, BatchNorm))
 
 
 def _forward(norm: nn.Module, shared: _Shared, *args: Any, **kwargs: Any) -> Any:

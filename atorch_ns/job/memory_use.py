@@ -59,7 +59,9 @@ class PeakMemory:
 def state_bytes(result: Result) -> StateBytes:
     """What is kept of a job; read after a step, before gradients are cleared."""
     own = list(result.model.parameters())
-    updated = [] if result.optim is None else _updated_tensors(result.optim)
+    updated = (
+        [] if result.optim is None else [p for group in result.optim.param_groups for p in group["params"]]
+    )
     states = [] if result.optim is None else _state_tensors(result.optim)
     kept = _storages(own)
     gradients = _storages(tensor.grad for tensor in (*own, *updated) if tensor.grad is not None)
@@ -71,10 +73,6 @@ def state_bytes(result: Result) -> StateBytes:
         optimizer=sum(of_optimizer.values()),
         buffers=sum(_storages(result.model.buffers()).values()),
     )
-
-
-def _updated_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [tensor for group in optimizer.param_groups for tensor in group["params"]]
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -180,13 +180,13 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 def traced_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """:func:`all_gather` by functional collectives, which torch's compiler takes into a graph, beside the products that
     read their results."""
-    whole: torch.Tensor = _TracedGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    whole: torch.Tensor = _Traced.apply(x, dim, group, True)  # type: ignore[no-untyped-call]
     return whole
 
 
 def traced_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """:func:`reduce_scatter` by functional collectives, as :func:`traced_gather`."""
-    piece: torch.Tensor = _TracedScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    piece: torch.Tensor = _Traced.apply(x, dim, group, False)  # type: ignore[no-untyped-call]
     return piece
 
 
@@ -261,30 +261,18 @@ class _Paired(torch.autograd.Function):
         return ctx.of_gradient(gradients[0]), None, None
 
 
-class _TracedGather(torch.autograd.Function):
-    """An all-gather whose gradients are summed; the compiler traces both passes."""
+class _Traced(torch.autograd.Function):
+    """An all-gather whose gradients are summed, or a reduce-scatter; the compiler traces both passes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return functional_all_gather(x, dim, group)
+    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup, gathers: bool) -> torch.Tensor:
+        ctx.dim, ctx.group, ctx.gathers = dim, group, gathers
+        return (functional_all_gather if gathers else functional_reduce_scatter)(x, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return functional_reduce_scatter(gradient, ctx.dim, ctx.group), None, None
-
-
-class _TracedScatter(torch.autograd.Function):
-    """A reduce-scatter; the compiler traces both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return functional_reduce_scatter(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return functional_all_gather(gradient, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        back = functional_reduce_scatter if ctx.gathers else functional_all_gather
+        return back(gradient, ctx.dim, ctx.group), None, None, None
 
 
 def _paired(

@@ -7,13 +7,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch_ns.torch_compat.compile import (
     CpuMemoryRecord,
+    compile_forward,
     compile_records,
+    compiled_with_others,
     graph_breaks,
     leave_uncompiled,
     micro_pipelined,
     num_compile_failures,
     num_graphs,
-    watch_compiled,
 )
 from atorch_ns.torch_compat.distributed import (
     BACKWARD_FUNCTION,
@@ -87,7 +88,9 @@ __all__ = [
     "after_accumulation",
     "after_backward",
     "checkpoint_wrapper",
+    "compile_forward",
     "compile_records",
+    "compiled_with_others",
     "count_operators",
     "default_store",
     "dtensor_rules",
@@ -142,7 +145,6 @@ __all__ = [
     "tensor_without_storage",
     "unreached_parameters",
     "unwrap_checkpoint",
-    "watch_compiled",
     "without_transforms",
     "zero_redundancy_of_parts",
 ]

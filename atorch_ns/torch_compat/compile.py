@@ -85,10 +85,28 @@ def compile_records(since_us: int) -> list[CompileRecord]:
     ]
 
 
-def watch_compiled(module: nn.Module, watch: Callable[..., Any]) -> None:
-    """Makes calls of a module that ``module.compile()`` prepared run as ``watch(compiled, *args, **kwargs)``
-    (``_compiled_call_impl``)."""
-    module._compiled_call_impl = partial(watch, module._compiled_call_impl)
+def compile_forward(module: nn.Module, watch: Callable[..., Any], **options: Any) -> None:
+    """Has calls of a module run its forward pass as ``watch(compiled, *args, **kwargs)``, with options of ``torch.compile``, and
+    its hooks as they are (``_compiled_call_impl``, which copies leave out; ``module.compile()`` would trace hooks too)."""
+    given = vars(module).get("forward")  # where a module replaces its class's
+    run = partial(watch, torch.compile(module.forward, **options))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if vars(module).get("forward") is not given:  # replaced for this call
+            return module._call_impl(*args, **kwargs)
+        vars(module)["forward"] = run
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            vars(module).update(forward=given) if given is not None else vars(module).pop("forward")
+
+    module._compiled_call_impl = call
+
+
+def compiled_with_others(model: nn.Module) -> set[nn.Module]:
+    """The modules inside of modules whose forward pass is compiled: the compiler traces their hooks."""
+    compiled = (module for module in model.modules() if module._compiled_call_impl is not None)
+    return {child for module in compiled for child in module.modules() if child is not module}
 
 
 _SETTLING_S = 0.005

@@ -55,7 +55,7 @@ def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, 
     """
     policy = cluster.agree(lambda: Policy.of(args.pas_policy), what="reading the policy")
     model = cluster.agree(lambda: make_model(args), what="making the model")
-    optimizer = functools.partial(_optimizer, args)
+    optimizer = functools.partial(make, args.optimizer.type, given=args.optimizer.args, what="optimizer")
     module: nn.Module = model
     if args.model.parallel_modules:
         result = _with_parallel_modules(args, model, dataset, cluster, optimizer)
@@ -103,10 +103,6 @@ def _with_parallel_modules(
     original = OriginalModel.of(inputs)
     parts = replaced(args, model, compute_config(args, cluster), cluster, sample)
     return job_of(inputs, original, parts, optimizer)
-
-
-def _optimizer(args: TrainerArgs, parameters: Any) -> Any:
-    return make(args.optimizer.type, parameters, given=args.optimizer.args, what="optimizer")
 
 
 def _sample(args: TrainerArgs, dataset: Any, cluster: Cluster) -> Any:

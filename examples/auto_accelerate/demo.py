@@ -4,8 +4,8 @@
 
     python examples/auto_accelerate/demo.py
 
-Every job is ``small_llama.py``, and its command line is printed: each can be run alone. All figures are measured in the
-run that shows them.
+Every job is ``small_llama.py``, and its command line is printed: each can be run alone. Each process is bound to its share of
+the cores, and stands for a device. All figures are measured in the run that shows them.
 """
 
 from __future__ import annotations

@@ -233,6 +233,18 @@ def start_process_group() -> torch.device:
     return device
 
 
+def bind_to_cores() -> None:
+    """Gives this process its share of the cores for itself, as a device has compute of its own.
+
+    Two processes on two cores are two devices of one core then. A search compares them with one process on one device.
+    """
+    if not hasattr(os, "sched_setaffinity"):  # Linux alone has it
+        return
+    cores, ranks = sorted(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if len(cores) >= ranks:
+        os.sched_setaffinity(0, cores[int(os.environ.get("LOCAL_RANK", "0")) :: ranks])
+
+
 def rank() -> int:
     """The number of this process."""
     return int(os.environ.get("RANK", "0"))
@@ -241,6 +253,7 @@ def rank() -> int:
 def main() -> None:
     """Finds or trains."""
     options = read_options()
+    bind_to_cores()
     (find if options.what == "find" else train)(options)
 
 

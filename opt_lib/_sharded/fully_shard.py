@@ -128,7 +128,8 @@ def _make_units(
         for module in modules:
             _prepare(job, config, materialiser, module)
             if module in units:
-                _watch_outputs(job, module, paths[module])
+                module.register_forward_hook(torch.compiler.disable(_without_views))
+                module.register_forward_hook(torch.compiler.disable(refuse_hidden_outputs(paths[module])))
         fully_shard(modules, **chosen)
 
 
@@ -156,12 +157,6 @@ def _reduces_each(job: Job) -> bool:
         dist.all_reduce(least, op=dist.ReduceOp.MAX, group=job.agreeing_group)
         found = bool(least.item())
     return found
-
-
-def _watch_outputs(job: Job, unit: nn.Module, path: str) -> None:
-    if not job.plan.compiled:  # the compiler would trace the hooks
-        unit.register_forward_hook(_without_views)
-        unit.register_forward_hook(refuse_hidden_outputs(path))
 
 
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:

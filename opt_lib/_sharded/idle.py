@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import disable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -25,11 +26,9 @@ def reduce_idle_parameters(job: Job, method: str, ignored: Collection[nn.Paramet
     Args:
         ignored: parameters that belong to no unit.
     """
-    if job.plan.compiled:  # the compiler would trace the hooks
-        return
     idle = IdleParameters(ignored)
     for root in job.roots:
-        idle.attach(root)
+        idle.attach(root, calls=not job.plan.compiled)  # hooks on modules inside of a unit would be traced
     job.explain(method, idle.text)
 
 
@@ -51,11 +50,12 @@ class IdleParameters:
         self._late: dict[nn.Module, list[nn.Module]] = {}
         self._seen: dict[str, None] = {}
 
-    def attach(self, root: nn.Module) -> None:
-        """Watches the passes of the units in ``root``."""
+    def attach(self, root: nn.Module, *, calls: bool = True) -> None:
+        """Watches the passes of the units in ``root``, and which modules they call where ``calls`` says so."""
         self._names |= {module: plain_name(name) for name, module in root.named_modules()}
-        root.register_forward_pre_hook(self._begin)
-        root.register_forward_hook(self._returned, prepend=True)  # before what reduces the last gradients
+        root.register_forward_pre_hook(disable(self._begin))
+        # Before what reduces the last gradients.
+        root.register_forward_hook(disable(self._returned), prepend=True)
         for unit in root.modules():
             if not isinstance(unit, FSDPModule):
                 continue
@@ -64,8 +64,9 @@ class IdleParameters:
                 for part in (unit, *_gathered_by(unit))
                 if any(p not in self._ignored for p in _trainable(part))
             ]
-            _watch(unit, [part for part in parts if part is not unit], self._ignored, self._left_out)
-            unit.register_forward_pre_hook(partial(self._enter, parts), with_kwargs=True)
+            if calls:
+                _watch(unit, [part for part in parts if part is not unit], self._ignored, self._left_out)
+            unit.register_forward_pre_hook(disable(partial(self._enter, parts)), with_kwargs=True)
 
     def text(self) -> str:
         """What is known by now, for the report."""

@@ -24,7 +24,7 @@ def gather_for_methods(job: Job) -> None:
     A method that is given tensors counts as a forward pass of the root, unless it is called inside of one. Others, such as
     ``get_input_embeddings()`` and ``save_pretrained(state_dict=...)``, which a rank may call alone, stay as they are.
     """
-    if job.plan.compiled or job.parts.stages:  # hooks would be traced; a pipeline has no model to call
+    if job.parts.stages:  # a pipeline has no model to call
         return
     root = job.module
     setattr(root, _RUN, lambda function, *args, **kwargs: function(*args, **kwargs))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import disable
 from torch.distributed.fsdp import FSDPModule
 
 from atorch_ns.capture.nests import map_tensors, tensors_of
@@ -18,8 +19,6 @@ from atorch_ns.torch_compat import in_backward, plain_name
 
 def call_skipped_units(job: Job, method: str, units: Iterable[nn.Module]) -> None:
     """Lets ranks skip different units, and says in the report which were."""
-    if job.plan.compiled:  # the compiler would trace the hooks
-        return
     wanted = set(units)
     watched = [
         SkippedUnits(job, root, [module for module in root.modules() if module in wanted])
@@ -52,10 +51,12 @@ class SkippedUnits:
         self._due = 0
         self._results: list[torch.Tensor] = []
         self._seen: dict[str, None] = {}
-        root.register_forward_pre_hook(self._begin, with_kwargs=True)
+        root.register_forward_pre_hook(disable(self._begin), with_kwargs=True)
         for place, unit in enumerate(units):
-            unit.register_forward_pre_hook(partial(self._before, place), with_kwargs=True, prepend=True)
-        root.register_forward_hook(self._end, prepend=True)
+            unit.register_forward_pre_hook(
+                disable(partial(self._before, place)), with_kwargs=True, prepend=True
+            )
+        root.register_forward_hook(disable(self._end), prepend=True)
 
     def text(self) -> str:
         """What is known by now, for the report."""

@@ -49,6 +49,23 @@ def test_both_ranks_have_the_same(mean: bool, expected: dict[str, list[float] | 
     assert run_ranks(_gradients, 2, args=(mean,), timeout_s=30) == [expected, expected]
 
 
+def _frozen_between() -> dict[str, list[float] | None]:
+    model, sums = Parts(), GradientSums()
+    assert dist.group.WORLD is not None
+    sums.add(["both", "one", "none"], dist.group.WORLD)
+    sums.watch(model)
+    for trained in (True, False):  # both passes belong to one step
+        model.one.requires_grad_(trained)
+        model().backward()
+        sums.run(model)
+    return {name: value.grad.tolist() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def test_what_is_frozen_between_two_passes_keeps_its_gradient() -> None:
+    expected = {"both": [6.0, 6.0], "one": [3.0, 3.0], "none": [0.0, 0.0]}
+    assert run_ranks(_frozen_between, 2, timeout_s=30) == [expected, expected]
+
+
 def _large() -> nn.Module:
     """Millions of elements in one parameter, a tied one, and one that is not contiguous."""
     model = nn.Sequential(nn.Embedding(5000, 600), nn.Linear(600, 600), nn.Linear(600, 5000, bias=False))

@@ -1,5 +1,5 @@
-"""``python -m tests.loops NUM [SEED] [4]``: that many random loops under every strategy of two ranks, or of four, and what became
-of each.
+"""``python -m tests.loops NUM [SEED] [4 | compiled]``: that many random loops under every strategy of two ranks, of four, or of
+those that compile, and what became of each.
 
 Ends with 1 if one of them trained otherwise without a word, raised an error of torch's, or hung.
 """
@@ -20,7 +20,7 @@ import importlib
 
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
-from tests.loops.judge import OF_FOUR, STRATEGIES, NoLoop, judge
+from tests.loops.judge import COMPILED, OF_FOUR, STRATEGIES, NoLoop, judge
 from tests.loops.recipes import Recipe, recipes
 
 _IMPORTED_BY_RANKS = ("torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.optim")
@@ -75,6 +75,5 @@ def main(num: int, first: int, strategies: tuple[str, ...]) -> int:
 
 
 if __name__ == "__main__":
-    numbers = [int(text) for text in sys.argv[1:]]
-    num, first, ranks = numbers + [0, 2][len(numbers) - 1 :]
-    sys.exit(main(num, first, tuple(OF_FOUR if ranks == 4 else STRATEGIES)))
+    num, first, kind = sys.argv[1:] + ["0", "2"][len(sys.argv) - 2 :]
+    sys.exit(main(int(num), int(first), tuple({"2": STRATEGIES, "4": OF_FOUR, "compiled": COMPILED}[kind])))

@@ -56,6 +56,16 @@ OF_FOUR: Final[Mapping[str, list[Any]]] = {
     ],
 }
 """Strategies on four ranks, which take three times as long."""
+_COMPILE: Final = ("compile", "aot_eager")
+COMPILED: Final[Mapping[str, list[Any]]] = {
+    "compile, ddp": ["ddp", _COMPILE],
+    "compile, zero1": ["zero1", _COMPILE],
+    "compile, zero2": ["zero2", _COMPILE],
+    "compile, fsdp": ["fsdp", _COMPILE],
+    "compile, tensor": [*STRATEGIES["tensor"], _COMPILE],
+    "compile, pipeline": [*STRATEGIES["pipeline"], _COMPILE],
+}
+"""Strategies whose blocks are compiled, on two ranks."""
 NEAR: Final = 1e-7
 """Above rounding in float64, after Adam's root of a gradient of nearly zero, and below what fp32 would round."""
 _DIFFERS: Final = ("an optimizer's step updates nothing", "hooks of gradients are called once for all")
@@ -111,7 +121,7 @@ def judge(recipe: Recipe, strategies: Sequence[str] = tuple(STRATEGIES)) -> dict
     except Exception as error:
         raise NoLoop(f"{type(error).__name__}: {error}") from error
     found: dict[str, Verdict] = {}
-    for names in ([s for s in strategies if s in STRATEGIES], [s for s in strategies if s in OF_FOUR]):
+    for names in ([s for s in strategies if s not in OF_FOUR], [s for s in strategies if s in OF_FOUR]):
         found |= _judged(recipe, names, expected) if names else {}
     return found
 
@@ -167,7 +177,7 @@ def _attempt(recipe: Recipe, strategy: str, meeting: Path) -> tuple[str, Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     try:
-        weights = _trained(recipe, {**STRATEGIES, **OF_FOUR}[strategy])
+        weights = _trained(recipe, {**STRATEGIES, **OF_FOUR, **COMPILED}[strategy])
         return "trained", (weights, said)
     except AtorchError as error:
         return "refused", str(error)

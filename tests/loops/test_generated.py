@@ -112,6 +112,11 @@ FOUND = [
         Recipe(blocks=("plain", "plain"), step="another_method"),
         {"tensor, ddp": "equal", "tensor, zero1": "equal", "tensor, zero2": "equal"},
     ),
+    # And of one that is compiled, whose hooks are not.
+    (
+        Recipe(blocks=("plain", "plain"), step="another_method"),
+        {"compile, zero2": "equal", "compile, fsdp": "equal"},
+    ),
     # An optimizer that a stage's parameters are too few for.
     (Recipe(blocks=("lists", "routed"), optimizer="nested"), {"pipeline": "refused"}),
     # Norms of gradients that lie on several meshes.

@@ -123,7 +123,8 @@ def test_more_blocks_than_torch_compiles_one_function_for_share_one_graph() -> N
 
 
 def test_sharded_blocks_share_one_graph() -> None:
-    strategies = [["fsdp", EAGER], ["fsdp", "checkpoint", EAGER], ["ddp", EAGER]]
+    whole = ("compile", {"backend": "aot_eager", "fullgraph": True})
+    strategies = [["fsdp", whole], ["fsdp", "checkpoint", EAGER], ["ddp", whole]]
     get_case("tied_llama").build()
     rows = run_ranks(_rows_of, 2, args=(strategies,), timeout_s=100)
     for own in rows:

@@ -307,7 +307,7 @@ def _cleaned(
     constants = {name.removeprefix("inner."): value for name, value in program.tensor_constants.items()}
     inputs = [node for node, origin in origins.items() if origin.kind == "input"]
     guards = tuple(
-        (tuple(_guard(size) for size in node.meta["val"].shape), tensor.dtype)
+        (tuple(s if isinstance(s, int) else str(s) for s in node.meta["val"].shape), tensor.dtype)
         for node, tensor in zip(inputs, tensors, strict=True)
     )
     alive = set(graph.nodes)
@@ -320,10 +320,6 @@ def _origin(spec: Any, num_inputs: int) -> Origin:
         return Origin("input", str(num_inputs))
     name = str(spec.target).removeprefix("inner.")
     return Origin({"PARAMETER": "parameter", "BUFFER": "buffer"}.get(kind, "constant"), name)
-
-
-def _guard(size: Any) -> int | str:
-    return size if isinstance(size, int) else str(size)
 
 
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_assert_async")

@@ -180,7 +180,8 @@ def _error_of(
 
     def run(group: SimulatedGroup) -> tuple[BlockPlan, _Outcome]:
         layout = SequenceLayout(length, group.size(), group.rank(), zigzag)
-        block = copy_structure(subject.block, _own_buffers, {})  # which may hold what its code has noted
+        # With buffers of its own, which may hold what its code has noted.
+        block = copy_structure(subject.block, lambda kind, x: x if kind == "parameter" else x.clone(), {})
         with InFloat32():
             return _run_divided(block, plan, layout, copied_state(arguments), whole, group)
 
@@ -190,10 +191,6 @@ def _error_of(
         return float("inf"), plan, f"it raises {error_text(failure)}"
     error, why = max((_compare(whole, outcome) for _, outcome in ranks), key=itemgetter(0))
     return error, ranks[settings.group.rank()][0], why
-
-
-def _own_buffers(kind: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if kind == "parameter" else tensor.clone()
 
 
 def _run_divided(
