@@ -42,7 +42,7 @@ def test_each_leak_fails_the_test_that_leaks_and_no_other(tmp_path: Path) -> Non
     here = Path(__file__).parent
     shutil.copy(here / "conftest.py", tmp_path)
     (tmp_path / "tests").mkdir()
-    for name in ("__init__.py", "processes.py"):
+    for name in ("__init__.py", "processes.py", "sample.py", "costs.json"):
         shutil.copy(here / name, tmp_path / "tests")
     shutil.copytree(here / "warm", tmp_path / "tests" / "warm")
     (tmp_path / "test_leaking.py").write_text(LEAKS)

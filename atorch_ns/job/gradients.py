@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -254,7 +255,7 @@ class GradientSums:
         # First: fully_shard puts gathered weights, which have no gradients, in the place of its shards.
         module.register_forward_pre_hook(self._note, prepend=True)
         names = frozenset().union(*(entry.names for entry in self._sums))
-        self._shards = _by_name(module)
+        self._shards = WeakValueDictionary(_by_name(module))  # memory of what is replaced later is free
         for parameter in {*_parameters(module, names), *(hooks.parameter for hooks in self._hooks)}:
             if parameter.is_leaf:
                 after_accumulation(cast(nn.Parameter, parameter), self._note_gradient)
@@ -272,9 +273,7 @@ class GradientSums:
         if not self._summed:
             return
         self._summed, self._divided = False, True
-        for entry in self._sums:
-            if entry.mean:
-                continue
+        for entry in (entry for entry in self._sums if not entry.mean):
             for parameter in {
                 *_parameters(module, entry.names),
                 *(self._shards.get(name) for name in entry.names),

@@ -19,7 +19,7 @@ STRATEGIES: list[list[Any]] = [
 ]
 
 
-def _asked() -> list[tuple[str, str, bool]]:
+def _asked() -> list[tuple[list[str], str, bool]]:
     found = []
     for strategy in STRATEGIES:
         result = accelerate_case(get_case("mlp"), strategy, steps=1)
@@ -31,14 +31,14 @@ def _asked() -> list[tuple[str, str, bool]]:
         optimizer: Any = getattr(result.optim, "inner", result.optim)
         optimizer.consolidate_state_dict(0)
         whole = not torch.distributed.get_rank() and bool(result.optim.state_dict()["state"])
-        found.append((type(optimizer).__name__, said, whole))
+        found.append(([kind.__name__ for kind in type(optimizer).__mro__], said, whole))
     return found
 
 
 def test_it_names_what_saves_them_until_it_is_put_together() -> None:
     names = ["ZeroRedundancyOptimizer"] * 2 + ["OSS"] * 2
     for rank, asked in enumerate(run_ranks(_asked, 2)):
-        assert [name for name, _, _ in asked] == names
+        assert all(name in kinds for name, (kinds, _, _) in zip(names, asked, strict=True))
         assert all(said.startswith("CheckpointError:") for _, said, _ in asked)
         assert all("atorch_ns.checkpoint.save" in said for _, said, _ in asked)
         assert all(whole == (rank == 0) for _, _, whole in asked)
