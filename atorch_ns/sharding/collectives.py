@@ -180,13 +180,13 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 def traced_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """:func:`all_gather` by functional collectives, which torch's compiler takes into a graph, beside the products that
     read their results."""
-    whole: torch.Tensor = _Traced.apply(x, dim, group, True)  # type: ignore[no-untyped-call]
+    whole: torch.Tensor = _TracedExchange.apply(x, dim, group, True)  # type: ignore[no-untyped-call]
     return whole
 
 
 def traced_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """:func:`reduce_scatter` by functional collectives, as :func:`traced_gather`."""
-    piece: torch.Tensor = _Traced.apply(x, dim, group, False)  # type: ignore[no-untyped-call]
+    piece: torch.Tensor = _TracedExchange.apply(x, dim, group, False)  # type: ignore[no-untyped-call]
     return piece
 
 
@@ -261,7 +261,7 @@ class _Paired(torch.autograd.Function):
         return ctx.of_gradient(gradients[0]), None, None
 
 
-class _Traced(torch.autograd.Function):
+class _TracedExchange(torch.autograd.Function):
     """An all-gather whose gradients are summed, or a reduce-scatter; the compiler traces both passes."""
 
     @staticmethod

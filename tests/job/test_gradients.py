@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,7 +52,7 @@ def test_both_ranks_have_the_same(mean: bool, expected: dict[str, list[float] | 
     assert run_ranks(_gradients, 2, args=(mean,), timeout_s=30) == [expected, expected]
 
 
-def _frozen_between() -> dict[str, list[float] | None]:
+def _freeze_between_passes() -> dict[str, list[float] | None]:
     model, sums = Parts(), GradientSums()
     assert dist.group.WORLD is not None
     sums.add(["both", "one", "none"], dist.group.WORLD)
@@ -63,7 +66,16 @@ def _frozen_between() -> dict[str, list[float] | None]:
 
 def test_what_is_frozen_between_two_passes_keeps_its_gradient() -> None:
     expected = {"both": [6.0, 6.0], "one": [3.0, 3.0], "none": [0.0, 0.0]}
-    assert run_ranks(_frozen_between, 2, timeout_s=30) == [expected, expected]
+    assert run_ranks(_freeze_between_passes, 2, timeout_s=30) == [expected, expected]
+
+
+def test_parameters_that_are_replaced_are_let_go() -> None:
+    model, sums = nn.Linear(2, 2), GradientSums()
+    sums.watch(model)
+    first = weakref.ref(model.weight)
+    model.weight = nn.Parameter(torch.zeros(2, 2))
+    gc.collect()
+    assert first() is None
 
 
 def _large() -> nn.Module:

@@ -19,7 +19,7 @@ STRATEGIES: list[list[Any]] = [
 ]
 
 
-def _asked() -> list[tuple[list[str], str, bool]]:
+def _ask_for_states() -> list[tuple[list[str], str, bool]]:
     found = []
     for strategy in STRATEGIES:
         result = accelerate_case(get_case("mlp"), strategy, steps=1)
@@ -37,7 +37,7 @@ def _asked() -> list[tuple[list[str], str, bool]]:
 
 def test_it_names_what_saves_them_until_it_is_put_together() -> None:
     names = ["ZeroRedundancyOptimizer"] * 2 + ["OSS"] * 2
-    for rank, asked in enumerate(run_ranks(_asked, 2)):
+    for rank, asked in enumerate(run_ranks(_ask_for_states, 2)):
         assert all(name in kinds for name, (kinds, _, _) in zip(names, asked, strict=True))
         assert all(said.startswith("CheckpointError:") for _, said, _ in asked)
         assert all("atorch_ns.checkpoint.save" in said for _, said, _ in asked)
