@@ -18,7 +18,7 @@ from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.gradients import GradientHooks
 from atorch_ns.job.job import MODEL, Job
 from atorch_ns.text import first_few
-from atorch_ns.torch_compat import compiled_with_others, gradient_hooks, plain_name, remove_gradient_hooks
+from atorch_ns.torch_compat import gradient_hooks, plain_name, remove_gradient_hooks, traced_modules
 
 
 class Census:
@@ -192,9 +192,9 @@ def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
     if optimizer is not None:
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for root in job.roots:
-            traced = compiled_with_others(root)
+            inner = traced_modules(root)
             for path, module in root.named_modules():
-                if module not in traced and any(True for _ in module.parameters()):
+                if module not in inner and any(True for _ in module.parameters()):
                     _watch_writes(plain_name(path), module, updated)
     if any(isinstance(parameter, DTensor) for parameter in job.module.parameters()):
         job.model.register_forward_hook(_refuse_second_derivatives)

@@ -98,12 +98,14 @@ def compile_forward(module: nn.Module, watch: Callable[..., Any], **options: Any
         try:
             return module._call_impl(*args, **kwargs)
         finally:
-            vars(module).update(forward=given) if given is not None else vars(module).pop("forward")
+            vars(module).pop("forward")
+            if given is not None:
+                vars(module)["forward"] = given
 
     module._compiled_call_impl = call
 
 
-def compiled_with_others(model: nn.Module) -> set[nn.Module]:
+def traced_modules(model: nn.Module) -> set[nn.Module]:
     """The modules inside of modules whose forward pass is compiled: the compiler traces their hooks."""
     compiled = (module for module in model.modules() if module._compiled_call_impl is not None)
     return {child for module in compiled for child in module.modules() if child is not module}

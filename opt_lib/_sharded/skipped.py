@@ -53,9 +53,8 @@ class SkippedUnits:
         self._seen: dict[str, None] = {}
         root.register_forward_pre_hook(disable(self._begin), with_kwargs=True)
         for place, unit in enumerate(units):
-            unit.register_forward_pre_hook(
-                disable(partial(self._before, place)), with_kwargs=True, prepend=True
-            )
+            before = disable(partial(self._before, place))
+            unit.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         root.register_forward_hook(disable(self._end), prepend=True)
 
     def text(self) -> str:

@@ -6,6 +6,7 @@ Ends with 1 if one of them trained otherwise without a word, raised an error of 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -75,5 +76,10 @@ def main(num: int, first: int, strategies: tuple[str, ...]) -> int:
 
 
 if __name__ == "__main__":
-    num, first, kind = sys.argv[1:] + ["0", "2"][len(sys.argv) - 2 :]
-    sys.exit(main(int(num), int(first), tuple({"2": STRATEGIES, "4": OF_FOUR, "compiled": COMPILED}[kind])))
+    kinds_of_strategies = {"2": STRATEGIES, "4": OF_FOUR, "compiled": COMPILED}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("num", type=int)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument("strategies", nargs="?", choices=kinds_of_strategies, default="2")
+    options = parser.parse_args()
+    sys.exit(main(options.num, options.seed, tuple(kinds_of_strategies[options.strategies])))

@@ -39,10 +39,16 @@ STRATEGIES: Final[Mapping[str, list[Any]]] = {
     "ddp, micro-batches": ["ddp", ("gradient_accumulation", 2)],
     "fsdp, micro-batches": ["fsdp", ("gradient_accumulation", 2)],
 }
+_COMPILE: Final = ("compile", "aot_eager")
 OF_FOUR: Final[Mapping[str, list[Any]]] = {
     "tensor, fsdp": [("parallel_mode", ([("tensor", 2), ("zero", 2)], None)), "fsdp"],
     "tensor, ddp": [("parallel_mode", ([("tensor", 2), ("data", 2)], None))],
     "tensor, zero1": [("parallel_mode", ([("tensor", 2), ("zero", 2)], None)), "zero1"],
+    "compile, tensor, zero1": [
+        ("parallel_mode", ([("tensor", 2), ("zero", 2)], None)),
+        "zero1",
+        _COMPILE,
+    ],
     "tensor, zero2": [("parallel_mode", ([("tensor", 2), ("zero", 2)], None)), "zero2"],
     "hybrid fsdp": [("parallel_mode", ([("data", 2), ("zero", 2)], None)), "fsdp"],
     "pipeline, fsdp": [
@@ -56,7 +62,6 @@ OF_FOUR: Final[Mapping[str, list[Any]]] = {
     ],
 }
 """Strategies on four ranks, which take three times as long."""
-_COMPILE: Final = ("compile", "aot_eager")
 COMPILED: Final[Mapping[str, list[Any]]] = {
     "compile, ddp": ["ddp", _COMPILE],
     "compile, zero1": ["zero1", _COMPILE],

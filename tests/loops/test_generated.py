@@ -112,11 +112,12 @@ FOUND = [
         Recipe(blocks=("plain", "plain"), step="another_method"),
         {"tensor, ddp": "equal", "tensor, zero1": "equal", "tensor, zero2": "equal"},
     ),
-    # And of one that is compiled, whose hooks are not.
+    # And of one that is compiled, and writes to weights: the hooks that look for both are not compiled.
     (
         Recipe(blocks=("plain", "plain"), step="another_method"),
-        {"compile, zero2": "equal", "compile, fsdp": "equal"},
+        {"compile, fsdp": "equal", "compile, tensor, zero1": "equal"},
     ),
+    (Recipe(blocks=("clamped", "clamped")), {"compile, ddp": "equal", "compile, fsdp": "refused"}),
     # An optimizer that a stage's parameters are too few for.
     (Recipe(blocks=("lists", "routed"), optimizer="nested"), {"pipeline": "refused"}),
     # Norms of gradients that lie on several meshes.
