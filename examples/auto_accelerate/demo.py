@@ -204,6 +204,8 @@ def main() -> None:
         "Why: with few samples a step, plain data parallelism spends its time on what every rank repeats, the exchange of\n"
         "all gradients and the update of all weights; memory goes to weights, gradients and moments that every rank holds.\n"
         "What was found divides them. Under a limit a step takes longer: the system takes back what is freed at once.\n"
+        "Each process is bound to its share of the cores and stands for a device. A search says too what one such device takes:\n"
+        "on this machine that may be as fast, since processes wait for each other and share its memory.\n"
         "Figures of trials and training are measured, with whatever else this machine does meanwhile.\n"
     )
     console.print("The lines of a script that do it:", style="bold")
