@@ -161,7 +161,7 @@ def run_reference(
             _accumulate(model, inputs, weighted, num_micro_batches, device, compute_dtype, len(parts))
         )
         if inputs.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(_trained(optimizer), inputs.max_grad_norm)
+            clip(_trained(optimizer), inputs.max_grad_norm)
         rate = rate or _learning_rate(_trained(optimizer))
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -176,6 +176,17 @@ def run_reference(
         learning_rate=rate,
         training=training,
     )
+
+
+def clip(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
+    """Torch's ``clip_grad_norm_`` with a norm summed in float64: in float32 on CPUs it is 9e-5 off for 4 million elements,
+    and 5e-3 for 67 million (torch 2.13)."""
+    parameters = list(parameters)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = [
+        torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float64)) for grad in grads
+    ]
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.stack(norms).norm().float())
 
 
 def run_whole(

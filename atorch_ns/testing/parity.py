@@ -22,7 +22,7 @@ from atorch_ns.capture.nests import map_tensors
 from atorch_ns.checkpoint.export import whole_tensors
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
-from atorch_ns.numerics.reference import distance, finite, update_errors, updates_of
+from atorch_ns.numerics.reference import clip, distance, finite, update_errors, updates_of
 from atorch_ns.testing.models import Case, SyntheticDataset
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import plain_name
@@ -127,7 +127,7 @@ def train(
             loss = case.loss_func(batch, case.call(model, batch))
         loss.backward()
         if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            clip(model.parameters(), max_norm)
         optimizer.step()
         losses.append(_mean_over_ranks(loss.detach()))
     return Trajectory(losses=losses, initial=initial, final=snapshot(model))

@@ -117,7 +117,7 @@ def second_act(demo: Demo, limit: int) -> tuple[dict[str, Any], dict[str, Any]]:
         sys.exit(f"the plain strategy was to run out of {limit} MiB and did not.")
 
     demo.say("Is there a strategy that fits?")
-    found = demo.run("find", "act-2/search", *limited, "--max-trials", "6")
+    found = demo.run("find", "act-2/search", *limited, "--max-trials", "4")
     demo.say("Training with it, under the same limit:")
     after = demo.run("train", "act-2/after", "--strategy", str(found / "strategy.json"), *limited)
     outcome = demo.training(after)[0]

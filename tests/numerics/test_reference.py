@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
-from atorch_ns.numerics.reference import UPDATE_FLOOR, distance, update_errors, updates_of
+from atorch_ns.numerics.reference import UPDATE_FLOOR, clip, distance, update_errors, updates_of
 from atorch_ns.sharding.compare import largest
 
 BEFORE = {"w": torch.zeros(3), "b": torch.ones(2)}
@@ -38,3 +39,12 @@ def test_a_missing_parameter_has_no_error_and_another_shape_an_infinite_one() ->
     assert distance(torch.zeros(2), torch.tensor([0.0, math.nan])) == math.inf
     assert distance(torch.zeros(0), torch.zeros(0)) == largest(torch.zeros(0)) == 0.0
     assert str(largest(torch.zeros(2))) == str(largest(-torch.zeros(2))) == "0.0"  # as messages print it
+
+
+def test_gradients_of_millions_of_elements_are_clipped_to_the_norm_that_they_have() -> None:
+    weight = torch.zeros(2**22, requires_grad=True)
+    weight.grad = torch.randn(2**22)  # torch's own norm of it is 9e-5 off
+    exact = float(weight.grad.double().norm())
+    before = weight.grad.clone()
+    clip([weight, torch.zeros(1)], 1.0)
+    assert float((weight.grad / before).mean()) == pytest.approx(1 / exact, rel=1e-6)

@@ -36,7 +36,6 @@ class Work:
         forward_flops, backward_flops: floating point operations of matrix products.
         moved: bytes that the forward pass reads and writes; 0 for views.
         saved_inputs: for each tensor argument whether autograd keeps it until the backward pass.
-        saved_outputs: the same for each result.
         saved_bytes: what it keeps besides, such as a mask.
     """
 
@@ -44,7 +43,6 @@ class Work:
     backward_flops: float
     moved: int
     saved_inputs: tuple[bool, ...]
-    saved_outputs: tuple[bool, ...]
     saved_bytes: int
 
 
@@ -56,7 +54,7 @@ def work_of(one: Operator, device: torch.device) -> Work:
         except RuntimeError:  # an operator without a fake kernel, or a gradient for its dtype
             call = one.call
             moved = sum(spec.num_bytes for spec in (*call.tensors, *call.outputs))
-            return Work(0.0, 0.0, moved, (True,) * len(call.tensors), (False,) * len(call.outputs), 0)
+            return Work(0.0, 0.0, moved, (True,) * len(call.tensors), 0)
 
 
 def _measured(call: Call, device: torch.device) -> Work:
@@ -93,7 +91,6 @@ def _measured(call: Call, device: torch.device) -> Work:
         float(total - forward),
         moved,
         tuple(memory in kept for memory in sources),
-        tuple(memory in kept and memory not in sources for memory in made_here),
         other,
     )
 

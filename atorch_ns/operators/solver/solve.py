@@ -33,7 +33,6 @@ class Outcome:
         bound: seconds that no choice is faster than.
         gap: the part of the seconds by which the choice may be slower than the best.
         status: ``"time limit"`` if the search was ended before the gap was as small as demanded.
-        solver_seconds: time that HiGHS took.
         num_columns, num_rows: the size of the program.
     """
 
@@ -43,7 +42,6 @@ class Outcome:
     bound: float
     gap: float
     status: Literal["optimal", "time limit"]
-    solver_seconds: float
     num_columns: int
     num_rows: int
 
@@ -90,7 +88,6 @@ def solve(
         bound=bound,
         gap=(cost.seconds - bound) / cost.seconds if cost.seconds else 0.0,
         status="optimal" if solution.status == "optimal" else "time limit",
-        solver_seconds=solution.seconds,
         num_columns=program.size[0],
         num_rows=program.size[1],
     )

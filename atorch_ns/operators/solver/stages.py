@@ -39,13 +39,11 @@ class StagePlan:
         stages: in the order of the model.
         step_seconds: of the simulated step.
         estimated_seconds: of the step by :func:`~atorch_ns.operators.solver.stage_costs.estimated_seconds`.
-        num_simulated: the number of pipelines that were simulated.
     """
 
     stages: tuple[Stage, ...]
     step_seconds: float
     estimated_seconds: float
-    num_simulated: int
 
 
 def plan_stages(cost: Cost, task: PipelineTask) -> StagePlan:
@@ -60,9 +58,7 @@ def plan_stages(cost: Cost, task: PipelineTask) -> StagePlan:
         raise InputError(_none_fits(cost, task))
     simulated = [(step_seconds(stages, task), estimate, stages) for stages, estimate in found]
     seconds, estimate, stages = min(simulated, key=lambda one: one[:2])
-    return StagePlan(
-        stages=stages, step_seconds=seconds, estimated_seconds=estimate, num_simulated=len(simulated)
-    )
+    return StagePlan(stages=stages, step_seconds=seconds, estimated_seconds=estimate)
 
 
 def _candidates(cost: Cost, task: PipelineTask) -> Iterator[tuple[float, tuple[Stage, ...]]]:
