@@ -297,7 +297,7 @@ def _search_quality(data: Data) -> Iterator[Claim]:
 
 def _search_time(data: Data) -> Iterator[Claim]:
     what = {
-        "call": "from call to strategy on the demo's model, elapsed s",
+        "call": "from call to strategy on a small Llama, elapsed s",
         "trial": "a warm trial beyond its steps, elapsed s",
     }
     for row in data["rows"]:

@@ -1,4 +1,4 @@
-"""Time of a search: from the call to the strategy on the demo's model, and what a trial costs beyond its steps."""
+"""Time of a search: from the call to the strategy on a small Llama, and what a trial costs beyond its steps."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _NUM_RANKS = 2
 _BATCH_SIZE = 8
 _UNTIMED_STEPS = 3
 """Steps of a trial that are not timed: two that settle it, one that is watched."""
-_DEMO = Llama(vocab_size=256, width=320, hidden=864, num_layers=4, num_heads=5)
+_SMALL = Llama(vocab_size=256, width=320, hidden=864, num_layers=4, num_heads=5)
 _TEXT = """
-`auto_accelerate` without a strategy, for a Llama of the demo's size, on {ranks} processes.
+`auto_accelerate` without a strategy, for a small Llama, on {ranks} processes.
 
 - *call*: elapsed seconds from the call to its return on the slowest rank, with everything: profile, calibration,
   trials, the winner's own set-up and checks. At most {call:.0f} s are asked.
@@ -53,7 +53,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         quick: for a tiny model, with a few trials, once.
         report: told what is being done.
     """
-    model, tokens, times = (TINY, 16, 1) if quick else (_DEMO, 128, 3)
+    model, tokens, times = (TINY, 16, 1) if quick else (_SMALL, 128, 3)
     calls: list[float] = []
     beyond: list[float] = []
     outcomes: list[SearchOutcome] = []
