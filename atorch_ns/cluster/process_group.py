@@ -14,7 +14,8 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
 
 from atorch_ns.cluster.cluster import Cluster
 from atorch_ns.errors import BackendError
@@ -88,7 +89,7 @@ def join_process_group(cluster: Cluster) -> None:
     """Initialises ``torch.distributed`` if a launcher started this process and it is not initialised yet.
 
     Uses gloo for CPU tensors and NCCL for CUDA tensors. A process group that is made here is destroyed
-    at the end of the interpreter; one that the caller made is not.
+    at the end of the interpreter; one that the caller made is not, but what it has begun may end.
 
     Raises:
         BackendError: if the launcher's environment is incomplete or the other processes cannot be reached.
@@ -96,7 +97,10 @@ def join_process_group(cluster: Cluster) -> None:
     import torch
     import torch.distributed as dist
 
-    if not cluster.distributed or dist.is_initialized():
+    if not cluster.distributed:
+        return
+    _settle_at_exit()
+    if dist.is_initialized():
         return
     missing = [name for name in _NEEDED if name not in os.environ]
     if missing:
@@ -109,12 +113,8 @@ def join_process_group(cluster: Cluster) -> None:
         torch.cuda.set_device(cluster.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     try:
-        if keeps_stores():
-            dist.init_process_group(
-                backend, store=_own_store(cluster), rank=cluster.rank, world_size=cluster.world_size
-            )
-        else:
-            dist.init_process_group(backend)
+        ranks: dict[str, Any] = {"rank": cluster.rank, "world_size": cluster.world_size}
+        dist.init_process_group(backend, **(ranks | {"store": _own_store(cluster)} if keeps_stores() else {}))
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise BackendError(
             f"rank {cluster.rank} of {cluster.world_size} could not join the process group at "
@@ -138,14 +138,19 @@ def _own_store(cluster: Cluster) -> Store:
 
 
 def _leave() -> None:
-    """Destroys the process group and waits for its threads before the interpreter finalises.
+    """Destroys the process group before the interpreter finalises."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@cache
+def _settle_at_exit() -> None:
+    """Lets threads of process groups end before the interpreter finalises, and after they are left.
 
     A thread of the backend that still holds a tensor of the last collective needs the interpreter lock to
     release it. Once the interpreter is finalising, acquiring the lock ends the thread, and with it the
     process ("terminate called without an active exception"). Sleeping releases the lock in time.
     """
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    time.sleep(_SETTLING_S)
+    atexit.register(time.sleep, _SETTLING_S)

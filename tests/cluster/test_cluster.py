@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from atorch_ns.cluster import Cluster, join_process_group
@@ -38,3 +41,22 @@ def test_an_incomplete_environment_is_an_error_and_not_one_process(monkeypatch: 
     monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(BackendError, match="WORLD_SIZE='two'"):
         Cluster.detect()
+
+
+def test_threads_of_a_process_group_of_the_callers_may_end_before_the_interpreter_does() -> None:
+    script = """
+import atexit, os, time
+import torch.distributed as dist
+from atorch_ns.cluster import Cluster, join_process_group
+
+os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+atexit.register(lambda: print(f"{time.monotonic() - ended:.3f}"))
+for _ in range(2):  # two jobs wait once
+    join_process_group(Cluster.detect())
+ended = time.monotonic()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert float(done.stdout) >= 0.2, done.stderr

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from atorch_ns.errors import InputError
-from atorch_ns.report.info.candidates import Figure, peak, seconds
+from atorch_ns.report.info.candidates import Figure, seconds
 from atorch_ns.search import SearchOutcome, TrialOutcome
 
 Quantity = Literal["time", "memory"]
@@ -137,14 +137,13 @@ class ActualInfo(NamedTuple):
 
     Attributes:
         predicted_seconds, predicted_bytes: the estimate.
-        trial_seconds, trial_bytes: figures that the search ranked by: measured, if there was a trial.
+        trial_seconds: the step that the search ranked by: measured, if there was a trial.
         actual_seconds, actual_bytes: measurements of training.
     """
 
     predicted_seconds: float | None
     predicted_bytes: float | None
     trial_seconds: Figure
-    trial_bytes: Figure
     actual_seconds: Figure
     actual_bytes: Figure
 
@@ -175,7 +174,6 @@ def actual_info(actual: Actual, search: SearchOutcome | None) -> ActualInfo:
         predicted_seconds=estimate.step_seconds if estimate else None,
         predicted_bytes=estimate.allocated_bytes if estimate else None,
         trial_seconds=seconds(winner) if winner else unknown,
-        trial_bytes=peak(winner) if winner else unknown,
         actual_seconds=Figure(outcome.median_seconds, "measured", len(outcome.step_seconds), spread),
         actual_bytes=unknown
         if actual.peak_bytes is None
