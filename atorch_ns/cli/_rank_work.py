@@ -73,9 +73,8 @@ def search_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
     cluster = Cluster.detect()
     join_process_group(cluster)
     job = cluster.agree(lambda: named_job(request), what="building the model")
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # Ctrl-C ends the search from now on, not the rank
+    # Ctrl-C ends the search from now on, not the rank.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _, result, strategy = auto_accelerate(
         **job,
         batch_size=request["batch"] or cluster.world_size * num_samples(job["sample_batch"]),

@@ -170,9 +170,8 @@ def _filled_holes(device: torch.device) -> Iterator[None]:
     A hole counts as private memory already, so that tensors in it would come on top of the limit. Nothing is written to
     what fills them, so that it takes no memory.
     """
-    library: Any = (
-        ctypes.CDLL(None) if device.type == "cpu" else None
-    )  # CUDA may be on Windows, which has none
+    # CUDA may be on Windows, which has none.
+    library: Any = ctypes.CDLL(None) if device.type == "cpu" else None
     found: list[int] = []
     if hasattr(library, "mallinfo2"):
         library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -276,9 +275,8 @@ _NOT_MEMORY: Final = re.compile(r"out of resource: shared memory")
 """A Triton kernel that asks for more of a multiprocessor than there is: a smaller batch does not help."""
 
 
-_UNDER_A_LIMIT: Final = re.compile(
-    "Resource temporarily unavailable|could not create a primitive"
-)  # a thread's stack; oneDNN
+# A thread's stack; oneDNN.
+_UNDER_A_LIMIT: Final = re.compile("Resource temporarily unavailable|could not create a primitive")
 
 
 def is_out_of_memory(error: BaseException, *, is_limited: bool = False) -> bool:

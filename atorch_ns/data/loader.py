@@ -46,9 +46,8 @@ class EpochClock:
         """The epoch of the iteration that begins now."""
         epoch = self.epoch
         if readable_epoch(self._source) is not None:
-            self.set(
-                epoch
-            )  # persistent workers receive an epoch that the user set on the object in this process
+            # Persistent workers receive an epoch that the user set on the object in this process.
+            self.set(epoch)
         return epoch
 
     def end(self, epoch: int) -> None:

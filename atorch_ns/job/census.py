@@ -236,9 +236,8 @@ def _refuse_second_derivatives(module: nn.Module, inputs: Any, output: Any) -> N
 
     if torch.is_grad_enabled():
         for tensor in tensors_of(output):
-            if (
-                tensor.grad_fn is not None
-            ):  # of the model itself: a gradient of the loss by the output does not come there
+            # Of the model itself: a gradient of the loss by the output does not come there.
+            if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(look)
 
 

@@ -94,9 +94,8 @@ def _norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     first = grads[0]
     if not isinstance(first, DTensor):
         return torch.nn.utils.get_total_norm([piece for grad in grads for piece in _pieces(grad)], norm_type)
-    if not all(
-        isinstance(one, (Shard, Replicate)) for one in first.placements
-    ):  # summands, or in another order
+    # Summands, or in another order.
+    if not all(isinstance(one, (Shard, Replicate)) for one in first.placements):
         norm = torch.nn.utils.get_total_norm(grads, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     norm = _norm([_local(grad) for grad in grads], norm_type).float()

@@ -325,9 +325,8 @@ class MeanCheck:
             (size,) = batch_sizes((batch, output))
             num = max(n for n in range(1, _MOST_PARTS + 1) if size % n == 0)
             floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-            if any(
-                type(tensor) is not torch.Tensor for tensor in floats
-            ):  # divided: its parts would be whole tensors
+            # Divided: its parts would be whole tensors.
+            if any(type(tensor) is not torch.Tensor for tensor in floats):
                 return
             if num == 1 or not floats or not all(bool(tensor.isfinite().all()) for tensor in floats):
                 return

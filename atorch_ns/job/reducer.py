@@ -190,9 +190,8 @@ class GradientReducer:
             self._expect()
         if not self._expected:
             return
-        if (
-            not self._queued
-        ):  # this rank's losses have not reached the module, and so nothing follows its forward passes
+        # This rank's losses have not reached the module, and so nothing follows its forward passes.
+        if not self._queued:
             self._num_open = 0
         self._reduce()
         self._expected, self._queued, self._local, self._is_first_pass = False, False, False, False
@@ -239,9 +238,8 @@ class GradientReducer:
     def _announced(self, *_: Any) -> None:
         """A rank whose loss reaches no parameter takes part too."""
         if torch.is_grad_enabled():
-            if (
-                self._sums and self.synchronised
-            ):  # of what is summed each rank keeps its share, for the next sum
+            # Of what is summed each rank keeps its share, for the next sum.
+            if self._sums and self.synchronised:
                 for bucket in self._buckets:
                     bucket.gradients.div_(self._group.size())
             self.synchronised = False
@@ -303,9 +301,8 @@ class GradientReducer:
     @torch.no_grad()
     def _arrived(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
         known = self._places.get(parameter)
-        if (
-            known is None
-        ):  # thawed a moment ago, this pass ends with buckets that have it; or its gradient is sparse
+        # Thawed a moment ago, this pass ends with buckets that have it; or its gradient is sparse.
+        if known is None:
             if self._sync:
                 self._end_with_pass()
                 self._reached = True

@@ -199,9 +199,8 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 def _has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     kinds = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind)]
-    steps = next(
-        kind for kind in kinds if not kind.__module__.startswith("atorch_ns.")
-    )  # put above by this package
+    # Put above by this package.
+    steps = next(kind for kind in kinds if not kind.__module__.startswith("atorch_ns."))
     return steps.__module__.startswith("torch.optim.")
 
 

@@ -75,9 +75,8 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
     found = checkpoint.load(
         place, kept if optimizer and same else kept.having(lr_scheduler=None), data_position=False
     )
-    if (
-        optimizer and not same and isinstance(scheduler, LambdaLR)
-    ):  # whose rates follow from the number of steps
+    # Whose rates follow from the number of steps.
+    if optimizer and not same and isinstance(scheduler, LambdaLR):
         scheduler.last_epoch = found["step"] - 1
         scheduler.step()
     random = capture_rng(result.job.device, result.job.step.randomness)

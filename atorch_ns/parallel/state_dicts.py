@@ -58,9 +58,8 @@ def merge_state_dicts(
         }
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                if (
-                    name in places or number // plan == first_unit or name not in parts
-                ):  # units have buffers of their own
+                # Units have buffers of their own.
+                if name in places or number // plan == first_unit or name not in parts:
                     parts.setdefault(name, []).append((number, value, places.get(name)))
             elif not name.endswith(PIECES):
                 others.setdefault(name, value)

@@ -47,9 +47,8 @@ class FlashAttention:
         out, lse = result
         if self._is_cpu:
             operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-            lse = (
-                lse.transpose(1, 2).contiguous().transpose(1, 2)
-            )  # the memory order in which forward returns it
+            # The memory order in which forward returns it.
+            lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
             found = operator(gradient, *tensors, out, lse, 0.0, causal, scale=scale)
         else:
             operator = torch.ops.aten._scaled_dot_product_flash_attention_backward

@@ -298,9 +298,8 @@ class DsPipelineRunner:
         """See :class:`atorch_ns.data.BatchRunner`."""
         losses = []
         for _, alike in groupby(enumerate(work.micro_batches), lambda item: signature(item[1])):
-            numbers, micro_batches = zip(
-                *alike, strict=True
-            )  # in a run, all that stages exchange has one shape
+            # In a run, all that stages exchange has one shape.
+            numbers, micro_batches = zip(*alike, strict=True)
             dummies = frozenset(place for place, number in enumerate(numbers) if number in work.dummies)
             shares = [work.shares[number] for number in numbers]
             part = replace(work, micro_batches=micro_batches, shares=shares, dummies=dummies)

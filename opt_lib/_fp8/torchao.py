@@ -69,9 +69,8 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
     )
     if converted is not job.module:  # the model is one linear
         job.replace_model(converted)
-    made: dict[
-        int, nn.Module
-    ] = {}  # torchao replaces one of the names in one parent, and makes one for each parent
+    # Torchao replaces one of the names in one parent, and makes one for each parent.
+    made: dict[int, nn.Module] = {}
     for path, module in linears.items():
         new: Any = job.module.get_submodule(path)
         if new is not module:

@@ -306,9 +306,8 @@ def _model_forward(source: Any) -> Forward:
         labels = args[place] if len(args) > place else kwargs.get("labels")
         head = self._deferring_head.module
         trains = labels is not None and self.training and torch.is_grad_enabled()
-        is_wrapped = (
-            self.get_output_embeddings() is not head
-        )  # by checkpoint, whose forward pass takes tensors alone
+        # By checkpoint, whose forward pass takes tensors alone.
+        is_wrapped = self.get_output_embeddings() is not head
         if not trains or is_wrapped or torch.compiler.is_compiling():
             return source.forward(self, *args, **kwargs)
         head._deferring = True

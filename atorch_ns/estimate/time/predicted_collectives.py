@@ -255,9 +255,8 @@ def exchanged(plan: Plan, trace: Trace, workload: Workload) -> Iterator[Collecti
                 yield Collective(kind, "tensor", passes * count, round(passes * num_bytes))
     if plan.size("pipeline") > 1:
         yield from _of_stages(plan, trace, samples)
-        yield Collective(
-            "broadcast", "pipeline", 1, _SCALAR_BYTES * max(1, plan.num_micro_batches)
-        )  # their losses
+        # Their losses.
+        yield Collective("broadcast", "pipeline", 1, _SCALAR_BYTES * max(1, plan.num_micro_batches))
         if tied := tied_bytes(plan, trace):
             # Sharded gradients are summed shard by shard.
             yield Collective("all_reduce", "pipeline", 1, tied // plan.size(plan.sharding.gradients_over))

@@ -156,9 +156,8 @@ class _Quiet(fx.Interpreter):
             raise InputError(
                 f"{where} is divided wrongly: it fails on pieces with {error_line(error)}."
             ) from error
-        if (
-            one is not None and not one.pinned and any(result is given for given in args)
-        ):  # a gradient of its own
+        # A gradient of its own.
+        if one is not None and not one.pinned and any(result is given for given in args):
             result = result.view_as(result)
         value = self._values.get(self._numbers[n])
         if value is not None:
@@ -325,9 +324,8 @@ def _compare_parameters(division: Division, whole: _Record, ranks: Sequence[_Rec
 def _results(division: Division) -> Iterator[tuple[Operator, fx.Node, Placement]]:
     for one in division.graph.operators:
         for number, node in enumerate(one.results):
-            if node is not None and not one.name.startswith(
-                ("empty", "new_empty")
-            ):  # whose values are those of old memory
+            # Whose values are those of old memory.
+            if node is not None and not one.name.startswith(("empty", "new_empty")):
                 yield one, node, division.rules[one].outputs[number]
 
 

@@ -174,9 +174,8 @@ class _Builder:
     def _placeholders(self) -> tuple[tuple[str, ...], list[fx.Node]]:
         states = {value: name for value in self._outer if (name := self._own_state(value)) is not None}
         for value, name in states.items():
-            self._raw[value] = self._graph.placeholder(
-                re.sub(r"\W", "_", f"p_{name}")
-            )  # it may begin with a digit
+            # It may begin with a digit.
+            self._raw[value] = self._graph.placeholder(re.sub(r"\W", "_", f"p_{name}"))
         takes = [value for value in self._outer if value not in states]
         for number, value in enumerate(takes):
             self._raw[value] = self._graph.placeholder(f"value_{number}")
@@ -220,9 +219,8 @@ class _Builder:
         origin = self._division.graph.origins.get(value)
         summed = origin is not None and origin.kind == "parameter" and origin.name in self._division.summed
         learns = self._division.graph.spec(value).requires_grad
-        if (
-            summed and learns and need != Need(WHOLE, True)
-        ):  # every rank has all of the gradient, which is summed later
+        # Every rank has all of the gradient, which is summed later.
+        if summed and learns and need != Need(WHOLE, True):
             raw = self._graph.call_function(scale_gradient, (raw, 1 / self._division.degree))
         if summed or not learns:  # no gradient to sum, or not here
             need = Need(need.placement, False)

@@ -277,9 +277,8 @@ def _register(annotation: Annotating, name: str | None, target: Any, registry: R
         target.apply = registered
         return target
     home = sys.modules.get(getattr(target, "__module__", None) or "")
-    if (
-        getattr(home, getattr(target, "__name__", own), None) is target
-    ):  # it was defined before: others may have imported it
+    # It was defined before: others may have imported it.
+    if getattr(home, getattr(target, "__name__", own), None) is target:
         for module in list(sys.modules.values()):
             for known in [key for key, value in list(vars(module).items()) if value is target]:
                 setattr(module, known, registered)

@@ -300,9 +300,8 @@ def _stub(
                 _release(inner, in_use, device)
     _release(module, in_use, device, kept)
     if id(module) not in in_use:
-        module._modules.update(
-            stub._modules
-        )  # for code that reads the parts of one that never runs, such as lists
+        # For code that reads the parts of one that never runs, such as lists.
+        module._modules.update(stub._modules)
     stub.__dict__["_parameters"] = module._parameters
     return stub
 

@@ -85,9 +85,8 @@ class StageSet:
         """
         thawed = self._find_thawed()
         known = [self._known(micro_batch, outputs, thawed) for micro_batch in micro_batches]
-        draws = any(
-            stage.model_training for stage in self.stages
-        )  # an evaluation leaves the masks to come alone
+        # An evaluation leaves the masks to come alone.
+        draws = any(stage.model_training for stage in self.stages)
         seed = self._draw_seed() if draws else 0
         for stage in self.stages:
             passes = [(graph, own[stage.number]) for graph, own in known]

@@ -158,9 +158,8 @@ class _Walk:
             self._found.word_operators.add(event)
             if self._recording.labels[event] == "aten._log_softmax" and self._head_bytes:
                 share = self._made[made[0]] / self._head_bytes
-                self._found.loss_share = (
-                    share / 2 if share > 1 else share
-                )  # 16-bit logits, of which fp32 is made
+                # 16-bit logits, of which fp32 is made.
+                self._found.loss_share = share / 2 if share > 1 else share
 
     def _product(self, event: int, product: Product, number: int) -> None:
         output_dim = 0 if product.transposed else 1

@@ -134,9 +134,8 @@ def multi_head_attention(
     heads = it["num_heads"]
     q, k, v = (_split(x, heads) for x in _projected(it, query, key, value))
     causal, mask = _mask(it, heads, crossed, widen)
-    mixed = attend(
-        AttentionCall(q, k, v, mask, it["dropout_p"] if it["training"] else 0.0, causal)
-    )  # [B, H, T, E]
+    # [B, H, T, E].
+    mixed = attend(AttentionCall(q, k, v, mask, it["dropout_p"] if it["training"] else 0.0, causal))
     joined = mixed.permute(2, 0, 1, 3).flatten(2)
     out = F.linear(joined, it["out_proj_weight"], it["out_proj_bias"])
     return (out if is_batched else out.squeeze(1)), None
