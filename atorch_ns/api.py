@@ -18,6 +18,7 @@ from atorch_ns.apply import WATCH, apply_strategy, dry_run
 from atorch_ns.cluster import Cluster, join_process_group
 from atorch_ns.engine import SearchRequest
 from atorch_ns.job import Inputs, Result
+from atorch_ns.job.census import carry_late_hooks
 from atorch_ns.job.job import MODEL
 from atorch_ns.job.memory_use import fragmentation_advice
 from atorch_ns.method import Registry, Resolved, load_registry, resolve
@@ -186,6 +187,7 @@ def auto_accelerate(
             resolved, outcome = _strategy(inputs, cluster, request)
             compared = _compared(inputs, cluster, resolved, outcome)
             result = apply_strategy(inputs, cluster, resolved)
+            carry_late_hooks(result.job)
             if compared:
                 result.job.explain(MODEL, compared)
             if not ignore_dryrun_on_load_strategy:

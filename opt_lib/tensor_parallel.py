@@ -29,7 +29,7 @@ from atorch_ns.sharding import (
 )
 from atorch_ns.strategy import NarrowProducts, Plan
 from atorch_ns.text import error_text, first_few
-from atorch_ns.torch_compat import plain_name, run_foreach_on_local_parts, share_memory_along
+from atorch_ns.torch_compat import plain_name, share_memory_along
 from opt_lib._model_axes.sample_batch import common_sample
 from opt_lib._model_axes.tensor import (
     LossOnParts,
@@ -113,7 +113,6 @@ class TensorParallel(Method[TensorParallelConfig]):
         _divide(job, local, group)
         divide_logits(job, loss, local.layout)
         guard_loss(job)
-        run_foreach_on_local_parts()
         job.resolved_settings[self.name] = chosen.plan.as_config()
         self._explain(job, chosen, config)
         if loss.note:

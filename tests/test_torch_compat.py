@@ -36,6 +36,7 @@ from atorch_ns.torch_compat import (
     compile_records,
     count_operators,
     default_store,
+    extend_dtensor_operators,
     fake_tensor_mode,
     fake_tensor_type,
     flatten_mesh,
@@ -65,7 +66,6 @@ from atorch_ns.torch_compat import (
     reduce_after_backward,
     reduced_parameters,
     registered_children,
-    run_foreach_on_local_parts,
     share_memory_along,
     tensor_without_storage,
     unreached_parameters,
@@ -588,7 +588,7 @@ def _lists_of_both_kinds() -> list[float]:
     weights = [distribute_tensor(torch.ones(4, 2), mesh, [Shard(1)]), torch.ones(3)]
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         torch._foreach_sub_(averages, weights)
-    run_foreach_on_local_parts()
+    extend_dtensor_operators()
     torch._foreach_lerp_(averages, weights, 0.25)
     torch._foreach_mul_(averages, 2.0)
     torch._foreach_add_(averages, weights, alpha=0.5)

@@ -98,6 +98,13 @@ def _loader(job: Job) -> TrainLoader | None:
         return None
     if hasattr(dataset, "__getitem__") and isinstance(dataset, Sized) and len(dataset) == 0:
         raise InputError("dataset is empty: len(dataset) is 0.")
+    args, num_ranks = dict(job.inputs.dataloader_args or {}), job.num_data_ranks
+    extra = -len(dataset) % num_ranks if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") else 0
+    if extra and not {"sampler", "batch_sampler"} & {*args} and not args.get("drop_last"):
+        job.warn(
+            f"{num_ranks} ranks do not divide {len(dataset)} samples: the last batch of an epoch is filled up with the first "
+            f"{extra} of it, which one process does not train on twice. Set drop_last=True in dataloader_args to leave the rest out."
+        )
     return build_dataloader(
         dataset,
         args=job.inputs.dataloader_args,

@@ -133,11 +133,13 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
         job.explain(OPTIMIZER, untried)
         job.warn(untried)
     _watch_ranks(job, optimizer)
+    if job.cluster.world_size > 1 and job.optimizer.take_over is None:
+        _refuse_foreign_parameters(job, optimizer, groups)
     scaler, norm = job.precision.scaler, _count_once(job, masters)
     steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
     # A backward pass of the optimizer's own goes with a step of its own.
     if steps_alone or job.optimizer.use_optim_backward:
-        if job.gradients.are_left:
+        with suppress(AttributeError):  # an optimizer that never called Optimizer.__init__ has no hooks
             optimizer.register_step_pre_hook(lambda *_: job.gradients.complete(job.module))
         return optimizer
     return StepOptimizer(
@@ -146,7 +148,7 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
         masters=masters,
         skip_if_nonfinite=job.precision.skip_if_nonfinite,
         group=job.agreeing_group,
-        finish=partial(job.gradients.complete, job.module) if job.gradients.are_left else None,
+        finish=partial(job.gradients.complete, job.module),
         norm=norm,
     )
 
@@ -177,6 +179,32 @@ def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
             warn_where_none_come(job.module, optimizer)
             # A forward pass between the backward pass and the step has left parameters gathered, as they were before it.
             optimizer.register_step_post_hook(lambda *_: reshard(job.module))
+
+
+def _refuse_foreign_parameters(
+    job: Job, optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]
+) -> None:
+    """Has a step look at the gradients of parameters that are not of the model, as of a later ``add_param_group``."""
+    known = {id(parameter) for group in groups for parameter in group["params"]}
+    counted, foreign = 0, list[torch.Tensor]()
+
+    def look(*_: Any) -> None:
+        nonlocal counted, foreign
+        if (number := sum(len(group["params"]) for group in optimizer.param_groups)) != counted:
+            parts = (job.module, *job.parts.stages)
+            ours = known | {id(parameter) for part in parts for parameter in part.parameters()}
+            given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            counted, foreign = number, [parameter for parameter in given if id(parameter) not in ours]
+        for parameter in foreign:
+            if parameter.grad is not None:
+                raise StepError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's: each rank would "
+                    "train it on its own samples. Make it a parameter of the model before auto_accelerate, or average its "
+                    "gradient over the ranks and give it an optimizer of its own."
+                )
+
+    with suppress(AttributeError):  # an optimizer that never called Optimizer.__init__ has no hooks
+        optimizer.register_step_pre_hook(look)
 
 
 def _frozen(job: Job) -> list[tuple[str, torch.Tensor]]:

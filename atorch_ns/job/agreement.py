@@ -444,10 +444,8 @@ class SamePlace:
                         other["is_stuck"] for other in others.values()
                     ):
                         self._compare_calls(calls, others, only_last=True)
-            except (
-                RuntimeError,
-                ValueError,
-            ):  # the store has gone, or the process group: nobody is left to wait for
+            except (RuntimeError, ValueError):
+                # The store has gone, or the process group: nobody is left to wait for.
                 return
 
     def _find_line(self) -> tuple[tuple[Any, int] | None, bool]:

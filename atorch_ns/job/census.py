@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -15,10 +17,19 @@ from torch.utils._pytree import tree_leaves
 from atorch_ns.capture.nests import leaves, tensors_of
 from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.errors import InputError, StepError
-from atorch_ns.job.gradients import GradientHooks
+from atorch_ns.job.gradients import GradientHooks, follow_backward_passes
 from atorch_ns.job.job import MODEL, Job
 from atorch_ns.text import first_few
-from atorch_ns.torch_compat import gradient_hooks, plain_name, remove_gradient_hooks, traced_modules
+from atorch_ns.torch_compat import (
+    HookTable,
+    extend_dtensor_operators,
+    gathered_parameters,
+    has_user_hooks,
+    hook_tables,
+    plain_name,
+    take_hooks,
+    traced_modules,
+)
 
 
 class Census:
@@ -29,7 +40,8 @@ class Census:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._ids = {name: id(parameter) for name, parameter in model.named_parameters()}
+        # References keep no memory, and no number that another tensor has later.
+        self._parameters = {name: ref(parameter) for name, parameter in model.named_parameters()}
         anew = {  # before every pass, by hooks such as spectral_norm's
             f"{path}.{hook.name}".removeprefix(".")
             for path, module in model.named_modules()
@@ -43,9 +55,9 @@ class Census:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
         ]
         self._hooks = [
-            (name, *hooks)
+            (name, *hook_tables(parameter))
             for name, parameter in model.named_parameters()
-            if any(hooks := gradient_hooks(parameter))
+            if has_user_hooks(parameter)
         ]
 
     def check(self, job: Job) -> None:
@@ -68,36 +80,92 @@ class Census:
                     "under this strategy they would have memory of their own. Make them one parameter (module.b = module.a), or "
                     "read the parameter where the other is used; ddp and zero1 leave them as they are."
                 )
-        self._carry_hooks(job)
+        now = {plain_name(name): parameter for name, parameter in job.module.named_parameters()}
+        self._stop_stale_optimizers(now.values())
+        if job.cluster.world_size > 1 or job.step.num_micro_batches > 1:
+            carry_hooks(job, [(name, now.get(name), early, late) for name, early, late in self._hooks])
 
     def _is_replaced(self, job: Job) -> bool:
         """Whether what the forward pass computes with, or the optimizer updates, are other tensors than before."""
-        now = {plain_name(name): id(parameter) for name, parameter in job.module.named_parameters()}
+        now = {plain_name(name): parameter for name, parameter in job.module.named_parameters()}
+        known = self._parameters.items()
         return bool(job.plan.precision.master_dtype) or any(
-            self._ids.get(name, number) != number for name, number in now.items()
+            name in now and held() is not now[name] for name, held in known
         )
 
-    def _carry_hooks(self, job: Job) -> None:
-        if not self._hooks or (job.cluster.world_size == 1 and job.step.num_micro_batches == 1):
-            return
-        if job.optimizer.take_over is not None:
-            raise InputError(
-                f"{first_few([name for name, *_ in self._hooks])} has hooks of its gradient, which a backend that makes model and "
-                "optimizer together never calls. Use ddp, zero1, zero2 or fsdp of torch."
+    def _stop_stale_optimizers(self, now: Iterable[torch.Tensor]) -> None:
+        """Has optimizers that were made of parameters which are no more the model's refuse to step: they would train nothing."""
+        kept = {id(parameter) for parameter in now}
+        stale = {id(p) for held in self._parameters.values() if (p := held()) is not None} - kept
+
+        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            raise StepError(
+                f"this {type(optimizer).__name__} was made of the model's parameters before the strategy put others in their "
+                "place, and would train nothing. Give its class as optim_func, or make it of result.model.parameters()."
             )
-        now = {plain_name(name): parameter for name, parameter in job.module.named_parameters()}
-        found = []
-        for name, hooks, late in self._hooks:
-            parameter = now.get(name)
-            if parameter is not None:
-                remove_gradient_hooks(parameter, [*hooks, *late])
-                found.append(GradientHooks(name, parameter, hooks, late))
-        job.gradients.sums.call_after(found)
+
+        optimizers = (
+            [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)] if stale else []
+        )
+        for optimizer in optimizers:
+            groups = vars(optimizer).get("param_groups", ())
+            if any(id(parameter) in stale for group in groups for parameter in group["params"]):
+                optimizer.register_step_pre_hook(refuse)
+
+
+def carry_hooks(job: Job, found: Iterable[tuple[str, torch.Tensor | None, HookTable, HookTable]]) -> None:
+    """Has users' hooks of gradients called with the gradients of all ranks: of names, parameters as they are now, and the
+    tables of :func:`~atorch_ns.torch_compat.hook_tables`."""
+    here = [(name, parameter, early, late) for name, parameter, early, late in found if parameter is not None]
+    if here and job.optimizer.take_over is not None:
+        raise InputError(
+            f"{first_few([name for name, *_ in here])} has hooks of its gradient, which a backend that makes model and optimizer "
+            "together never calls. Use ddp, zero1, zero2 or fsdp of torch."
+        )
+    if here:
+        job.gradients.sums.call_after(
+            [
+                GradientHooks(name, parameter, take_hooks(early), take_hooks(late))
+                for name, parameter, early, late in here
+            ]
+        )
         job.explain(
             "model",
-            f"hooks of the gradients of {first_few([name for name, *_ in self._hooks])} are called with the gradients of all "
+            f"hooks of the gradients of {first_few([name for name, *_ in here])} are called with the gradients of all "
             "ranks: once in a step of train_step, and after each backward pass of a loop of your own",
         )
+
+
+def carry_late_hooks(job: Job) -> None:
+    """Carries over hooks of gradients that are registered once the strategy is applied, when a backward pass begins."""
+    if job.cluster.world_size == 1 or job.parts.stages or job.optimizer.take_over is not None:
+        return
+    # Name, parameter, and what the user may see of it: between a forward and a backward pass that is the gathered one.
+    parameters = [(plain_name(name), p, p) for name, p in job.module.named_parameters()]
+
+    def count() -> list[int]:
+        return [len(table) for *_, seen in parameters for table in hook_tables(seen) if table]
+
+    before = count()
+    is_complete = False
+
+    def look() -> None:
+        nonlocal before, is_complete
+        if not is_complete:
+            is_complete = True
+            names = {parameter: name for name, parameter, _ in parameters}
+            gathered = gathered_parameters(job.module)
+            parameters.extend((names[shard], shard, whole) for shard, whole in gathered if shard in names)
+        if (now := count()) != before:
+            before = now
+            found = [(name, p, *hook_tables(seen)) for name, p, seen in parameters if has_user_hooks(seen)]
+            is_first = bool(found) and not job.gradients.sums
+            carry_hooks(job, found)
+            if is_first:
+                job.gradients.sums.watch(job.module)
+                job.gradients.join_pass(job.module)
+
+    follow_backward_passes(job.module, look)
 
 
 class ForwardChanges:
@@ -197,6 +265,7 @@ def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
                 if module not in inner and any(True for _ in module.parameters()):
                     _watch_writes(plain_name(path), module, updated)
     if any(isinstance(parameter, DTensor) for parameter in job.module.parameters()):
+        extend_dtensor_operators()
         job.model.register_forward_hook(_refuse_second_derivatives)
 
 

@@ -213,7 +213,8 @@ class GradientSums:
 
     def __init__(self) -> None:
         self._sums: list[_Sum] = []
-        self._hooks: Sequence[GradientHooks] = ()
+        self._hooks: list[GradientHooks] = []
+        self._is_watching = False
         self._pending = False
         self._summed = False
         self._divided = False
@@ -227,7 +228,9 @@ class GradientSums:
 
     def call_after(self, hooks: Sequence[GradientHooks]) -> None:
         """Calls the user's functions once gradients are complete, in place of in every backward pass."""
-        self._hooks = hooks
+        self._hooks += hooks
+        if self._is_watching:
+            self._watch_gradients(entry.parameter for entry in hooks)
 
     def add(self, names: Iterable[str], group: dist.ProcessGroup, *, mean: bool = False) -> None:
         """Lets gradients be summed over a group of ranks.
@@ -255,7 +258,11 @@ class GradientSums:
         module.register_forward_pre_hook(self._note, prepend=True)
         names = frozenset().union(*(entry.names for entry in self._sums))
         self._shards = WeakValueDictionary(_by_name(module))  # memory of what is replaced later is free
-        for parameter in {*_parameters(module, names), *(hooks.parameter for hooks in self._hooks)}:
+        self._is_watching = True
+        self._watch_gradients([*_parameters(module, names), *(hooks.parameter for hooks in self._hooks)])
+
+    def _watch_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in set(parameters):
             if parameter.is_leaf:
                 after_accumulation(cast(nn.Parameter, parameter), self._note_gradient)
 
@@ -391,7 +398,8 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
             log.warning(
                 "an optimizer's step updates nothing: no parameter has a gradient, though the model was called since the last "
                 "step. Under this strategy parameters are gathered for each pass, so that torch.autograd.grad(loss, parameters) "
-                "finds no gradient of them: call loss.backward() and read parameter.grad, or choose ddp or zero1."
+                "and loss.backward(inputs=parameters) find no gradient of them: call loss.backward() and read parameter.grad, or "
+                "choose ddp or zero1."
             )
 
     module.register_forward_pre_hook(torch.compiler.disable(note))
@@ -483,25 +491,28 @@ class Gradients:
         """Completes gradients after each backward pass of a loop of the user's, as they are in one process: it may read them,
         clip them by torch's function, and its hooks see each pass."""
 
-        def end() -> None:
-            is_paused = self.reducer is not None and self.reducer.is_paused
-            if self.sums.have_changed(module) and not self.num_parts and not is_paused:
-                self.complete(module)
-            elif is_paused and not self.num_parts:
-                self.sums.tell_of_parts()
+        self._follow = follow_backward_passes(
+            module, lambda: self.sums.begin_pass(module), lambda: self._end_pass(module)
+        )
 
-        self._follow = follow_backward_passes(module, lambda: self.sums.begin_pass(module), end)
+    def join_pass(self, module: nn.Module) -> None:
+        """The same, in a backward pass that is under way, and after each further one."""
+        self.follow_passes(module)
+        self.sums.begin_pass(module)
+        after_backward(lambda: after_backward(lambda: self._end_pass(module)))
+
+    def _end_pass(self, module: nn.Module) -> None:
+        is_paused = self.reducer is not None and self.reducer.is_paused
+        if self.sums.have_changed(module) and not self.num_parts and not is_paused:
+            self.complete(module)
+        elif is_paused and not self.num_parts:
+            self.sums.tell_of_parts()
 
     def follow_call(self, module: nn.Module, output: Any) -> None:
         """A method of ``module`` that counts as a forward pass has given an output."""
         if self._follow is not None and torch.is_grad_enabled():
             self.sums.expect(module)
             self._follow(output)
-
-    @property
-    def are_left(self) -> bool:
-        """Whether there is something to complete after a backward pass."""
-        return bool(self.sums) or self.reducer is not None
 
     def complete(self, module: nn.Module) -> None:
         """Reduces what the last backward pass has left on its rank; nothing if that is done already. Collective."""

@@ -26,7 +26,7 @@ from atorch_ns.profile.optimizer import nested_optimizers
 from atorch_ns.sharding import Packing
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import with_article
-from atorch_ns.torch_compat import keep_gathered_writes
+from atorch_ns.torch_compat import gathered_parameters, keep_gathered_writes
 
 T = TypeVar("T")
 
@@ -140,6 +140,15 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+class _ClearsShards(nn.Module):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of shards, too, which are no parameters while those that are gathered are."""
+        super().zero_grad(set_to_none)
+        for shard, _ in gathered_parameters(self):
+            if shard.grad is not None:
+                shard.grad = None if set_to_none else torch.zeros_like(shard.grad)
+
+
 def shard_after_evaluations(roots: Iterable[nn.Module]) -> None:
     """Has parameters be shards again after a forward pass that no backward pass follows, which torch leaves gathered, under
     ``replicate`` too: an optimizer would step, and a loop would write, what the next pass does not read."""
@@ -156,6 +165,9 @@ def shard_after_evaluations(roots: Iterable[nn.Module]) -> None:
 
         root.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
         root.register_forward_hook(torch.compiler.disable(after))
+        root.__class__ = type(
+            type(root).__name__, (_ClearsShards, type(root)), {"__module__": type(root).__module__}
+        )
 
     for root in roots:
         attach(root)

@@ -275,10 +275,8 @@ def run_local_ranks(
         SystemExit: with 128 and the signal's number, if one ended the ranks.
     """
     ranks = Ranks(module, arguments, num_ranks, shown=shown, quiet=True)
-    with (
-        _passing_on(ranks, patient) as received,
-        ranks,
-    ):  # handlers first: a signal may come while ranks start
+    # Handlers first: a signal may come while ranks start.
+    with _passing_on(ranks, patient) as received, ranks:
         ends = ranks.wait(timeout_s=timeout_s)
     if received and any(end.code for end in ends):
         raise SystemExit(128 + received[-1])

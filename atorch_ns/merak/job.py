@@ -15,6 +15,7 @@ from atorch_ns.apply import apply_strategy, attach_optimizer
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Job, Result
+from atorch_ns.job.census import carry_late_hooks
 from atorch_ns.job.job import MODEL
 from atorch_ns.merak.losses import Sample
 from atorch_ns.method import load_registry, resolve
@@ -57,6 +58,7 @@ def divided(
         text = canonical_text([[step.name, step.config] for step in resolved.strategy])
         cluster.same_everywhere({"strategy": text, **inputs.digest()})
         result = apply_strategy(inputs, cluster, resolved)
+    carry_late_hooks(result.job)
     for note in notes:
         result.job.explain(MODEL, note)
     result.make_report = partial(_report, result, outcome)

@@ -369,9 +369,8 @@ class MerakTrainer(Trainer):
             self.args, self.model
         )
         check_recipe(self.args.optim, make, arguments)
-        return make, {
-            key: value for key, value in arguments.items() if key != "fused"
-        }  # chosen where it fits
+        # Chosen where it fits.
+        return make, {key: value for key, value in arguments.items() if key != "fused"}
 
     def _options_of(self, name: str) -> Mapping[str, Any]:
         if self._given_options is not None:

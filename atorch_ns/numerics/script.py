@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Result
 from atorch_ns.numerics.verdict import NOISE_FACTOR, REDUCED_TOLERANCE, TOLERANCE
+from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import is_library
-from atorch_ns.torch_compat import persistent_buffers
+from atorch_ns.torch_compat import local_box, persistent_buffers
 
 ROUNDING: Final = TOLERANCE / 10
 """Error of a gradient, relative to its tensor's largest element, by which the second run is off: what rounding reaches in
@@ -167,17 +168,14 @@ class ScriptWatch:
         path = self._folder / f"{self._num_records}-{number}-{self._counts[number]}-{rank}.pt"
         record = {
             "where": _line_of_user(),
-            "tensors": {key: _whole(tensor) for key, tensor in tensors.items()},
+            "tensors": {key: local_part(t).detach().to("cpu", copy=True) for key, t in tensors.items()},
+            "boxes": {
+                key: (t.shape, local_box(t)[0]) for key, t in tensors.items() if isinstance(t, DTensor)
+            },
         }
         torch.save(record, path.with_suffix(".draft"))
         path.with_suffix(".draft").rename(path)  # a rank that is ended leaves no half of a record
         self._num_records += 1
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole tensor; collective for a divided one."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().to("cpu", copy=True)
 
 
 def _line_of_user() -> str:
@@ -212,7 +210,7 @@ def compare_runs(
         found = [
             Difference(job=job, step=step, where=held["where"], rank=rank, **fields)
             for rank, held in ranks.items()
-            for fields in _compared(whole, held["tensors"], noisy, begin, reduced)
+            for fields in _compared(whole, held, noisy, begin, reduced)
         ]
         for kind, name in whole.keys() - {key for held in ranks.values() for key in held["tensors"]}:
             found.append(Difference(job=job, step=step, where=ranks[0]["where"], kind=kind, name=name))
@@ -244,25 +242,27 @@ def _read(folder: Path, moment: _Moment) -> dict[int, Any]:
 
 def _compared(
     plain: Mapping[Any, torch.Tensor],
-    found: Mapping[Any, torch.Tensor],
+    record: Mapping[str, Mapping[Any, Any]],
     noisy: Mapping[Any, torch.Tensor],
     begin: Mapping[Any, torch.Tensor],
     reduced: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Kind, name, error and tolerance of each tensor that a rank holds.
+    """Kind, name, error and tolerance of each tensor that a rank has recorded, whole or its part.
 
     A weight is judged by its update since the first record, anything else by itself.
     """
     share, unit = REDUCED_TOLERANCE if reduced else TOLERANCE, torch.finfo(torch.float32)
-    for (kind, name), tensor in found.items():
+    for (kind, name), tensor in record["tensors"].items():
         expected = plain.get((kind, name))
-        if expected is None or expected.shape != tensor.shape:
+        shape, offsets = record["boxes"].get((kind, name), (tensor.shape, [0] * tensor.dim()))
+        if expected is None or expected.shape != shape:
             yield {"kind": kind, "name": name}
             continue
-        error = tensor.double() - expected
-        error[(tensor == expected) | (tensor.isnan() & expected.isnan())] = (
-            0.0  # infinite ones are equal, too
-        )
+        part = expected[
+            tuple(slice(first, first + n) for first, n in zip(offsets, tensor.shape, strict=True))
+        ]
+        error = tensor.double() - part
+        error[(tensor == part) | (tensor.isnan() & part.isnan())] = 0.0  # infinite ones are equal, too
         moved = expected.double() - (begin[kind, name].double() if kind == "weight" else 0.0)
         noise = noisy[kind, name].double() - expected if (kind, name) in noisy else moved * 0.0
         rounding = 2 * unit.eps * _largest_finite(expected) + unit.tiny

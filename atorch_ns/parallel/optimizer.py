@@ -20,7 +20,7 @@ from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.module import STEP, ParallelModule, named_parameters, parallel_modules
 from atorch_ns.parallel.pieces import PIECES, Pieces, as_part, localised, part_of
 from atorch_ns.sharding.rank_context import local_part
-from atorch_ns.torch_compat import gradient_hooks
+from atorch_ns.torch_compat import has_user_hooks
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -298,7 +298,7 @@ def _refuse_gradient_hooks(parts: Iterable[ParallelModule]) -> None:
     for part in parts:
         if part.result.job.gradients.reducer is None and part.compute_config.num_units > 1:
             for name, parameter in named_parameters(part):
-                if any(gradient_hooks(parameter)):
+                if has_user_hooks(parameter):
                     raise InputError(
                         f"{name} has a hook on its gradient, which is not called with use_zero; change gradients between "
                         "sync_shard_grad() and step(), or leave use_zero out."

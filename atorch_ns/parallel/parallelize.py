@@ -28,7 +28,7 @@ from atorch_ns.parallel.policies import POLICIES, is_strategy_file
 from atorch_ns.parallel.saved import Made, PlanFolder
 from atorch_ns.strategy import MODEL_AXES, Strategy
 from atorch_ns.text import did_you_mean, with_article
-from atorch_ns.torch_compat import gradient_hooks
+from atorch_ns.torch_compat import has_user_hooks
 
 E = TypeVar("E", bound=Enum)
 
@@ -167,7 +167,7 @@ class _Source:
                 f"this {type(module).__qualname__} has been made parallel already, and was changed for that: use what parallelize "
                 "returned, or parallelize its class to make several."
             )
-        hooked = next((name for name, one in module.named_parameters() if any(gradient_hooks(one))), None)
+        hooked = next((name for name, one in module.named_parameters() if has_user_hooks(one)), None)
         if hooked is not None:
             raise InputError(
                 f"{hooked} has a hook on its gradient, which does not go with it to its parts: register it on the parallel module's "

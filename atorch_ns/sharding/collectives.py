@@ -126,9 +126,8 @@ def simulate(num_ranks: int, work: Callable[[SimulatedGroup], T], device: torch.
         for rank in range(num_ranks):
             try:
                 ranks.append(pool.submit(run, rank))
-            except (
-                RuntimeError
-            ) as error:  # no room for another thread: those that wait for it would do so for ever
+            except RuntimeError as error:
+                # No room for another thread: those that wait for it would do so for ever.
                 turns.pass_on(rank, ended=True, error=error)
                 raise
     turns.swapped.clear()  # backward nodes refer to the group, and the values to them: a cycle that nobody would find

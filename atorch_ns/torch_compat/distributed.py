@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -259,8 +259,9 @@ def pipeline_orders(
     return [_passes(schedule._calculate_single_rank_operations(rank)) for rank in range(num_ranks)]
 
 
-def run_foreach_on_local_parts() -> None:
-    """Lets ``_foreach`` operators, as averages and ``zero_grad`` use them, take lists in which some tensors are divided and some are not.
+def extend_dtensor_operators() -> None:
+    """Lets ``_foreach`` operators, as averages and ``zero_grad`` use them, take lists in which some tensors are divided and some are not;
+    and ``tensor.item()`` give the number that all ranks hold together.
 
     torch refuses such a list, which the parameters of a divided model are. Each pair is computed where its first tensor
     lies, as ``AveragedModel`` needs it.
@@ -268,6 +269,9 @@ def run_foreach_on_local_parts() -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(_PLACE_BY_PLACE, _on_local_parts))
     handlers[torch.ops.aten._foreach_norm.Scalar] = _norms
+    handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    if not torch.cuda.is_available():  # where torch draws other numbers for each part
+        handlers.update(dict.fromkeys(_RANDOM, _draw_whole))
 
 
 _PLACE_BY_PLACE = (
@@ -302,6 +306,36 @@ def _norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     if len({norm.device_mesh if isinstance(norm, DTensor) else None for norm in norms}) == 1:
         return norms
     return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+
+
+_RANDOM = (
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.uniform_.default,
+    torch.ops.aten.bernoulli_.float,
+    torch.ops.aten.exponential_.default,
+    torch.ops.aten.randn_like.default,
+    torch.ops.aten.rand_like.default,
+)
+
+
+def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """This rank's part of numbers that are drawn for a whole tensor, as in one process."""
+    target = args[0]
+    local = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    drawn = operator(local, *args[1:], **kwargs)
+    whole = DTensor.from_local(
+        drawn, target.device_mesh, [Replicate()] * target.device_mesh.ndim, run_check=False
+    )
+    part = whole.redistribute(placements=target.placements)
+    if not operator._schema.is_mutable:
+        return part
+    target._local_tensor.copy_(part._local_tensor)
+    return cast(torch.Tensor, target)
+
+
+def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``tensor.item()``, collective: of a norm or a sum each rank holds a summand, which torch gives as the number."""
+    return operator(args[0].full_tensor())
 
 
 def _part_beside(tensor: Any, target: Any) -> Any:
@@ -346,6 +380,13 @@ def keep_gathered_writes(units: Iterable[FSDPModule]) -> None:
             shard.requires_grad_(whole.requires_grad)
             if shard.dtype == whole.dtype:
                 _copy_part(parameter, whole, shard)
+
+
+def gathered_parameters(module: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """The shards of ``fully_shard`` and ``replicate``, each with the parameter that is gathered from them
+    (``FSDPParam.sharded_param``, ``_unsharded_param``), of those that have been gathered before."""
+    found = _parameters_of(unit for unit in module.modules() if isinstance(unit, FSDPModule))
+    return [(p.sharded_param, p._unsharded_param) for p in found if hasattr(p, "_unsharded_param")]
 
 
 def _parameters_of(units: Iterable[FSDPModule]) -> Iterator[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -89,30 +89,45 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether something waits for a parameter's gradient: ``register_hook`` or ``register_post_accumulate_grad_hook``."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 class PackageHook(partial[None]):
     """A hook that this package has registered, which no user waits for."""
 
 
-def gradient_hooks(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
-    """The user's functions that wait for a parameter's gradient: those of ``register_hook`` (``_backward_hooks``), and those of
-    ``register_post_accumulate_grad_hook`` (``_post_accumulate_grad_hooks``)."""
-    late = (parameter._post_accumulate_grad_hooks or {}).values()
-    return [*(parameter._backward_hooks or {}).values()], [
-        hook for hook in late if not isinstance(hook, PackageHook)
-    ]
+_TAKEN = PackageHook(lambda _: None)
+
+HookTable = MutableMapping[int, Any] | None
+"""Functions that wait for a parameter's gradient, by the numbers of their handles; ``None`` for none."""
 
 
-def remove_gradient_hooks(parameter: torch.Tensor, hooks: Collection[Any]) -> None:
-    """Takes these functions from a parameter."""
-    for registered in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-        if registered is not None:
-            for number in [number for number, hook in registered.items() if hook in hooks]:
-                del registered[number]
+def hook_tables(parameter: torch.Tensor) -> tuple[HookTable, HookTable]:
+    """Those of ``register_hook`` (``_backward_hooks``) and of ``register_post_accumulate_grad_hook``
+    (``_post_accumulate_grad_hooks``)."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether something waits for a parameter's gradient, the package's own hooks among it."""
+    return any(hook is not _TAKEN for table in hook_tables(parameter) if table for hook in table.values())
+
+
+def has_user_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a user's function waits for a parameter's gradient."""
+    tables = (table for table in hook_tables(parameter) if table)
+    return any(not isinstance(hook, PackageHook) for table in tables for hook in table.values())
+
+
+def take_hooks(table: HookTable) -> list[Callable[[torch.Tensor], Any]]:
+    """The user's functions of a table, which autograd calls no more. Their handles still remove them."""
+
+    def take(table: MutableMapping[int, Any], number: int) -> Callable[[torch.Tensor], Any]:
+        hook, table[number] = table[number], _TAKEN
+        return lambda value: hook(value) if number in table else None
+
+    return (
+        [take(table, n) for n, hook in list(table.items()) if not isinstance(hook, PackageHook)]
+        if table
+        else []
+    )
 
 
 _HOOKS = (

@@ -259,11 +259,6 @@ class _JointGradients(Gradients):
         super().__init__(skip_sync=self._skip)
         self._jobs, self._rest = jobs, rest
 
-    @property
-    def are_left(self) -> bool:
-        """There is something to complete."""
-        return True
-
     def complete(self, module: nn.Module) -> None:
         """Reduces what is left, part by part; collective."""
         for job in self._jobs:

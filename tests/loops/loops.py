@@ -137,6 +137,14 @@ def zeroed_by_the_model(t: Training, batch: Tensor) -> None:
     t.optimizer.step()
 
 
+def zeroed_between(t: Training, batch: Tensor) -> None:
+    """Between the forward and the backward pass."""
+    loss = t.loss(batch, t.model(batch))
+    t.model.zero_grad()
+    loss.backward()
+    t.optimizer.step()
+
+
 def zeroed_after(t: Training, batch: Tensor) -> None:
     t.loss(batch, t.model(batch)).backward()
     t.optimizer.step()
@@ -232,6 +240,32 @@ def clipped_by_torch(t: Training, batch: Tensor) -> None:
     t.optimizer.zero_grad()
     t.loss(batch, t.model(batch)).backward()
     torch.nn.utils.clip_grad_norm_(t.model.parameters(), 0.1)
+    t.optimizer.step()
+
+
+def clipped_by_numbers(t: Training, batch: Tensor) -> None:
+    """By a norm that is a number of Python's."""
+    t.optimizer.zero_grad()
+    t.loss(batch, t.model(batch)).backward()
+    gradients = [p.grad for p in t.model.parameters() if p.grad is not None]
+    norm = sum(gradient.norm().item() ** 2 for gradient in gradients) ** 0.5
+    for gradient in gradients:
+        gradient.mul_(min(1.0, 0.1 / (norm + 1e-6)))
+    t.optimizer.step()
+
+
+def hooked_between(t: Training, batch: Tensor) -> None:
+    """Functions of gradients for one backward pass."""
+    t.optimizer.zero_grad()
+    loss = t.loss(batch, t.model(batch))
+    handles = [
+        p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        for p in t.model.parameters()
+        if p.requires_grad
+    ]
+    loss.backward()
+    for handle in handles:
+        handle.remove()
     t.optimizer.step()
 
 
@@ -376,6 +410,7 @@ STEPS: Final[Mapping[str, Step]] = {
         by_hand,
         keeping_zeros,
         zeroed_by_the_model,
+        zeroed_between,
         zeroed_after,
         by_closure,
         twice,
@@ -388,6 +423,8 @@ STEPS: Final[Mapping[str, Step]] = {
         in_parts_without_sync,
         clipped,
         clipped_by_torch,
+        clipped_by_numbers,
+        hooked_between,
         scaled_by_hand,
         gradients_by_function,
         evaluated,
@@ -438,6 +475,19 @@ def change_data(t: Training) -> None:
         parameter.data.mul_(0.9)
 
 
+def hook_gradients_late(t: Training) -> None:
+    for parameter in t.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+@torch.no_grad()
+def shake_weights(t: Training) -> None:
+    for parameter in t.model.parameters():
+        torch.manual_seed(parameter.numel())  # a stage has some of them
+        parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
 def look_at_states(t: Training) -> None:
     t.model.state_dict()
     t.optimizer.state_dict()
@@ -459,6 +509,8 @@ EVENTS: Final[Mapping[str, Callable[[Training], None]]] = {
         lower_rate,
         shrink_weights,
         change_data,
+        hook_gradients_late,
+        shake_weights,
         look_at_states,
         reload_states,
         forget_states,

@@ -118,6 +118,26 @@ FOUND = [
         {"compile, fsdp": "equal", "compile, tensor, zero1": "equal"},
     ),
     (Recipe(blocks=("clamped", "clamped")), {"compile, ddp": "equal", "compile, fsdp": "refused"}),
+    # What a loop does between the forward and the backward pass, while parameters are gathered, and with numbers and
+    # functions of divided tensors.
+    (Recipe(blocks=("plain", "plain"), step="zeroed_between"), {"fsdp": "equal", "zero2": "equal"}),
+    (Recipe(blocks=("plain", "plain"), step="clipped_by_numbers"), {"fsdp": "equal", "tensor": "equal"}),
+    (
+        Recipe(blocks=("plain", "plain"), step="hooked_between"),
+        dict.fromkeys(("ddp", "zero1", "fsdp", "zero2", "tensor"), "equal"),
+    ),
+    (
+        Recipe(
+            blocks=("plain", "plain"),
+            step="by_hand",
+            events=((1, "hook_gradients_late"), (2, "shake_weights")),
+        ),
+        dict.fromkeys(("ddp", "zero1", "fsdp", "zero2", "tensor"), "equal"),
+    ),
+    (
+        Recipe(blocks=("plain", "norm"), events=((1, "shake_weights"), (2, "hook_gradients_late"))),
+        {"tensor, fsdp": "equal", "tensor, ddp": "equal", "compile, fsdp": "equal"},
+    ),
     # An optimizer that a stage's parameters are too few for.
     (Recipe(blocks=("lists", "routed"), optimizer="nested"), {"pipeline": "refused"}),
     # Norms of gradients that lie on several meshes.

@@ -15,7 +15,7 @@ NAN, INF = float("nan"), float("inf")
 def _record(folder: Path, run: str, values: list[float], *, step: int = 1, rank: int = 0) -> None:
     (folder / run).mkdir(exist_ok=True)
     torch.save(
-        {"where": "train.py:1: step()", "tensors": {("weight", "w"): torch.tensor(values)}},
+        {"where": "train.py:1: step()", "tensors": {("weight", "w"): torch.tensor(values)}, "boxes": {}},
         folder / run / f"{step}-0-{step}-{rank}.pt",
     )
 

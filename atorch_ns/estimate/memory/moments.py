@@ -153,9 +153,8 @@ class PlanGroup:
         held = held * (copies > 0)
         if self.plan.sharding.updates_copy:  # the optimizer sees one vector
             largest = everything
-        elif (
-            self.plan.sharding.layout == "parameters"
-        ):  # a share counts whole parameters, as a mean over copies
+        elif self.plan.sharding.layout == "parameters":
+            # A share counts whole parameters, as a mean over copies.
             largest = ((held > 0) * (self.parameters.elements * updated)).max(axis=1, initial=0.0)
         else:
             largest = held.max(axis=1, initial=0.0)

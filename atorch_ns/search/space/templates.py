@@ -247,9 +247,8 @@ def find_templates(
             kind = _kind(canonical(plan))
             if kind not in distinct:
                 distinct[kind] = Template(chosen, plan, group)
-            elif (
-                resolved is not None
-            ):  # no row to say that an axis over which nothing is sharded changes nothing
+            elif resolved is not None:
+                # No row to say that an axis over which nothing is sharded changes nothing.
                 same.append((resolved, distinct[kind]))
     return Templates(tuple(distinct.values()), tuple(same), refused, left_out)
 

@@ -429,7 +429,7 @@ def small_arguments(subject: Subject, length: int, *, squares: bool, few_rows: b
             shape[subject.settings.dim] = length
             if rows and few_rows:
                 shape[0] = min(rows, _ROWS)
-            random = torch.randn(shape, generator=generator)
+            random = torch.randn(shape, generator=generator, dtype=torch.float32)
             return random.to(subject.settings.device).requires_grad_()
         small = leaf.detach()
         for dim in sequence_dims(leaf, subject.length, subject.settings.dim, squares=squares):

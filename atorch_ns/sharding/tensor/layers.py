@@ -61,7 +61,7 @@ class _Setting:
 def _entered_columns(layer: Any, setting: _Setting, x: torch.Tensor) -> torch.Tensor:
     """This rank's columns, of an input whose gradient is summed over the ranks."""
     kind, group, region = setting.kind, setting.group, setting.region
-    weight, bias = local_part(layer.weight), _local_or_none(layer.bias)
+    weight, bias = local_part(layer.weight), None if layer.bias is None else local_part(layer.bias)
     is_first = region is None or not region.has_entered(x)
     if is_first and x.requires_grad and torch.is_grad_enabled() and can_overlap(group, kind, x):
         return overlapped_columns(x, weight, bias, kind, group, region)
@@ -240,7 +240,3 @@ def attention_by_heads(module: nn.Module, group: TensorGroup) -> None:
     region.watch(module)
     vars(module)["_tensor_group"], vars(module)["_region"] = group, region
     divide_class(module, DividedAttention)
-
-
-def _local_or_none(parameter: Any) -> torch.Tensor | None:
-    return None if parameter is None else local_part(parameter)

@@ -125,8 +125,8 @@ def _random(tensor: torch.Tensor, generator: torch.Generator, kind: str) -> torc
     shape = tuple(tensor.shape)
     if kind in ("parameter", "input") and len(shape) > 1:
         scale = shape[-1] ** -0.5 if kind == "parameter" else 1.0
-        return torch.randn(shape, generator=generator) * scale
-    return torch.rand(shape, generator=generator) + 0.5
+        return torch.randn(shape, generator=generator, dtype=torch.float32) * scale
+    return torch.rand(shape, generator=generator, dtype=torch.float32) + 0.5
 
 
 def _as_float32(tensor: torch.Tensor) -> torch.Tensor:

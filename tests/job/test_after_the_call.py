@@ -1,0 +1,90 @@
+"""What a script does with parameters and optimizers before and after ``auto_accelerate`` that no strategy has seen."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from atorch_ns import auto_accelerate
+from atorch_ns.errors import StepError
+from atorch_ns.numerics.script import ScriptWatch, compare_runs
+from atorch_ns.testing.workers import run_ranks
+
+pytestmark = pytest.mark.processes
+X = torch.randn(8, 4)
+
+
+def trained(strategy: str, *, made_before: bool, parameter_after: bool) -> str:
+    """What a step of a loop of one's own says."""
+    model = nn.Linear(4, 4)
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, result, _ = auto_accelerate(model, torch.optim.SGD, optim_args={"lr": 0.1}, load_strategy=[strategy])
+    assert result is not None
+    scale = nn.Parameter(torch.ones(4))
+    if parameter_after:
+        result.optim.add_param_group({"params": [scale]})
+    (result.model(X) * scale).square().mean().backward()
+    try:
+        (before if made_before else result.optim).step()
+    except StepError as error:
+        return str(error)
+    return "trained"
+
+
+def test_an_optimizer_of_parameters_that_were_replaced_does_not_step() -> None:
+    (fsdp, _), (ddp, _) = (
+        run_ranks(lambda name=name: trained(name, made_before=True, parameter_after=False), 2)
+        for name in ("fsdp", "ddp")
+    )
+    assert "SGD was made of the model's parameters before the strategy" in fsdp
+    assert ddp == "trained"  # which replaces none
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_parameter_that_is_not_the_models_is_not_trained(strategy: str) -> None:
+    for said in run_ranks(lambda: trained(strategy, made_before=False, parameter_after=True), 2):
+        assert "a parameter of shape [4] that is not the model's" in said
+
+
+def loaded(num_samples: int, drop_last: bool) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        auto_accelerate(
+            nn.Linear(4, 4),
+            dataset=list(torch.randn(num_samples, 4)),
+            dataloader_args={"batch_size": 4, "drop_last": drop_last},
+            load_strategy=["ddp"],
+        )
+    return [text for one in told if "do not divide" in (text := str(one.message))]
+
+
+def test_samples_that_are_repeated_are_told_of() -> None:
+    cases = [(13, False), (13, True), (14, False)]
+    (first, second), *others = (run_ranks(lambda case=case: loaded(*case), 2) for case in cases)
+    assert "filled up with the first 1 of it" in first[0]
+    assert [second, *others] == [[], [[], []], [[], []]]  # rank 0 warns, and where there is something to say
+
+
+def recorded(folder: Path) -> None:
+    """As ``verify --script`` records it: rank 1 has nothing of either parameter, and so no state of them."""
+    torch.manual_seed(0)
+    _, result, _ = auto_accelerate(nn.Linear(4, 1), torch.optim.Adam, load_strategy=["zero2"])
+    assert result is not None
+    watch = ScriptWatch(folder / ("one" if result.world_size == 1 else "ranks"), None, 3)
+    watch.follow(result)
+    for _ in range(2):
+        result.optim.zero_grad()
+        result.model(X[result.rank :: result.world_size]).square().mean().backward()
+        result.optim.step()
+
+
+def test_a_script_is_compared_whose_ranks_hold_nothing_of_a_parameter(tmp_path: Path) -> None:
+    for num_ranks in (1, 2):
+        run_ranks(lambda: recorded(tmp_path), num_ranks)
+    first, largest = compare_runs(tmp_path, 2, reduced=False)
+    assert first is None
+    assert len(largest) == 3
