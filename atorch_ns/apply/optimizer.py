@@ -191,8 +191,7 @@ def _refuse_foreign_parameters(
     def look(*_: Any) -> None:
         nonlocal counted, foreign
         if (number := sum(len(group["params"]) for group in optimizer.param_groups)) != counted:
-            parts = (job.module, *job.parts.stages)
-            ours = known | {id(parameter) for part in parts for parameter in part.parameters()}
+            ours = known | {id(p) for part in (job.module, *job.parts.stages) for p in part.parameters()}
             given = (parameter for group in optimizer.param_groups for parameter in group["params"])
             counted, foreign = number, [parameter for parameter in given if id(parameter) not in ours]
         for parameter in foreign:

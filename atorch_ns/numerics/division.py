@@ -52,12 +52,16 @@ def check_division(inputs: Inputs, cluster: Cluster, resolved: Resolved, registr
     """
     axes = [axis for axis in MODEL_AXES if resolved.plan.size(axis) > 1]
     strategy = _dividing(resolved, registry)
+    uncompared = f"the model as a whole, divided over {' and '.join(axes)}, was not compared with one process"
+    # What a comparison frees is not all given back, and training may need it.
+    if room_bytes(torch.device(cluster.device)) is not None:
+        return f"{uncompared}: a limit of memory is enforced, which training alone must keep to"
     with random_states_kept(torch.device(cluster.device)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the job itself warns of the same
         found = _compare(inputs, cluster, strategy, registry)
         gc.collect()  # hooks hold the small job in cycles
         if isinstance(found, str):
-            return f"the model as a whole, divided over {' and '.join(axes)}, was not compared with one process: {found}"
+            return f"{uncompared}: {found}"
         if not found.passed:
             where = _first_difference(inputs, cluster, strategy, registry) or found.text
             raise StrategyError(
@@ -106,7 +110,7 @@ def _compare(inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Reg
     except AtorchError as error:  # of a method, on all ranks; the whole model may well be divided
         return error_text(error)
     except Exception as error:
-        if is_out_of_memory(error, is_limited=room_bytes(torch.device(cluster.device)) is not None):
+        if is_out_of_memory(error):
             raise
         axes = " and ".join(axis for axis in MODEL_AXES if prepared.resolved.plan.size(axis) > 1)
         raise StrategyError(

@@ -28,7 +28,6 @@ class Profile:
         block_class: bare class name of the repeated blocks, empty if there are none or several.
         num_parameters: number of parameter elements, tied ones once.
         num_trainable: the number of those that require gradients.
-        on_meta: whether any parameter or buffer is on the meta device.
         fingerprint: equal for models of equal structure, shapes and settings, whatever their weights.
         trace: what one step costs; ``None`` where only the structure was read.
     """
@@ -40,7 +39,6 @@ class Profile:
     num_parameters: int
     num_trainable: int
     parameter_dtypes: tuple[str, ...]
-    on_meta: bool
     fingerprint: str = ""
     trace: Trace | None = None
 
@@ -60,7 +58,6 @@ class Profile:
             num_parameters=sum(parameter.numel() for parameter in parameters),
             num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             parameter_dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-            on_meta=any(tensor.is_meta for tensor in (*parameters, *model.buffers())),
             fingerprint=fingerprint(model),
         )
 

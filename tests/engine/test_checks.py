@@ -118,7 +118,6 @@ def _profile() -> Profile:
         num_parameters=256 * 256,
         num_trainable=256 * 256,
         parameter_dtypes=("float32",),
-        on_meta=False,
         trace=Trace(segments=(segment,), num_samples=2),
     )
 

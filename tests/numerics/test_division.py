@@ -7,11 +7,12 @@ from typing import Any, final
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from atorch_ns import auto_accelerate
 from atorch_ns.errors import StrategyError
-from atorch_ns.job import Job
+from atorch_ns.job import Job, limit_memory
 from atorch_ns.method import Method, MethodConfig, Phase
 from atorch_ns.testing.models import SyntheticDataset, get_case
 from atorch_ns.testing.workers import run_ranks
@@ -43,6 +44,19 @@ class WrongDivision(Method[FaultConfig]):
             mlp.register_forward_hook(lambda *given: given[2] @ torch.ones(3))
         else:
             next(mlp.parameters()).register_hook(lambda gradient: 2 * gradient)
+
+
+def _under_a_limit() -> list[str]:
+    dist.barrier()  # the stacks of gloo's threads are no part of what training needs
+    with limit_memory(400 * 2**20, torch.device("cpu")):
+        result = _accelerate([("parallel_mode", ([("tensor", 2)], None)), "tensor_parallel"])
+    return [note for note in result.report.applied.notes if "as a whole" in note]
+
+
+def test_a_limit_of_memory_is_trainings() -> None:
+    """A comparison could leave too little of it, of which a search knows nothing."""
+    (found,), *_ = run_ranks(_under_a_limit, 2)
+    assert "was not compared with one process: a limit of memory is enforced" in found
 
 
 def _accelerate(strategy: Any, **changes: Any) -> Any:
