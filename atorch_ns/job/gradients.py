@@ -392,11 +392,11 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
 
     def look(*_: Any) -> None:
         called, calls[0] = calls[0], 0
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if called and not told and all(p.grad is None for p in parameters):
+        gathered = (p for g in optimizer.param_groups for p in g["params"] if isinstance(p, DTensor))
+        if called and not told and all(p.grad is None for p in gathered):
             told.append(True)
             log.warning(
-                "an optimizer's step updates nothing: no parameter has a gradient, though the model was called since the last "
+                "an optimizer's step updates nothing that is gathered: it has no gradient, though the model was called since the last "
                 "step. Under this strategy parameters are gathered for each pass, so that torch.autograd.grad(loss, parameters) "
                 "and loss.backward(inputs=parameters) find no gradient of them: call loss.backward() and read parameter.grad, or "
                 "choose ddp or zero1."

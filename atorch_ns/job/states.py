@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -140,13 +141,12 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-class _ClearsShards(nn.Module):
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of shards, too, which are no parameters while those that are gathered are."""
-        super().zero_grad(set_to_none)
-        for shard, _ in gathered_parameters(self):
-            if shard.grad is not None:
-                shard.grad = None if set_to_none else torch.zeros_like(shard.grad)
+def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    """Clears the gradients of shards, too, which are no parameters while those that are gathered are."""
+    type(module).zero_grad(module, set_to_none)
+    for shard, _ in gathered_parameters(module):
+        if shard.grad is not None:
+            shard.grad = None if set_to_none else torch.zeros_like(shard.grad)
 
 
 def shard_after_evaluations(roots: Iterable[nn.Module]) -> None:
@@ -165,9 +165,7 @@ def shard_after_evaluations(roots: Iterable[nn.Module]) -> None:
 
         root.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
         root.register_forward_hook(torch.compiler.disable(after))
-        root.__class__ = type(
-            type(root).__name__, (_ClearsShards, type(root)), {"__module__": type(root).__module__}
-        )
+        root.zero_grad = MethodType(_zero_grad, root)  # type: ignore[method-assign]
 
     for root in roots:
         attach(root)

@@ -138,6 +138,11 @@ FOUND = [
         Recipe(blocks=("plain", "norm"), events=((1, "shake_weights"), (2, "hook_gradients_late"))),
         {"tensor, fsdp": "equal", "tensor, ddp": "equal", "compile, fsdp": "equal"},
     ),
+    # A number without dimensions, which is not gathered and has its gradient, where the others have none.
+    (
+        Recipe(blocks=("plain", "scaled"), step="gradients_by_function"),
+        {"ddp": "equal", "fsdp": "told", "zero2": "told"},
+    ),
     # An optimizer that a stage's parameters are too few for.
     (Recipe(blocks=("lists", "routed"), optimizer="nested"), {"pipeline": "refused"}),
     # Norms of gradients that lie on several meshes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -207,7 +208,8 @@ def refuse_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
     """
     for path, module in modules:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            home = getattr(getattr(hook, "func", hook), "__module__", None) or type(hook).__module__
+            written = inspect.unwrap(hook)  # of what the compiler leaves alone
+            home = getattr(getattr(written, "func", written), "__module__", None) or type(hook).__module__
             if not home.startswith(_OURS):
                 raise UnrepeatableError(f"{path} has a forward hook, which a graph would not call")
 
