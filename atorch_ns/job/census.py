@@ -143,10 +143,10 @@ def carry_late_hooks(job: Job) -> None:
     # Name, parameter, and what the user may see of it: between a forward and a backward pass that is the gathered one.
     parameters = [(plain_name(name), p, p) for name, p in job.module.named_parameters()]
 
-    def count() -> list[int]:
-        return [len(table) for *_, seen in parameters for table in hook_tables(seen) if table]
+    def last() -> list[int]:
+        return [next(reversed(table)) for *_, seen in parameters for table in hook_tables(seen) if table]
 
-    before = count()
+    before = last()
     is_complete = False
 
     def look() -> None:
@@ -156,14 +156,14 @@ def carry_late_hooks(job: Job) -> None:
             names = {parameter: name for name, parameter, _ in parameters}
             gathered = gathered_parameters(job.module)
             parameters.extend((names[shard], shard, whole) for shard, whole in gathered if shard in names)
-        if (now := count()) != before:
-            before = now
+        if last() != before:
             found = [(name, p, *hook_tables(seen)) for name, p, seen in parameters if has_user_hooks(seen)]
             is_first = bool(found) and not job.gradients.sums
             carry_hooks(job, found)
             if is_first:
                 job.gradients.sums.watch(job.module)
                 job.gradients.join_pass(job.module)
+            before = last()  # with what has been registered here
 
     follow_backward_passes(job.module, look)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
 from atorch_ns.job.reducer import GradientReducer
-from atorch_ns.torch_compat import after_accumulation, after_backward, in_backward, plain_name
+from atorch_ns.torch_compat import TakenHook, after_accumulation, after_backward, in_backward, plain_name
 
 log = logging.getLogger("atorch_ns")
 
@@ -158,8 +158,8 @@ class GradientHooks:
 
     name: str
     parameter: torch.Tensor
-    hooks: Sequence[Callable[[torch.Tensor], torch.Tensor | None]]
-    late: Sequence[Callable[[torch.Tensor], object]]
+    hooks: list[TakenHook]
+    late: list[TakenHook]
 
     def __post_init__(self) -> None:
         self._before: torch.Tensor | None = None
@@ -184,6 +184,8 @@ class GradientHooks:
         """
         parameter, before = self.parameter, self._before
         self._before, self._is_open = None, False
+        self.hooks = [hook for hook in self.hooks if hook.is_registered]
+        self.late = [hook for hook in self.late if hook.is_registered]
         if parameter.grad is None:
             return
         if self.hooks:
@@ -228,9 +230,15 @@ class GradientSums:
 
     def call_after(self, hooks: Sequence[GradientHooks]) -> None:
         """Calls the user's functions once gradients are complete, in place of in every backward pass."""
-        self._hooks += hooks
-        if self._is_watching:
-            self._watch_gradients(entry.parameter for entry in hooks)
+        known = {entry.parameter: entry for entry in self._hooks}
+        for entry in hooks:
+            if entry.parameter in known:
+                known[entry.parameter].hooks += entry.hooks
+                known[entry.parameter].late += entry.late
+                continue
+            self._hooks.append(entry)
+            if self._is_watching:
+                self._watch_gradients([entry.parameter])
 
     def add(self, names: Iterable[str], group: dist.ProcessGroup, *, mean: bool = False) -> None:
         """Lets gradients be summed over a group of ranks.

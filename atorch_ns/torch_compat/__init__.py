@@ -66,6 +66,7 @@ from atorch_ns.torch_compat.fake import (
 from atorch_ns.torch_compat.kernels import FlashAttention, has_matrix_tiles, onednn_block, onednn_computes_in
 from atorch_ns.torch_compat.modules import (
     HookTable,
+    TakenHook,
     checkpoint_wrapper,
     has_gradient_hooks,
     has_user_hooks,
@@ -87,6 +88,7 @@ __all__ = [
     "DropoutOfGpus",
     "FlashAttention",
     "HookTable",
+    "TakenHook",
     "TorchDispatchMode",
     "accumulate_after_backward",
     "after_accumulation",

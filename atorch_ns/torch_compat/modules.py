@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -95,7 +95,7 @@ class PackageHook(partial[None]):
 
 _TAKEN = PackageHook(lambda _: None)
 
-HookTable = MutableMapping[int, Any] | None
+HookTable = dict[int, Any] | None
 """Functions that wait for a parameter's gradient, by the numbers of their handles; ``None`` for none."""
 
 
@@ -116,18 +116,27 @@ def has_user_hooks(parameter: torch.Tensor) -> bool:
     return any(not isinstance(hook, PackageHook) for table in tables for hook in table.values())
 
 
-def take_hooks(table: HookTable) -> list[Callable[[torch.Tensor], Any]]:
-    """The user's functions of a table, which autograd calls no more. Their handles still remove them."""
+class TakenHook:
+    """A user's function that autograd calls no more; its handle still removes it."""
 
-    def take(table: MutableMapping[int, Any], number: int) -> Callable[[torch.Tensor], Any]:
-        hook, table[number] = table[number], _TAKEN
-        return lambda value: hook(value) if number in table else None
+    def __init__(self, table: dict[int, Any], number: int) -> None:
+        self._table, self._number, self._hook = table, number, table[number]
+        table[number] = _TAKEN
 
-    return (
-        [take(table, n) for n, hook in list(table.items()) if not isinstance(hook, PackageHook)]
-        if table
-        else []
-    )
+    @property
+    def is_registered(self) -> bool:
+        """Whether the user has not removed it."""
+        return self._number in self._table
+
+    def __call__(self, value: torch.Tensor) -> Any:
+        """What the function returns."""
+        return self._hook(value)
+
+
+def take_hooks(table: HookTable) -> list[TakenHook]:
+    """Takes the user's functions of a table."""
+    users = [number for number, hook in (table or {}).items() if not isinstance(hook, PackageHook)]
+    return [TakenHook(table, number) for number in users if table is not None]
 
 
 _HOOKS = (

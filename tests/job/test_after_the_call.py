@@ -50,6 +50,37 @@ def test_a_parameter_that_is_not_the_models_is_not_trained(strategy: str) -> Non
         assert "a parameter of shape [4] that is not the model's" in said
 
 
+def hooked(strategy: str) -> tuple[torch.Tensor, int]:
+    """Weights after steps that each have hooks of their own, and for how many parameters hooks are kept."""
+    torch.manual_seed(0)
+    _, result, _ = auto_accelerate(
+        nn.Linear(4, 4), torch.optim.SGD, optim_args={"lr": 0.1}, load_strategy=[strategy]
+    )
+    assert result is not None
+    for _ in range(4):
+        result.optim.zero_grad()
+        (10 * result.model(X[result.rank :: result.world_size])).square().mean().backward()
+        result.optim.step()
+        handles = [
+            p.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1)) for p in result.model.parameters()
+        ]
+        (10 * result.model(X[result.rank :: result.world_size])).square().mean().backward()
+        result.optim.step()
+        for handle in handles:
+            handle.remove()
+    (weight, _) = result.model.parameters()
+    whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return whole.detach(), len(result.job.gradients.sums._hooks)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_hooks_that_come_and_go_are_called_and_not_kept(strategy: str) -> None:
+    ((expected, _),) = run_ranks(lambda: hooked("ddp"), 1)
+    for found, kept in run_ranks(lambda: hooked(strategy), 2):
+        torch.testing.assert_close(found, expected)
+        assert kept == 2
+
+
 def loaded(num_samples: int, drop_last: bool) -> list[str]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
