@@ -14,7 +14,7 @@ from atorch_ns.checkpoint.manifest import TensorRecord
 from atorch_ns.errors import CheckpointError
 from atorch_ns.job import Job, Result, local_part, on_all_stages
 from atorch_ns.text import first_few
-from atorch_ns.torch_compat import persistent_buffers
+from atorch_ns.torch_compat import persistent_buffers, plain_name
 
 _SHOWN = 5
 
@@ -36,10 +36,18 @@ def export_state_dict(result: Result) -> dict[str, torch.Tensor]:
         Copies on the CPU on rank 0; an empty dict on the other ranks, which need no memory for it.
     """
     exported = whole_tensors(result)
-    for name, others in result.job.original.tied.items():
+    for name, others in _other_names(result.job).items():
         if name in exported:
             exported |= dict.fromkeys(others, exported[name])
     return exported
+
+
+def _other_names(job: Job) -> dict[str, list[str]]:
+    """Those of tied parameters, and of buffers of modules that stand in the model twice, by the first name."""
+    names: dict[int, list[str]] = {}
+    for name, buffer in job.module.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(plain_name(name))
+    return {first: others for first, *others in names.values() if others} | job.original.tied
 
 
 def whole_tensors(
@@ -122,7 +130,8 @@ def import_state_dict(
     weights = states.weights()
     targets = {**weights, **persistent_buffers(job.module)}
     records = held_by_stages(job, targets)
-    aliases = {name: (name, *job.original.tied.get(name, ())) for name in records}
+    others = _other_names(job)
+    aliases = {name: (name, *others.get(name, ())) for name in records}
     keys, unmatched = job.cluster.on_first(
         lambda: _match(state_dict, records, aliases, strict=strict), what="comparing the names"
     )

@@ -143,6 +143,11 @@ FOUND = [
         Recipe(blocks=("plain", "scaled"), step="gradients_by_function"),
         {"ddp": "equal", "fsdp": "told", "zero2": "told"},
     ),
+    # A buffer with two names.
+    (
+        Recipe(blocks=("scaled", "plain"), changes=("share_block",)),
+        dict.fromkeys(("ddp", "fsdp", "tensor"), "equal"),
+    ),
     # An optimizer that a stage's parameters are too few for.
     (Recipe(blocks=("lists", "routed"), optimizer="nested"), {"pipeline": "refused"}),
     # Norms of gradients that lie on several meshes.
