@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import ref
 
@@ -94,7 +94,7 @@ class Census:
         )
 
     def _stop_stale_optimizers(self, now: Iterable[torch.Tensor]) -> None:
-        """Has optimizers that were made of parameters which are no more the model's refuse to step: they would train nothing."""
+        """Has optimizers refuse to step whose parameters no longer belong to the model: they would train nothing."""
         kept = {id(parameter) for parameter in now}
         stale = {id(p) for held in self._parameters.values() if (p := held()) is not None} - kept
 
@@ -104,13 +104,17 @@ class Census:
                 "place, and would train nothing. Give its class as optim_func, or make it of result.model.parameters()."
             )
 
+        # Nobody has told of them: a script may make one and step it in a loop of its own.
         optimizers = (
             [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)] if stale else []
         )
         for optimizer in optimizers:
             groups = vars(optimizer).get("param_groups", ())
             if any(id(parameter) in stale for group in groups for parameter in group["params"]):
-                optimizer.register_step_pre_hook(refuse)
+                with suppress(
+                    AttributeError
+                ):  # an optimizer that never called Optimizer.__init__ has no hooks
+                    optimizer.register_step_pre_hook(refuse)
 
 
 def carry_hooks(job: Job, found: Iterable[tuple[str, torch.Tensor | None, HookTable, HookTable]]) -> None:

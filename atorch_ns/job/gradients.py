@@ -400,7 +400,8 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
 
     def look(*_: Any) -> None:
         called, calls[0] = calls[0], 0
-        gathered = (p for g in optimizer.param_groups for p in g["params"] if isinstance(p, DTensor))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gathered = [p for p in parameters if isinstance(p, DTensor)] or parameters
         if called and not told and all(p.grad is None for p in gathered):
             told.append(True)
             log.warning(

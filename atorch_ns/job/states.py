@@ -142,7 +142,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-    """Clears the gradients of shards, too, which are no parameters while those that are gathered are."""
+    """Clears the gradients of shards too: the module's parameters are the gathered ones between a forward and a backward pass."""
     type(module).zero_grad(module, set_to_none)
     for shard, _ in gathered_parameters(module):
         if shard.grad is not None:

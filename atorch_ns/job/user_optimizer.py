@@ -199,7 +199,7 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 def _has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     kinds = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind)]
-    # Put above by this package.
+    # Classes that this package has put above do not count.
     steps = next(kind for kind in kinds if not kind.__module__.startswith("atorch_ns."))
     return steps.__module__.startswith("torch.optim.")
 

@@ -261,7 +261,7 @@ def pipeline_orders(
 
 def extend_dtensor_operators() -> None:
     """Lets ``_foreach`` operators, as averages and ``zero_grad`` use them, take lists in which some tensors are divided and some are not;
-    and ``tensor.item()`` give the number that all ranks hold together.
+    ``tensor.item()`` give the number that all ranks hold together; and random numbers differ from part to part on CPUs.
 
     torch refuses such a list, which the parameters of a divided model are. Each pair is computed where its first tensor
     lies, as ``AveragedModel`` needs it.
@@ -269,7 +269,7 @@ def extend_dtensor_operators() -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(_PLACE_BY_PLACE, _on_local_parts))
     handlers[torch.ops.aten._foreach_norm.Scalar] = _norms
-    handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
     if not torch.cuda.is_available():  # where torch draws other numbers for each part
         handlers.update(dict.fromkeys(_RANDOM, _draw_whole))
 
@@ -333,7 +333,7 @@ def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return cast(torch.Tensor, target)
 
 
-def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _read_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``tensor.item()``, collective: of a norm or a sum each rank holds a summand, which torch gives as the number."""
     return operator(args[0].full_tensor())
 

@@ -47,7 +47,7 @@ class WrongDivision(Method[FaultConfig]):
 
 
 def _under_a_limit() -> list[str]:
-    dist.barrier()  # the stacks of gloo's threads are no part of what training needs
+    dist.barrier()  # training does not need the stacks of gloo's threads
     with limit_memory(400 * 2**20, torch.device("cpu")):
         result = _accelerate([("parallel_mode", ([("tensor", 2)], None)), "tensor_parallel"])
     return [note for note in result.report.applied.notes if "as a whole" in note]

@@ -227,7 +227,7 @@ def _all_states(
     if spec is None or spec.compact is None:
         return _sum(held, copies * _state_itemsizes(plan, parameters, spec))
     shared = spec.compact.shared_bytes
-    # Held is a mean over whole copies.
+    # ``held`` is a mean over whole copies.
     if plan.sharding.layout == "parameters" and plan.sharding.optimizer_over:
         share = held / np.maximum(parameters.elements, 1)
         whole = state_bytes_of(plan, parameters, spec, parameters.elements)
