@@ -187,7 +187,7 @@ def auto_accelerate(
             resolved, outcome = _strategy(inputs, cluster, request)
             compared = _compared(inputs, cluster, resolved, outcome)
             result = apply_strategy(inputs, cluster, resolved)
-            carry_late_hooks(result.job)
+            carry_late_hooks(result.job, result.train_step.observe)
             if compared:
                 result.job.explain(MODEL, compared)
             if not ignore_dryrun_on_load_strategy:

@@ -105,15 +105,12 @@ class Census:
             )
 
         # Nobody has told of them: a script may make one and step it in a loop of its own.
-        optimizers = (
-            [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)] if stale else []
-        )
-        for optimizer in optimizers:
+        things = gc.get_objects() if stale else []
+        for optimizer in [thing for thing in things if issubclass(type(thing), torch.optim.Optimizer)]:
             groups = vars(optimizer).get("param_groups", ())
             if any(id(parameter) in stale for group in groups for parameter in group["params"]):
-                with suppress(
-                    AttributeError
-                ):  # an optimizer that never called Optimizer.__init__ has no hooks
+                # An optimizer that never called Optimizer.__init__ has no hooks.
+                with suppress(AttributeError):
                     optimizer.register_step_pre_hook(refuse)
 
 
@@ -140,9 +137,10 @@ def carry_hooks(job: Job, found: Iterable[tuple[str, torch.Tensor | None, HookTa
         )
 
 
-def carry_late_hooks(job: Job) -> None:
-    """Carries over hooks of gradients that are registered once the strategy is applied, when a backward pass begins."""
-    if job.cluster.world_size == 1 or job.parts.stages or job.optimizer.take_over is not None:
+def carry_late_hooks(job: Job, observe: Callable[..., object]) -> None:
+    """Carries over hooks of gradients that are registered once the strategy is applied, when a backward pass begins; those of a
+    pipeline, which the train_step of ``observe`` alone runs, before its passes."""
+    if job.cluster.world_size == 1 or job.optimizer.take_over is not None:
         return
     # Name, parameter, and what the user may see of it: between a forward and a backward pass that is the gathered one.
     parameters = [(plain_name(name), p, p) for name, p in job.module.named_parameters()]
@@ -166,10 +164,14 @@ def carry_late_hooks(job: Job) -> None:
             carry_hooks(job, found)
             if is_first:
                 job.gradients.sums.watch(job.module)
+            if is_first and not job.parts.stages:
                 job.gradients.join_pass(job.module)
             before = last()  # with what has been registered here
 
-    follow_backward_passes(job.module, look)
+    if job.parts.stages:
+        observe("forward_backward", look, when="before")
+    else:
+        follow_backward_passes(job.module, look)
 
 
 class ForwardChanges:

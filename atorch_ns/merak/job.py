@@ -58,7 +58,7 @@ def divided(
         text = canonical_text([[step.name, step.config] for step in resolved.strategy])
         cluster.same_everywhere({"strategy": text, **inputs.digest()})
         result = apply_strategy(inputs, cluster, resolved)
-    carry_late_hooks(result.job)
+    carry_late_hooks(result.job, result.train_step.observe)
     for note in notes:
         result.job.explain(MODEL, note)
     result.make_report = partial(_report, result, outcome)

@@ -138,6 +138,10 @@ FOUND = [
         Recipe(blocks=("plain", "norm"), events=((1, "shake_weights"), (2, "hook_gradients_late"))),
         {"tensor, fsdp": "equal", "tensor, ddp": "equal", "compile, fsdp": "equal"},
     ),
+    (
+        Recipe(blocks=("odd", "plain"), events=((1, "hook_gradients_late"), (1, "thaw"))),
+        {"pipeline": "equal", "pipeline, ddp": "equal"},
+    ),
     # A number without dimensions, which is not gathered and has its gradient, where the others have none.
     (
         Recipe(blocks=("plain", "scaled"), step="gradients_by_function"),
