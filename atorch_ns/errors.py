@@ -27,23 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = [
-    "AtorchError",
-    "BackendError",
-    "BatchSizeError",
-    "CheckpointError",
-    "CoordinatorError",
-    "InputError",
-    "LayoutError",
-    "MethodNotFoundError",
-    "MissingPackageError",
-    "Problem",
-    "RankError",
-    "RegistrationError",
-    "SearchError",
-    "StepError",
-    "StrategyError",
-    "StrategyFileError",
-]
+    "AtorchError", "BackendError", "BatchSizeError", "CheckpointError", "CoordinatorError", "InputError",
+    "LayoutError", "MethodNotFoundError", "MissingPackageError", "Problem", "RankError",
+    "RegistrationError", "SearchError", "StepError", "StrategyError", "StrategyFileError",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.cluster.collectives import Groups, collective_seconds
+from atorch_ns.costs.collectives import Groups, collective_seconds
 from atorch_ns.operators import (
     OperatorPlan,
     Prices,

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.cluster import Cluster
-from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES
+from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES
 from atorch_ns.errors import InputError, Problem, StepError
 from atorch_ns.job import Job
 from atorch_ns.job.batch_norm import synchronise_batch_norms

@@ -30,7 +30,7 @@ START: Final = 90
 """Seconds of these that two workers take to import, to collect, and to start what commands are forked from."""
 BUDGETS: Final[Mapping[str, int]] = {
     "opt_lib": 124,
-    "loops": 240,
+    "loops": 229,
     "release": 18,
     "parity": 55,
     "cli": 50,
@@ -51,7 +51,7 @@ BUDGETS: Final[Mapping[str, int]] = {
     "pipeline": 22,
     "benchmarks": 20,
     "search": 16,
-    "cluster": 9,
+    "cluster": 8,
     "profile": 8,
     "data": 8,
     "tracking": 7,
@@ -59,6 +59,7 @@ BUDGETS: Final[Mapping[str, int]] = {
     "report": 5,
     "apply": 1,
     "capture": 8,
+    "costs": 12,
     "launch": 2,
     "method": 2,
     "doctor": 3,

@@ -19,7 +19,7 @@ FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob(
 # those that are not blank.
 MOST_FILES, MOST_LINES = (
     480,
-    81_450,
+    81_400,
 )  # Merak, planning in code, predictions for real clusters, one door, memory of processes, loops and what scripts do after the call
 GENERATED = "coordinator_pb2.py"
 

@@ -2,6 +2,6 @@
 
 from atorch_ns.apply.apply import apply_strategy, dry_run
 from atorch_ns.apply.optimizer import attach_optimizer
-from atorch_ns.apply.watch import WATCH
+from atorch_ns.job.result import WATCH
 
 __all__ = ["WATCH", "apply_strategy", "attach_optimizer", "dry_run"]

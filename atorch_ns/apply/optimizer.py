@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from atorch_ns.apply.watch import WATCH
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.agreement import SamePlace, SameWeights
 from atorch_ns.job.gradients import clip_gradients, gradient_norm, warn_where_none_come
@@ -20,7 +19,7 @@ from atorch_ns.job.job import OPTIMIZER, Job
 from atorch_ns.job.model import NamedGroup, parameter_groups
 from atorch_ns.job.optimizer import MasterWeights, StepOptimizer, inner_optimizer
 from atorch_ns.job.optimizer_checks import require_separable
-from atorch_ns.job.result import Result
+from atorch_ns.job.result import WATCH, Result
 from atorch_ns.job.states import reshard
 from atorch_ns.job.user_optimizer import make_user_optimizer
 from atorch_ns.text import did_you_mean, with_article

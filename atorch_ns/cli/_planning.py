@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from atorch_ns.errors import InputError, LayoutError, StrategyError, StrategyFileError
+from atorch_ns.launch.user_code import build_model, gibibytes, load_object, load_sample
 from atorch_ns.text import with_period
-from atorch_ns.usercode import build_model, gibibytes, load_object, load_sample
 
 if TYPE_CHECKING:
     from torch import nn

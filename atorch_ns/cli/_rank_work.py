@@ -17,9 +17,9 @@ from typing import Any, Final, NoReturn
 from atorch_ns.cli._failures import described, exit_code
 from atorch_ns.cli._planning import read_strategy, say
 from atorch_ns.errors import BackendError, InputError
+from atorch_ns.launch.user_code import build_model, load_object, load_sample
 from atorch_ns.system import write_whole
 from atorch_ns.text import counted, error_text, with_article
-from atorch_ns.usercode import build_model, load_object, load_sample
 
 _SEED = 0
 

@@ -20,7 +20,7 @@ from atorch_ns.cli._planning import (
     say,
 )
 from atorch_ns.errors import InputError
-from atorch_ns.usercode import constraint, gibibytes
+from atorch_ns.launch.user_code import constraint, gibibytes
 
 if TYPE_CHECKING:
     from atorch_ns.cluster import Cluster

@@ -88,19 +88,9 @@ def _read(value: Any, kind: Callable[[Any], Any]) -> Any:
 
 
 SPEC_KEYS: Final = (
-    "devices",
-    "device",
-    "devices_per_node",
-    "nodes",
-    "within_node",
-    "between_nodes",
-    "to_host",
-    "memory",
-    "power",
-    "attention",
-    "price_per_hour",
-    "measured",
-)
+    "devices", "device", "devices_per_node", "nodes", "within_node", "between_nodes", "to_host", "memory",
+    "power", "attention", "price_per_hour", "measured",
+)  # fmt: skip
 """The keys of a cluster file."""
 
 _NUMBER = r"(?P<count>[+-]?\d[\d_]*(\.\d+)?)"

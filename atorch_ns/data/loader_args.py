@@ -15,17 +15,9 @@ from atorch_ns.text import did_you_mean, with_article
 
 _OURS: Final = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
 _PASSED: Final = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+    "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
+)  # fmt: skip
 KNOWN_KEYS: Final = _OURS + _PASSED
 
 

@@ -8,8 +8,6 @@ from types import MappingProxyType
 from typing import Final
 
 from atorch_ns.doctor.base import Check, Finding, Place, failed
-from atorch_ns.doctor.collectives import check_backends, check_collectives
-from atorch_ns.doctor.compute import check_compiler, check_dtypes
 from atorch_ns.doctor.machine import (
     check_disk,
     check_limits,
@@ -18,6 +16,7 @@ from atorch_ns.doctor.machine import (
     check_shared_memory,
     check_versions,
 )
+from atorch_ns.doctor.torch_checks import check_backends, check_collectives, check_compiler, check_dtypes
 from atorch_ns.text import error_text
 
 CHECKS: Final[Mapping[str, Check]] = MappingProxyType(

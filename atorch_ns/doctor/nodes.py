@@ -27,7 +27,6 @@ from atorch_ns._version import __version__
 from atorch_ns.cluster import OPTIONAL_PACKAGES, installed_packages
 from atorch_ns.doctor.base import Finding, Place
 from atorch_ns.doctor.checks import NODE_CHECKS, examine
-from atorch_ns.doctor.collectives import last_error
 from atorch_ns.doctor.node_findings import (
     Inventory,
     Nodes,
@@ -40,6 +39,7 @@ from atorch_ns.doctor.node_findings import (
     speeds,
 )
 from atorch_ns.doctor.rank_info import Who, open_store
+from atorch_ns.doctor.torch_checks import last_error
 from atorch_ns.errors import BackendError
 from atorch_ns.launch import Ranks, scratch_folder
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from atorch_ns.capture.operators import is_saved
-from atorch_ns.cluster.collectives import NUM_REPORTED, gradient_buckets
+from atorch_ns.costs.collectives import NUM_REPORTED, gradient_buckets
 from atorch_ns.pipeline import RecomputeShare
 from atorch_ns.profile import ForwardResult, ParameterSpec, Segment, SegmentCost, Trace, precision_key
 from atorch_ns.strategy import AxisUse, PipelineParallelism, Plan

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from atorch_ns.capture.nests import unique_tensors_of
-from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
+from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
 from atorch_ns.job.reducer import GradientReducer
 from atorch_ns.torch_compat import TakenHook, after_accumulation, after_backward, in_backward, plain_name
 

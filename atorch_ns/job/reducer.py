@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from atorch_ns.capture.nests import unique_tensors_of
-from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, NUM_REPORTED, gradient_buckets
+from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES, NUM_REPORTED, gradient_buckets
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import first_few

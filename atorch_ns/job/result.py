@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -296,3 +297,20 @@ class Result(_Fields):
             observers.append(tracking)
             atexit.register(tracking.close)
         return tracking
+
+
+class Watch(Protocol):
+    """What front ends meet in a script that is watched.
+
+    Attributes:
+        strategy: in the place of each ``load_strategy``; ``None`` leaves the script's own.
+    """
+
+    strategy: Any
+
+    def follow(self, result: Result) -> None:
+        """Called on every rank with each job that has an optimizer, once it has one."""
+
+
+WATCH: Final[ContextVar[Watch | None]] = ContextVar("watch", default=None)
+"""The watch of the script that runs in this context; ``None`` for almost all."""

@@ -19,9 +19,9 @@ from atorch_ns.operators.graph.graph import OperatorGraph
 from atorch_ns.operators.graph.shallow import Shallow, capture_shallow
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.request import FoundPlan, Wanted, find_plan
-from atorch_ns.operators.rules.register import register_op
+from atorch_ns.operators.rules.custom import register_op
 from atorch_ns.operators.solver.assemble import States, assemble
-from atorch_ns.operators.solver.costs import Prices
+from atorch_ns.operators.solver.prices import Prices
 from atorch_ns.operators.solver.stage_costs import PipelineTask
 from atorch_ns.operators.staged import StagedPlan, staged_plan
 

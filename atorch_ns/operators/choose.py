@@ -15,11 +15,11 @@ from atorch_ns.operators.analysis import OperatorCost, operator_costs
 from atorch_ns.operators.divided.divide import Division
 from atorch_ns.operators.graph.graph import Operator, OperatorGraph
 from atorch_ns.operators.plan import OperatorPlan
-from atorch_ns.operators.rules.register import registered_rules
+from atorch_ns.operators.rules.custom import registered_rules
 from atorch_ns.operators.rules.rule import Placement, Rule
 from atorch_ns.operators.rules.table import rules_of
 from atorch_ns.operators.solver.assemble import LegalRules, States, assemble
-from atorch_ns.operators.solver.costs import Prices
+from atorch_ns.operators.solver.prices import Prices
 from atorch_ns.operators.solver.solve import Outcome, solve
 from atorch_ns.text import bytes_text, percent_text, seconds_text
 

@@ -17,7 +17,7 @@ from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.rules.constraints import Constraint, allowed, read_constraints, unused
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.operators.solver.assemble import States
-from atorch_ns.operators.solver.costs import Prices
+from atorch_ns.operators.solver.prices import Prices
 
 Policy = Literal["solve", "batch", "random"]
 

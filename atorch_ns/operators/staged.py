@@ -20,7 +20,7 @@ from atorch_ns.operators.choose import Allow, legal_rules
 from atorch_ns.operators.graph.shallow import Shallow
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.solver.assemble import RESULTS, Assembled, States, assemble
-from atorch_ns.operators.solver.costs import Prices
+from atorch_ns.operators.solver.prices import Prices
 from atorch_ns.operators.solver.solve import solve
 from atorch_ns.operators.solver.stage_costs import PipelineTask, Stage, StageCost
 from atorch_ns.operators.solver.stages import StagePlan, plan_stages

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from atorch_ns.capture.operators import WEIGHT_PRODUCTS
+from atorch_ns.costs.count import is_attention
 from atorch_ns.profile.record.recorder import Attention, Event, Recording, backward_of, forward_of
 from atorch_ns.profile.record.steps import RecordedStep
 from atorch_ns.profile.record.tensor_division import Division
@@ -25,7 +26,6 @@ from atorch_ns.profile.trace import (
     values_at,
 )
 
-_ATTENTION = "scaled_dot_product"
 _SOFTMAX = "aten._softmax"
 
 
@@ -80,6 +80,7 @@ def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -
             )
             or (0, 0),
             "head_width": max((one.width for one in fused[number]), default=0),
+            "num_queries": max((one.num_queries for one in fused[number]), default=0),
             "is_causal": any(one.is_causal for one in fused[number]),
         }
         found.append(Divisible(own, fields))
@@ -100,7 +101,7 @@ def _attentions(step: RecordedStep) -> dict[int, int]:
     forward = [
         (phase, step.recording.labels[event]) for event, phase in step.recording.operators() if phase % 2 == 0
     ]
-    fused = Counter(phase for phase, name in forward if _ATTENTION in name)
+    fused = Counter(phase for phase, name in forward if is_attention(name))
     return fused or Counter(phase for phase, name in forward if name == _SOFTMAX)
 
 
@@ -190,7 +191,7 @@ class _Span:
         measured, own = self._measured, self._operators
         flops, moved, at = measured.sizes[own], measured.moved[own], measured.at
         other = ~flops.any(axis=1)
-        fused = np.asarray([_ATTENTION in measured.recording.labels[event] for event in own], dtype=bool)
+        fused = np.asarray([is_attention(measured.recording.labels[event]) for event in own], dtype=bool)
         divided = np.isin(own, list(measured.division.operators))
         words = np.isin(own, list(measured.division.word_operators)) & ~divided
 

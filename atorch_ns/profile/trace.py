@@ -312,6 +312,7 @@ class Segment:
         num_attentions: attentions in one forward pass.
         heads: numbers of query and key heads; of several the greatest common divisor, 0 where unknown.
         head_width: features of a head of fused attention; 0 without one.
+        num_queries: tokens of it that look at others, at the traced sizes; 0 where unknown.
         is_causal: whether no token of fused attention sees a later one.
         num_routed: layers of experts in one forward pass.
     """
@@ -329,6 +330,7 @@ class Segment:
     num_attentions: int = 0
     heads: tuple[int, int] = (0, 0)
     head_width: int = 0
+    num_queries: int = 0
     is_causal: bool = False
     num_routed: int = 0
 

@@ -8,17 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 TrialStatus = Literal[
-    "ok",
-    "stopped early",
-    "out of memory",
-    "raised",
-    "hung",
-    "died",
-    "non-finite",
-    "wrong",
-    "refused",
+    "ok", "stopped early", "out of memory", "raised", "hung", "died", "non-finite", "wrong", "refused",
     "cancelled",
-]
+]  # fmt: skip
 """Ends of a trial. ``wrong``: the check of numerics found values that differ from one process's. ``refused``: the
 strategy cannot be applied. ``cancelled``: another rank failed, or the search ended before."""
 

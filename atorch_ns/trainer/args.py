@@ -330,17 +330,11 @@ class TrainerArgs(_Strict):
         named: list[tuple[str, Any]] = [
             (name, getattr(self, name))
             for name in (
-                "micro_batch_size",
-                "global_batch_size",
-                "grad_accumulation_steps",
-                "max_epochs",
-                "max_train_steps",
-                "max_val_steps",
-                "val_every_n_train_steps",
-                "val_every_n_epochs",
+                "micro_batch_size", "global_batch_size", "grad_accumulation_steps", "max_epochs",
+                "max_train_steps", "max_val_steps", "val_every_n_train_steps", "val_every_n_epochs",
                 "log_progress_every_n_train_steps",
             )
-        ]
+        ]  # fmt: skip
         named += [
             (f"checkpoint.{name}", getattr(self.checkpoint, name))
             for name in ("every_n_train_steps", "every_n_epochs", "keep_last_n_checkpoints")

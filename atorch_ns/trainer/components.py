@@ -8,8 +8,8 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from atorch_ns.errors import AtorchError, InputError
+from atorch_ns.launch.user_code import load_object
 from atorch_ns.text import error_text, with_article
-from atorch_ns.usercode import load_object
 
 
 def named(value: Any, *, what: str) -> Callable[..., Any]:

@@ -18,18 +18,10 @@ HEAD_NAMES = ("lm_head", "output_embedding", "embed_out", "output_projection")
 
 LIKELY_HEAD_NAMES = frozenset(
     (
-        "head",
-        "output",
-        "logits",
-        "classifier",
-        "unembed",
-        "proj_out",
-        "decoder",
-        "fc_out",
-        "score",
+        "head", "output", "logits", "classifier", "unembed", "proj_out", "decoder", "fc_out", "score",
         "to_logits",
     )
-)
+)  # fmt: skip
 """Last parts of names that layers which make logits have, and others, too: they count for a child of the model, or where
 there is one output for each row of the largest embedding."""
 

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from atorch_ns.capture.blocks import NamedModule, repeated_blocks
 from atorch_ns.cluster import Cluster, Hardware
+from atorch_ns.costs import counted_seconds
 from atorch_ns.data import split_batch
 from atorch_ns.errors import BatchSizeError, InputError
 from atorch_ns.job import Job, is_on_meta
@@ -456,13 +457,12 @@ def call_costs(
 ) -> BlockCosts:
     """Seconds and bytes of every call.
 
-    A call computes for as long as its operations take and moves memory for as long as its bytes take. Both are
-    added, as for models of many small operators; only their proportions matter for a cut. Of the ``places``
-    to cut, those in ``refused`` cannot be; ``blocks`` are the paths of the repeated blocks.
+    Only their proportions matter for a cut. Of the ``places`` to cut, those in ``refused`` cannot be; ``blocks`` are the
+    paths of the repeated blocks.
     """
     device, link = hardware.device, hardware.within_node
-    flops = device.products_of(plan.precision.compute_dtype or plan.precision.parameter_dtype)
-    forward = tuple(call.flops / flops + call.moved_bytes / device.memory_bytes_per_s for call in graph.calls)
+    dtype = plan.precision.compute_dtype or plan.precision.parameter_dtype
+    forward = tuple(float(counted_seconds(device, dtype, call.counts, "forward")) for call in graph.calls)
     able = [_recomputed(plan, call.path, blocks) for call in graph.calls]
     for_input, for_weight = split_backward([2 * seconds for seconds in forward])
     sizes = _cut_bytes(graph, refused)

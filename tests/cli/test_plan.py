@@ -20,9 +20,9 @@ from atorch_ns.errors import (
     SearchError,
     StrategyError,
 )
+from atorch_ns.launch.user_code import load_object
 from atorch_ns.operators import OperatorPlan
 from atorch_ns.report import TrainingReport
-from atorch_ns.usercode import load_object
 from tests.cli.conftest import Run
 from tests.warm import COLD_PYTHON
 

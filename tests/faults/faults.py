@@ -92,7 +92,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a ring of ranks sends one message too many",
-        "atorch_ns/cluster/collectives.py",
+        "atorch_ns/costs/collectives.py",
         "RING_STEPS[kind] * (ranks - 1) * count",
         "RING_STEPS[kind] * ranks * count",
         ("tests/estimate/time/test_step.py::test_a_cpu_hides_nothing_behind_computation_and_a_gpu_does",),

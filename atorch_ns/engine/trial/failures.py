@@ -35,15 +35,9 @@ def _count(path: Path) -> int | None:
 
 # What gloo, NCCL and the store say when the other side has gone.
 _LOST_PEER: Final = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "gloo/transport",
-    "Broken pipe",
-    "remote process exited",
-    "Socket closed",
-    "Failed to recv, got 0 bytes",
-    "wait timeout after",
-)
+    "Connection closed by peer", "Connection reset by peer", "gloo/transport", "Broken pipe",
+    "remote process exited", "Socket closed", "Failed to recv, got 0 bytes", "wait timeout after",
+)  # fmt: skip
 
 
 class NonFiniteLoss(Exception):

@@ -126,16 +126,9 @@ LARGE_BYTES: Final = 64 * 2**20
 """A buffer larger than this is sent as a shape."""
 
 _SENT: Final = (
-    "model",
-    "optim_func",
-    "optim_args",
-    "optim_param_func",
-    "dataset",
-    "loss_func",
-    "prepare_input",
-    "dataloader_args",
-    "distributed_sampler_cls",
-)
+    "model", "optim_func", "optim_args", "optim_param_func", "dataset", "loss_func", "prepare_input",
+    "dataloader_args", "distributed_sampler_cls",
+)  # fmt: skip
 _REBUILD: Final = "rebuild tensor"
 # What a trial has no use for: it loads in its own process, and runs for a few steps only.
 _LOADER_ARGS_LEFT_OUT: Final = (

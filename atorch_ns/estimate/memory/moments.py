@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES
+from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES
 from atorch_ns.estimate.memory.activations import Activations, Place
 from atorch_ns.estimate.memory.shards import Parameters
 from atorch_ns.estimate.memory.states import KeptBytes, Shares

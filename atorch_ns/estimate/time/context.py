@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from atorch_ns.cluster import Cluster, Hardware
-from atorch_ns.cluster.collectives import Groups, groups_along
+from atorch_ns.costs.collectives import Groups, groups_along
 from atorch_ns.estimate.estimate import Workload
 from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes, Unit, units_of
 from atorch_ns.profile import Trace

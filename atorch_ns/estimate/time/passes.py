@@ -15,6 +15,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from atorch_ns.cluster import AttentionKind, Device
+from atorch_ns.costs.count import is_attention
+from atorch_ns.costs.price import kernel_seconds
 from atorch_ns.estimate.model_shard import Unit, computed_in, cost_of, is_recomputed, saved_results
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.profile import Growth, ParameterSpec, PhaseCost, Segment, precision_key
@@ -22,8 +24,6 @@ from atorch_ns.strategy import NarrowProducts, Plan
 
 _PRODUCTS = ("aten.mm", "aten.addmm")
 """Operators of linear layers; products of activations are batched ones."""
-_ATTENTION = "scaled_dot_product"
-"""What names of fused attention hold."""
 
 
 class LowBitShare(NamedTuple):
@@ -172,11 +172,6 @@ COMPILED_LAUNCHES = 0.25
 and reductions, three to six into one (its own fusion logs on transformer blocks)."""
 
 
-_EAGER_STREAM = 0.87
-"""Rate at which torch's own kernels stream memory, over that of triads and copies: its layer norm reaches 2.70 TB/s on an
-H100 whose triads reach 3.08 (benchmarks of pauliano22/triton-gpu-kernels, 2025)."""
-
-
 @dataclass(frozen=True)
 class SegmentSeconds:
     """One instance of a segment, in one micro-batch.
@@ -260,7 +255,7 @@ def _kept_share(context: PricingContext, segment: Segment) -> np.ndarray | float
     if not saved:
         return 0.0
     flops, moved = (sum((getattr(each, name) for each in saved), Growth()) for name in ("flops", "moved"))
-    attention = sum((each.flops for each in saved if _ATTENTION in each.name), Growth())
+    attention = sum((each.flops for each in saved if is_attention(each.name)), Growth())
     at = context.trace.num_samples, context.trace.num_tokens
     products = forward.flops.at(*at) - forward.attention.at(*at)
     kept = replace(
@@ -320,9 +315,7 @@ class _Running:
     ) -> np.ndarray:
         """[R] seconds: operations at the rates of their kernels, and bytes at that of memory.
 
-        They are of a rank's part where the segment's ``place`` is given. A product takes the time of both: the best
-        one's operations, and the operands that it moves, which smaller ones have more of for each operation. On a CPU
-        they move faster than new results, whose memory is mapped first. Measured times are in the precision of the weights
+        They are of a rank's part where the segment's ``place`` is given. Measured times are in the precision of the weights
         or of autocast, so they are held against a pass without ``narrow`` products.
         """
 
@@ -339,21 +332,27 @@ class _Running:
         )
         weights, autocast = computed_in(self.context.plan)
         dtype = autocast or weights
-        kind = AttentionKind(self.passes, segment.head_width, segment.is_causal, num_tokens)
+        # A batch without words counts one token, windows fewer than all, and patches more.
+        queries = segment.num_queries * num_tokens // self.context.trace.num_tokens or num_tokens
+        kind = AttentionKind(self.passes, segment.head_width, segment.is_causal, queries)
         attention, flops = on_rank(self.phase.attention), on_rank(self.phase.flops)
-        is_gpu, is_fused = device.type != "cpu", _is_fused(self.context, segment)
-        num_bytes = on_rank(self.phase.fused if is_fused else self.phase.moved)
-        operands = on_rank(self.phase.operands) / device.update_bytes_per_s
-        if is_gpu and not is_fused:
-            num_bytes = num_bytes / _EAGER_STREAM
-        narrowed = np.zeros_like(flops)
+        is_fused = _is_fused(self.context, segment)
+        narrowed = rounded = np.zeros_like(flops)
         if narrow is not None and low_bit is not None:
             narrowed = np.minimum(narrow.flops * flops, flops - attention)
-            num_bytes = num_bytes + flops * narrow.bytes_per_flop
-        seconds = (flops - attention - narrowed) / device.products_of(dtype)
-        seconds = seconds + attention / device.attention_of(dtype, kind)
+            rounded = flops * narrow.bytes_per_flop
+        seconds = kernel_seconds(
+            device,
+            dtype,
+            products=flops - attention - narrowed,
+            operands=on_rank(self.phase.operands),
+            moved=on_rank(self.phase.fused if is_fused else self.phase.moved),
+            attention=attention,
+            kind=kind,
+            is_compiled=is_fused,
+        )
         seconds = seconds + narrowed / low_bit_rate(self.context.plan, device)
-        return np.asarray(seconds + operands + num_bytes / device.memory_bytes_per_s)
+        return np.asarray(seconds + rounded / device.memory_bytes_per_s)
 
 
 def recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:

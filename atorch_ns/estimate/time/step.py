@@ -12,7 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.cluster.collectives import collective_seconds
+from atorch_ns.costs import collective_seconds, host_seconds
 from atorch_ns.estimate.estimate import TimeParts, Workload
 from atorch_ns.estimate.model_shard import DTYPE_BYTES, Memo, Sizes, computed_in, stored_dtype
 from atorch_ns.estimate.table import PlanTable
@@ -181,13 +181,8 @@ def _computing(plan: Plan) -> tuple[object, ...]:
 
 
 def _overhead(context: PricingContext, operators: np.ndarray, device_seconds: np.ndarray) -> np.ndarray:
-    """[R] seconds of starting operators that nothing hides, and of what every step does on the host.
-
-    A GPU runs behind its host, so only what the host takes longer counts; a CPU is the host.
-    """
-    device = context.hardware.device
-    host = operators * device.launch_s
-    exposed = host if device.type == "cpu" else np.maximum(0.0, host - device_seconds)
+    """[R] seconds of starting operators that nothing hides, and of what every step does on the host."""
+    exposed = host_seconds(context.hardware.device, operators, device_seconds)
     given = sum(extra.seconds_per_step for extra in context.plan.extras)
     loss = collective_seconds("all_reduce", 4.0, context.data_groups, context.hardware)
     flags = loss if context.plan.precision.loss_scaling else 0.0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atorch_ns.cluster.collectives import Groups, collective_seconds
+from atorch_ns.costs.collectives import Groups, collective_seconds
 from atorch_ns.estimate.model_shard import (
     DTYPE_BYTES,
     LOSS_CALLS,

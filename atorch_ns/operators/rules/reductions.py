@@ -100,22 +100,12 @@ def _pointwise_loss(call: Call) -> Dims | None:
 
 _REDUCING = (
     *(
-        "sum",
-        "nansum",
-        "mean",
-        "amax",
-        "amin",
-        "aminmax",
-        "max",
-        "min",
-        "median",
-        "nanmedian",
-        "mode",
+        "sum", "nansum", "mean", "amax", "amin", "aminmax", "max", "min", "median", "nanmedian", "mode",
         "kthvalue",
     ),
     *("prod", "var", "std", "var_mean", "std_mean", "any", "all", "argmax", "argmin", "logsumexp"),
     *("norm", "linalg_vector_norm", "count_nonzero"),
-)
+)  # fmt: skip
 _ALONG = (
     *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "diff", "sort", "argsort", "topk", "glu"),
     *("softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"),

@@ -5,6 +5,7 @@ Operators of one key are one node. A value is used once in each segment that rea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from atorch_ns.operators.divided.conversions import Need, need_of
 from atorch_ns.operators.graph.graph import Operator, OperatorGraph
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.rules.rule import SUM, WHOLE, Placement, Rule, TensorSpec, placement_text
-from atorch_ns.operators.solver.costs import Prices, Work, work_of
+from atorch_ns.operators.solver.prices import Prices, Work, work_of
 from atorch_ns.operators.solver.problem import (
     Conversion,
     Group,
@@ -37,9 +38,6 @@ LegalRules = Mapping[str, tuple[Rule, ...]]
 
 RESULTS = "results of the model"
 """Key of the node that reads them."""
-
-_FORWARD = 1 / 3
-"""The forward pass's part of the time: a backward pass computes two gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +163,8 @@ class _Assembly:
         self._numbers: dict[str, int] = {}
         self._results: dict[fx.Node, tuple[int, int]] = {}
         self._work: dict[str, Work] = {}
+        trained = (one for one in graph.operators if any(spec.requires_grad for spec in one.call.outputs))
+        self._num_readers = Counter(value for one in trained for value in dict.fromkeys(one.inputs))
         self._uses: dict[Any, int] = {}
         self._made: list[dict[str, Any]] = []
 
@@ -178,7 +178,13 @@ class _Assembly:
             draft.group: Group(count=draft.count, recomputed=True) for draft in self._drafts if draft.group
         }
         nodes = tuple(self._node(draft) for draft in self._drafts)
-        problem = Problem(nodes, tuple(Use(**made) for made in self._made), groups)
+        counted = [(self._work[d.key], d.count) for d in self._drafts if d.key in self._work]
+        started = sum(n * (w.forward.num_operators + w.backward.num_operators) for w, n in counted)
+        device = self._prices.device
+        host = (
+            0.0 if device.type == "cpu" else started * device.launch_s
+        )  # a CPU's operators have it in their own
+        problem = Problem(nodes, tuple(Use(**made) for made in self._made), groups, host)
         return Assembled(
             problem,
             tuple(draft.rules for draft in self._drafts),
@@ -253,7 +259,7 @@ class _Assembly:
         return _Draft(key, options, placements=tuple(placements))
 
     def _held(self, spec: TensorSpec, placement: Placement) -> tuple[float, float]:
-        local = self._local(spec, placement)
+        local = self._prices.local_bytes(spec, placement)
         return self._states.of(local) if spec.requires_grad else (local, 0.0)
 
     def _operator(self, one: Operator) -> None:
@@ -264,7 +270,11 @@ class _Assembly:
                 self._results[node] = (number, place)
 
     def _choices(self, one: Operator) -> _Draft:
-        work = self._work[one.key] = work_of(one, self._device)
+        readers = [self._num_readers[node] if node is not None else 0 for node in one.results]
+        work = work_of(one, self._device, self._prices.device.type).summing_gradients(
+            one.call.outputs, readers
+        )
+        self._work[one.key] = work
         rules = self._legal[one.key]
         segment = self._graph.segments[one.segment]
         group = segment.kind if self._recomputed and segment.path else ""
@@ -273,21 +283,22 @@ class _Assembly:
         )
 
     def _option(self, one: Operator, rule: Rule, work: Work) -> Option:
-        seconds = self._prices.seconds(one, rule, work)
+        forward, backward = self._prices.seconds(one, rule, work)
         sizes = zip((*one.call.tensors, *one.call.outputs), (*rule.inputs, *rule.outputs), strict=True)
-        local = sum(self._local(spec, placement) for spec, placement in sizes) if work.moved else 0.0
+        local = (
+            sum(self._prices.local_bytes(spec, placement) for spec, placement in sizes)
+            if not work.is_view
+            else 0.0
+        )
         kept = work.saved_bytes / (self._prices.degree if rule.divides else 1)
         return Option(
             outputs=tuple(map(placement_text, rule.outputs)),
             needs=tuple(str(need_of(rule, place)) for place in range(len(rule.inputs))),
-            seconds=seconds,
-            forward_seconds=seconds * _FORWARD,
+            seconds=forward + backward,
+            forward_seconds=forward,
             resident=0.0 if self._recomputed else kept,
             transient=local,  # besides what is saved: what it reads and makes, or in the backward pass their gradients
         )
-
-    def _local(self, spec: TensorSpec, placement: Placement) -> float:
-        return spec.num_bytes / (self._prices.degree if isinstance(placement, Shard) else 1)
 
     def _read(self) -> None:
         """The uses of all values, with their readers."""
@@ -366,7 +377,7 @@ class _Assembly:
                     seconds, moved = sum(one for one, _ in costs), sum(one for _, one in costs)
                     forward = seconds / 2
                 copied = is_parameter and saved and source != need.placement
-                held = self._local(spec, need.placement) if copied else 0.0
+                held = self._prices.local_bytes(spec, need.placement) if copied else 0.0
                 found[placement_text(source), str(need)] = Conversion(seconds, moved, forward, held)
         return found
 
@@ -379,4 +390,4 @@ class _Assembly:
         return [*(Need(one, False) for one in self._placements(spec)), Need(WHOLE, True)]
 
     def _saved(self, spec: TensorSpec) -> Mapping[Label, float]:
-        return {str(need): self._local(spec, need.placement) for need in self._needs(spec)}
+        return {str(need): self._prices.local_bytes(spec, need.placement) for need in self._needs(spec)}

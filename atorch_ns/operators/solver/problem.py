@@ -133,11 +133,16 @@ class Reader(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Nodes, the values between them, and groups of nodes that may be recomputed."""
+    """Nodes, the values between them, and groups of nodes that may be recomputed.
+
+    Attributes:
+        host_seconds: the least that a step takes, however it is divided: a host starts all operators.
+    """
 
     nodes: tuple[Node, ...]
     uses: tuple[Use, ...] = ()
     groups: Mapping[str, Group] = field(default_factory=dict)
+    host_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for node in self.nodes:
@@ -192,6 +197,7 @@ class Price:
         saved: bytes held until the backward pass.
         transient: bytes of the two largest peaks inside operators.
         recomputing: bytes that the largest recomputed group saves while its backward pass runs.
+        host_seconds: as the problem has it.
     """
 
     compute_seconds: float
@@ -202,11 +208,12 @@ class Price:
     saved: float
     transient: float
     recomputing: float
+    host_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Time of operators and conversions."""
-        return self.compute_seconds + self.conversion_seconds
+        """Time of operators and conversions, or of starting them."""
+        return max(self.compute_seconds + self.conversion_seconds, self.host_seconds)
 
     @property
     def memory(self) -> float:
@@ -266,4 +273,5 @@ def price(problem: Problem, choices: Sequence[int], recomputed: Collection[str] 
         saved=saved,
         transient=sum(nlargest(2, peaks)),
         recomputing=max(inner.values(), default=0.0),
+        host_seconds=problem.host_seconds,
     )

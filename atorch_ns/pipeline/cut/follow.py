@@ -19,27 +19,11 @@ from atorch_ns.torch_compat import without_transforms
 
 _LOOKS_INTO = frozenset(
     {
-        "item",
-        "tolist",
-        "numpy",
-        "equal",
-        "allclose",
-        "is_nonzero",
-        "nonzero",
-        "argwhere",
-        "masked_select",
-        "unique",
-        "unique_consecutive",
-        "bincount",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__complex__",
-        "__contains__",
-        "__array__",
+        "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "nonzero", "argwhere",
+        "masked_select", "unique", "unique_consecutive", "bincount", "__bool__", "__int__", "__float__",
+        "__index__", "__complex__", "__contains__", "__array__",
     }
-)
+)  # fmt: skip
 """Functions that return the values of a tensor to Python, or a result whose shape depends on them."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from atorch_ns.capture.blocks import NamedModule, can_be_called, matches, repeated_blocks
+from atorch_ns.costs import OperatorCounts
 from atorch_ns.errors import InputError
 from atorch_ns.torch_compat import plain_name, unwrap_checkpoint
 
@@ -194,8 +195,7 @@ class Call:
         arguments: numbers of the values of the tensors in its arguments, in order.
         outputs: numbers of the values of the tensors in its output, in order.
         output: its output with a :class:`TensorSpec` in the place of each tensor.
-        flops: floating point operations of its forward pass, including those of the code before it.
-        moved_bytes: bytes that these operators read and write.
+        counts: of the operators of its forward pass, including those of the code before it.
         saved_bytes: bytes kept for the backward pass, without parameters.
     """
 
@@ -203,8 +203,7 @@ class Call:
     arguments: tuple[int, ...]
     outputs: tuple[int, ...]
     output: Any
-    flops: int = 0
-    moved_bytes: int = 0
+    counts: OperatorCounts = field(default_factory=OperatorCounts)
     saved_bytes: int = 0
 
 

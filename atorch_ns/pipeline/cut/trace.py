@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from atorch_ns.capture.blocks import NamedModule
-from atorch_ns.capture.nests import floats_to, map_tensors, samples_and_tokens, tensors_of
-from atorch_ns.capture.operators import count_flops, is_free, moved_bytes
+from atorch_ns.capture.nests import floats_to, map_tensors, samples_and_tokens
 from atorch_ns.capture.random_states import buffers_and_generators_kept, random_states_kept
 from atorch_ns.capture.real_values import RealValues, fake_like, largest_real
 from atorch_ns.capture.structure import copy_structure
+from atorch_ns.costs import OperatorCounter, OperatorCounts
 from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline.cut.follow import Follower
 from atorch_ns.pipeline.cut.graph import CallGraph
 from atorch_ns.text import error_line
-from atorch_ns.torch_compat import TorchDispatchMode, fake_tensor_mode, quiet_fake_kernels
+from atorch_ns.torch_compat import fake_tensor_mode, quiet_fake_kernels
 
 
-class CallCosts(TorchDispatchMode):
+class CallCosts(OperatorCounter):
     """Counts the costs of operators, call by call. Code before a call counts to it, code after the last call to that.
 
     Args:
@@ -35,9 +34,9 @@ class CallCosts(TorchDispatchMode):
     """
 
     def __init__(self, follower: Follower, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._call = 0
-        self._counted: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        super().__init__()
+        self._by_call: dict[int, _CallCost] = {}
+        self._cost = self._by_call.setdefault(0, _CallCost(self.counts))
         self._storages = {p.untyped_storage()._cdata for p in parameters}
         self._kept: list[torch.Tensor] = []  # so that the address of a counted storage is not reused
         follower.on_call = self._on_call
@@ -50,34 +49,31 @@ class CallCosts(TorchDispatchMode):
 
     def added_to(self, graph: CallGraph) -> CallGraph:
         """The graph with these costs."""
-        totals: list[Counter[str]] = [Counter() for _ in graph.calls]
-        for number, counted in self._counted.items():
-            totals[min(number, len(totals) - 1)].update(counted)
-        costs: list[dict[str, Any]] = [dict(total) for total in totals]
-        calls = (replace(call, **own) for call, own in zip(graph.calls, costs, strict=True))
+        costs = [self._by_call.get(number, _CallCost()) for number in range(len(graph.calls))]
+        for number, cost in self._by_call.items():
+            if number >= len(costs):
+                costs[-1].counts += cost.counts
+                costs[-1].saved_bytes += cost.saved_bytes
+        calls = (replace(call, **vars(cost)) for call, cost in zip(graph.calls, costs, strict=True))
         return replace(graph, calls=tuple(calls))
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func.namespace != "prim" and not is_free(func):
-            tensors = tensors_of((args, tuple(kwargs.values()), result))
-            self._counted[self._call]["flops"] += count_flops(func, args, kwargs, result)
-            self._counted[self._call]["moved_bytes"] += sum(moved_bytes(tensors))
-        return result
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
             self._storages.add(storage._cdata)
             self._kept.append(tensor.detach())
-            self._counted[self._call]["saved_bytes"] += storage.nbytes()
+            self._cost.saved_bytes += storage.nbytes()
         return tensor
 
     def _on_call(self, number: int, begins: bool) -> None:
-        self._call = number if begins else number + 1
+        self._cost = self._by_call.setdefault(number if begins else number + 1, _CallCost())
+        self.counts = self._cost.counts
+
+
+@dataclass
+class _CallCost:
+    counts: OperatorCounts = field(default_factory=OperatorCounts)
+    saved_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,15 +17,9 @@ from torch import nn
 
 from atorch_ns.capture.blocks import call_hooks
 from atorch_ns.capture.nests import unique_tensors_of
-from atorch_ns.capture.operators import (
-    count_flops,
-    is_causal,
-    is_free,
-    label,
-    moved_bytes,
-    position_of,
-    workspace_bytes,
-)
+from atorch_ns.capture.operators import is_free, label
+from atorch_ns.costs.count import count_flops, is_attention, is_causal, moved_bytes, position_of
+from atorch_ns.costs.workspaces import workspace_bytes
 from atorch_ns.torch_compat import TorchDispatchMode
 
 
@@ -51,12 +45,14 @@ class Attention(NamedTuple):
         queries, keys: numbers of heads.
         width: features of a head.
         is_causal: whether no token sees a later one.
+        num_queries: tokens that look at others.
     """
 
     queries: int
     keys: int
     width: int
     is_causal: bool
+    num_queries: int
 
 
 class Event(IntEnum):
@@ -251,13 +247,13 @@ class Recorder(TorchDispatchMode):
         self, event: int, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         if (
-            _ATTENTION in self.recording.labels[event]
+            is_attention(self.recording.labels[event])
             and position_of(func, "query") == 0
             and args[0].dim() == 4
         ):
             query, key = args[:2]
             self.recording.attentions[event] = Attention(
-                query.shape[1], key.shape[1], query.shape[3], is_causal(func, args, kwargs)
+                query.shape[1], key.shape[1], query.shape[3], is_causal(func, args, kwargs), query.shape[2]
             )
 
     def _mark(self, tensor: torch.Tensor) -> int:
@@ -310,8 +306,6 @@ class Recorder(TorchDispatchMode):
                 if number is not None:
                     self.recording.gradient_of[entry[0]] = number
 
-
-_ATTENTION = "scaled_dot_product"
 
 _FACTORS: Mapping[Any, tuple[int, int, int | None]] = {
     torch.ops.aten.mm.default: (0, 1, None),

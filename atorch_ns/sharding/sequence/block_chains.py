@@ -25,16 +25,8 @@ from atorch_ns.sharding.sequence.chain import BlockChain
 from atorch_ns.sharding.sequence.plan import SequenceSettings, find_hidden
 
 _METADATA = (
-    "dtype",
-    "device",
-    "requires_grad",
-    "is_cuda",
-    "is_leaf",
-    "layout",
-    "grad_fn",
-    "is_meta",
-    "is_sparse",
-)
+    "dtype", "device", "requires_grad", "is_cuda", "is_leaf", "layout", "grad_fn", "is_meta", "is_sparse",
+)  # fmt: skip
 
 
 def find_chains(

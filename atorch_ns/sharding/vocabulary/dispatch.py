@@ -24,19 +24,9 @@ _WITH_NUMBERS = frozenset(
     | {Tensor.__neg__}
 )
 _SHAPE_NAMES = (
-    "transpose",
-    "swapaxes",
-    "permute",
-    "movedim",
-    "squeeze",
-    "unsqueeze",
-    "flatten",
-    "narrow",
-    "select",
-    "chunk",
-    "split",
-    "unbind",
-)
+    "transpose", "swapaxes", "permute", "movedim", "squeeze", "unsqueeze", "flatten", "narrow", "select",
+    "chunk", "split", "unbind",
+)  # fmt: skip
 _SHAPES = frozenset(getattr(home, name) for home in (Tensor, torch) for name in _SHAPE_NAMES)
 _VIEWS = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
 

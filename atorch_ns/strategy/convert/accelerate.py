@@ -197,22 +197,11 @@ _AXES: Final = {
 _REASONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         (
-            "machine_rank",
-            "num_machines",
-            "main_process_ip",
-            "main_process_port",
-            "rdzv_backend",
-            "same_network",
-            "gpu_ids",
-            "compute_environment",
-            "main_training_function",
-            "enable_cpu_affinity",
-            "mpirun_config",
-            "debug",
-            "deepspeed_config.deepspeed_multinode_launcher",
-            "deepspeed_config.deepspeed_hostfile",
-            "deepspeed_config.deepspeed_exclusion_filter",
-            "deepspeed_config.deepspeed_inclusion_filter",
+            "machine_rank", "num_machines", "main_process_ip", "main_process_port", "rdzv_backend",
+            "same_network", "gpu_ids", "compute_environment", "main_training_function",
+            "enable_cpu_affinity", "mpirun_config", "debug",
+            "deepspeed_config.deepspeed_multinode_launcher", "deepspeed_config.deepspeed_hostfile",
+            "deepspeed_config.deepspeed_exclusion_filter", "deepspeed_config.deepspeed_inclusion_filter",
         ),
         _LAUNCHER,
     ),
@@ -234,7 +223,7 @@ _REASONS: Final[Mapping[str, str]] = {
     "parallelism_config.parallelism_config_cp_backend": "sequence_parallel chooses by its kind: ulysses or ring",
     "parallelism_config.parallelism_config_cp_comm_strategy": "sequence_parallel chooses by its kind",
     "fp8_config": "see the config of the method fp8: atorch-ns methods fp8",
-}
+}  # fmt: skip
 
 
 def convert_accelerate(document: Mapping[str, Any], *, name: str) -> Conversion:

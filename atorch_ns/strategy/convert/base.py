@@ -235,21 +235,9 @@ _SWITCHES: Final = {
     **dict.fromkeys(("false", "no", "0", "none"), False),
 }
 _ORDER: Final = (
-    "parallel_mode",
-    "pipeline_parallel",
-    "tensor_parallel",
-    "half",
-    "amp_native",
-    "fp8",
-    "checkpoint",
-    "ddp",
-    "zero1",
-    "zero2",
-    "fsdp",
-    "optimizer_offload",
-    "compile",
-    "gradient_accumulation",
-)
+    "parallel_mode", "pipeline_parallel", "tensor_parallel", "half", "amp_native", "fp8", "checkpoint",
+    "ddp", "zero1", "zero2", "fsdp", "optimizer_offload", "compile", "gradient_accumulation",
+)  # fmt: skip
 """How converted methods stand in the strategy."""
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.cluster.collectives import NUM_REPORTED
+from atorch_ns.costs.collectives import NUM_REPORTED
 from atorch_ns.engine.trial.worker import TrialWorker
 from atorch_ns.search import StopRule
 from atorch_ns.testing.conformance import nothing_changes

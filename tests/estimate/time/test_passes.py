@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from atorch_ns.cluster import cluster_from_spec
-from atorch_ns.cluster.collectives import Groups, collective_seconds
+from atorch_ns.costs.collectives import Groups, collective_seconds
 from atorch_ns.estimate import PlanTable, TimeParts, Workload
 from atorch_ns.estimate.time.passes import low_bit_share
 from atorch_ns.estimate.time.step import price_time

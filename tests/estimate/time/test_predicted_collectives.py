@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from atorch_ns.cluster import Cluster
-from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
+from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
 from atorch_ns.data import call_model
 from atorch_ns.engine.trial.report import CollectiveCount
 from atorch_ns.estimate import Workload

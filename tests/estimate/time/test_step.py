@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from atorch_ns.cluster import Cluster, Device, Hardware, Link, Rate
-from atorch_ns.cluster.collectives import Groups, collective_seconds, groups_along
+from atorch_ns.costs.collectives import Groups, collective_seconds, groups_along
 from atorch_ns.estimate import PlanTable, TimeParts, Workload
 from atorch_ns.estimate.time.step import price_time
 from atorch_ns.profile import Growth, OptimizerSpec, ParameterSpec, PhaseCost, Segment, SegmentCost, Trace

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from atorch_ns.errors import InputError
 from atorch_ns.operators.graph.capture import capture
 from atorch_ns.operators.graph.graph import OperatorGraph
-from atorch_ns.operators.rules.register import Registry, register_op, registered_rules
+from atorch_ns.operators.rules.custom import Registry, register_op, registered_rules
 from tests.operators.confirm import call_of, confirm
 
 CPU = torch.device("cpu")

@@ -1,31 +1,31 @@
-"""Costs of operators and conversions: seconds from floating point operations, bytes and links, and the bytes that stay.
+"""Prices of operators and conversions on a cluster: seconds, bytes that are exchanged, and the bytes that stay.
 
-Each operator is run once on fake tensors, forward and backward, which tells its floating point operations and what autograd
-saves; nothing is computed.
+Each operator is run once on fake tensors, forward and backward, which tells its floating point operations, the bytes that
+it moves and what autograd saves; nothing is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
+from atorch_ns.capture.nests import tensors_of
 from atorch_ns.cluster import Cluster
-from atorch_ns.cluster.collectives import DEFAULT_BUCKET_BYTES, Groups, collective_seconds
 from atorch_ns.cluster.hardware import Device, Hardware
+from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES, Groups, collective_seconds
+from atorch_ns.costs.count import OperatorCounter, OperatorCounts
+from atorch_ns.costs.price import counted_seconds
 from atorch_ns.operators.divided.conversions import Need, steps
 from atorch_ns.operators.graph.graph import Operator
 from atorch_ns.operators.rules.rule import Call, Placement, Rule, TensorSpec
-from atorch_ns.torch_compat import fake_tensor_mode, quiet_fake_kernels
-
-_BACKWARD = 2.0
-"""Bytes that a backward pass moves, in units of the forward pass: it reads what was saved and the gradient, and writes one."""
+from atorch_ns.torch_compat import DropoutOfGpus, fake_tensor_mode, quiet_fake_kernels
 
 
 @dataclass(frozen=True)
@@ -33,28 +33,48 @@ class Work:
     """What one call of an operator takes, whole.
 
     Attributes:
-        forward_flops, backward_flops: floating point operations of matrix products.
-        moved: bytes that the forward pass reads and writes; 0 for views.
+        forward, backward: the counts of its two passes.
+        is_view: whether it gives nothing but views of its arguments.
         saved_inputs: for each tensor argument whether autograd keeps it until the backward pass.
         saved_bytes: what it keeps besides, such as a mask.
     """
 
-    forward_flops: float
-    backward_flops: float
-    moved: int
+    forward: OperatorCounts
+    backward: OperatorCounts
+    is_view: bool
     saved_inputs: tuple[bool, ...]
     saved_bytes: int
 
+    def summing_gradients(self, outputs: Sequence[TensorSpec], readers: Sequence[int]) -> Work:
+        """The same where each result has so many readers, whose gradients of it the backward pass adds up."""
+        backward = self.backward
+        for spec, count in zip(outputs, readers, strict=True):
+            if spec.requires_grad and count > 1:
+                moved = 3 * spec.num_bytes * (count - 1)
+                backward += OperatorCounts(moved=moved, num_operators=count - 1)
+        return replace(self, backward=backward)
 
-def work_of(one: Operator, device: torch.device) -> Work:
-    """What an operator takes: by a run on fake tensors, or, where it does not run on them, by its tensors' bytes alone."""
-    with fake_tensor_mode(), quiet_fake_kernels(), torch.enable_grad():
+
+def work_of(one: Operator, device: torch.device, priced_for: str) -> Work:
+    """What an operator takes: by a run on fake tensors, or, where it does not run on them, by its tensors' bytes alone.
+
+    Args:
+        device: the device that the fake tensors claim to be on.
+        priced_for: type of the device whose kernels are meant.
+    """
+    kernels = nullcontext() if priced_for == device.type else DropoutOfGpus()
+    with fake_tensor_mode(), quiet_fake_kernels(), torch.enable_grad(), kernels:
         try:
             return _measured(one.call, device)
         except RuntimeError:  # an operator without a fake kernel, or a gradient for its dtype
             call = one.call
             moved = sum(spec.num_bytes for spec in (*call.tensors, *call.outputs))
-            return Work(0.0, 0.0, moved, (True,) * len(call.tensors), 0)
+            is_trained = any(spec.requires_grad for spec in call.outputs)
+            # A backward pass reads what was saved and the gradient, and writes one.
+            forward, backward = (
+                OperatorCounts(moved=times * moved, num_operators=times) for times in (1, 2 * is_trained)
+            )
+            return Work(forward, backward, False, (True,) * len(call.tensors), 0)
 
 
 def _measured(call: Call, device: torch.device) -> Work:
@@ -73,23 +93,21 @@ def _measured(call: Call, device: torch.device) -> Work:
         kept[_memory(tensor)] = tensor
         return tensor
 
-    with FlopCounterMode(display=False) as counter:
+    with OperatorCounter() as counter:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            results = call.operator(*args, **kwargs)
-        forward = counter.get_total_flops()
-        outputs = [value for value in _each(results) if isinstance(value, torch.Tensor)]
+            outputs = tensors_of(call.operator(*args, **kwargs))
         gradients = [value for value in outputs if value.requires_grad]
-        if gradients:
-            torch.autograd.backward(gradients, [torch.empty_like(value) for value in gradients])
-        total = counter.get_total_flops()
+        given = [torch.empty_like(value) for value in gradients]
+        forward, counter.counts = counter.counts, OperatorCounts()
+        trained = [value for value in inputs if value.requires_grad]
+        if gradients and trained:  # not backward(), which would copy a gradient that two arguments share
+            torch.autograd.grad(gradients, trained, given, allow_unused=True)
     sources, made_here = [_memory(x) for x in inputs], [_memory(x) for x in outputs]
-    view = all(memory in sources for memory in made_here)
-    moved = 0 if view else sum(spec.num_bytes for spec in (*call.tensors, *call.outputs))
     other = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in (*sources, *made_here))
     return Work(
-        float(forward),
-        float(total - forward),
-        moved,
+        forward,
+        counter.counts,
+        all(memory in sources for memory in made_here),
         tuple(memory in kept for memory in sources),
         other,
     )
@@ -97,10 +115,6 @@ def _measured(call: Call, device: torch.device) -> Work:
 
 def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _each(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (tuple, list)) else [value]
 
 
 @dataclass(frozen=True)
@@ -141,25 +155,25 @@ class Prices:
         """One rank's device."""
         return self.hardware.device
 
-    def seconds(self, one: Operator, rule: Rule, work: Work) -> float:
-        """Forward and backward pass of one rank's part of a call."""
+    def seconds(self, one: Operator, rule: Rule, work: Work) -> tuple[float, float]:
+        """Of the forward and of the backward pass of one rank's part of a call."""
         call = one.call
-        share = 1 / self.degree if rule.divides else 1.0
-        flops = (
-            share * (work.forward_flops + work.backward_flops) / self.device.products_of(self.compute_dtype)
-        )
-        if not work.moved:
-            return self.device.launch_s
-        local = sum(
-            self._local(spec, placement)
+        sizes = [
+            (spec.num_bytes, self.local_bytes(spec, placement))
             for spec, placement in zip(
                 (*call.tensors, *call.outputs), (*rule.inputs, *rule.outputs), strict=True
             )
+        ]
+        whole, local = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
+        share, part = 1 / self.degree if rule.divides else 1.0, local / (whole or 1)
+        forward, backward = (
+            counted_seconds(self.device, self.compute_dtype, counts, passes, share=share, part=part)
+            for passes, counts in (("forward", work.forward), ("backward", work.backward))
         )
-        passes = 1 + _BACKWARD * any(spec.requires_grad for spec in call.outputs)
-        return self.device.launch_s * passes + max(flops, passes * local / self.device.memory_bytes_per_s)
+        return forward, backward
 
-    def _local(self, spec: TensorSpec, placement: Placement) -> float:
+    def local_bytes(self, spec: TensorSpec, placement: Placement) -> float:
+        """Bytes that one rank has of a tensor."""
         return spec.num_bytes / (self.degree if placement.is_shard() else 1)
 
     def gradient_sum(self, spec: TensorSpec) -> tuple[float, float]:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from atorch_ns.capture.operators import is_free, workspace_bytes
+from atorch_ns.capture.operators import is_free
+from atorch_ns.costs.workspaces import workspace_bytes
 from atorch_ns.torch_compat import CpuMemoryRecord
 
 FORWARD = torch.ops.aten.convolution.default

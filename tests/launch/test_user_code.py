@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atorch_ns.errors import InputError
-from atorch_ns.usercode import (
+from atorch_ns.launch.user_code import (
     build_model,
     constraint,
     gibibytes,

@@ -1,0 +1,66 @@
+"""Counts of operators: equal to the formulas on paper, for kernels of CPUs and GPUs alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from atorch_ns.costs import OperatorCounter, OperatorCounts
+from atorch_ns.torch_compat import DropoutOfGpus, fake_tensor_mode
+
+B, H, T, D = 2, 8, 64, 16
+ALL_PAIRS, CAUSAL_PAIRS = T * T, T * (T + 1) // 2
+
+
+def counted(
+    *, key_heads: int = H, dropout: float = 0.0, **options: Any
+) -> tuple[OperatorCounts, OperatorCounts]:
+    """Of a forward and a backward pass of attention."""
+    with fake_tensor_mode(), DropoutOfGpus(), OperatorCounter() as counter:
+        query = torch.randn(B, H, T, D, requires_grad=True)
+        key, value = (torch.randn(B, key_heads, T, D, requires_grad=True) for _ in range(2))
+        counter.counts = forward = OperatorCounts()
+        out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **options)
+        counter.counts = backward = OperatorCounts()
+        out.backward(torch.empty_like(out))
+    return forward, backward
+
+
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({}, ALL_PAIRS),
+        ({"is_causal": True}, CAUSAL_PAIRS),
+        ({"is_causal": True, "dropout": 0.1}, CAUSAL_PAIRS),
+        ({"is_causal": True, "key_heads": 2, "enable_gqa": True}, CAUSAL_PAIRS),
+    ],
+)
+def test_attention_is_its_pairs(options: dict[str, Any], pairs: int) -> None:
+    forward, backward = counted(**options)
+    assert forward.attention == 2 * 2 * B * H * pairs * D  # Q·Kᵀ and P·V
+    assert backward.attention == 5 * 2 * B * H * pairs * D  # scores again, and four gradients
+    assert forward.products == backward.products == 0
+    kind = forward.attention_kind("forward")
+    assert (kind.width, kind.is_causal, kind.num_tokens) == (D, pairs != ALL_PAIRS, T)
+
+
+def test_a_product_moves_its_operands_and_an_activation_its_values() -> None:
+    with fake_tensor_mode(), OperatorCounter() as counter:
+        x, weight = torch.randn(32, 16), torch.randn(8, 16)
+        counter.counts = OperatorCounts()
+        F.linear(x, weight).relu()
+    counts = counter.counts
+    assert counts.products == 2 * 32 * 16 * 8
+    assert counts.operands == 4 * (32 * 16 + 8 * 16 + 32 * 8)
+    assert counts.moved == 4 * 2 * 32 * 8
+    assert counts.num_operators == 2  # the transposed weight is a view
+
+
+def test_counts_add_up() -> None:
+    one = OperatorCounts(products=1, operands=2, moved=3, num_operators=1)
+    other = OperatorCounts(attention=5, num_operators=2, head_width=64, num_queries=9, is_causal=True)
+    both = one + other
+    assert both == OperatorCounts(1, 5, 2, 3, 3, head_width=64, num_queries=9, is_causal=True)
