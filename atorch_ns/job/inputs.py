@@ -113,13 +113,9 @@ class Inputs:
                 "strategy's methods wrap and shard it."
             )
         functions = (
-            "optim_func",
-            "optim_param_func",
-            "loss_func",
-            "weight_func",
-            "prepare_input",
+            "optim_func", "optim_param_func", "loss_func", "weight_func", "prepare_input",
             "lr_scheduler_cls",
-        )
+        )  # fmt: skip
         for name in functions:
             value = getattr(self, name)
             if value is not None and not callable(value):

@@ -20,6 +20,7 @@ from torch import nn
 
 from atorch_ns.capture.nests import floats_to, tensors_of
 from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.cluster import Cluster
 from atorch_ns.data import batch_sizes, split_batch
 from atorch_ns.errors import InputError
 from atorch_ns.torch_compat import found_inf_tensors, local_grad_scaler
@@ -347,6 +348,40 @@ class MeanCheck:
             "loss over pairs of samples needs all of them on one rank"
         )
         warnings.warn(self.finding, stacklevel=2)
+
+
+class RowCheck:
+    """Says once on which ranks samples count more than on others, as the mean of each rank counts alike.
+
+    All ranks compare their numbers in the first step alone; later a rank sees only that its own changes.
+    """
+
+    def __init__(self, cluster: Cluster, num_data_ranks: int) -> None:
+        self._cluster = cluster
+        self._is_needed = num_data_ranks > 1
+        self._rows: list[int | None] = []
+
+    def look(self, rows: int | None) -> None:
+        """Takes the number of samples of this rank's batch; collective in the first call."""
+        if not self._is_needed or self._rows == [rows]:
+            return
+        is_first = not self._rows
+        found = self._cluster.gathered(rows) if is_first else [*self._rows, rows]
+        self._rows = [rows]
+        known = sorted({number for number in found if number is not None})
+        if len(known) > 1:
+            self._is_needed = False
+            place = (
+                "the batches of the ranks have"
+                if is_first
+                else "from one step to the next, this rank's batch has"
+            )
+            warnings.warn(
+                f"{place} {known[0]} to {known[-1]} samples. The mean of each rank counts alike, so that the samples of a rank "
+                "that has fewer count more than in one process. Pass weight_func to auto_accelerate, which gives the number of "
+                "samples of a micro-batch.",
+                stacklevel=2,
+            )
 
 
 def _is_without_state(value: Any, seen: frozenset[Any] = frozenset()) -> bool:

@@ -17,7 +17,7 @@ from atorch_ns.data import BatchRunner, LossScale, Passed, Reduction, StepOutput
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.census import ForwardChanges
 from atorch_ns.job.job import Job
-from atorch_ns.job.loss import LossFunction, first_loss
+from atorch_ns.job.loss import LossFunction, RowCheck, first_loss
 from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
 from atorch_ns.job.step_times import StepTimes
 from atorch_ns.text import did_you_mean, with_article
@@ -81,6 +81,7 @@ class TrainStep:
         self.memory = GrowthWatch(job.device)
         if optimizer is not None:
             self.memory.follow(optimizer)
+        self._rows = RowCheck(job.cluster, job.num_data_ranks)
         self._watching: dict[tuple[str, Phase], list[PhaseObserver]] = {}
         self._job = job
         self._changes = ForwardChanges(job)
@@ -461,6 +462,7 @@ class TrainStep:
             if job.step.mean_check is not None:
                 job.step.mean_check.on = self.num_steps == 0 and len(parts) * job.num_data_ranks > 1
             if not uneven:
+                self._rows.look(num_rows(data))
                 return StepWork.mean(parts, job.num_data_ranks)
             rows = map(num_rows, parts)  # of no known number, all parts count alike
             weights = [1.0 if number is None else float(number) for number in rows]

@@ -119,3 +119,30 @@ def test_a_script_is_compared_whose_ranks_hold_nothing_of_a_parameter(tmp_path: 
     first, largest = compare_runs(tmp_path, 2, reduced=False)
     assert first is None
     assert len(largest) == 3
+
+
+def stepped(rows: tuple[tuple[int, int], tuple[int, int]]) -> list[str]:
+    """What steps say whose batches have so many rows, by rank and step."""
+    _, result, _ = auto_accelerate(
+        nn.Linear(4, 4),
+        torch.optim.SGD,
+        loss_func=lambda _, output: output.square().mean(),
+        optim_args={"lr": 0.1},
+        load_strategy=["ddp"],
+    )
+    assert result is not None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for num in rows[result.rank]:
+            result.train_step(X[:num])
+    return [text for one in told if "weight_func" in (text := str(one.message))]
+
+
+def test_other_numbers_of_samples_are_told_of() -> None:
+    first = run_ranks(lambda: stepped(((4, 4), (3, 4))), 2)
+    assert ["the batches of the ranks have 3 to 4 samples" in text for (text,) in first] == [True, True]
+    quiet, (later,) = run_ranks(lambda: stepped(((4, 4), (4, 3))), 2)
+    assert quiet == []
+    assert "from one step to the next, this rank's batch has 3 to 4 samples" in later
+    assert run_ranks(lambda: stepped(((4, 4), (4, 4))), 2) == [[], []]
+    assert run_ranks(lambda: stepped(((4, 3), (0, 0))), 1) == [[]]

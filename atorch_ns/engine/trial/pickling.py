@@ -132,14 +132,9 @@ _SENT: Final = (
 _REBUILD: Final = "rebuild tensor"
 # What a trial has no use for: it loads in its own process, and runs for a few steps only.
 _LOADER_ARGS_LEFT_OUT: Final = (
-    "num_workers",
-    "prefetch_factor",
-    "persistent_workers",
-    "multiprocessing_context",
-    "worker_init_fn",
-    "timeout",
-    "pin_memory",
-)
+    "num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "worker_init_fn",
+    "timeout", "pin_memory",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,11 @@ from atorch_ns.profile.record.recorder import Event, Product, Recording
 
 _MEETING = frozenset(
     {
-        "aten.add",
-        "aten.add_",
-        "aten.sub",
-        "aten.index_add",
-        "aten.index_add_",
-        "aten.index_put",
+        "aten.add", "aten.add_", "aten.sub", "aten.index_add", "aten.index_add_", "aten.index_put",
         "aten.index_put_",
     }
     | {"aten.scatter_add", "aten.scatter_add_", "aten.cat", "aten.copy_"}
-)
+)  # fmt: skip
 """Operators that put tensors of one kind together."""
 
 

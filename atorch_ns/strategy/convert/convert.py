@@ -28,15 +28,10 @@ _SIGNS: Final = {
         "num_machines",
     },
     "deepspeed": {
-        "zero_optimization",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "fp16",
-        "bf16",
-        "gradient_clipping",
-        "zero_allow_untested_optimizer",
+        "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16",
+        "gradient_clipping", "zero_allow_untested_optimizer",
     },
-}
+}  # fmt: skip
 """Keys by which a file is known."""
 
 
