@@ -15,9 +15,42 @@ import networkx
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("atorch_ns", "opt_lib")
 FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
-# Bounds for what stands: they are lowered when it shrinks, and raised by the budget of a new capability alone. Lines are
-# those that are not blank.
-MOST_FILES, MOST_LINES = 480, 81_403
+MOST_FILES = 480
+LINES = {
+    "top level": 1_054,
+    "cli": 2_145,  # to be 1_700
+    "trainer": 2_550,
+    "merak": 2_313,
+    "parallel": 2_309,
+    "doctor": 1_436,  # to be 1_000
+    "launch": 836,
+    "report": 3_426,  # to be 3_000
+    "engine": 5_360,  # to be 3_600
+    "numerics": 1_765,  # to be 1_300
+    "search": 4_038,  # to be 3_550
+    "estimate": 3_827,  # to be 3_300
+    "checkpoint": 1_913,  # to be 1_900
+    "apply": 435,
+    "method": 746,
+    "job": 5_189,  # to be 3_100
+    "operators": 6_268,  # to be 4_050
+    "pipeline": 4_116,  # to be 4_100
+    "sharding": 7_851,  # to be 6_200
+    "tracking": 518,
+    "data": 1_200,  # to be 1_400
+    "strategy": 1_971,  # to be 1_800
+    "profile": 2_865,  # to be 1_850
+    "costs": 366,  # to be 650
+    "cluster": 3_279,  # to be 2_600
+    "capture": 958,  # to be 2_900
+    "torch_compat": 1_063,
+    "testing": 1_600,  # to be 1_000
+    "opt_lib": 10_006,  # to be 8_300
+}
+"""Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
+from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
+given it their part of an idea, or it has given its own."""
+MOST_LINES = 81_403
 GENERATED = "coordinator_pb2.py"
 
 
@@ -46,10 +79,23 @@ def test_no_file_imports_itself_by_any_way() -> None:
     assert not circles, f"these files import each other: {circles}"
 
 
+def test_rooms_keep_to_their_budgets() -> None:
+    found = dict.fromkeys(LINES, 0)
+    for file in FILES:
+        package, *inside = file.relative_to(ROOT).parts
+        room = package if package == "opt_lib" else inside[0] if len(inside) > 1 else "top level"
+        assert room in LINES, f"{room} has no budget of lines: take it from other rooms"
+        found[room] += _non_blank(file)
+    over = {room: f"{size:_} of {LINES[room]:_}" for room, size in found.items() if size > LINES[room]}
+    assert not over, (
+        f"lines over the budget of their room: {over}. Lower another room's by as many, or write less"
+    )
+    assert sum(LINES.values()) <= MOST_LINES, "what one room gets another gives"
+
+
 def test_sizes() -> None:
     sizes = {str(file.relative_to(ROOT)): _non_blank(file) for file in FILES}
     assert len(sizes) <= MOST_FILES
-    assert sum(sizes.values()) <= MOST_LINES
     assert not {name: size for name, size in sizes.items() if size > 500}
     modules = [size for name, size in sizes.items() if not name.endswith("__init__.py")]
     assert 100 <= statistics.median(modules) <= 220
