@@ -21,6 +21,11 @@ class OptimizerOffloadConfig(MethodConfig):
     """There is nothing to set."""
 
 
+_AXES = (
+    "tensor_parallel", "sequence_parallel", "expert_parallel", "pipeline_parallel", "mixed_parallel", "ds_3d_parallel",
+)  # fmt: skip
+
+
 @final
 class OptimizerOffload(Method[OptimizerOffloadConfig]):
     """Updates the weights in host memory, where the optimizer's states stay.
@@ -35,17 +40,7 @@ class OptimizerOffload(Method[OptimizerOffloadConfig]):
     provides = ("optimizer_placement",)
     conflicts = (
         *(Conflict(name, _SHARDED) for name in ("fsdp", "zero1", "zero2")),
-        *(
-            Conflict(name, _DIVIDED)
-            for name in (
-                "tensor_parallel",
-                "sequence_parallel",
-                "expert_parallel",
-                "pipeline_parallel",
-                "mixed_parallel",
-                "ds_3d_parallel",
-            )
-        ),
+        *(Conflict(name, _DIVIDED) for name in _AXES),
         *(
             Conflict(name, _SCALED, when=lambda _, theirs: theirs.dtype == "float16")
             for name in ("half", "amp_native")

@@ -26,13 +26,13 @@ LINES = {
     "launch": 836,
     "report": 3_426,  # to be 3_000
     "engine": 5_360,  # to be 3_600
-    "numerics": 1_765,  # to be 1_300
+    "numerics": 1_760,  # to be 1_300
     "search": 4_038,  # to be 3_550
     "estimate": 3_827,  # to be 3_300
     "checkpoint": 1_913,  # to be 1_900
     "apply": 435,
     "method": 746,
-    "job": 5_189,  # to be 3_100
+    "job": 5_202,  # to be 3_100
     "operators": 6_268,  # to be 4_050
     "pipeline": 4_116,  # to be 4_100
     "sharding": 7_851,  # to be 6_200
@@ -43,14 +43,14 @@ LINES = {
     "costs": 366,  # to be 650
     "cluster": 3_279,  # to be 2_600
     "capture": 958,  # to be 2_900
-    "torch_compat": 1_063,
+    "torch_compat": 1_054,
     "testing": 1_600,  # to be 1_000
-    "opt_lib": 10_006,  # to be 8_300
+    "opt_lib": 10_003,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_403
+MOST_LINES = 81_399
 GENERATED = "coordinator_pb2.py"
 
 

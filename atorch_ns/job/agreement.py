@@ -206,8 +206,9 @@ class SameWeights:
         """Compares the next updates, as after a load, on all ranks."""
         self._begin = self._num_updates
 
-    def _after_update(self, *_: object) -> None:
-        if not self.is_on:
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        # Without a gradient nothing was exchanged, and ranks may be at other updates.
+        if not self.is_on or all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
             return
         for number in tuple(self._waiting):
             self._compare_copies(number)

@@ -165,6 +165,7 @@ def shard_after_evaluations(roots: Iterable[nn.Module]) -> None:
 
         root.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
         root.register_forward_hook(torch.compiler.disable(after))
+        root.register_state_dict_pre_hook(before)  # before torch's, which lets go of what is gathered
         root.zero_grad = MethodType(_zero_grad, root)  # type: ignore[method-assign]
 
     for root in roots:
@@ -192,6 +193,7 @@ class ParameterStates:
         holder: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
     ) -> None:
         for root in (job.module, *job.parts.stages):
+            keep_gathered_writes(module for module in root.modules() if isinstance(module, FSDPModule))
             reshard(root)
         masters = optimizer.masters if isinstance(optimizer, StepOptimizer) else None
         aliases = parameter_names(job.module)

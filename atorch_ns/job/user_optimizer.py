@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -114,17 +114,14 @@ def class_above(added: type, kind: type) -> type:
 
 class _OnLocalParts(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        if closure is not None:
-            with torch.enable_grad():
-                loss: float | None = closure()
-        else:
-            loss = None
         by_parts = not _has_step_of_torch(self) or any(
             group.get("fused") or any(map(torch.is_complex, group["params"])) for group in self.param_groups
         )
-        with _LocalParts() if by_parts else nullcontext():
-            super().step()
-        return loss
+        if not by_parts:
+            return super().step(closure)
+        with _LocalParts() as mode:
+            given = None if closure is None else mode.pausing(closure)
+            return super().step(given)
 
 
 class _LocalParts(TorchDispatchMode):
@@ -133,8 +130,24 @@ class _LocalParts(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_paused = False
+
+    def pausing(self, closure: Callable[[], float]) -> Callable[[], float]:
+        """The closure of a step, which evaluates the model as outside of it, if the optimizer calls it and when it does."""
+
+        def paused() -> float:
+            self._is_paused = True
+            try:
+                with torch.enable_grad():
+                    return closure()
+            finally:
+                self._is_paused = False
+
+        return paused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.view_as_real.default and isinstance(args[0], DTensor):
             return _pairs(args[0])
         if getattr(func, "overloadpacket", None) in _KERNELS:

@@ -32,13 +32,8 @@ fp32 (see :data:`atorch_ns.numerics.verdict.TOLERANCE`)."""
 REDUCED_ROUNDING: Final = REDUCED_TOLERANCE / 10
 """The same in less than fp32: bfloat16 rounds by 2^-8, near this."""
 _DROPOUTS: Final = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+)  # fmt: skip
 _MOST_UPDATES: Final = 10
 """Updates of all optimizers, in units of those asked for, after which a script ends whose optimizers take turns."""
 

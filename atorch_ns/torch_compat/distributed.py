@@ -274,17 +274,12 @@ def extend_dtensor_operators() -> None:
         handlers.update(dict.fromkeys(_RANDOM, _draw_whole))
 
 
+_aten = torch.ops.aten
 _PLACE_BY_PLACE = (
-    torch.ops.aten._foreach_zero_.default,
-    torch.ops.aten._foreach_lerp_.Scalar,
-    torch.ops.aten._foreach_lerp_.List,
-    torch.ops.aten._foreach_mul_.Scalar,
-    torch.ops.aten._foreach_mul_.Tensor,
-    torch.ops.aten._foreach_div_.Scalar,
-    torch.ops.aten._foreach_add_.Scalar,
-    torch.ops.aten._foreach_add_.List,
-    torch.ops.aten._foreach_copy_.default,
-)
+    _aten._foreach_zero_.default, _aten._foreach_lerp_.Scalar, _aten._foreach_lerp_.List, _aten._foreach_mul_.Scalar,
+    _aten._foreach_mul_.Tensor, _aten._foreach_div_.Scalar, _aten._foreach_add_.Scalar, _aten._foreach_add_.List,
+    _aten._foreach_copy_.default,
+)  # fmt: skip
 """Operators of which an element of a result depends on the elements at its own place alone."""
 
 
@@ -309,13 +304,9 @@ def _norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 _RANDOM = (
-    torch.ops.aten.normal_.default,
-    torch.ops.aten.uniform_.default,
-    torch.ops.aten.bernoulli_.float,
-    torch.ops.aten.exponential_.default,
-    torch.ops.aten.randn_like.default,
-    torch.ops.aten.rand_like.default,
-)
+    _aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.exponential_.default,
+    _aten.randn_like.default, _aten.rand_like.default,
+)  # fmt: skip
 
 
 def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

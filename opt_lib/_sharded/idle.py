@@ -48,6 +48,7 @@ class IdleParameters:
         self._names: dict[nn.Module, str] = {}
         self._idle: dict[nn.Module, None] = {}
         self._late: dict[nn.Module, list[nn.Module]] = {}
+        self._filled: set[nn.Parameter] = set()  # also in earlier passes of the same step
         self._seen: dict[str, None] = {}
 
     def attach(self, root: nn.Module, *, calls: bool = True) -> None:
@@ -76,6 +77,7 @@ class IdleParameters:
     def _begin(self, *_: Any) -> None:
         self._idle.clear()  # of a backward pass that has failed
         self._late.clear()
+        self._filled = {parameter for parameter in self._filled if parameter.grad is not None}
 
     def _enter(self, parts: list[nn.Module], unit: nn.Module, args: Any, kwargs: Any) -> None:
         """Looks for unused parameters where a backward pass reaches the unit's input, behind which they are reduced; at
@@ -106,9 +108,10 @@ class IdleParameters:
         self._seen.update(dict.fromkeys(self._names[part] for part in parts))
         for part in parts:
             for parameter in _trainable(part):
-                if self._has_none(parameter):
+                if self._has_none(parameter) and parameter.grad is None:
                     # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
                     parameter.grad = torch.full_like(parameter, -0.0)
+                    self._filled.add(parameter)
 
     def _unused(self, parts: list[nn.Module]) -> None:
         """Ends the backward pass of a unit that has called ``parts``, some of whose parameters it may not have used."""
@@ -117,7 +120,8 @@ class IdleParameters:
             self._left_out(idle)
 
     def _has_none(self, parameter: nn.Parameter) -> bool:
-        return parameter.grad is None and parameter not in self._ignored and not awaits_gradient(parameter)
+        is_none = parameter.grad is None or parameter in self._filled
+        return is_none and parameter not in self._ignored and not awaits_gradient(parameter)
 
     def _end(self) -> None:
         parts = list(self._idle)

@@ -102,6 +102,10 @@ class Verdict:
         return self.kind in ("equal", "refused", "told")
 
 
+_LARGEST = 1e3
+"""Weights begin below 1: training that has come here diverges, and multiplies each rounding error."""
+
+
 class NoLoop(Exception):
     """What one process cannot train is no loop."""
 
@@ -125,6 +129,9 @@ def judge(recipe: Recipe, strategies: Sequence[str] = tuple(STRATEGIES)) -> dict
         expected = reference(recipe)
     except Exception as error:
         raise NoLoop(f"{type(error).__name__}: {error}") from error
+    largest = max(float(value.abs().max()) for value in expected.values() if value.numel())
+    if not largest < _LARGEST:
+        raise NoLoop(f"it diverges: a weight has become {largest:.1e}, and rounding grows with it")
     found: dict[str, Verdict] = {}
     for names in ([s for s in strategies if s not in OF_FOUR], [s for s in strategies if s in OF_FOUR]):
         found |= _judged(recipe, names, expected) if names else {}

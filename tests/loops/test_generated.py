@@ -71,6 +71,21 @@ FOUND = [
         Recipe(blocks=("plain", "sparse")),
         {"ddp": "equal", "zero1": "equal", "fsdp": "refused", "zero2": "refused", "tensor": "equal"},
     ),
+    # A closure that the optimizer does not call, so that no update exchanges anything.
+    (
+        Recipe(blocks=("plain", "plain"), optimizer="decaying", step="by_closure"),
+        dict.fromkeys(("ddp", "zero1", "zero2", "fsdp", "tensor"), "equal"),
+    ),
+    # What no sample reaches, in the second of two micro-batches.
+    (
+        Recipe(blocks=("single", "lookup"), changes=("detach",), optimizer="adamw"),
+        {"fsdp": "equal", "fsdp, micro-batches": "equal"},
+    ),
+    # Frozen while gathered, after a step that was left out, and then looked at.
+    (
+        Recipe(blocks=("plain", "norm"), step="skipped", events=((2, "freeze"), (2, "look_at_states"))),
+        {"fsdp": "equal", "zero2": "equal"},
+    ),
     # A number without dimensions, which fsdp leaves to a sum of its own, used by a method beside forward.
     (Recipe(blocks=("scaled", "norm"), step="another_method"), {"fsdp": "equal", "zero2": "equal"}),
     # Gradients that are put in place by hand are no backward pass.
