@@ -12,6 +12,7 @@ plain strategy took, in MiB. A limit of 0 is none that matters.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def accelerate(name: str, **strategy: Any) -> Result:
         loss,
         optim_args={"lr": 1e-4},
         model_input_format=form,
-        dataloader_args={"batch_size": 16},
+        dataloader_args={"batch_size": 32 // int(os.environ["WORLD_SIZE"])},
         **strategy,
     )
     assert result is not None
