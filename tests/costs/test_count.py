@@ -22,6 +22,8 @@ def counted(
     with fake_tensor_mode(), DropoutOfGpus(), OperatorCounter() as counter:
         query = torch.randn(B, H, T, D, requires_grad=True)
         key, value = (torch.randn(B, key_heads, T, D, requires_grad=True) for _ in range(2))
+        if "attn_mask" in options:
+            options["attn_mask"] = torch.ones(T, T, dtype=torch.bool).tril()
         counter.counts = forward = OperatorCounts()
         out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, **options)
         counter.counts = backward = OperatorCounts()
@@ -33,6 +35,7 @@ def counted(
     ("options", "pairs"),
     [
         ({}, ALL_PAIRS),
+        ({"attn_mask": True}, ALL_PAIRS),  # a kernel computes what a mask of the user's hides
         ({"is_causal": True}, CAUSAL_PAIRS),
         ({"is_causal": True, "dropout": 0.1}, CAUSAL_PAIRS),
         ({"is_causal": True, "key_heads": 2, "enable_gqa": True}, CAUSAL_PAIRS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,17 @@ from atorch_ns import planning
 from atorch_ns.cluster import Cluster, cluster_from_spec
 from atorch_ns.costs import host_seconds
 from atorch_ns.data import call_arguments
-from atorch_ns.operators import Prices, States, assemble, batch_plan, capture_shallow, legal_rules
+from atorch_ns.operators import (
+    Prices,
+    States,
+    assemble,
+    batch_plan,
+    capture_shallow,
+    legal_rules,
+    solved_plan,
+)
 from atorch_ns.testing.models import get_case
+from tests.operators.solver.test_assemble import by_heads
 
 CPU = torch.device("cpu")
 MODELS = ("tied_llama", "hf_llama", "hf_gpt2", "hf_bert", "hf_vit", "hf_mixtral", "encoder_decoder")
@@ -49,6 +59,27 @@ def test_an_estimate_and_an_operator_plan_agree(name: str) -> None:
         assembled = assemble(graph, legal_rules(graph, 2), Prices.on(cluster, 2, "float32"), States(), CPU)
         price = assembled.price(batch_plan(graph, 2))
         assert price.compute_seconds == pytest.approx(estimate.time.compute, rel=0.08), spec
+
+
+def test_megatron_with_divided_sequences_is_one_price_too() -> None:
+    """Columns, rows and norms on parts of the sequence: the plan that the solver finds, and the method ``tensor_parallel``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4}
+    config = LlamaConfig(**sizes, num_attention_heads=64, num_key_value_heads=64, vocab_size=32000)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    ids = torch.zeros(1, 4096, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    cluster, degree = cluster_from_spec("8xH100-80GB"), 8
+    graph = capture_shallow(model, (), batch, device=CPU).graph
+    prices = Prices.on(cluster, degree, "bfloat16")
+    price = solved_plan(graph, degree, prices, States(), CPU, allow=by_heads).outcome.price
+    axes = ("parallel_mode", ([("tensor", degree)], None))
+    strategy = [axes, ("tensor_parallel", {"sequence": True}), ("half", "bf16")]
+    estimate = planning.estimate(model, strategy, cluster, batch=1, sample=batch)
+    assert price.compute_seconds == pytest.approx(estimate.time.compute, rel=0.08)
+    assert price.conversion_seconds == pytest.approx(estimate.time.exchange, rel=0.15)
 
 
 def test_a_gpu_hides_its_host_and_a_cpu_is_it() -> None:
