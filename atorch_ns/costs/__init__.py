@@ -1,18 +1,7 @@
 """Costs of operators and collectives: one count and one price, which estimates, operator plans and pipelines share."""
 
-from atorch_ns.costs.collectives import Groups, collective_seconds, groups_along
-from atorch_ns.costs.count import OperatorCounter, OperatorCounts, count_flops, moved_bytes
-from atorch_ns.costs.price import counted_seconds, host_seconds, kernel_seconds
+from atorch_ns.costs.collectives import collective_seconds
+from atorch_ns.costs.count import OperatorCounter, OperatorCounts
+from atorch_ns.costs.price import counted_seconds, host_seconds
 
-__all__ = [
-    "Groups",
-    "OperatorCounter",
-    "OperatorCounts",
-    "collective_seconds",
-    "count_flops",
-    "counted_seconds",
-    "groups_along",
-    "host_seconds",
-    "kernel_seconds",
-    "moved_bytes",
-]
+__all__ = ["OperatorCounter", "OperatorCounts", "collective_seconds", "counted_seconds", "host_seconds"]

@@ -295,6 +295,11 @@ def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
             f"{name} cannot update DTensors in 16 bits. Use ('amp_native', 'bf16') in place of half, or "
             "('half', 'fp16'), whose fp32 masters it updates."
         )
+    is_mixed = dtypes and not all(isinstance(parameter, DTensor) for parameter in parameters)
+    if is_mixed and isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError(
+            "LBFGS makes one vector of all parameters, of which this rank has parts of some and others whole. Use ddp."
+        )
     base = next((kind for kind in NOT_OF_DTENSORS if isinstance(optimizer, kind)), None)
     if dtypes and base is not None:
         name = f"torch.optim.{base.__name__}"

@@ -65,7 +65,7 @@ def test_megatron_with_divided_sequences_is_one_price_too() -> None:
     """Columns, rows and norms on parts of the sequence: the plan that the solver finds, and the method ``tensor_parallel``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 4}
+    sizes: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 8}
     config = LlamaConfig(**sizes, num_attention_heads=64, num_key_value_heads=64, vocab_size=32000)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16).train()

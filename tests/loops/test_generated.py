@@ -76,6 +76,11 @@ FOUND = [
         Recipe(blocks=("plain", "plain"), optimizer="decaying", step="by_closure"),
         dict.fromkeys(("ddp", "zero1", "zero2", "fsdp", "tensor"), "equal"),
     ),
+    # One vector of parts and of whole numbers.
+    (
+        Recipe(blocks=("scaled", "plain"), optimizer="lbfgs", step="by_closure"),
+        {"fsdp": "refused", "zero2": "refused", "tensor": "refused", "ddp": "equal"},
+    ),
     # What no sample reaches, in the second of two micro-batches.
     (
         Recipe(blocks=("single", "lookup"), changes=("detach",), optimizer="adamw"),
