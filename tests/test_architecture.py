@@ -28,11 +28,11 @@ LINES = {
     "engine": 5_360,  # to be 3_600
     "numerics": 1_760,  # to be 1_300
     "search": 4_038,  # to be 3_550
-    "estimate": 3_827,  # to be 3_300
+    "estimate": 3_816,  # to be 3_300
     "checkpoint": 1_913,  # to be 1_900
     "apply": 435,
     "method": 746,
-    "job": 5_207,  # to be 3_100
+    "job": 5_214,  # to be 3_100
     "operators": 6_268,  # to be 4_050
     "pipeline": 4_116,  # to be 4_100
     "sharding": 7_851,  # to be 6_200
@@ -50,7 +50,7 @@ LINES = {
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_393
+MOST_LINES = 81_389
 GENERATED = "coordinator_pb2.py"
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
-from atorch_ns.job.reducer import GradientReducer
+from atorch_ns.job.reducer import GradientReducer, add_rows, sparse_tables
 from atorch_ns.torch_compat import TakenHook, after_accumulation, after_backward, in_backward, plain_name
 
 log = logging.getLogger("atorch_ns")
@@ -216,6 +216,7 @@ class GradientSums:
     def __init__(self) -> None:
         self._sums: list[_Sum] = []
         self._hooks: list[GradientHooks] = []
+        self._tables: Mapping[torch.Tensor, str] = {}
         self._is_watching = False
         self._pending = False
         self._summed = False
@@ -266,6 +267,7 @@ class GradientSums:
         module.register_forward_pre_hook(self._note, prepend=True)
         names = frozenset().union(*(entry.names for entry in self._sums))
         self._shards = WeakValueDictionary(_by_name(module))  # memory of what is replaced later is free
+        self._tables = sparse_tables(module)
         self._is_watching = True
         self._watch_gradients([*_parameters(module, names), *(hooks.parameter for hooks in self._hooks)])
 
@@ -302,7 +304,12 @@ class GradientSums:
             return
         self._pending, self._summed, self._divided = False, True, False
         for entry in self._sums:
-            for parameters in _together(_parameters(module, entry.names)):
+            summed = list(_parameters(module, entry.names))
+            for table in (parameter for parameter in summed if parameter in self._tables):
+                add_rows(
+                    cast(nn.Parameter, table), entry.group, 1 / entry.group.size() if entry.mean else 1.0
+                )
+            for parameters in _together(one for one in summed if one not in self._tables):
                 _sum(parameters, entry)
         late, self._has_added = self._has_added or not self._is_followed, False
         for hooks in self._hooks:

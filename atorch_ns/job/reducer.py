@@ -387,7 +387,7 @@ class GradientReducer:
                     parameter.grad = None
         for table in self._tables:
             if table.requires_grad:
-                _add_rows(table, self._group, self._before * self._after)
+                add_rows(table, self._group, self._before * self._after)
 
     def _compare_ranks(self) -> None:
         """Has ranks that are at another place, or train other parameters, end all of them.
@@ -461,7 +461,7 @@ def require_dense_gradients(module: nn.Module, method: str) -> None:
         )
 
 
-def _add_rows(table: nn.Parameter, group: dist.ProcessGroup, factor: float) -> None:
+def add_rows(table: nn.Parameter, group: dist.ProcessGroup, factor: float) -> None:
     """Makes a sparse gradient the sum of all ranks' rows, times a factor; collective. ``None`` where no rank has any."""
     own = None if table.grad is None else table.grad.coalesce()
     num_used = 0 if own is None else own.values().shape[0]

@@ -76,6 +76,8 @@ FOUND = [
         Recipe(blocks=("plain", "plain"), optimizer="decaying", step="by_closure"),
         dict.fromkeys(("ddp", "zero1", "zero2", "fsdp", "tensor"), "equal"),
     ),
+    # A table of two stages whose gradient holds the rows that were used.
+    (Recipe(blocks=("sparse", "pairs"), changes=("share_block",)), {"pipeline": "equal", "ddp": "equal"}),
     # One vector of parts and of whole numbers.
     (
         Recipe(blocks=("scaled", "plain"), optimizer="lbfgs", step="by_closure"),

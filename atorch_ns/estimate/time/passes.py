@@ -325,11 +325,8 @@ class _Running:
                 value = value * self.context.parts.share(place, growth.divided, growth.words)
             return np.asarray(np.maximum(value, 0.0))
 
-        device, segment, low_bit = (
-            self.context.hardware.device,
-            self.segment,
-            self.context.plan.precision.narrow,
-        )
+        device, segment = self.context.hardware.device, self.segment
+        low_bit = self.context.plan.precision.narrow
         weights, autocast = computed_in(self.context.plan)
         dtype = autocast or weights
         # A batch without words counts one token, windows fewer than all, and patches more.

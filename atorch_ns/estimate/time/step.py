@@ -167,17 +167,9 @@ def _slowest(context: PricingContext) -> np.ndarray:
 def _computing(plan: Plan) -> tuple[object, ...]:
     """The fields of a plan that its passes' time depends on."""
     again = plan.recomputation
-    return (
-        *(
-            *computed_in(plan),
-            plan.precision.narrow,
-            plan.replaced,
-            plan.compiled,
-            plan.compiler,
-            plan.extras,
-        ),
-        *(again.kind, again.every, again.share, again.selectors, again.saved_operators),
-    )
+    kernels = (plan.precision.narrow, plan.replaced, plan.compiled, plan.compiler, plan.extras)
+    recomputed = (again.kind, again.every, again.share, again.selectors, again.saved_operators)
+    return (*computed_in(plan), *kernels, *recomputed)
 
 
 def _overhead(context: PricingContext, operators: np.ndarray, device_seconds: np.ndarray) -> np.ndarray:
