@@ -91,6 +91,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/cli/test_cli.py::test_strategy_verbs",),
     ),
     Fault(
+        "an efficiency of one's own is that of no dtype",
+        "atorch_ns/cluster/hardware.py",
+        "return self.flops_of(dtype) * self.efficiencies.get(dtype, self.efficiency)",
+        "return self.flops_of(dtype) * self.efficiencies.get(dtype, 1.0)",
+        ("tests/cluster/test_spec.py::test_an_efficiency_of_one_s_own_holds_for_all_dtypes",),
+    ),
+    Fault(
         "a ring of ranks sends one message too many",
         "atorch_ns/costs/collectives.py",
         "RING_STEPS[kind] * (ranks - 1) * count",

@@ -241,9 +241,16 @@ def test_copies_of_weights_that_are_equal_are_no_news(strategy: str) -> None:
     assert ended == [8] * num_ranks
 
 
+def _with_gradients(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """An optimizer whose updates count, and change nothing."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def _left_behind() -> str:
     weights = SameWeights(Mesh([("data", 2)], device_type="cpu"), [Net()], "late")
-    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    optimizer = _with_gradients(Net())
     weights.follow(optimizer)
     try:
         for _ in range(3 if dist.get_rank() == 0 else 0):
@@ -264,7 +271,7 @@ def _rounded() -> bool:
     weights = SameWeights(Mesh([("data", 2)], device_type="cpu"), [model], "rounded")
     with torch.no_grad():
         next(model.parameters()).mul_(1.0 + 1e-6 * dist.get_rank())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = _with_gradients(model)
     weights.follow(optimizer)
     for _ in range(2):
         optimizer.step()
@@ -279,7 +286,7 @@ def test_rounding_is_a_warning() -> None:
 def _keys_after(num_updates: int) -> int:
     torch.manual_seed(0)
     weights = SameWeights(Mesh([("data", 2)], device_type="cpu"), [Net()], "kept")
-    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    optimizer = _with_gradients(Net())
     weights.follow(optimizer)
     before = agreement.default_store().num_keys()
     for _ in range(num_updates):
