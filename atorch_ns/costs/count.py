@@ -17,12 +17,10 @@ from atorch_ns.torch_compat import TorchDispatchMode
 
 _aten = torch.ops.aten
 
-_ATTENTION = "scaled_dot_product"
-
 
 def is_attention(name: str) -> bool:
     """Whether an operator of this name is fused attention."""
-    return _ATTENTION in name
+    return "scaled_dot_product" in name
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -163,6 +163,7 @@ class GradientHooks:
 
     def __post_init__(self) -> None:
         self._before: torch.Tensor | None = None
+        self._written: ref[torch.Tensor] | None = None
         self._is_open = False
 
     def begin(self, num_sums: int) -> None:
@@ -174,6 +175,7 @@ class GradientHooks:
         gradient = self.parameter.grad
         if gradient is None or not self._is_open:
             self._before = None if gradient is None else gradient.detach() * num_sums
+            self._written = None if gradient is None else ref(gradient)
         self._is_open = True
 
     def call(self, *, late: bool) -> None:
@@ -183,6 +185,8 @@ class GradientHooks:
             late: whether a backward pass has added to it; ``autograd.grad`` calls ``hooks`` alone.
         """
         parameter, before = self.parameter, self._before
+        if not late and self._written is not None and self._written() is not parameter.grad:
+            before = None  # the loop has put another in its place
         self._before, self._is_open = None, False
         self.hooks = [hook for hook in self.hooks if hook.is_registered]
         self.late = [hook for hook in self.late if hook.is_registered]

@@ -78,6 +78,11 @@ FOUND = [
     ),
     # A table of two stages whose gradient holds the rows that were used.
     (Recipe(blocks=("sparse", "pairs"), changes=("share_block",)), {"pipeline": "equal", "ddp": "equal"}),
+    # Hooks, and gradients that the loop puts in the place of the last step's.
+    (
+        Recipe(blocks=("plain", "plain"), changes=("hook_gradients",), step="gradients_by_function"),
+        {"ddp": "equal", "zero1": "equal", "tensor": "equal", "ddp, micro-batches": "equal"},
+    ),
     # One vector of parts and of whole numbers.
     (
         Recipe(blocks=("scaled", "plain"), optimizer="lbfgs", step="by_closure"),

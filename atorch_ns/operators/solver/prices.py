@@ -158,13 +158,9 @@ class Prices:
     def seconds(self, one: Operator, rule: Rule, work: Work) -> tuple[float, float]:
         """Of the forward and of the backward pass of one rank's part of a call."""
         call = one.call
-        sizes = [
-            (spec.num_bytes, self.local_bytes(spec, placement))
-            for spec, placement in zip(
-                (*call.tensors, *call.outputs), (*rule.inputs, *rule.outputs), strict=True
-            )
-        ]
-        whole, local = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0, 0)
+        placed = list(zip((*call.tensors, *call.outputs), (*rule.inputs, *rule.outputs), strict=True))
+        whole = sum(spec.num_bytes for spec, _ in placed)
+        local = sum(self.local_bytes(spec, placement) for spec, placement in placed)
         share, part = 1 / self.degree if rule.divides else 1.0, local / (whole or 1)
         forward, backward = (
             counted_seconds(self.device, self.compute_dtype, counts, passes, share=share, part=part)
