@@ -122,6 +122,7 @@ class TestCompile(MethodConformance):
     cases = ("mlp",)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("call", [1, 200, 2000, None])
 @pytest.mark.parametrize(("axis", "kind"), [("tensor", TensorParallel), ("sequence", SequenceParallel)])
 def test_self_tests_that_fail_on_one_rank_end_all(
