@@ -32,8 +32,8 @@ LINES = {
     "checkpoint": 1_913,  # to be 1_900
     "apply": 435,
     "method": 746,
-    "job": 5_218,  # to be 3_100
-    "operators": 6_264,  # to be 4_050
+    "job": 5_222,  # to be 3_100
+    "operators": 6_259,  # to be 4_050
     "pipeline": 4_116,  # to be 4_100
     "sharding": 7_851,  # to be 6_200
     "tracking": 518,
@@ -50,7 +50,7 @@ LINES = {
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_388
+MOST_LINES = 81_387
 GENERATED = "coordinator_pb2.py"
 
 

@@ -196,19 +196,26 @@ class SameWeights:
         self._num_updates = self._begin = self._number = 0
         self._waiting: dict[int, _Record] = {}
         self.is_on = True
-        self._is_warned = False
+        self._is_warned = self._has_gradient = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Looks from now on after the updates of an optimizer, whatever loop calls them."""
+        optimizer.register_step_pre_hook(self._note_gradient)
         optimizer.register_step_post_hook(self._after_update)
+
+    def _note_gradient(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        groups = optimizer.param_groups
+        self._has_gradient |= any(p.grad is not None for group in groups for p in group["params"])
 
     def begin_anew(self) -> None:
         """Compares the next updates, as after a load, on all ranks."""
         self._begin = self._num_updates
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._note_gradient(optimizer)  # of a closure; one that was there before the step may have gone
+        has_gradient, self._has_gradient = self._has_gradient, False
         # Without a gradient nothing was exchanged, and ranks may be at other updates.
-        if not self.is_on or all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        if not (self.is_on and has_gradient):
             return
         for number in tuple(self._waiting):
             self._compare_copies(number)

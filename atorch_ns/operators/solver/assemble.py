@@ -181,9 +181,8 @@ class _Assembly:
         counted = [(self._work[d.key], d.count) for d in self._drafts if d.key in self._work]
         started = sum(n * (w.forward.num_operators + w.backward.num_operators) for w, n in counted)
         device = self._prices.device
-        host = (
-            0.0 if device.type == "cpu" else started * device.launch_s
-        )  # a CPU's operators have it in their own
+        # Operators of a CPU have it in their own time.
+        host = 0.0 if device.type == "cpu" else started * device.launch_s
         problem = Problem(nodes, tuple(Use(**made) for made in self._made), groups, host)
         return Assembled(
             problem,
@@ -285,11 +284,7 @@ class _Assembly:
     def _option(self, one: Operator, rule: Rule, work: Work) -> Option:
         forward, backward = self._prices.seconds(one, rule, work)
         sizes = zip((*one.call.tensors, *one.call.outputs), (*rule.inputs, *rule.outputs), strict=True)
-        local = (
-            sum(self._prices.local_bytes(spec, placement) for spec, placement in sizes)
-            if not work.is_view
-            else 0.0
-        )
+        local = 0.0 if work.is_view else sum(self._prices.local_bytes(*pair) for pair in sizes)
         kept = work.saved_bytes / (self._prices.degree if rule.divides else 1)
         return Option(
             outputs=tuple(map(placement_text, rule.outputs)),
