@@ -163,7 +163,7 @@ class GradientHooks:
 
     def __post_init__(self) -> None:
         self._before: torch.Tensor | None = None
-        self._written: ref[torch.Tensor] | None = None
+        self._last_gradient: ref[torch.Tensor] | None = None
         self._is_open = False
 
     def begin(self, num_sums: int) -> None:
@@ -175,7 +175,7 @@ class GradientHooks:
         gradient = self.parameter.grad
         if gradient is None or not self._is_open:
             self._before = None if gradient is None else gradient.detach() * num_sums
-            self._written = None if gradient is None else ref(gradient)
+            self._last_gradient = None if gradient is None else ref(gradient)
         self._is_open = True
 
     def call(self, *, late: bool) -> None:
@@ -185,7 +185,7 @@ class GradientHooks:
             late: whether a backward pass has added to it; ``autograd.grad`` calls ``hooks`` alone.
         """
         parameter, before = self.parameter, self._before
-        if not late and self._written is not None and self._written() is not parameter.grad:
+        if not late and self._last_gradient is not None and self._last_gradient() is not parameter.grad:
             before = None  # the loop has put another in its place
         self._before, self._is_open = None, False
         self.hooks = [hook for hook in self.hooks if hook.is_registered]

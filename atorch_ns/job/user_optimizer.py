@@ -120,7 +120,7 @@ class _OnLocalParts(torch.optim.Optimizer):
         if not by_parts:
             return super().step(closure)
         with _LocalParts() as mode:
-            given = None if closure is None else mode.pausing(closure)
+            given = None if closure is None else mode.suspend_for(closure)
             return super().step(given)
 
 
@@ -132,10 +132,10 @@ class _LocalParts(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_paused = False
 
-    def pausing(self, closure: Callable[[], float]) -> Callable[[], float]:
+    def suspend_for(self, closure: Callable[[], float]) -> Callable[[], float]:
         """The closure of a step, which evaluates the model as outside of it, if the optimizer calls it and when it does."""
 
-        def paused() -> float:
+        def evaluate() -> float:
             self._is_paused = True
             try:
                 with torch.enable_grad():
@@ -143,7 +143,7 @@ class _LocalParts(TorchDispatchMode):
             finally:
                 self._is_paused = False
 
-        return paused
+        return evaluate
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_paused:

@@ -48,7 +48,7 @@ class IdleParameters:
         self._names: dict[nn.Module, str] = {}
         self._idle: dict[nn.Module, None] = {}
         self._late: dict[nn.Module, list[nn.Module]] = {}
-        self._filled: set[nn.Parameter] = set()  # also in earlier passes of the same step
+        self._placeholders: set[nn.Parameter] = set()  # also in earlier passes of the same step
         self._seen: dict[str, None] = {}
 
     def attach(self, root: nn.Module, *, calls: bool = True) -> None:
@@ -77,7 +77,7 @@ class IdleParameters:
     def _begin(self, *_: Any) -> None:
         self._idle.clear()  # of a backward pass that has failed
         self._late.clear()
-        self._filled = {parameter for parameter in self._filled if parameter.grad is not None}
+        self._placeholders = {parameter for parameter in self._placeholders if parameter.grad is not None}
 
     def _enter(self, parts: list[nn.Module], unit: nn.Module, args: Any, kwargs: Any) -> None:
         """Looks for unused parameters where a backward pass reaches the unit's input, behind which they are reduced; at
@@ -111,7 +111,7 @@ class IdleParameters:
                 if self._has_none(parameter) and parameter.grad is None:
                     # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
                     parameter.grad = torch.full_like(parameter, -0.0)
-                    self._filled.add(parameter)
+                    self._placeholders.add(parameter)
 
     def _unused(self, parts: list[nn.Module]) -> None:
         """Ends the backward pass of a unit that has called ``parts``, some of whose parameters it may not have used."""
@@ -120,7 +120,7 @@ class IdleParameters:
             self._left_out(idle)
 
     def _has_none(self, parameter: nn.Parameter) -> bool:
-        is_none = parameter.grad is None or parameter in self._filled
+        is_none = parameter.grad is None or parameter in self._placeholders
         return is_none and parameter not in self._ignored and not awaits_gradient(parameter)
 
     def _end(self) -> None:
