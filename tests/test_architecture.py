@@ -32,8 +32,8 @@ LINES = {
     "checkpoint": 1_913,  # to be 1_900
     "apply": 435,
     "method": 746,
-    "job": 5_222,  # to be 3_100
-    "operators": 6_259,  # to be 4_050
+    "job": 5_223,  # to be 3_100
+    "operators": 6_258,  # to be 4_050
     "pipeline": 4_116,  # to be 4_100
     "sharding": 7_851,  # to be 6_200
     "tracking": 518,

@@ -204,8 +204,7 @@ class SameWeights:
         optimizer.register_step_post_hook(self._after_update)
 
     def _note_gradient(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        groups = optimizer.param_groups
-        self._has_gradient |= any(p.grad is not None for group in groups for p in group["params"])
+        self._has_gradient |= any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
 
     def begin_anew(self) -> None:
         """Compares the next updates, as after a load, on all ranks."""

@@ -149,10 +149,10 @@ def carry_late_hooks(job: Job, observe: Callable[..., object]) -> None:
         return [next(reversed(table)) for *_, seen in parameters for table in hook_tables(seen) if table]
 
     before = last()
-    is_complete = False
+    is_complete = joins = False
 
     def look() -> None:
-        nonlocal before, is_complete
+        nonlocal before, is_complete, joins
         if not is_complete:
             is_complete = True
             names = {parameter: name for name, parameter, _ in parameters}
@@ -164,14 +164,16 @@ def carry_late_hooks(job: Job, observe: Callable[..., object]) -> None:
             carry_hooks(job, found)
             if is_first:
                 job.gradients.sums.watch(job.module)
-            if is_first and not job.parts.stages:
-                job.gradients.join_pass(job.module)
+                joins = not job.parts.stages
             before = last()  # with what has been registered here
+        if joins:  # each further pass too: the output may be older than the hooks
+            job.gradients.join_pass(job.module)
 
     if job.parts.stages:
         observe("forward_backward", look, when="before")
     else:
-        follow_backward_passes(job.module, look)
+        follow = follow_backward_passes(job.module, look)
+        job.gradients.follow = job.gradients.follow or follow
 
 
 class ForwardChanges:

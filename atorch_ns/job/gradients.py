@@ -478,6 +478,7 @@ class Gradients:
         reducer: averages gradients in buckets that can be watched; ``None`` where a wrapper of the model does it.
         remote_norm_names: names of parameters that another rank counts in norms of gradients.
         num_parts: how many contexts say that backward passes are parts of one.
+        follow: follows the backward passes through an output, of the model or of a method that counts as its forward pass.
         kept_whole: names of parameters that methods of data parallelism leave as they are, since several stages of
             a rank use them; :attr:`sums` averages their gradients.
     """
@@ -489,7 +490,7 @@ class Gradients:
     remote_norm_names: set[str] = field(default_factory=set)
     kept_whole: set[str] = field(default_factory=set)
     num_parts: int = 0
-    _follow: Callable[[Any], None] | None = field(default=None, init=False, repr=False)
+    follow: Callable[[Any], None] | None = field(default=None, init=False, repr=False)
 
     @contextmanager
     def as_parts(self) -> Iterator[None]:
@@ -511,13 +512,12 @@ class Gradients:
         """Completes gradients after each backward pass of a loop of the user's, as they are in one process: it may read them,
         clip them by torch's function, and its hooks see each pass."""
 
-        self._follow = follow_backward_passes(
+        self.follow = follow_backward_passes(
             module, lambda: self.sums.begin_pass(module), lambda: self._end_pass(module)
         )
 
     def join_pass(self, module: nn.Module) -> None:
-        """The same, in a backward pass that is under way, and after each further one."""
-        self.follow_passes(module)
+        """The same after the backward pass that is under way alone."""
         self.sums.begin_pass(module)
         after_backward(lambda: after_backward(lambda: self._end_pass(module)))
 
@@ -530,9 +530,9 @@ class Gradients:
 
     def follow_call(self, module: nn.Module, output: Any) -> None:
         """A method of ``module`` that counts as a forward pass has given an output."""
-        if self._follow is not None and torch.is_grad_enabled():
+        if self.follow is not None and torch.is_grad_enabled():
             self.sums.expect(module)
-            self._follow(output)
+            self.follow(output)
 
     def complete(self, module: nn.Module) -> None:
         """Reduces what the last backward pass has left on its rank; nothing if that is done already. Collective."""

@@ -39,7 +39,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     step = draw(st.sampled_from(["plain"] * _PLAIN + list(STEPS)))
     losses = [loss for loss in LOSSES if loss != "counted" or step in WEIGHTED]
     optimizers = [name for name in OPTIMIZERS if name != "lbfgs" or step == "by_closure"]
-    # Hooks that come after the call are taken up when the model itself is called, as the page says.
+    # Under ddp and zero1 hooks that come after the call are taken up when the model itself is called, as the page says.
     events = [name for name in EVENTS if name != "hook_gradients_late" or step != "another_method"]
     event = st.tuples(st.integers(1, NUM_STEPS - 1), st.sampled_from(events))
     optimizer = draw(st.sampled_from(optimizers))

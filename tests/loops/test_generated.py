@@ -83,6 +83,15 @@ FOUND = [
         Recipe(blocks=("plain", "plain"), changes=("hook_gradients",), step="gradients_by_function"),
         {"ddp": "equal", "zero1": "equal", "tensor": "equal", "ddp, micro-batches": "equal"},
     ),
+    # Hooks that come between a forward pass and two backward passes through it, and in a method's pass.
+    (
+        Recipe(blocks=("plain", "plain"), step="twice", events=((1, "hook_gradients_late"),)),
+        dict.fromkeys(("ddp", "zero1", "fsdp", "zero2", "tensor"), "equal"),
+    ),
+    (
+        Recipe(blocks=("plain", "plain"), step="another_method", events=((1, "hook_gradients_late"),)),
+        dict.fromkeys(("fsdp", "zero2"), "equal"),
+    ),
     # One vector of parts and of whole numbers.
     (
         Recipe(blocks=("scaled", "plain"), optimizer="lbfgs", step="by_closure"),

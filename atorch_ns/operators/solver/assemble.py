@@ -180,9 +180,8 @@ class _Assembly:
         nodes = tuple(self._node(draft) for draft in self._drafts)
         counted = [(self._work[d.key], d.count) for d in self._drafts if d.key in self._work]
         started = sum(n * (w.forward.num_operators + w.backward.num_operators) for w, n in counted)
-        device = self._prices.device
         # Operators of a CPU have it in their own time.
-        host = 0.0 if device.type == "cpu" else started * device.launch_s
+        host = 0.0 if self._prices.device.type == "cpu" else started * self._prices.device.launch_s
         problem = Problem(nodes, tuple(Use(**made) for made in self._made), groups, host)
         return Assembled(
             problem,
