@@ -310,9 +310,7 @@ class GradientSums:
         for entry in self._sums:
             summed = list(_parameters(module, entry.names))
             for table in (parameter for parameter in summed if parameter in self._tables):
-                add_rows(
-                    cast(nn.Parameter, table), entry.group, 1 / entry.group.size() if entry.mean else 1.0
-                )
+                add_rows(table, entry.group, 1 / entry.group.size() if entry.mean else 1.0)
             for parameters in _together(one for one in summed if one not in self._tables):
                 _sum(parameters, entry)
         late, self._has_added = self._has_added or not self._is_followed, False

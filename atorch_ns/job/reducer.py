@@ -122,7 +122,7 @@ class GradientReducer:
         self._expected = False
         self._local = False
         self._queued = False
-        self._reached = self._is_followed = False
+        self._reached = False
         self._changed = False
         self._seen: set[nn.Parameter] = set()
         self._repeated: set[nn.Parameter] = set()
@@ -194,6 +194,9 @@ class GradientReducer:
         if not self._queued:
             self._num_open = 0
         self._reduce()
+        for table in self._tables:
+            if table.requires_grad:
+                add_rows(table, self._group, self._before * self._after)
         self._expected, self._queued, self._local, self._is_first_pass = False, False, False, False
         self._compare_ranks()
         self.synchronised = True
@@ -224,9 +227,7 @@ class GradientReducer:
     def _lay_out(self, trained: _Trained) -> None:
         """Makes buckets of the parameters that are trained."""
         self._layout = trained
-        chosen = [
-            parameter for parameter, is_trained in zip(self._parameters, trained, strict=True) if is_trained
-        ]
+        chosen = [p for p, is_trained in zip(self._parameters, trained, strict=True) if is_trained]
         self._buckets = _buckets(chosen, self._bucket_bytes, self._like)
         self._places = {
             parameter: (bucket, place)
@@ -279,7 +280,6 @@ class GradientReducer:
         self._queued = False
         if self._reached:
             self._reached = False
-            self._is_followed = True
             self.sync_grad()
 
     def _expect(self) -> None:
@@ -357,10 +357,8 @@ class GradientReducer:
     def _launch(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        if not bucket.is_full:
-            for place in range(len(bucket.parameters)):
-                if place not in bucket.ready:
-                    self._take(bucket, place)
+        for place in set(range(len(bucket.parameters))) - bucket.ready:
+            self._take(bucket, place)
         for hook in tuple(self._hooks["before"]):
             hook(self, bucket.gradients)
         if bucket is self._buckets[-1]:
@@ -385,9 +383,6 @@ class GradientReducer:
             for parameter in self._unused:
                 if not used[self._number[parameter]]:
                     parameter.grad = None
-        for table in self._tables:
-            if table.requires_grad:
-                add_rows(table, self._group, self._before * self._after)
 
     def _compare_ranks(self) -> None:
         """Has ranks that are at another place, or train other parameters, end all of them.
@@ -461,29 +456,38 @@ def require_dense_gradients(module: nn.Module, method: str) -> None:
         )
 
 
-def add_rows(table: nn.Parameter, group: dist.ProcessGroup, factor: float) -> None:
-    """Makes a sparse gradient the sum of all ranks' rows, times a factor; collective. ``None`` where no rank has any."""
-    own = None if table.grad is None else table.grad.coalesce()
-    num_used = 0 if own is None else own.values().shape[0]
-    counts = [torch.zeros(1, dtype=torch.int64, device=table.device) for _ in range(group.size())]
-    used = torch.tensor([-1 if own is None else num_used], device=table.device)
+def add_rows(table: torch.Tensor, group: dist.ProcessGroup, factor: float) -> None:
+    """Makes a gradient of rows the sum of all ranks', times a factor; collective. ``None`` where no rank has any.
+
+    Where a rank's is dense, as with a penalty on the whole table, the sum is dense, as in one process.
+    """
+    gradient = table.grad
+    is_dense = gradient is not None and not gradient.is_sparse
+    mine = gradient.coalesce() if gradient is not None and not is_dense else None
+    num_used = 0 if mine is None else mine.values().shape[0]
+    counts = [torch.zeros(2, dtype=torch.int64, device=table.device) for _ in range(group.size())]
+    used = torch.tensor([-1 if gradient is None else num_used, int(is_dense)], device=table.device)
     dist.all_gather(counts, used, group=group)
-    numbers = [int(count) for count in counts]
+    numbers = [int(number) for number, _ in counts]
     if max(numbers) < 0:
+        return
+    if any(int(dense) for _, dense in counts):
+        whole = torch.zeros_like(table) if gradient is None else gradient.to_dense() * factor
+        dist.all_reduce(whole, group=group)
+        table.grad = whole
         return
     rows = torch.zeros(max(numbers), dtype=torch.int64, device=table.device)
     values = torch.zeros(max(numbers), *table.shape[1:], dtype=table.dtype, device=table.device)
-    if own is not None:
-        rows[:num_used], values[:num_used] = own.indices()[0], own.values() * factor
-    every_row, every_value = ([torch.empty_like(mine) for _ in numbers] for mine in (rows, values))
+    if mine is not None:
+        rows[:num_used], values[:num_used] = mine.indices()[0], mine.values() * factor
+    every_row, every_value = ([torch.empty_like(part) for _ in numbers] for part in (rows, values))
     dist.all_gather(every_row, rows, group=group)
     dist.all_gather(every_value, values, group=group)
-    places = [slice(0, max(number, 0)) for number in numbers]
-    table.grad = torch.sparse_coo_tensor(
-        torch.cat([found[place] for found, place in zip(every_row, places, strict=True)]).unsqueeze(0),
-        torch.cat([found[place] for found, place in zip(every_value, places, strict=True)]),
-        table.shape,
-    ).coalesce()
+    row, value = (
+        torch.cat([part[: max(number, 0)] for part, number in zip(parts, numbers, strict=True)])
+        for parts in (every_row, every_value)
+    )
+    table.grad = torch.sparse_coo_tensor(row.unsqueeze(0), value, table.shape).coalesce()
 
 
 class _LateNumbers:
@@ -498,8 +502,7 @@ class _LateNumbers:
     def read(self) -> list[float]:
         """The numbers."""
         self._arrival.synchronize()
-        found: list[float] = self._host.tolist()
-        return found
+        return list(self._host.tolist())
 
 
 def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int, like: torch.Tensor) -> list[_Bucket]:

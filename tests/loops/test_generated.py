@@ -195,6 +195,11 @@ FOUND = [
         Recipe(blocks=("adapted", "plain"), step="clipped_by_torch"),
         {"tensor, fsdp": "equal", "tensor, ddp": "equal"},
     ),
+    # A gradient of rows, dense where a penalty is on the whole table.
+    (
+        Recipe(blocks=("plain", "sparse"), step="regularised_whole"),
+        {"ddp": "equal", "zero1": "equal", "pipeline": "refused"},
+    ),
 ]
 
 
