@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from atorch_ns.errors import InputError, RankError
-from atorch_ns.launch import RankEnd, Ranks, scratch_folder
-from atorch_ns.launch.calls import ADVICE, CALL_MODULE, read_outcome, send_call
+from atorch_ns.processes import RankEnd, Ranks, scratch_folder
+from atorch_ns.processes.calls import ADVICE, CALL_MODULE, read_outcome, send_call
 from atorch_ns.text import error_text, signal_text
 
 __all__ = ["run"]

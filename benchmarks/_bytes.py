@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from atorch_ns.job.optimizer import inner_optimizer
+from atorch_ns.job.optimizer.step_optimizer import inner_optimizer
 
 __all__ = ["Allocated", "StateBytes", "allocated", "resident", "state_bytes", "storage_bytes"]
 

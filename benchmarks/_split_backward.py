@@ -1,6 +1,6 @@
 """Split backward passes in one process: the weights' share, and the operators that deferring their gradients adds.
 
-By both the planner prices schedules that split: ``_WEIGHT_SHARE`` (:mod:`atorch_ns.pipeline.schedule.choose`) and
+By both the planner prices schedules that split: ``_WEIGHT_SHARE`` (:mod:`atorch_ns.pipeline.plan.choose`) and
 ``_DEFERRED_OPERATORS`` (:mod:`atorch_ns.estimate.time.pipeline`).
 """
 

@@ -14,6 +14,7 @@ from scipy.stats import spearmanr
 from torch.distributed.tensor import Shard
 
 from atorch_ns import auto_accelerate
+from atorch_ns.capture.graph.operator_graph import Operator
 from atorch_ns.cluster import Cluster, calibrate
 from atorch_ns.job import track_memory
 from atorch_ns.operators import (
@@ -27,7 +28,6 @@ from atorch_ns.operators import (
     random_plan,
     solved_plan,
 )
-from atorch_ns.operators.graph.graph import Operator
 from atorch_ns.operators.rules.rule import Rule
 from benchmarks._llama import Llama, random_batch
 from benchmarks._ranks import barrier, on_ranks

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import Shard
 
+from atorch_ns.capture.graph.operator_graph import Operator
 from atorch_ns.cluster import Cluster
 from atorch_ns.costs.collectives import Groups, collective_seconds
 from atorch_ns.operators import (
@@ -29,7 +30,6 @@ from atorch_ns.operators import (
     legal_rules,
     solved_plan,
 )
-from atorch_ns.operators.graph.graph import Operator
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.testing import reserve_port
 from benchmarks import operator_predictions

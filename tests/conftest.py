@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from tests.processes import child_processes
+from tests.child_processes import child_processes
 from tests.sample import BUDGETS, CostRecord, draw_tests, read_costs
 from tests.warm import COLD_PYTHON, warm_python
 

@@ -17,32 +17,33 @@ PACKAGES = ("atorch_ns", "opt_lib")
 FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
 MOST_FILES = 480
 LINES = {
-    "top level": 1_054,
+    "top level": 899,
     "cli": 2_145,  # to be 1_700
     "trainer": 2_550,
     "merak": 2_313,
     "parallel": 2_309,
+    "planning": 502,  # to be 850
     "doctor": 1_436,  # to be 1_000
-    "launch": 836,
     "report": 3_426,  # to be 3_000
-    "engine": 5_360,  # to be 3_600
+    "engine": 5_018,  # to be 3_600
     "numerics": 1_760,  # to be 1_300
     "search": 4_038,  # to be 3_550
     "estimate": 3_816,  # to be 3_300
     "checkpoint": 1_913,  # to be 1_900
-    "apply": 435,
+    "apply": 222,
     "method": 746,
-    "job": 5_223,  # to be 3_100
-    "operators": 6_258,  # to be 4_050
-    "pipeline": 4_116,  # to be 4_100
+    "job": 5_437,  # to be 3_100
+    "operators": 4_818,  # to be 4_050
+    "pipeline": 4_531,  # to be 4_100
     "sharding": 7_851,  # to be 6_200
     "tracking": 518,
-    "data": 1_200,  # to be 1_400
+    "data": 1_185,  # to be 1_400
     "strategy": 1_971,  # to be 1_800
     "profile": 2_865,  # to be 1_850
     "costs": 354,  # to be 650
+    "processes": 593,  # to be 1_550
     "cluster": 3_279,  # to be 2_600
-    "capture": 958,  # to be 2_900
+    "capture": 2_206,  # to be 2_900
     "torch_compat": 1_054,
     "testing": 1_600,  # to be 1_000
     "opt_lib": 10_003,  # to be 8_300
@@ -50,7 +51,7 @@ LINES = {
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_387
+MOST_LINES = 81_358
 GENERATED = "coordinator_pb2.py"
 
 
@@ -107,11 +108,11 @@ def test_tests_are_at_least_three_fifths_of_the_source() -> None:
 
 
 def test_rooms_have_at_most_twenty_things_in_sight() -> None:
-    """Files whose names begin with an underscore are helpers of what is in sight."""
+    """Files whose names begin with an underscore are helpers of what is in sight; the package's own rooms are 31, and four doors."""
     for folder in {file.parent for file in FILES}:
         seen = [p for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
         in_sight = [path.name for path in seen if not path.name.startswith("_")]
-        assert len(in_sight) <= (20 if folder.parent != ROOT else 34), (
+        assert len(in_sight) <= (20 if folder.parent != ROOT else 35), (
             f"{folder.relative_to(ROOT)}: {sorted(in_sight)}"
         )
 

@@ -16,7 +16,7 @@ import pytest
 
 from atorch_ns import notebook
 from atorch_ns.errors import InputError, RankError
-from atorch_ns.launch import RankEnd, Ranks
+from atorch_ns.processes import RankEnd, Ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("cold_python")]
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from atorch_ns.apply.optimizer import make_optimizer
 from atorch_ns.data import TrainLoader, build_dataloader, default_prepare_input
 from atorch_ns.errors import InputError
 from atorch_ns.job.agreement import SameBatch
@@ -17,6 +16,7 @@ from atorch_ns.job.batch_norm import note_batch_norms
 from atorch_ns.job.census import watch_first_step
 from atorch_ns.job.job import MODEL, OPTIMIZER, Job
 from atorch_ns.job.loss import ForwardScope, LossFunction, LossScaler, MeanCheck, cast_inputs, wrap_loss
+from atorch_ns.job.optimizer.build import make_optimizer
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.result import MethodRow, Report, Result
 from atorch_ns.job.train_step import TrainStep

@@ -139,6 +139,25 @@ def num_rows(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
+def batch_sizes(data: Any) -> frozenset[int]:
+    """The sizes of dim 0 of all tensors and arrays with dims in a batch."""
+    found = [leaf for _, leaf in leaves(data, is_leaf=is_unsplittable)]
+    shapes = [getattr(leaf, "shape", None) for leaf in found]
+    sizes = {int(shape[0]) for shape in shapes if isinstance(shape, tuple) and shape}
+    return frozenset(
+        sizes | {len(leaf) for leaf in found if is_unsplittable(leaf) and hasattr(leaf, "__len__")}
+    )
+
+
+def has_to(value: Any) -> bool:
+    return not isinstance(value, type) and callable(getattr(value, "to", None))
+
+
+def is_unsplittable(value: Any) -> bool:
+    """Whether it holds data for a device in a form of its own, such as a packed sequence."""
+    return has_to(value) and not isinstance(value, (torch.Tensor, Mapping))
+
+
 def path_text(path: Path) -> str:
     """An argument's name from its path within ``(args, kwargs)``: ``"mask"``, ``"argument 0['x']"``."""
     _, *keys = path

@@ -16,7 +16,7 @@ from atorch_ns.cli._planning import say
 from atorch_ns.errors import BackendError, InputError
 
 if TYPE_CHECKING:
-    from atorch_ns.launch import RankEnd
+    from atorch_ns.processes import RankEnd
 
 
 _NOTHING_KEPT: Final = {
@@ -52,7 +52,7 @@ def on_ranks(
         InputError: if there are no ranks.
         BackendError: if a rank ended without an answer, or did not end in time.
     """
-    from atorch_ns.launch import run_local_ranks, scratch_folder
+    from atorch_ns.processes import run_local_ranks, scratch_folder
 
     if nproc < 1:
         raise InputError(f"--nproc={nproc}: at least one process is needed. Use --nproc 1 or more.")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from atorch_ns.capture.user_code import build_model, gibibytes, load_object, load_sample
 from atorch_ns.errors import InputError, LayoutError, StrategyError, StrategyFileError
-from atorch_ns.launch.user_code import build_model, gibibytes, load_object, load_sample
 from atorch_ns.text import with_period
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def one_node(world_size: int, device_type: str = "cpu") -> Cluster:
 
 def make_cluster(spec: str | None) -> Cluster:
     """The cluster described, or this machine as one process, with figures for its hardware."""
-    from atorch_ns.engine.offline import cluster_of
+    from atorch_ns.planning.offline import cluster_of
 
     return cluster_of(spec)
 
@@ -162,7 +162,7 @@ def read_inputs(options: ModelOptions) -> PlanningInputs:
 
 def make_profile(inputs: PlanningInputs) -> tuple[Profile, float]:
     """The profile, and the seconds that profiling took."""
-    from atorch_ns.engine.offline import profile_offline
+    from atorch_ns.planning.offline import profile_offline
 
     profile, cluster, seconds = inputs.profile, inputs.cluster, 0.0
     if profile is None:

@@ -14,10 +14,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from atorch_ns.capture.user_code import build_model, load_object, load_sample
 from atorch_ns.cli._failures import described, exit_code
 from atorch_ns.cli._planning import read_strategy, say
 from atorch_ns.errors import BackendError, InputError
-from atorch_ns.launch.user_code import build_model, load_object, load_sample
 from atorch_ns.system import write_whole
 from atorch_ns.text import counted, error_text, with_article
 
@@ -33,7 +33,7 @@ def named_job(request: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     from atorch_ns.engine.input_format import check_format, chosen_format
-    from atorch_ns.engine.offline import AssumedLoss
+    from atorch_ns.planning.offline import AssumedLoss
 
     torch.manual_seed(_SEED)
     model, _ = build_model(request["model"], on_meta=False)

@@ -20,7 +20,7 @@ from atorch_ns.cli._planning import (
 )
 
 if TYPE_CHECKING:
-    from atorch_ns.engine.offline import PricedStrategy
+    from atorch_ns.planning.offline import PricedStrategy
     from atorch_ns.strategy import Strategy, StrategyDiff
 
 
@@ -41,7 +41,7 @@ def estimate(
 
     Example: atorch-ns estimate --strategy fsdp,amp_native --model train.py:build --sample train.py:sample --cluster 2xcpu
     """
-    from atorch_ns.engine.offline import price_strategy
+    from atorch_ns.planning.offline import price_strategy
     from atorch_ns.report import estimate_text
 
     settings, chosen, inputs = all_or_problems(
@@ -126,7 +126,7 @@ def diff(
 def _priced(
     strategies: tuple[Strategy, Strategy], named: ModelOptions, batch: int | None
 ) -> tuple[PricedStrategy, ...]:
-    from atorch_ns.engine.offline import price_strategy
+    from atorch_ns.planning.offline import price_strategy
 
     inputs = read_inputs(named)
     profile, _ = make_profile(inputs)

@@ -15,7 +15,7 @@ from atorch_ns.cli._planning import say
 from atorch_ns.errors import BackendError, InputError
 
 if TYPE_CHECKING:
-    from atorch_ns.launch import Launch
+    from atorch_ns.processes import Launch
 
 
 def check_script(name: str, module: bool) -> None:
@@ -115,7 +115,7 @@ def launch(
 
     Example: atorch-ns launch --nproc 2 script.py
     """
-    from atorch_ns.launch import Launch, num_usable_cores, run_torchrun
+    from atorch_ns.processes import Launch, num_usable_cores, run_torchrun
 
     options = Launch(
         target=tuple(target),

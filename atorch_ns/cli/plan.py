@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atorch_ns.capture.user_code import constraint, gibibytes
 from atorch_ns.cli import _options as options
 from atorch_ns.cli._planning import (
     ModelOptions,
@@ -20,7 +21,6 @@ from atorch_ns.cli._planning import (
     say,
 )
 from atorch_ns.errors import InputError
-from atorch_ns.launch.user_code import constraint, gibibytes
 
 if TYPE_CHECKING:
     from atorch_ns.cluster import Cluster
@@ -69,7 +69,7 @@ def plan(
 
     Example: atorch-ns plan --model train.py:build --sample train.py:sample --cluster "8xH100-80GB, 2 nodes, ib400"
     """
-    from atorch_ns.engine.offline import plan_offline
+    from atorch_ns.planning.offline import plan_offline
     from atorch_ns.report import TrainingReport, search_text
     from atorch_ns.report.report import write_text
     from atorch_ns.strategy import Strategy

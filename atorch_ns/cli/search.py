@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from atorch_ns.capture.user_code import constraint, gibibytes
 from atorch_ns.cli import _options as options
 from atorch_ns.cli._on_ranks import on_ranks
 from atorch_ns.cli._planning import all_or_problems, make_settings, say
-from atorch_ns.launch.user_code import constraint, gibibytes
 
 
 def search(

@@ -95,8 +95,8 @@ def verify(
 
 
 def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json: bool) -> None:
-    from atorch_ns.launch import scratch_folder
     from atorch_ns.numerics.script import compare_runs
+    from atorch_ns.processes import scratch_folder
 
     def run(name: str, where: str, count: int, **more: Any) -> dict[str, Any]:
         say(f"running the script {where} …")

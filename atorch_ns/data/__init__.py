@@ -1,7 +1,6 @@
 """Data: loaders that give every rank its part of a global batch, and what is done with a batch."""
 
 from atorch_ns.data.batch import (
-    batch_sizes,
     call_arguments,
     call_model,
     check_model_input_format,
@@ -12,7 +11,7 @@ from atorch_ns.data.batch import (
 )
 from atorch_ns.data.build import build_dataloader
 from atorch_ns.data.loader import TrainLoader
-from atorch_ns.data.micro_batches import (
+from atorch_ns.data.step_work import (
     BatchRunner,
     LossScale,
     Passed,
@@ -30,7 +29,6 @@ __all__ = [
     "StepOutput",
     "StepWork",
     "TrainLoader",
-    "batch_sizes",
     "build_dataloader",
     "call_arguments",
     "call_model",

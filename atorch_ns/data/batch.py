@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import torch
 from torch import nn
 
-from atorch_ns.capture.nests import Path, is_dataclass_instance, leaves, map_leaves
+from atorch_ns.capture.nests import Path, has_to, is_dataclass_instance, is_unsplittable, leaves, map_leaves
 from atorch_ns.data.samplers import nearest_sizes
 from atorch_ns.errors import BatchSizeError, InputError
 from atorch_ns.text import did_you_mean, with_article
@@ -137,7 +137,7 @@ def default_prepare_input(data: Any, device: torch.device | str) -> Any:
         moved = duplicate.to(device)
         return duplicate if moved is None else moved
 
-    return map_leaves(lambda _, leaf: move(leaf) if _has_to(leaf) else leaf, data, is_leaf=_has_to)
+    return map_leaves(lambda _, leaf: move(leaf) if has_to(leaf) else leaf, data, is_leaf=has_to)
 
 
 def check_model_input_format(value: object) -> ModelInputFormat | None:
@@ -243,16 +243,6 @@ def split_batch(data: Any, num_micro_batches: int, *, uneven: bool = False) -> l
     return [part(begin) for begin in range(0, size, step)] if step else [data] * num
 
 
-def batch_sizes(data: Any) -> frozenset[int]:
-    """The sizes of dim 0 of all tensors and arrays with dims in a batch."""
-    found = [leaf for _, leaf in leaves(data, is_leaf=_is_unsplittable)]
-    shapes = [getattr(leaf, "shape", None) for leaf in found]
-    sizes = {int(shape[0]) for shape in shapes if isinstance(shape, tuple) and shape}
-    return frozenset(
-        sizes | {len(leaf) for leaf in found if _is_unsplittable(leaf) and hasattr(leaf, "__len__")}
-    )
-
-
 def _misfit(model_input_format: str, wanted: str, data: Any) -> InputError:
     return InputError(
         f"model_input_format={model_input_format!r} needs each batch to be {wanted}, but the data is "
@@ -271,23 +261,14 @@ def _describe(data: Any) -> str:
     return kind
 
 
-def _has_to(value: Any) -> bool:
-    return not isinstance(value, type) and callable(getattr(value, "to", None))
-
-
 def _is_container(value: Any) -> bool:
     return isinstance(value, (Mapping, list, tuple)) or is_dataclass_instance(value)
 
 
 def _is_plain_list(value: Any) -> bool:
     return isinstance(value, list) and not any(
-        isinstance(item, torch.Tensor) or _is_container(item) or _has_to(item) for item in value
+        isinstance(item, torch.Tensor) or _is_container(item) or has_to(item) for item in value
     )
-
-
-def _is_unsplittable(value: Any) -> bool:
-    """Whether it holds data for a device in a form of its own, such as a packed sequence."""
-    return _has_to(value) and not isinstance(value, (torch.Tensor, Mapping))
 
 
 def _access(path: Path) -> str:
@@ -297,11 +278,11 @@ def _access(path: Path) -> str:
 def _common_size(data: Any) -> int:
     """B, the size of dim 0 of every tensor in ``data`` that has dims."""
     sizes: dict[int, str] = {}
-    for path, leaf in leaves(data, is_leaf=_is_unsplittable):
+    for path, leaf in leaves(data, is_leaf=is_unsplittable):
         if isinstance(leaf, torch.Tensor):
             if leaf.dim():
                 sizes.setdefault(leaf.shape[0], _access(path))
-        elif _is_unsplittable(leaf):
+        elif is_unsplittable(leaf):
             raise InputError(
                 f"{_access(path)} is {with_article(leaf)}, which cannot be split into micro-batches. "
                 "Turn it into tensors in prepare_input, or use one micro-batch."

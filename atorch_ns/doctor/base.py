@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from atorch_ns.launch import Ranks, scratch_folder
-from atorch_ns.launch.calls import CALL_MODULE, read_outcome, send_call
+from atorch_ns.processes import Ranks, scratch_folder
+from atorch_ns.processes.calls import CALL_MODULE, read_outcome, send_call
 
 Verdict = Literal["pass", "warn", "fail"]
 

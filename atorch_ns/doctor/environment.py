@@ -15,7 +15,7 @@ from atorch_ns._version import __version__
 from atorch_ns.cluster import OPTIONAL_PACKAGES
 from atorch_ns.cluster.cluster import machine_memory_bytes
 from atorch_ns.doctor.machine import shared_memory_bytes
-from atorch_ns.launch import num_usable_cores
+from atorch_ns.processes import num_usable_cores
 from atorch_ns.system import cpu_model
 
 _PACKAGES: Final = (

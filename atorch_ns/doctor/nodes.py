@@ -41,7 +41,7 @@ from atorch_ns.doctor.node_findings import (
 from atorch_ns.doctor.rank_info import Who, open_store
 from atorch_ns.doctor.torch_checks import last_error
 from atorch_ns.errors import BackendError
-from atorch_ns.launch import Ranks, scratch_folder
+from atorch_ns.processes import Ranks, scratch_folder
 
 _POLL_S: Final = 0.05
 _SPARE_S: Final = 15.0

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from atorch_ns.doctor.base import Finding, Place, Verdict, as_check, failed, isolated, passed, warned
 from atorch_ns.doctor.node_findings import all_reduce_finding
-from atorch_ns.launch import RankEnd, run_local_ranks, scratch_folder
+from atorch_ns.processes import RankEnd, run_local_ranks, scratch_folder
 from atorch_ns.text import clipped, error_text, seconds_text
 
 _COMPILER: Final = "compiler"

@@ -10,8 +10,14 @@ from atorch_ns.job.loss import Autocast, LossScaling, first_loss
 from atorch_ns.job.materialise import Materialiser, is_on_meta, is_poisoned, local_part
 from atorch_ns.job.memory_use import PeakMemory, state_bytes
 from atorch_ns.job.model import parameter_names
-from atorch_ns.job.optimizer import StepOptimizer
-from atorch_ns.job.optimizer_checks import keeps_blocks
+from atorch_ns.job.optimizer.checks import keeps_blocks
+from atorch_ns.job.optimizer.step_optimizer import StepOptimizer
+from atorch_ns.job.optimizer.user_optimizer import (
+    explained_groups,
+    make_user_optimizer,
+    optimizer_arguments,
+    step_on_local_parts,
+)
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.result import MethodRow, Report, Result
 from atorch_ns.job.states import (
@@ -24,12 +30,6 @@ from atorch_ns.job.states import (
 )
 from atorch_ns.job.step_times import StepSummary
 from atorch_ns.job.train_step import TrainStep
-from atorch_ns.job.user_optimizer import (
-    explained_groups,
-    make_user_optimizer,
-    optimizer_arguments,
-    step_on_local_parts,
-)
 
 __all__ = [
     "OPTIMIZER",

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch_ns.capture.nests import floats_to, tensors_of
+from atorch_ns.capture.nests import batch_sizes, floats_to, tensors_of
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.cluster import Cluster
-from atorch_ns.data import batch_sizes, split_batch
+from atorch_ns.data import split_batch
 from atorch_ns.errors import InputError
 from atorch_ns.torch_compat import found_inf_tensors, local_grad_scaler
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from atorch_ns.job.optimizer import inner_optimizer
+from atorch_ns.job.optimizer.step_optimizer import inner_optimizer
 from atorch_ns.job.result import Result
 from atorch_ns.profile import plain_tensors
 from atorch_ns.text import bytes_text, counted

@@ -22,7 +22,7 @@ from atorch_ns.cluster import gathered
 from atorch_ns.errors import CheckpointError, InputError
 from atorch_ns.job.materialise import divided_like
 from atorch_ns.job.model import ModelParts, OriginalModel, parameter_names
-from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
+from atorch_ns.job.optimizer.step_optimizer import StepOptimizer, inner_optimizer
 from atorch_ns.profile.optimizer import nested_optimizers
 from atorch_ns.sharding import Packing
 from atorch_ns.sharding.rank_context import local_part

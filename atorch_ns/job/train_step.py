@@ -18,7 +18,7 @@ from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.census import ForwardChanges
 from atorch_ns.job.job import Job
 from atorch_ns.job.loss import LossFunction, RowCheck, first_loss
-from atorch_ns.job.optimizer import StepOptimizer, inner_optimizer
+from atorch_ns.job.optimizer.step_optimizer import StepOptimizer, inner_optimizer
 from atorch_ns.job.step_times import StepTimes
 from atorch_ns.text import did_you_mean, with_article
 

@@ -1,12 +1,19 @@
 """Operators: a placement for each operator of a captured model, and the divided model that runs by it."""
 
-from atorch_ns.operators.analysis import OperatorCost, costs_text, operator_costs
+from atorch_ns.capture.graph.capture import CaptureError
+from atorch_ns.capture.graph.operator_graph import OperatorGraph, Shallow, capture_shallow
 from atorch_ns.operators.choose import (
+    FoundPlan,
+    OperatorCost,
     Solved,
+    Wanted,
     batch_plan,
     check_plan,
+    costs_text,
     division_of,
+    find_plan,
     legal_rules,
+    operator_costs,
     random_plan,
     refitted,
     solved_plan,
@@ -14,16 +21,12 @@ from atorch_ns.operators.choose import (
 from atorch_ns.operators.divided.check import check_division
 from atorch_ns.operators.divided.divide import Division
 from atorch_ns.operators.divided.run import DividedForward
-from atorch_ns.operators.graph.capture import CaptureError
-from atorch_ns.operators.graph.graph import OperatorGraph
-from atorch_ns.operators.graph.shallow import Shallow, capture_shallow
 from atorch_ns.operators.plan import OperatorPlan
-from atorch_ns.operators.request import FoundPlan, Wanted, find_plan
 from atorch_ns.operators.rules.custom import register_op
 from atorch_ns.operators.solver.assemble import States, assemble
 from atorch_ns.operators.solver.prices import Prices
-from atorch_ns.operators.solver.stage_costs import PipelineTask
 from atorch_ns.operators.staged import StagedPlan, staged_plan
+from atorch_ns.pipeline.plan.stage_costs import PipelineTask
 
 __all__ = [
     "CaptureError",

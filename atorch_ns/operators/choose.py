@@ -1,27 +1,119 @@
-"""Choosing rules: those that are legal for a model, plans that divide the batch or anything at random, and plans applied."""
+"""Choice of an operator plan: one that is given, or found by a policy, with what each operator and its conversions take."""
 
 from __future__ import annotations
 
+import json
 import random
+import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
+from atorch_ns.capture.graph.operator_graph import Operator, OperatorGraph
 from atorch_ns.errors import InputError
-from atorch_ns.operators.analysis import OperatorCost, operator_costs
 from atorch_ns.operators.divided.divide import Division
-from atorch_ns.operators.graph.graph import Operator, OperatorGraph
 from atorch_ns.operators.plan import OperatorPlan
+from atorch_ns.operators.rules.constraints import Constraint, allowed, read_constraints, unused
 from atorch_ns.operators.rules.custom import registered_rules
-from atorch_ns.operators.rules.rule import Placement, Rule
+from atorch_ns.operators.rules.rule import Placement, Rule, whole_rule
 from atorch_ns.operators.rules.table import rules_of
-from atorch_ns.operators.solver.assemble import LegalRules, States, assemble
+from atorch_ns.operators.solver.assemble import Assembled, LegalRules, States, assemble
 from atorch_ns.operators.solver.prices import Prices
 from atorch_ns.operators.solver.solve import Outcome, solve
 from atorch_ns.text import bytes_text, percent_text, seconds_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorCost:
+    """What the operators of one key take in a training step, together and on one rank; predicted.
+
+    Attributes:
+        key: as in the plan.
+        count: how many they are.
+        division: the rule, as in the plan; empty for whole.
+        seconds: of computing.
+        conversion_seconds: of bringing what they read to where they need it.
+        bytes_moved: of that, in bytes of the whole values that collectives exchange.
+    """
+
+    key: str
+    count: int
+    division: str
+    seconds: float
+    conversion_seconds: float
+    bytes_moved: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of computing and converting."""
+        return self.seconds + self.conversion_seconds
+
+
+def operator_costs(assembled: Assembled, plan: OperatorPlan) -> list[OperatorCost]:
+    """The operators of a plan, the longest first."""
+    problem, choices = assembled.problem, assembled.choices(plan)
+    options = [node.options[choice] for node, choice in zip(problem.nodes, choices, strict=True)]
+    moved: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for use, readers, _ in problem.read():
+        label = use.label(options[use.node])
+        for needed, reader in {one.label(options[one.node]): one for one in readers}.items():
+            conversion = use.conversions[label, needed]
+            moved[reader.node][0] += use.count * conversion.seconds
+            moved[reader.node][1] += use.count * conversion.bytes_moved
+    found = [
+        OperatorCost(
+            key=node.name,
+            count=node.count,
+            division=str(rules[choice]) if rules and rules[choice].divides else "",
+            seconds=option.seconds,
+            conversion_seconds=moved[number][0],
+            bytes_moved=moved[number][1],
+        )
+        for number, (node, option, rules, choice) in enumerate(
+            zip(problem.nodes, options, assembled.rules, choices, strict=True)
+        )
+    ]
+    return sorted((one for one in found if one.total), key=lambda one: -one.total)
+
+
+def costs_text(costs: Sequence[OperatorCost], *, top: int = 10) -> str:
+    """A table of the longest operators, with the share that they take of all."""
+    total = sum(one.total for one in costs) or 1.0
+    shown = costs[:top]
+    rows = [("operator", "×", "division", "computes", "converts", "exchanges", "share")]
+    rows += [
+        (
+            one.key,
+            str(one.count),
+            one.division or "whole",
+            seconds_text(one.seconds),
+            seconds_text(one.conversion_seconds),
+            bytes_text(one.bytes_moved),
+            f"{one.total / total:.1%}",
+        )
+        for one in shown
+    ]
+    if len(costs) > top:
+        rest = costs[top:]
+        rows.append(
+            (
+                f"{len(rest)} more",
+                "",
+                "",
+                seconds_text(sum(one.seconds for one in rest)),
+                seconds_text(sum(one.conversion_seconds for one in rest)),
+                bytes_text(sum(one.bytes_moved for one in rest)),
+                f"{sum(one.total for one in rest) / total:.1%}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
 
 Allow = Callable[[Operator, tuple[Rule, ...]], tuple[Rule, ...]]
 """Leaves of an operator's rules those that the user's constraints allow."""
@@ -34,17 +126,17 @@ def legal_rules(graph: OperatorGraph, degree: int, allow: Allow | None = None) -
     for key, operators in graph.by_key.items():
         legal: tuple[Rule, ...] | None = None
         for one in operators:
-            rules = (one.call.whole,) if graph.is_between(one) else _rules(one, degree, known)
+            rules = (whole_rule(one.call),) if graph.is_between(one) else _rules(one, degree, known)
             if allow is not None:
                 rules = allow(one, rules)
             legal = rules if legal is None else tuple(rule for rule in legal if rule in rules)
-        found[key] = legal or (operators[0].call.whole,)
+        found[key] = legal or (whole_rule(operators[0].call),)
     return found
 
 
 def _rules(one: Operator, degree: int, known: dict[object, tuple[Rule, ...]]) -> tuple[Rule, ...]:
     if one.pinned:
-        return (one.call.whole,)
+        return (whole_rule(one.call),)
     likeness = (one.call.name, repr(one.call.args), repr(one.call.kwargs), one.call.outputs)
     if likeness not in known:
         known[likeness] = rules_of(one.call, degree, registered_rules)
@@ -58,7 +150,7 @@ def parameter_placements(
     needs: dict[str, set[Placement]] = {}
     sizes: dict[str, Sequence[int]] = {}
     for one in graph.operators:
-        rule = rules.get(one.key, one.call.whole)
+        rule = rules.get(one.key, whole_rule(one.call))
         for value, placement in zip(one.inputs, rule.inputs, strict=True):
             origin = graph.origins.get(value)
             if origin is not None and origin.kind == "parameter":
@@ -220,7 +312,7 @@ def division_of(
     rules = {}
     for one in graph.operators:
         wanted = plan.operators.get(one.key)
-        rules[one] = one.call.whole if wanted is None else _equal(wanted, legal[one.key])
+        rules[one] = whole_rule(one.call) if wanted is None else _equal(wanted, legal[one.key])
     parameters = {
         origin.name: plan.parameters[key]
         for node, origin in graph.origins.items()
@@ -253,3 +345,96 @@ def check_plan(plan: OperatorPlan, graph: OperatorGraph, degree: int) -> None:
 def _equal(wanted: Rule, legal: Iterable[Rule]) -> Rule:
     """The legal rule that a plan means: it has the kernel, which plans do not name."""
     return next(rule for rule in legal if rule == wanted)
+
+
+Policy = Literal["solve", "batch", "random"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a plan is asked for.
+
+    Attributes:
+        plan: a plan: a file's path, or what it holds; ``None`` to find one.
+        policy: how it is found: the fastest within the memory, the samples divided, or any legal rules.
+        seed: of the policy ``random``.
+        constraints: path of a YAML file in nnScaler's form.
+        memory_bytes: of a rank, for the policy ``solve``; ``None`` for the device's.
+        recomputed: whether blocks are recomputed in the backward pass.
+    """
+
+    plan: Mapping[str, Any] | str | None = None
+    policy: Policy = "solve"
+    seed: int = 1
+    constraints: str | None = None
+    memory_bytes: float | None = None
+    recomputed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundPlan:
+    """A plan that fits its graph.
+
+    Attributes:
+        note: where it comes from, and what is predicted of it.
+        warnings: constraints that nothing obeys.
+    """
+
+    plan: OperatorPlan
+    note: str
+    warnings: tuple[str, ...] = ()
+
+
+def find_plan(
+    graph: OperatorGraph, degree: int, wanted: Wanted, prices: Prices, states: States, device: torch.device
+) -> FoundPlan:
+    """The plan that is wanted.
+
+    Raises:
+        InputError: if a given one does not fit the graph, or none fits the memory.
+    """
+    if wanted.plan is not None:
+        given = _given(wanted.plan)
+        if given.degree in (None, degree):  # what it is for is said where it is used
+            check_plan(given, graph, degree)
+        return FoundPlan(plan=given, note="the plan given")
+    if wanted.policy != "solve":
+        made = (
+            random_plan(graph, degree, wanted.seed)
+            if wanted.policy == "random"
+            else batch_plan(graph, degree)
+        )
+        return FoundPlan(plan=made, note=f"the plan of the policy {wanted.policy}")
+    constraints = read_constraints(wanted.constraints) if wanted.constraints else ()
+    solved = solved_plan(
+        graph,
+        degree,
+        prices,
+        states,
+        device,
+        memory_limit=wanted.memory_bytes or float(prices.device.memory_bytes) or None,
+        recomputed=wanted.recomputed,
+        allow=allowed_by(constraints),
+    )
+    calls = [(one.call.name, (one.path, one.classes)) for one in graph.operators]
+    return FoundPlan(
+        plan=solved.plan,
+        note=f"found: {solved.text} Figures of the device: {prices.device.source}. The longest operators:\n"
+        f"{textwrap.indent(costs_text(solved.costs, top=5), '    ')}",
+        warnings=tuple(unused(calls, constraints)),
+    )
+
+
+def allowed_by(constraints: Sequence[Constraint]) -> Allow:
+    """Leaves of an operator's rules those that constraints allow."""
+
+    def allow(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        return allowed(rules, one.call.name, (one.path, one.classes), constraints)
+
+    return allow
+
+
+def _given(plan: Mapping[str, Any] | str) -> OperatorPlan:
+    if isinstance(plan, str):
+        return OperatorPlan.read(plan)
+    return OperatorPlan.from_text(json.dumps(plan), source="in the strategy")

@@ -15,15 +15,15 @@ from heapq import nlargest
 import torch
 from torch import fx
 
+from atorch_ns.capture.graph.operator_graph import Shallow
 from atorch_ns.errors import InputError
 from atorch_ns.operators.choose import Allow, legal_rules
-from atorch_ns.operators.graph.shallow import Shallow
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.solver.assemble import RESULTS, Assembled, States, assemble
 from atorch_ns.operators.solver.prices import Prices
 from atorch_ns.operators.solver.solve import solve
-from atorch_ns.operators.solver.stage_costs import PipelineTask, Stage, StageCost
-from atorch_ns.operators.solver.stages import StagePlan, plan_stages
+from atorch_ns.pipeline.plan.operator_stages import StagePlan, plan_stages
+from atorch_ns.pipeline.plan.stage_costs import PipelineTask, Stage, StageCost
 
 _TIGHTER = (1.0, 0.75, 0.5, 0.35, 0.25)
 """Limits of memory under which a degree is solved, of what its fastest plan needs."""

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.distributed.tensor import Shard
 
+from atorch_ns.capture.graph.operator_graph import Operator
 from atorch_ns.errors import InputError
 from atorch_ns.operators import OperatorGraph, OperatorPlan, legal_rules
 from atorch_ns.operators.choose import parameter_placements
-from atorch_ns.operators.graph.graph import Operator
-from atorch_ns.operators.rules.rule import Rule
+from atorch_ns.operators.rules.rule import Rule, whole_rule
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.policies import Division
 from atorch_ns.text import first_few, with_article
@@ -116,7 +116,7 @@ class PolicyGraph:
 
     def replicate(self, node: PolicyNode, times: int) -> list[SubNode]:
         """Leaves an operator whole on every rank."""
-        self._choose(node, node.operator.call.whole)
+        self._choose(node, whole_rule(node.operator.call))
         return [SubNode(node, number, times) for number in range(times)]
 
     def partition(

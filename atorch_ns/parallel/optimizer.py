@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from atorch_ns.apply import attach_optimizer
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.gradients import clip_gradients
+from atorch_ns.job.optimizer.user_optimizer import class_above
 from atorch_ns.job.reducer import BucketHook, GradientReducer
 from atorch_ns.job.states import reshard
-from atorch_ns.job.user_optimizer import class_above
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.module import STEP, ParallelModule, named_parameters, parallel_modules
 from atorch_ns.parallel.pieces import PIECES, Pieces, as_part, localised, part_of

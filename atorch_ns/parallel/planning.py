@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from atorch_ns.capture.blocks import repeated_blocks
+from atorch_ns.capture.graph.capture import capture
 from atorch_ns.capture.random_states import modes_kept
 from atorch_ns.cluster import Cluster
 from atorch_ns.data import call_arguments
@@ -29,8 +30,7 @@ from atorch_ns.operators import (
     find_plan,
     staged_plan,
 )
-from atorch_ns.operators.graph.capture import capture
-from atorch_ns.operators.request import allowed_by
+from atorch_ns.operators.choose import allowed_by
 from atorch_ns.operators.rules.constraints import read_constraints
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.graph import PolicyGraph

@@ -7,7 +7,7 @@ The rest of the package imports nothing from here.
 """
 
 from atorch_ns.capture.nests import map_tensors
-from atorch_ns.launch.ranks import reserve_port
+from atorch_ns.processes.ranks import reserve_port
 from atorch_ns.testing.models import CASES, Case, SyntheticDataset, get_case, take
 from atorch_ns.testing.parity import (
     ADAMW,

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch_ns.errors import BackendError, InputError
-from atorch_ns.launch.ranks import reserve_port
+from atorch_ns.processes.ranks import reserve_port
 from atorch_ns.testing.rank_pool import Outcome, RankPool, Setup
 
 T = TypeVar("T")

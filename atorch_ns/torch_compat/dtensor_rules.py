@@ -19,11 +19,11 @@ _WRONG = frozenset(["aten.native_group_norm.default", "aten.linalg_solve_triangu
 """Operators whose strategies fail: one has the number of samples among its arguments, one is broadcast (torch 2.13)."""
 
 
-def dtensor_rules(call: Any, degree: int) -> tuple[Any, ...]:
+def dtensor_rules(call: Any, whole: Any, degree: int) -> tuple[Any, ...]:
     """Rules of a call by torch's strategies for DTensors; empty where it has none, or keeps them under other names.
 
     Args:
-        call: an :class:`atorch_ns.operators.rules.rule.Call`.
+        call, whole: a call of an operator, and the rule that divides nothing of it, of which those found are copies.
     """
     try:
         known = dict.fromkeys(_placements(call, degree))
@@ -32,7 +32,7 @@ def dtensor_rules(call: Any, degree: int) -> tuple[Any, ...]:
     count = len(call.outputs)
     specs = (*call.outputs, *call.tensors)
     return tuple(
-        replace(call.whole, outputs=sides[:count], inputs=sides[count:], source="torch's DTensor")
+        replace(whole, outputs=sides[:count], inputs=sides[count:], source="torch's DTensor")
         for sides in known
         if len(sides) == len(specs)
         and all(_holds(one, specs[number], degree, number < count) for number, one in enumerate(sides))

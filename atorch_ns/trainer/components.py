@@ -7,8 +7,8 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
+from atorch_ns.capture.user_code import load_object
 from atorch_ns.errors import AtorchError, InputError
-from atorch_ns.launch.user_code import load_object
 from atorch_ns.text import error_text, with_article
 
 

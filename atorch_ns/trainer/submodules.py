@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from atorch_ns.apply.optimizer import make_optimizer
 from atorch_ns.capture.nests import floats_to
 from atorch_ns.capture.random_states import buffers_lent, caches_off, random_states_kept, turn_off_caches
 from atorch_ns.cluster import Cluster
@@ -23,6 +22,7 @@ from atorch_ns.job import Inputs, Job, Result
 from atorch_ns.job.agreement import SameBatch
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.model import OriginalModel
+from atorch_ns.job.optimizer.build import make_optimizer
 from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.reducer import GradientReducer
 from atorch_ns.job.states import reshard

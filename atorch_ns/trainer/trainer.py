@@ -20,7 +20,7 @@ from atorch_ns.checkpoint.contents import capture_rng, restore_rng
 from atorch_ns.cluster import Cluster, join_process_group
 from atorch_ns.errors import InputError
 from atorch_ns.job import Result
-from atorch_ns.job.optimizer import inner_optimizer
+from atorch_ns.job.optimizer.step_optimizer import inner_optimizer
 from atorch_ns.text import counted, with_article
 from atorch_ns.tracking import ProgressTracker
 from atorch_ns.trainer.args import HookConfig, TrainerArgs

@@ -86,4 +86,4 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.fixture
 def inline_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verbs that train do so in the test's process, as one rank."""
-    monkeypatch.setattr("atorch_ns.launch.run_local_ranks", run_inline)
+    monkeypatch.setattr("atorch_ns.processes.run_local_ranks", run_inline)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atorch_ns.cli._rank_work import WORKS, _attempt
-from atorch_ns.launch import RankEnd
+from atorch_ns.processes import RankEnd
 
 
 def run_inline(

@@ -21,8 +21,8 @@ from torch import nn
 from atorch_ns.cli.calibrate import slurm_variables
 from atorch_ns.cluster import cluster_from_spec
 from atorch_ns.errors import BackendError
-from atorch_ns.launch.ranks import reserve_port
 from atorch_ns.planning import estimate
+from atorch_ns.processes.ranks import reserve_port
 from tests.cli.conftest import Run
 
 _CODE = "from atorch_ns.cli import main; main()"
@@ -190,7 +190,7 @@ def test_what_cannot_be_is_said_before_anything_is_measured(
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("atorch_ns.launch.run_local_ranks", refuse)
+    monkeypatch.setattr("atorch_ns.processes.run_local_ranks", refuse)
     done = run("calibrate", *options)
     assert done.returncode == 2
     assert said in done.stderr

@@ -10,7 +10,7 @@ import pytest
 from atorch_ns.cli._failures import described, failure_record, split_debug, wants_json
 from atorch_ns.cli._on_ranks import _silent_end
 from atorch_ns.errors import InputError
-from atorch_ns.launch import RankEnd
+from atorch_ns.processes import RankEnd
 
 
 @pytest.mark.parametrize(

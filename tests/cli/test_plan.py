@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from atorch_ns import Strategy
+from atorch_ns.capture.user_code import load_object
 from atorch_ns.cli import app, exit_code, main
 from atorch_ns.errors import (
     BackendError,
@@ -20,7 +21,6 @@ from atorch_ns.errors import (
     SearchError,
     StrategyError,
 )
-from atorch_ns.launch.user_code import load_object
 from atorch_ns.operators import OperatorPlan
 from atorch_ns.report import TrainingReport
 from tests.cli.conftest import Run

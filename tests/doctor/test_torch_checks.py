@@ -6,7 +6,7 @@ import pytest
 
 from atorch_ns.doctor import Finding, Place, torch_checks
 from atorch_ns.doctor.base import Isolated
-from atorch_ns.launch import RankEnd
+from atorch_ns.processes import RankEnd
 
 HERE = Place(num_ranks=2)
 

@@ -120,7 +120,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "gradients of weighed micro-batches are too small by the number of data ranks",
-        "atorch_ns/data/micro_batches.py",
+        "atorch_ns/data/step_work.py",
         '"shares": [n * count for count in counts],',
         '"shares": [1 * count for count in counts],',
         ("tests/job/test_micro_steps.py::test_gradients_are_those_of_one_process_on_all_samples[names0]",),
@@ -169,10 +169,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the exit code does not say which signal ended the ranks",
-        "atorch_ns/launch/ranks.py",
+        "atorch_ns/processes/ranks.py",
         "raise SystemExit(128 + received[-1])",
         "raise SystemExit(1)",
-        ("tests/launch/test_ranks.py::test_ctrl_c_goes_to_rank_0",),
+        ("tests/processes/test_ranks.py::test_ctrl_c_goes_to_rank_0",),
     ),
     Fault(
         "a rank is taken for one of another stage",
@@ -218,10 +218,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "an estimate does not say what was left out of the strategy",
-        "atorch_ns/planning.py",
+        "atorch_ns/planning/in_code.py",
         "return replace(priced.estimate, notes=priced.notes)",
         "return replace(priced.estimate, notes=())",
-        ("tests/test_planning.py::test_what_is_left_out_or_changed_is_noted",),
+        ("tests/planning/test_in_code.py::test_what_is_left_out_or_changed_is_noted",),
     ),
     Fault(
         "times that other processes have measured are thrown away",

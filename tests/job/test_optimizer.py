@@ -11,7 +11,7 @@ from torch import nn
 from atorch_ns.errors import StepError
 from atorch_ns.job import LossScaling, StepOptimizer
 from atorch_ns.job.loss import LossScaler
-from atorch_ns.job.optimizer import MasterWeights, inner_optimizer
+from atorch_ns.job.optimizer.step_optimizer import MasterWeights, inner_optimizer
 
 
 def _weight(value: float = 1.0, dtype: torch.dtype = torch.float32) -> nn.Parameter:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from atorch_ns.errors import BackendError
-from atorch_ns.job.optimizer_checks import require_separable
+from atorch_ns.job.optimizer.checks import require_separable
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import accelerate_case, accelerated_run
 from atorch_ns.testing.workers import run_ranks

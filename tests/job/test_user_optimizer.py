@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from atorch_ns import auto_accelerate, checkpoint
 from atorch_ns.errors import CheckpointError, InputError
 from atorch_ns.job import Result
-from atorch_ns.job.optimizer import inner_optimizer
-from atorch_ns.job.user_optimizer import choose_fused, step_on_local_parts
+from atorch_ns.job.optimizer.step_optimizer import inner_optimizer
+from atorch_ns.job.optimizer.user_optimizer import choose_fused, step_on_local_parts
 from atorch_ns.testing.models import get_case
 from atorch_ns.testing.parity import (
     ADAMW,

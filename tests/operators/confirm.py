@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from atorch_ns.capture.graph.call import Call, TensorSpec
 from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.errors import InputError
 from atorch_ns.operators.divided import kernels
-from atorch_ns.operators.rules.rule import WHOLE, Call, Placement, Rule, TensorSpec
+from atorch_ns.operators.rules.rule import WHOLE, Placement, Rule
 from atorch_ns.operators.rules.table import RUN_AS
 from atorch_ns.operators.rules.views import size_argument
 from atorch_ns.sharding.collectives import Group, simulate

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from atorch_ns.errors import BackendError, InputError, Problem, StrategyError
 from atorch_ns.testing import WorkerFailure, catch_ranks, run_ranks
-from tests.processes import child_processes
+from tests.child_processes import child_processes
 
 
 def _rank_and_sum(factor: int) -> tuple[int, torch.Tensor]:

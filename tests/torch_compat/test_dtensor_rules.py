@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from atorch_ns.capture.graph.call import Call
+from atorch_ns.operators.rules.rule import Rule, whole_rule
 from atorch_ns.torch_compat import dtensor_rules
 from tests.operators.confirm import call_of
 from tests.operators.rules.values import confirmed, const, x
@@ -43,6 +45,10 @@ CASES = [
 ]
 
 
+def rules_by_torch(call: Call, degree: int = 2) -> tuple[Rule, ...]:
+    return dtensor_rules(call, whole_rule(call), degree)
+
+
 @pytest.mark.parametrize(("rules", "expected"), CASES)
 def test_rules_by_torch_are_right(rules: Callable[[], str], expected: str) -> None:
     with torch.random.fork_rng():
@@ -54,16 +60,16 @@ def test_both_kinds_of_strategies_are_read() -> None:
     by_dim = call_of(aten.linalg_inv_ex.default, definite(4, 4, 4))
     by_mesh = call_of(aten._adaptive_avg_pool2d.default, const(4, 8, 8, 8), [2, 2])
     for call in (by_dim, by_mesh):
-        assert dtensor_rules(call, 2), "torch has moved its strategies"
-        assert {rule.source for rule in dtensor_rules(call, 2)} == {"torch's DTensor"}
-        assert dtensor_rules(call, 3) == ()
+        assert rules_by_torch(call, 2), "torch has moved its strategies"
+        assert {rule.source for rule in rules_by_torch(call, 2)} == {"torch's DTensor"}
+        assert rules_by_torch(call, 3) == ()
 
 
 def test_dims_from_the_last_are_left_out_as_torch_gets_them_wrong() -> None:
-    assert dtensor_rules(call_of(aten.cumsum.default, const(4, 8), 0), 2)
-    assert dtensor_rules(call_of(aten.cumsum.default, const(4, 8), -2), 2) == ()
+    assert rules_by_torch(call_of(aten.cumsum.default, const(4, 8), 0))
+    assert rules_by_torch(call_of(aten.cumsum.default, const(4, 8), -2)) == ()
 
 
 def test_a_torch_without_these_strategies_has_no_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DTensor, "_op_dispatcher", object())
-    assert dtensor_rules(call_of(aten.linalg_inv_ex.default, definite(4, 4, 4)), 2) == ()
+    assert rules_by_torch(call_of(aten.linalg_inv_ex.default, definite(4, 4, 4))) == ()

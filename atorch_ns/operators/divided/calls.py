@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from atorch_ns.capture.graph.operator_graph import Operator
 from atorch_ns.operators.divided import kernels
-from atorch_ns.operators.graph.graph import Operator
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.operators.rules.table import RUN_AS
 from atorch_ns.sharding.rank_context import RankRandomness

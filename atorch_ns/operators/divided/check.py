@@ -16,13 +16,13 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import Partial, Shard
 
+from atorch_ns.capture.graph.operator_graph import Operator
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.errors import InputError
 from atorch_ns.operators.divided.calls import is_random, runnable, without_autocast
 from atorch_ns.operators.divided.conversions import Need, converted, local_shape
 from atorch_ns.operators.divided.divide import Division, Piece, pieces
-from atorch_ns.operators.graph.graph import Operator
-from atorch_ns.operators.rules.rule import WHOLE, Placement
+from atorch_ns.operators.rules.rule import WHOLE, Placement, whole_rule
 from atorch_ns.sharding.collectives import simulate, total
 from atorch_ns.text import error_line
 
@@ -168,7 +168,7 @@ class _Quiet(fx.Interpreter):
         if one is not None and is_random(one) and n.target is not operator.getitem:
             return _without_chance(one, [value for value in args if not _is_group(value)], kwargs)
         if one is not None and n.target is one.call.operator:
-            return without_autocast(runnable(one, one.call.whole)[0])(*args, **kwargs)
+            return without_autocast(runnable(one, whole_rule(one.call))[0])(*args, **kwargs)
         return getattr(self, n.op)(without_autocast(n.target), args, kwargs)
 
 

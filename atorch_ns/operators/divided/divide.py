@@ -16,10 +16,10 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
+from atorch_ns.capture.graph.operator_graph import Operator, OperatorGraph, Segment
 from atorch_ns.errors import InputError
 from atorch_ns.operators.divided.calls import runnable
 from atorch_ns.operators.divided.conversions import Need, need_of, steps
-from atorch_ns.operators.graph.graph import Operator, OperatorGraph, Segment
 from atorch_ns.operators.rules.rule import WHOLE, Placement, Rule
 from atorch_ns.operators.rules.views import size_argument
 from atorch_ns.sharding.collectives import scale_gradient

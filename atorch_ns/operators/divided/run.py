@@ -13,18 +13,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from atorch_ns.capture.structure import copy_structure
-from atorch_ns.errors import InputError
-from atorch_ns.operators.divided.conversions import Need, converted
-from atorch_ns.operators.divided.divide import Division, Piece, pieces
-from atorch_ns.operators.graph.capture import Captured, CaptureError, capture, filled, flat_arguments
-from atorch_ns.operators.graph.graph import OperatorGraph
-from atorch_ns.operators.graph.python_state import (
+from atorch_ns.capture.graph.capture import Captured, CaptureError, capture, filled, flat_arguments
+from atorch_ns.capture.graph.operator_graph import OperatorGraph
+from atorch_ns.capture.graph.python_state import (
     PythonState,
     UnrepeatableError,
     carry_state,
     refuse_hooks,
 )
+from atorch_ns.capture.structure import copy_structure
+from atorch_ns.errors import InputError
+from atorch_ns.operators.divided.conversions import Need, converted
+from atorch_ns.operators.divided.divide import Division, Piece, pieces
 from atorch_ns.operators.rules.rule import WHOLE, Placement
 from atorch_ns.sharding.rank_context import isolated, local_part
 from atorch_ns.text import first_few

@@ -22,11 +22,12 @@ from torch.distributed.tensor import Partial
 from torch.library import Library
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from atorch_ns.capture.graph.call import Call, TensorSpec
+from atorch_ns.capture.graph.operator_graph import spec_of
 from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.errors import InputError
-from atorch_ns.operators.graph.graph import spec_of
 from atorch_ns.operators.rules.annotation import Annotation, Shape
-from atorch_ns.operators.rules.rule import WHOLE, Call, Placement, Rule, TensorSpec
+from atorch_ns.operators.rules.rule import WHOLE, Placement, Rule
 from atorch_ns.text import counted, error_line, with_article
 from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type, quiet_fake_kernels, sample_size
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from torch.distributed.tensor import Shard
 
-from atorch_ns.operators.rules.rule import SUM, WHOLE, Call, Placement, Rule
+from atorch_ns.capture.graph.call import Call
+from atorch_ns.operators.rules.rule import SUM, WHOLE, Placement, Rule
 
 Letters = tuple[str | None, ...]
 

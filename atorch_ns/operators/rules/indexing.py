@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from atorch_ns.capture.graph.call import Call
 from atorch_ns.operators.rules.dims import Dims, Letters, Table, broadcast, but, frozen, letters
-from atorch_ns.operators.rules.rule import Call
 
 _WHY = "dims that no index reads, and those of the indices"
 

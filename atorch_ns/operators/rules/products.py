@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from atorch_ns.capture.graph.call import Call
 from atorch_ns.operators.rules.dims import Dims, Letters, Table, broadcast, frozen, letters, name_of
-from atorch_ns.operators.rules.rule import Call
 
 _SUMMED = "products are summed over it"
 _ALIGNMENT = 16

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from atorch_ns.capture.graph.call import Call
 from atorch_ns.operators.rules.dims import (
     Dims,
     Letters,
@@ -19,7 +20,6 @@ from atorch_ns.operators.rules.dims import (
     letters,
     name_of,
 )
-from atorch_ns.operators.rules.rule import Call
 
 _NONE, _MEAN, _SUM = range(3)
 """The numbers of losses' reductions."""

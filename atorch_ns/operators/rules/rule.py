@@ -11,20 +11,16 @@ argument sums it (:mod:`~atorch_ns.operators.divided.conversions`). Rules are th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
-import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from atorch_ns.capture.graph.call import Call
 from atorch_ns.errors import InputError
 
 Placement = Replicate | Shard | Partial
-
-UNKNOWN_SIZE = 2**31 - 1
-"""Stands for a size that depends on values: a prime, which no number of ranks divides."""
 
 WHOLE = Replicate()
 SUM = Partial()
@@ -96,82 +92,10 @@ class Rule:
         return any(not isinstance(one, Replicate) for one in (*self.outputs, *self.inputs))
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of a tensor; sizes that follow the batch are those of the captured sample."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool = False
-
-    @property
-    def is_float(self) -> bool:
-        """Whether gradients may flow through it, and sums of it are meant as real numbers."""
-        return self.dtype.is_floating_point
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole tensor; a size that depends on values counts once."""
-        count = 1
-        for size in self.known_shape:
-            count *= size
-        return count * self.dtype.itemsize
-
-    @property
-    def known_shape(self) -> tuple[int, ...]:
-        """The shape, with 1 for sizes that depend on values."""
-        return tuple(1 if size == UNKNOWN_SIZE else size for size in self.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One call of an operator, as rules see it.
-
-    Attributes:
-        operator: such as ``torch.ops.aten.linear.default``.
-        args, kwargs: its arguments; a :class:`TensorSpec` stands for each tensor, also inside lists.
-        outputs: its results.
-    """
-
-    operator: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    outputs: tuple[TensorSpec, ...]
-
-    @cached_property
-    def name(self) -> str:
-        """The operator's name with its namespace and overload: ``aten.linear.default``."""
-        return str(self.operator)
-
-    @cached_property
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """Its tensor arguments, in order; those in a list one after the other."""
-        return tuple(_specs((self.args, tuple(self.kwargs.values()))))
-
-    @cached_property
-    def whole(self) -> Rule:
-        """The rule that divides nothing."""
-        return Rule((WHOLE,) * len(self.outputs), (WHOLE,) * len(self.tensors), "nothing is divided")
-
-    def argument(self, name: str) -> Any:
-        """The value of an argument by the name that the operator's schema gives it, its default included."""
-        return self._arguments[name]
-
-    @cached_property
-    def _arguments(self) -> dict[str, Any]:
-        declared = self.operator._schema.arguments  # type: ignore[attr-defined]
-        values = {one.name: one.default_value if one.has_default_value() else None for one in declared}
-        values.update(zip((one.name for one in declared), self.args, strict=False))
-        return values | dict(self.kwargs)
-
-
-def _specs(value: Any) -> Iterable[TensorSpec]:
-    if isinstance(value, TensorSpec):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _specs(item)
+def whole_rule(call: Call) -> Rule:
+    """The rule that divides nothing."""
+    return Rule((WHOLE,) * len(call.outputs), (WHOLE,) * len(call.tensors), "nothing is divided")
 
 
 Rules = Callable[[Call, int], Sequence[Rule]]
-"""``(call, degree) -> the rules that divide it over so many ranks``, without :attr:`Call.whole`."""
+"""``(call, degree) -> the rules that divide it over so many ranks``, without :func:`whole_rule`."""

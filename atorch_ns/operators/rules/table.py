@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from atorch_ns.capture.graph.call import Call, TensorSpec
 from atorch_ns.operators.rules.dims import Dims, Table, arguments_of, broadcast, frozen, letters, name_of
 from atorch_ns.operators.rules.indexing import INDEXING
 from atorch_ns.operators.rules.products import PRODUCTS
 from atorch_ns.operators.rules.reductions import REDUCTIONS
-from atorch_ns.operators.rules.rule import Call, Rule, TensorSpec
+from atorch_ns.operators.rules.rule import Rule, whole_rule
 from atorch_ns.operators.rules.views import VIEWS
 from atorch_ns.torch_compat import dtensor_rules
 
@@ -64,7 +65,7 @@ def rules_of(call: Call, degree: int, registered: Registered | None = None) -> t
         found = ()
     else:
         found = _of_tables(call, degree)
-    return tuple(dict.fromkeys((call.whole, *found)))
+    return tuple(dict.fromkeys((whole_rule(call), *found)))
 
 
 def _of_tables(call: Call, degree: int) -> Iterator[Rule]:
@@ -82,7 +83,7 @@ def _of_tables(call: Call, degree: int) -> Iterator[Rule]:
     elif name in _POINTWISE or torch.Tag.pointwise in getattr(call.operator, "tags", ()):
         dims = _pointwise(call)
     else:
-        yield from dtensor_rules(call, degree)
+        yield from dtensor_rules(call, whole_rule(call), degree)
         return
     if dims is not None:
         yield from dims.rules(call, degree)

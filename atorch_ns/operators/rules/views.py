@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from atorch_ns.capture.graph.call import Call
 from atorch_ns.operators.rules.dims import (
     Dims,
     Letters,
@@ -16,7 +17,6 @@ from atorch_ns.operators.rules.dims import (
     letters,
     name_of,
 )
-from atorch_ns.operators.rules.rule import Call
 
 _MOVED = "elements keep their place along it"
 

@@ -14,10 +14,11 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Replicate, Shard
 
+from atorch_ns.capture.graph.call import TensorSpec
+from atorch_ns.capture.graph.operator_graph import Operator, OperatorGraph
 from atorch_ns.operators.divided.conversions import Need, need_of
-from atorch_ns.operators.graph.graph import Operator, OperatorGraph
 from atorch_ns.operators.plan import OperatorPlan
-from atorch_ns.operators.rules.rule import SUM, WHOLE, Placement, Rule, TensorSpec, placement_text
+from atorch_ns.operators.rules.rule import SUM, WHOLE, Placement, Rule, placement_text
 from atorch_ns.operators.solver.prices import Prices, Work, work_of
 from atorch_ns.operators.solver.problem import (
     Conversion,

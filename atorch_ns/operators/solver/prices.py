@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from atorch_ns.capture.graph.call import Call, TensorSpec
+from atorch_ns.capture.graph.operator_graph import Operator
 from atorch_ns.capture.nests import tensors_of
 from atorch_ns.cluster import Cluster
 from atorch_ns.cluster.hardware import Device, Hardware
@@ -23,8 +25,7 @@ from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES, Groups, collective
 from atorch_ns.costs.count import OperatorCounter, OperatorCounts
 from atorch_ns.costs.price import counted_seconds
 from atorch_ns.operators.divided.conversions import Need, steps
-from atorch_ns.operators.graph.graph import Operator
-from atorch_ns.operators.rules.rule import Call, Placement, Rule, TensorSpec
+from atorch_ns.operators.rules.rule import Placement, Rule
 from atorch_ns.torch_compat import DropoutOfGpus, fake_tensor_mode, quiet_fake_kernels
 
 

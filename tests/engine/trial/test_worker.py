@@ -21,9 +21,9 @@ from atorch_ns.engine.trial.worker import TrialWorker
 from atorch_ns.search import StopRule
 from atorch_ns.testing.conformance import nothing_changes
 from atorch_ns.testing.workers import run_ranks
+from tests.child_processes import child_processes
 from tests.engine.inputs import case_inputs
 from tests.engine.trials import DONE, SHORT, Ran, run_tasks, task
-from tests.processes import child_processes
 
 pytestmark = pytest.mark.usefixtures("cold_python")
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atorch_ns.capture.graph.call import Call, TensorSpec
 from atorch_ns.operators.rules.dims import Dims, broadcast, but, letters
-from atorch_ns.operators.rules.rule import Call, TensorSpec
 
 
 def call(*shapes: tuple[int, ...], result: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Call:

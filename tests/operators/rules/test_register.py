@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from atorch_ns.capture.graph.capture import capture
+from atorch_ns.capture.graph.operator_graph import OperatorGraph
 from atorch_ns.errors import InputError
-from atorch_ns.operators.graph.capture import capture
-from atorch_ns.operators.graph.graph import OperatorGraph
 from atorch_ns.operators.rules.custom import Registry, register_op, registered_rules
 from tests.operators.confirm import call_of, confirm
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
+from atorch_ns.capture.graph.operator_graph import Operator
 from atorch_ns.cluster import cluster_from_spec
 from atorch_ns.errors import InputError
 from atorch_ns.operators import Prices, Shallow, Solved, States, capture_shallow, legal_rules, solved_plan
-from atorch_ns.operators.graph.graph import Operator
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.operators.solver.assemble import assemble
 

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from atorch_ns.errors import InputError
-from atorch_ns.operators.solver.stage_costs import (
+from atorch_ns.pipeline import get_schedule
+from atorch_ns.pipeline.plan.operator_stages import StageTables, plan_stages
+from atorch_ns.pipeline.plan.stage_costs import (
     Cost,
     PipelineTask,
     Stage,
@@ -17,9 +19,6 @@ from atorch_ns.operators.solver.stage_costs import (
     estimated_seconds,
     step_seconds,
 )
-from atorch_ns.operators.solver.stage_tables import StageTables
-from atorch_ns.operators.solver.stages import plan_stages
-from atorch_ns.pipeline import get_schedule
 from atorch_ns.pipeline.schedule.actions import live_micro_batches
 
 
@@ -119,7 +118,7 @@ def test_the_least_estimate_is_among_the_simulated_and_the_fastest_of_them_is_ta
         assert plan.step_seconds == pytest.approx(step_seconds(plan.stages, task))
         assert plan.estimated_seconds >= estimated_seconds(best, task) - 1e-9
         with monkeypatch.context() as only_one:
-            only_one.setattr("atorch_ns.operators.solver.stages._NUM_SIMULATED", 1)
+            only_one.setattr("atorch_ns.pipeline.plan.operator_stages._NUM_SIMULATED", 1)
             first = plan_stages(cost, task)
         assert first.estimated_seconds == pytest.approx(estimated_seconds(best, task))
         assert plan.step_seconds <= first.step_seconds

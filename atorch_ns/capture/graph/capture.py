@@ -1,0 +1,482 @@
+"""Capture of a model's operators: its forward pass by ``torch.export``, on fake tensors, with any number of samples.
+
+The graph is that of export's training form: composite operators are whole, nothing is functional, and autograd and autocast
+act on it as on the model's own code. Operators that write to a tensor become those that return a new one where nothing else
+can see the difference; where something can, they and what shares their memory are *pinned*: never divided.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, export
+
+from atorch_ns.capture.graph.python_state import (
+    ChangedError,
+    UnrepeatableError,
+    reads_recorded,
+    refuse_hooks,
+    repeatable,
+)
+from atorch_ns.capture.nests import leaves, map_leaves
+from atorch_ns.capture.random_states import caches_off, random_states_kept
+from atorch_ns.capture.structure import Container, copy_structure
+from atorch_ns.errors import InputError
+from atorch_ns.text import error_line, user_frame
+from atorch_ns.torch_compat import exporting_fake_mode, quiet_fake_kernels
+
+Modes = tuple[tuple[Any, ...], ...]
+"""States that an operator runs in, outermost first: ``("grad", False)``, ``("autocast", device, dtype, enabled, cache)``."""
+
+
+class CaptureError(InputError):
+    """A model whose operators cannot be captured."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an input of the graph comes from.
+
+    Attributes:
+        kind: ``parameter``, ``buffer``, ``constant`` or ``input``.
+        name: the parameter's or buffer's name in the model, or that of the constant; for an input its number.
+    """
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A captured forward pass.
+
+    Attributes:
+        graph: its nodes; placeholders first, and the output a tuple.
+        origins: where each placeholder's value comes from.
+        constants: tensors that the model's code makes, by name.
+        pinned: nodes that share memory with a value that is written to.
+        guards: for each input its sizes, an int or the name of a size that may vary, and its dtype.
+        structure: the nest of arguments, with numbers for tensors, and their other leaves.
+        outputs: the nest that the model returns, with numbers of results for tensors.
+        reads: attributes of modules and configs that its code has read, by the path of their owner and their name.
+    """
+
+    graph: fx.Graph
+    origins: Mapping[fx.Node, Origin]
+    constants: Mapping[str, torch.Tensor]
+    pinned: frozenset[fx.Node]
+    guards: tuple[tuple[tuple[int | str, ...], torch.dtype], ...]
+    structure: Any
+    outputs: Any
+    reads: frozenset[tuple[str, str]] = frozenset()
+
+    def fits(self, tensors: Sequence[torch.Tensor], structure: Any) -> bool:
+        """Whether it holds for these inputs: the same nest, dtypes and fixed sizes, and like sizes where they vary."""
+        sizes: dict[int | str, int] = {}
+        if structure != self.structure or len(tensors) != len(self.guards):
+            return False
+        for tensor, (shape, dtype) in zip(tensors, self.guards, strict=True):
+            if tensor.dtype != dtype or tensor.dim() != len(shape):
+                return False
+            for size, guard in zip(tensor.shape, shape, strict=True):
+                expected = guard if isinstance(guard, int) else sizes.setdefault(guard, size)
+                if expected != size or (isinstance(guard, str) and size < 2):
+                    return False
+        return True
+
+
+def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Any]:
+    """The tensors among arguments, in order, and the nest of all arguments with their numbers in their place."""
+    tensors: list[torch.Tensor] = []
+
+    def number(_: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Place(len(tensors) - 1)
+
+    return tensors, map_leaves(number, (tuple(args), dict(kwargs)))
+
+
+class _Place:
+    """The place of a tensor in a nest; no dataclass, which would be a nest itself."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Place) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+def filled(nest: Any, tensors: Sequence[Any]) -> Any:
+    """A nest with tensors where :func:`flat_arguments` put their numbers."""
+    return map_leaves(lambda _, leaf: tensors[leaf.number] if isinstance(leaf, _Place) else leaf, nest)
+
+
+class _Flat(nn.Module):
+    """A model that takes and returns lists of tensors."""
+
+    def __init__(
+        self, model: nn.Module, structure: Any, results: Callable[[Any], object], reads: set[tuple[str, str]]
+    ) -> None:
+        super().__init__()
+        self.inner = model
+        self._structure = structure
+        self._reads = reads
+        self._results = results  # export takes back what a forward pass writes to its module
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors among the model's results."""
+        args, kwargs = filled(self._structure, tensors)
+        with repeatable(self.inner), reads_recorded(self.inner) as reads:
+            results = self.inner(*args, **kwargs)
+        self._reads.update(reads)
+        found: list[torch.Tensor] = []
+        numbers: dict[int, int] = {}
+
+        def number(_: Any, leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if id(leaf) not in numbers:
+                numbers[id(leaf)] = len(found)
+                found.append(leaf)
+            return _Place(numbers[id(leaf)])
+
+        self._results(map_leaves(number, results))
+        return found
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    containers: Mapping[str, Container] | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    device: torch.device,
+) -> Captured:
+    """Captures the forward pass of ``model`` on ``args`` and ``kwargs``, in the training mode that its modules are in.
+
+    Nothing is computed and no memory is taken: values, those of the model and of the arguments, are not looked at. Casts are
+    those of the autocast that the caller is in, and gradients are on as they are there.
+
+    Args:
+        model: the user's model, before any division; its parameters may be on the meta device.
+        containers: lists of blocks of which some are left out, by :func:`~atorch_ns.capture.structure.truncate`.
+        dtypes: dtypes of parameters, by name, where they differ from the model's own.
+        device: device that the tensors claim to be on.
+
+    Raises:
+        CaptureError: if the model's code decides by values, does what a graph would not repeat, or cannot be captured for
+            another reason; it names the user's line.
+    """
+    tensors, structure = flat_arguments(args, kwargs)
+    mode = exporting_fake_mode()
+    as_dtype = (
+        {id(p): dtypes[name] for name, p in model.named_parameters() if name in dtypes} if dtypes else {}
+    )
+
+    def fake(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        dtype = as_dtype.get(id(tensor), tensor.dtype)
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
+
+    results: list[Any] = []
+    reads: set[tuple[str, str]] = set()
+    with mode:
+        copied = copy_structure(model, fake, containers or {})
+        for hooks in (copied._forward_hooks, copied._forward_pre_hooks):
+            hooks.clear()  # of the model, which is called as before
+        flat = _Flat(copied, structure, results.append, reads)
+        inputs = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in tensors)
+    # Export bakes in a size of 1.
+    shapes = tuple({0: Dim.AUTO} if tensor.dim() and tensor.shape[0] != 1 else None for tensor in tensors)
+    try:
+        with random_states_kept(device), caches_off(flat.inner, always=True), quiet_fake_kernels():
+            refuse_hooks(flat.inner.named_modules())
+            try:
+                program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)
+            except Exception as error:
+                changed = next((one for one in _causes(error) if isinstance(one, ChangedError)), None)
+                if changed is None:
+                    raise
+                changed.settle()
+                program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)  # if it has settled
+    except Exception as error:  # of the model's code, or of what it meets in torch
+        raise _refusal(model, error) from error
+    _check_outputs(model, results[-1])
+    made = _cleaned(program, structure, results[-1], tensors, _first_names(flat.inner))
+    return replace(made, reads=frozenset(reads))
+
+
+def _refusal(model: nn.Module, error: Exception) -> CaptureError:
+    frame = user_frame(error)
+    where = f" at {frame.filename}, line {frame.lineno}: {frame.line}" if frame is not None else ""
+    unrepeatable = next((one for one in _causes(error) if isinstance(one, UnrepeatableError)), None)
+    by_values = "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
+    why = "its code decides by the values of tensors" if by_values else error_line(error)
+    if unrepeatable is not None:
+        return CaptureError(
+            f"the operators of {type(model).__name__} cannot be captured: {unrepeatable}{where}."
+        )
+    return CaptureError(
+        f"the operators of {type(model).__name__} cannot be captured: {why}{where}. Write the decision with torch.where or "
+        "outside of forward, or use tensor_parallel, which needs no graph."
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _check_outputs(model: nn.Module, outputs: Any) -> None:
+    odd = [
+        type(leaf).__name__
+        for _, leaf in leaves(outputs)
+        if not isinstance(leaf, (_Place, *_PLAIN, type(None)))
+    ]
+    if odd:
+        raise CaptureError(
+            f"{type(model).__name__} returns {odd[0]}, a container that cannot be opened. Return tensors in tuples, lists, "
+            "dictionaries or dataclasses; where it is a cache of keys and values, set use_cache=False."
+        )
+
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device)
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """By each name of a parameter its first one."""
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+
+
+def _one_for_each_parameter(
+    graph: fx.Graph, origins: dict[fx.Node, Origin], first_names: Mapping[str, str]
+) -> None:
+    """Leaves one placeholder of a tied parameter, under its first name: export makes one for each name, and reads any."""
+    alike: dict[str, list[fx.Node]] = {}
+    for node, origin in origins.items():
+        if origin.kind == "parameter":
+            alike.setdefault(first_names.get(origin.name, origin.name), []).append(node)
+    for name, (kept, *others) in alike.items():
+        origins[kept] = Origin("parameter", name)
+        for node in others:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+            del origins[node]
+
+
+def _cleaned(
+    program: ExportedProgram,
+    structure: Any,
+    outputs: Any,
+    tensors: Sequence[torch.Tensor],
+    first_names: Mapping[str, str],
+) -> Captured:
+    graph = fx.Graph()
+    module = program.graph_module
+    known: dict[fx.Node, Any] = {}
+    origins: dict[fx.Node, Origin] = {}
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            made = graph.node_copy(node)
+            origins[made] = _origin(specs[node.name], sum(one.kind == "input" for one in origins.values()))
+            known[node] = made
+        elif node.op == "output":
+            graph.output(tuple(known[value] for value in node.args[0]))
+        else:
+            _copy(module, node, graph, known, ())
+    pinned = _functional(graph, {node for node, origin in origins.items() if origin.kind == "input"})
+    _one_item_each(graph)
+    graph.eliminate_dead_code()
+    _one_for_each_parameter(graph, origins, first_names)
+    constants = {name.removeprefix("inner."): value for name, value in program.tensor_constants.items()}
+    inputs = [node for node, origin in origins.items() if origin.kind == "input"]
+    guards = tuple(
+        (tuple(s if isinstance(s, int) else str(s) for s in node.meta["val"].shape), tensor.dtype)
+        for node, tensor in zip(inputs, tensors, strict=True)
+    )
+    alive = set(graph.nodes)
+    return Captured(graph, origins, constants, frozenset(pinned & alive), guards, structure, outputs)
+
+
+def _origin(spec: Any, num_inputs: int) -> Origin:
+    kind = spec.kind.name
+    if kind == "USER_INPUT":
+        return Origin("input", str(num_inputs))
+    name = str(spec.target).removeprefix("inner.")
+    return Origin({"PARAMETER": "parameter", "BUFFER": "buffer"}.get(kind, "constant"), name)
+
+
+_CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_assert_async")
+
+
+def _copy(
+    module: fx.GraphModule, node: fx.Node, graph: fx.Graph, known: dict[fx.Node, Any], modes: Modes
+) -> None:
+    """Copies a node, or in place of a region with its own modes the nodes inside it."""
+    if node.op == "get_attr":
+        known[node] = getattr(module, str(node.target))
+        return
+    name = getattr(node.target, "__name__", "")
+    if any(check in str(node.target) for check in _CHECKS):
+        return
+    if "batch_dim" in name or name.startswith("_vmap"):
+        raise CaptureError(
+            "the operators cannot be captured: the model's code transforms functions, as torch.vmap does."
+        )
+    region = _region(node, name)
+    if region is not None:
+        mode, body, given = region
+        known[node] = _inlined(known[body], [known[value] for value in given], graph, (*modes, mode))
+        return
+    if node.target is operator.getitem and not isinstance(known.get(node.args[0]), fx.Node):  # type: ignore[arg-type]
+        known[node] = known[node.args[0]][node.args[1]]  # type: ignore[index]
+        return
+    made = graph.node_copy(node, lambda value: known[value])
+    made.meta["modes"] = modes
+    known[node] = made
+
+
+def _region(node: fx.Node, name: str) -> tuple[tuple[Any, ...], Any, Sequence[Any]] | None:
+    if name == "wrap_with_set_grad_enabled":
+        enabled, body, *given = node.args
+        return ("grad", enabled), body, given
+    if name == "wrap_with_autocast":
+        device, dtype, enabled, cache, body, *given = node.args
+        return ("autocast", device, dtype, enabled, cache), body, given
+    return None
+
+
+def _inlined(body: fx.GraphModule, given: Sequence[Any], graph: fx.Graph, modes: Modes) -> Any:
+    known: dict[fx.Node, Any] = {}
+    values = iter(given)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            known[node] = next(values)
+        elif node.op == "output":
+            return fx.node.map_arg(node.args[0], lambda value: known[value])
+        else:
+            _copy(body, node, graph, known, modes)
+    raise AssertionError("a graph without an output")
+
+
+def _functional(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
+    """Replaces operators that write by those that return; what shares memory with the rest is returned.
+
+    Raises:
+        CaptureError: if one writes to an input, which the caller would see.
+    """
+    shares = _Shares()
+    written: list[fx.Node] = []
+    for node in list(graph.nodes):
+        targets = list(_written(node))
+        plain = _returning(node) if len(targets) == 1 and shares.alone(targets[0]) else None
+        if plain is not None:
+            later = [user for user in targets[0].users if node < user]
+            node.target = plain
+            for user in later:
+                user.replace_input_with(targets[0], node)
+            continue
+        if any(not inputs.isdisjoint(shares.group(target)) for target in targets):
+            frames = re.findall(
+                r'File "(.+?)", line (\d+), in .+\n\s*(.*)', node.meta.get("stack_trace") or ""
+            )
+            where = f" at {frames[-1][0]}, line {frames[-1][1]}: {frames[-1][2]}" if frames else ""
+            raise CaptureError(
+                f"the operators cannot be captured: the forward pass writes to an argument{where}."
+            )
+        written += targets
+        for source in _shared_with(node):
+            shares.join(node, source)
+    pinned = {node for value in written for node in shares.group(value)}
+    return pinned | {user for value in written for user in value.users if value in _written(user)}
+
+
+class _Shares:
+    """Groups of nodes whose values may share memory."""
+
+    def __init__(self) -> None:
+        self._groups: dict[fx.Node, set[fx.Node]] = {}
+
+    def group(self, node: fx.Node) -> set[fx.Node]:
+        return self._groups.setdefault(node, {node})
+
+    def join(self, one: fx.Node, other: fx.Node) -> None:
+        together = self.group(one) | self.group(other)
+        for node in together:
+            self._groups[node] = together
+
+    def alone(self, value: fx.Node) -> bool:
+        """Whether nothing so far shares memory with a value, which the graph itself has made."""
+        return value.op == "call_function" and len(self.group(value)) == 1
+
+
+def _shared_with(node: fx.Node) -> Iterator[fx.Node]:
+    """The arguments whose memory a node's results may share."""
+    if node.op != "call_function":
+        return
+    if node.target is operator.getitem:
+        yield from (source for source in node.all_input_nodes if _shares(source))
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not _shares(node):
+        return
+    for declared, given in zip(schema.arguments, node.args, strict=False):
+        if declared.alias_info is not None:
+            yield from (value for value in _flat(given) if isinstance(value, fx.Node))
+
+
+def _shares(node: Any) -> bool:
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return any(value.alias_info is not None for value in returns)
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    schema = getattr(node.target, "_schema", None)
+    if node.op == "call_function" and schema is not None and schema.is_mutable:
+        for declared, given in itertools.zip_longest(schema.arguments, node.args):
+            if declared is not None and declared.alias_info is not None and declared.alias_info.is_write:
+                yield from (value for value in _flat(given) if isinstance(value, fx.Node))
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _returning(node: fx.Node) -> Callable[..., Any] | None:
+    """The operator that returns what this one writes: ``aten.add`` for ``aten.add_``."""
+    namespace, _, rest = str(node.target).partition(".")
+    name, _, overload = rest.partition(".")
+    if not name.endswith("_") or name.endswith("__") or name == "copy_" or not hasattr(torch.ops, namespace):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    return getattr(packet, overload, None) if packet is not None else None
+
+
+def _one_item_each(graph: fx.Graph) -> None:
+    """Each result of an operator with several is taken by one node."""
+    seen: dict[tuple[Any, Any], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is operator.getitem:
+            first = seen.setdefault((node.args[0], node.args[1]), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)

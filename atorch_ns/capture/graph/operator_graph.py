@@ -1,0 +1,396 @@
+"""OperatorGraph: the operators of a captured model, with keys under which plans name them.
+
+Others of this package: a ``LayerGraph`` has the layers that tensor parallelism divides, a ``CallGraph`` a pipeline's calls
+of units; this one has every operator.
+
+A key is the path of the module that calls, with ``*`` for the number of a repeated block, the operator's name, and its place
+among those of that name in one call of the module: ``model.layers.*.mlp.down_proj/linear#0``. Blocks of one container whose
+operators differ are told apart by ``*~1``, ``*~2`` …, in the order in which they first come.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from atorch_ns.capture.blocks import fingerprints, repeated_blocks
+from atorch_ns.capture.graph.call import UNKNOWN_SIZE, Call, TensorSpec
+from atorch_ns.capture.graph.capture import Captured, Modes, Origin, capture, flat_arguments
+from atorch_ns.capture.structure import Container, truncate
+from atorch_ns.text import is_library
+from atorch_ns.torch_compat import sample_size
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """One operator of the graph.
+
+    Attributes:
+        key: names it, and those like it in other blocks, in plans.
+        path: path of the module that calls it; empty for the model itself.
+        classes: classes of the modules that hold the call, joined by dots, the model's first.
+        name: the operator's short name, as ``linear``.
+        node: its node.
+        inputs: the values it takes, one for each of :attr:`Call.tensors`.
+        results: the nodes that hold its results, ``None`` where one is not used.
+        call: the call as rules see it.
+        modes: the states it runs in.
+        source: file, line and text of the user's code that calls it.
+        segment: number of its segment.
+        pinned: whether it must not be divided.
+    """
+
+    key: str
+    path: str
+    classes: str
+    name: str
+    node: fx.Node
+    inputs: tuple[fx.Node, ...]
+    results: tuple[fx.Node | None, ...]
+    call: Call
+    modes: Modes
+    source: str
+    segment: int
+    pinned: bool
+
+    def __str__(self) -> str:
+        shapes = " × ".join(str(list(spec.shape)) for spec in self.call.tensors)
+        return f"{self.key} on {shapes or 'nothing'}" + (f" ({self.source})" if self.source else "")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Operators that run one after the other in one call of a block, or between two blocks.
+
+    Attributes:
+        path: path of the block; empty between blocks.
+        nodes: its nodes, numbers included.
+        kind: the block's path as keys have it.
+    """
+
+    path: str
+    nodes: tuple[fx.Node, ...]
+    kind: str
+
+
+class OperatorGraph:
+    """The operators of a captured forward pass.
+
+    Args:
+        captured: the forward pass.
+        blocks: paths of repeated blocks in the captured model.
+        counts: how many blocks of the whole model each block stands for, where some were left out.
+        units: paths of modules that are divided each by itself, as a pipeline's stages call them: what goes from one to
+            another is whole, and so is what lies between them. ``None`` if the model is divided as one.
+        within: the path, as keys have it, of the unit that the captured model is; empty for a whole model.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        blocks: Sequence[str] = (),
+        counts: Mapping[str, int] | None = None,
+        *,
+        units: Collection[str] | None = None,
+        within: str = "",
+    ) -> None:
+        self.captured = captured
+        self.origins: Mapping[fx.Node, Origin] = captured.origins
+        self.in_units = units is not None
+        self.within = within
+        self._counts = counts or {}
+        self._learnt = _learnt(captured)
+        self.segments = _segments(captured.graph, frozenset(blocks), frozenset(units or ()))
+        self.operators = tuple(self._operators())
+
+    @cached_property
+    def by_key(self) -> Mapping[str, tuple[Operator, ...]]:
+        """The operators by key, in order."""
+        found: dict[str, list[Operator]] = {}
+        for one in self.operators:
+            found.setdefault(one.key, []).append(one)
+        return {key: tuple(ones) for key, ones in found.items()}
+
+    @cached_property
+    def producers(self) -> Mapping[fx.Node, tuple[Operator, int]]:
+        """The operator that gives a value, and the number of its result."""
+        return {
+            node: (one, number)
+            for one in self.operators
+            for number, node in enumerate(one.results)
+            if node is not None
+        }
+
+    @cached_property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The values that the model returns."""
+        *_, last = self.captured.graph.nodes
+        return tuple(last.args[0])
+
+    def spec(self, value: fx.Node) -> TensorSpec:
+        """The shape and dtype of a value, and whether gradients flow to it."""
+        return spec_of(value.meta["val"], learnt=value in self._learnt)
+
+    def count(self, segment: int) -> int:
+        """How many segments of the whole model a segment stands for."""
+        return self._counts.get(self.segments[segment].path, 1)
+
+    def parameter_key(self, node: fx.Node) -> str:
+        """The key of a parameter or buffer: its name with ``*`` for the number of a block."""
+        name = self.origins[node].name
+        for segment in self.segments:
+            if segment.path and name.startswith(f"{segment.path}."):
+                return segment.kind + name.removeprefix(segment.path)
+        return self._key(name)
+
+    def _key(self, path: str) -> str:
+        """The key of what lies between blocks."""
+        return ".".join(filter(None, (self.within, path)))
+
+    def is_between(self, one: Operator) -> bool:
+        """Whether an operator lies between the units, which is whole wherever it runs."""
+        return self.in_units and not self.segments[one.segment].path
+
+    def _operators(self) -> Iterator[Operator]:
+        between: Counter[tuple[str, str]] = Counter()
+        for number, segment in enumerate(self.segments):
+            seen = Counter() if segment.path else between
+            for node in segment.nodes:
+                if not _is_operator(node):
+                    continue
+                path = module_path(node)
+                name = short_name(node)
+                place = seen[path, name]
+                seen[path, name] += 1
+                kind = segment.kind + path.removeprefix(segment.path) if segment.path else self._key(path)
+                call, inputs = _call(node, self._learnt)
+                yield Operator(
+                    key=f"{kind}/{name}#{place}",
+                    path=path,
+                    classes=_classes(node),
+                    name=name,
+                    node=node,
+                    inputs=inputs,
+                    results=_results(node),
+                    call=call,
+                    modes=node.meta.get("modes", ()),
+                    source=source_line(node),
+                    segment=number,
+                    pinned=node in self.captured.pinned,
+                )
+
+
+def _learnt(captured: Captured) -> frozenset[fx.Node]:
+    """The values that gradients may flow to: trainable parameters, floating inputs, and what follows from them."""
+    found: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        origin = captured.origins.get(node)
+        if origin is not None:
+            value = node.meta["val"]
+            given = (
+                value.requires_grad
+                if origin.kind == "parameter"
+                else origin.kind == "input" and value.is_floating_point()
+            )
+        else:
+            stopped = ("grad", False) in node.meta.get("modes", ()) or short_name(node) == "detach"
+            given = not stopped and any(value in found for value in node.all_input_nodes)
+        if given:
+            found.add(node)
+    return frozenset(found)
+
+
+def spec_of(value: torch.Tensor, *, learnt: bool = False) -> TensorSpec:
+    """The shape and dtype of a fake tensor, with the sample's sizes where sizes vary."""
+    floats = value.dtype.is_floating_point
+    return TensorSpec(tuple(_hint(size) for size in value.shape), value.dtype, learnt and floats)
+
+
+def _hint(size: Any) -> int:
+    return sample_size(size, UNKNOWN_SIZE)
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module that calls a node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values() if not path.startswith("_empty")]
+    path = re.sub(r"@\d+", "", paths[-1]) if paths else ""
+    return "" if path == "inner" else path.removeprefix("inner.")
+
+
+def _classes(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return ".".join(kind if isinstance(kind, str) else kind.__qualname__ for _, kind in stack[1:])
+
+
+def short_name(node: fx.Node) -> str:
+    """The name of a node's operator without namespace and overload."""
+    parts = str(node.target).split(".")
+    return parts[1] if len(parts) >= 3 else parts[-1]
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line: text`` of the line of the user's code that calls a node."""
+    frames = re.findall(r'File "(.+?)", line (\d+), in .+\n\s*(.*)', node.meta.get("stack_trace") or "")
+    for file, line, text in reversed(frames):
+        if not is_library(file):
+            return f"{Path(file).name}:{line}: {text.strip()}"
+    return ""
+
+
+def _is_operator(node: fx.Node) -> bool:
+    """Whether a node computes tensors, rather than sizes or one of several results."""
+    return (
+        node.op == "call_function"
+        and node.target is not operator.getitem
+        and any(True for _ in _tensors(node.meta.get("val")))
+    )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _call(node: fx.Node, learnt: Collection[fx.Node] = ()) -> tuple[Call, tuple[fx.Node, ...]]:
+    inputs: list[fx.Node] = []
+
+    def spec(value: fx.Node) -> Any:
+        held = value.meta["val"]
+        if isinstance(held, torch.Tensor):
+            inputs.append(value)
+            return spec_of(held, learnt=value in learnt)
+        if isinstance(held, (torch.SymInt, int)):
+            return _hint(held)
+        return held
+
+    args = fx.node.map_arg(node.args, spec)
+    kwargs = fx.node.map_arg(node.kwargs, spec)
+    outputs = tuple(spec_of(value, learnt=node in learnt) for value in _tensors(node.meta["val"]))
+    return Call(node.target, tuple(args), dict(kwargs), outputs), tuple(inputs)  # type: ignore[arg-type]
+
+
+def _results(node: fx.Node) -> tuple[fx.Node | None, ...]:
+    held = node.meta["val"]
+    if isinstance(held, torch.Tensor):
+        return (node,)
+    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    return tuple(items.get(number) for number, value in enumerate(held) if isinstance(value, torch.Tensor))
+
+
+def _segments(graph: fx.Graph, blocks: frozenset[str], units: frozenset[str]) -> tuple[Segment, ...]:
+    """Cuts the nodes where calls of blocks or units begin and end; nodes without a module stay where they are."""
+    held = blocks | units
+    placed: list[tuple[str, str, fx.Node]] = []
+    before = ("", "")
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        stack = node.meta.get("nn_module_stack") or {}
+        paths = [path for path, _ in stack.values() if not path.startswith("_empty")]
+        if paths and node.target is not operator.getitem:
+            plain = ((re.sub(r"@\d+", "", path).removeprefix("inner."), path) for path in paths)
+            before = next((pair for pair in plain if pair[0] in held), ("", ""))
+        placed.append((*before, node))
+    runs = [
+        (path, tuple(node for *_, node in run)) for (path, _), run in groupby(placed, lambda item: item[:2])
+    ]
+    kinds = _kinds(runs, units - blocks)
+    return tuple(Segment(path, nodes, kind) for (path, nodes), kind in zip(runs, kinds, strict=True))
+
+
+def _kinds(runs: Sequence[tuple[str, tuple[fx.Node, ...]]], single: frozenset[str]) -> list[str]:
+    """The paths of blocks with ``*`` for their numbers, and a mark where blocks of one container, or calls of
+    another unit, differ."""
+    seen: dict[str, list[Any]] = {}
+    kinds = []
+    for path, nodes in runs:
+        if not path:
+            kinds.append("")
+            continue
+        container, _, _ = path.rpartition(".")
+        base = path if path in single else f"{container}.*".removeprefix(".")
+        alike = tuple(_likeness(path, node) for node in nodes if _is_operator(node))
+        known = seen.setdefault(base, [])
+        if alike not in known:
+            known.append(alike)
+        mark = known.index(alike)
+        kinds.append(base + (f"~{mark}" if mark else ""))
+    return kinds
+
+
+def _likeness(block: str, node: fx.Node) -> Any:
+    call, _ = _call(node)
+    return module_path(node).removeprefix(block), call.name, call.tensors, call.outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Shallow:
+    """The graph of a shallow copy of a model.
+
+    Attributes:
+        graph: its operators; each block knows how many of the model it stands for.
+        containers: the lists of blocks that were shortened.
+        inputs: the tensors among the arguments.
+    """
+
+    graph: OperatorGraph
+    containers: Mapping[str, Container]
+    inputs: Sequence[torch.Tensor]
+
+    def copy_name(self, name: str) -> str:
+        """What stands in the copy for a parameter or module of the model."""
+        for path, container in self.containers.items():
+            for block, place in zip(container.blocks, container.stands_for, strict=True):
+                if name == block or name.startswith(f"{block}."):
+                    return container.copy_path(place) + name.removeprefix(block)
+            assert not name.startswith(f"{path}.") or path == "", name
+        return name
+
+
+def capture_shallow(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    device: torch.device,
+    units: Collection[str] | None = None,
+) -> Shallow:
+    """Captures the first block, the last, and one of each kind in between of every list of blocks.
+
+    Args:
+        units: paths of modules that are divided each by itself; ``None`` if the model is divided as one.
+
+    Raises:
+        InputError: as :func:`~atorch_ns.capture.graph.capture.capture` does.
+    """
+    found = {block.name: block.module for block in repeated_blocks(model)}
+    blocks = {path: module for path, module in found.items() if units is None or path in units}
+    containers = truncate(model, blocks, fingerprints(blocks))
+    with torch.enable_grad():
+        captured = capture(model, args, kwargs, containers=containers, dtypes=dtypes, device=device)
+    paths: dict[str, int] = {}
+    for path in blocks:
+        container = containers.get(path.rpartition(".")[0])
+        if container is None:
+            paths[path] = 1
+        else:
+            places = Counter(container.stands_for)
+            paths.update((container.copy_path(place), places[place]) for place in range(len(container.kept)))
+    tensors, _ = flat_arguments(args, kwargs)
+    single = None if units is None else [path for path in units if path not in blocks]
+    return Shallow(OperatorGraph(captured, tuple(paths), paths, units=single), containers, tensors)

@@ -1,0 +1,293 @@
+"""User code by name: modules, the model and the sample batch."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from atorch_ns.errors import InputError
+from atorch_ns.text import did_you_mean, error_text, with_article, with_period
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def imported(name: str) -> ModuleType:
+    """The module of a dotted name; an existing one if its file was imported under another name.
+
+    Raises:
+        ModuleNotFoundError: if there is none.
+        Exception: whatever the module raises while it is executed.
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    importlib.invalidate_caches()  # the file may be younger than the last look into its folder
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.origin is not None and spec.has_location:
+        there = _module_with(Path(spec.origin))
+        if there is not None:
+            return there
+    return importlib.import_module(name)
+
+
+def imported_file(path: Path) -> ModuleType:
+    """The module of a file, executed once in this process.
+
+    Its name is the one by which other files import it: ``pkg.mod`` inside a package, else the file's stem. Its folder
+    is searched for modules, after everything else. A stem that means another module, such as ``json``, stays that
+    module's; the file then gets a name that nobody else has.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        Exception: whatever the file raises while it is executed.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    path = path.absolute()
+    there = _module_with(path)
+    if there is not None:
+        return there
+    name, folder = _name_and_root(path)
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    importlib.invalidate_caches()
+    if _is_found_at(name, path):
+        return importlib.import_module(name)
+    digest = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()
+    return _executed(f"_{path.stem}_{digest[:12]}", path)
+
+
+def _module_with(path: Path) -> ModuleType | None:
+    """The imported module of this file, if any; the program itself, ``__main__``, does not count."""
+    for name, module in list(sys.modules.items()):
+        # Not getattr: modules that import their parts when asked would do so.
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if name != "__main__" and isinstance(file, str) and _is_same(file, path):
+            return module
+    return None
+
+
+def _is_same(one: str, other: Path) -> bool:
+    """Whether two paths are one file, links followed."""
+    try:
+        return Path(one).samefile(other)
+    except OSError:  # a module in an archive, or whose file is gone
+        return False
+
+
+def _name_and_root(path: Path) -> tuple[str, Path]:
+    """The dotted name of a file, and the folder from which Python finds it by that name."""
+    parts, folder = [path.stem], path.parent
+    while (folder / "__init__.py").is_file() and folder.parent != folder:
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(parts if path.stem != "__init__" else parts[:-1] or parts), folder
+
+
+def _is_found_at(name: str, path: Path) -> bool:
+    """Whether importing ``name`` would execute this file."""
+    if name in sys.modules:
+        return False  # it is another file's: this one's module would have been found by its file
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # a parent's name is another module's
+        return False
+    origin = spec.origin if spec is not None else None
+    return origin is not None and _is_same(origin, path)
+
+
+def _executed(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+_MEMORY = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*(TiB|GiB|MiB|TB|GB|MB)?\s*", re.IGNORECASE)
+_GIBIBYTES = {
+    "tib": 1024.0,
+    "gib": 1.0,
+    "mib": 1 / 1024,
+    "tb": 1e12 / 2**30,
+    "gb": 1e9 / 2**30,
+    "mb": 1e6 / 2**30,
+}
+
+
+def load_object(name: str, *, option: str) -> Any:
+    """The object of ``pkg.mod:name``, ``pkg.mod.name`` or ``file.py:name``, found here or where Python looks.
+
+    All names in one file are looked up in one module, which is executed once.
+
+    Args:
+        name: the name as the user wrote it.
+        option: the option's name, for messages.
+
+    Raises:
+        InputError: if there is no such module or name, or importing it fails.
+    """
+    place, colon, attribute = name.rpartition(":")
+    if not colon:
+        place, _, attribute = name.rpartition(".")
+    if not place or not attribute or (name.endswith(".py") and not colon):
+        raise InputError(f"{option}={name!r} {_without_name(name)}")
+    found: Any = _module(place, option)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [each for each in dir(found) if not each.startswith("_")]
+            raise InputError(f"{option}={name!r}: {place} has no {part!r}.{did_you_mean(part, public)}")
+        found = getattr(found, part)
+    return found
+
+
+def build_model(name: str, *, on_meta: bool = True) -> tuple[nn.Module, str]:
+    """The model, and a sentence on how it was built.
+
+    Args:
+        name: the name as the user wrote it.
+        on_meta: build on the meta device where the model's code allows it.
+
+    Raises:
+        InputError: if it cannot be built, or is no module.
+    """
+    import torch
+    from torch import nn
+
+    built = load_object(name, option="--model")
+    if isinstance(built, nn.Module):
+        return built, "the model was there already"
+    if not callable(built):
+        raise InputError(f"--model={name!r} is {with_article(built)}; it must be a module, or build one.")
+    model, how = None, "the model was built with memory"
+    if on_meta:
+        try:
+            with torch.device("meta"):
+                model = built()
+            how = "the model was built on meta, without memory"
+        except (Exception, SystemExit) as error:
+            how = f"the model was built with memory, since on meta: {error_text(error)}"
+    if model is None:
+        try:
+            model = built()
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                with_period(f"--model={name!r} could not be built: {error_text(error)}")
+                + " It is called without arguments; write a function that makes the model."
+            ) from error
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"--model={name!r} returned {with_article(model)}; it must return a torch.nn.Module."
+        )
+    return model, how
+
+
+def load_sample(name: str) -> Any:
+    """The batch, or what the function returns.
+
+    Raises:
+        InputError: if the function fails, or what it returns is no batch or has no samples.
+    """
+    sample = load_object(name, option="--sample")
+    if callable(sample):
+        try:
+            sample = sample()
+        except (Exception, SystemExit) as error:
+            raise InputError(with_period(f"--sample={name!r} failed: {error_text(error)}")) from error
+    _check_batch(name, sample)
+    return sample
+
+
+def _check_batch(name: str, sample: Any) -> None:
+    from atorch_ns.capture.nests import batch_sizes
+
+    sizes = batch_sizes(sample)
+    if not sizes:
+        given = (
+            repr(sample) if sample is None or isinstance(sample, (int, float, str)) else with_article(sample)
+        )
+        raise InputError(
+            f"--sample={name!r} is {given}, which holds no tensor with a dim for samples. It must be one batch: a "
+            "tensor, or a dictionary, list or tuple of tensors; or a function without arguments that returns one."
+        )
+    if 0 in sizes:
+        raise InputError(
+            f"--sample={name!r} is an empty batch: a tensor of it has no rows. Give it a sample or more."
+        )
+
+
+def _without_name(name: str) -> str:
+    """Problem of a place that names no object, with the names in the file if it is one."""
+    path = name.removesuffix(":")
+    if not path.endswith(".py"):
+        return "is no place in code. Write pkg.mod:name or file.py:name."
+    names = _defined_in(Path(path))
+    there = f" It defines {', '.join(names)}." if names else ""
+    return f"names a file, and nothing in it. Write {path}:NAME.{there}"
+
+
+def _defined_in(path: Path) -> list[str]:
+    """The public functions and classes of a file, which is read and not run."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [each.name for each in tree.body if isinstance(each, kinds) and not each.name.startswith("_")]
+
+
+def gibibytes(text: str | None) -> float | None:
+    """``"70GiB"`` or ``"512 MiB"`` as GiB; a bare number is GiB.
+
+    Raises:
+        InputError: if it is no amount of memory.
+    """
+    if text is None:
+        return None
+    match = _MEMORY.fullmatch(text)
+    if match is None or float(match[1]) <= 0:
+        raise InputError(f"--memory-limit={text!r} is no amount of memory. Write it as 70GiB or 512MiB.")
+    return float(match[1]) * _GIBIBYTES[(match[2] or "GiB").lower()]
+
+
+def constraint(text: str) -> str | tuple[str, Any]:
+    """An ``--include`` or ``--exclude``: a name, or ``name=config`` whose config is JSON or a word."""
+    name, equals, config = text.partition("=")
+    if not equals:
+        return text
+    try:
+        return name, json.loads(config)
+    except ValueError:
+        return name, config
+
+
+def _module(place: str, option: str) -> ModuleType:
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return imported_file(Path(place)) if place.endswith(".py") else imported(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and place.startswith(error.name):
+            raise InputError(
+                f"{option}: there is no module {place!r} here ({folder}) or where Python looks. Check the name, "
+                "or run the command in the folder that holds it."
+            ) from None
+        raise InputError(with_period(f"{option}: importing {place} failed: {error}")) from error
+    except (Exception, SystemExit) as error:
+        raise InputError(with_period(f"{option}: importing {place} failed: {error_text(error)}")) from error

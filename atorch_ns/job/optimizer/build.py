@@ -1,0 +1,249 @@
+"""Optimizer of a job: made of what methods have left of the parameters, with the job or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from atorch_ns.errors import InputError, StepError
+from atorch_ns.job.agreement import SamePlace, SameWeights
+from atorch_ns.job.gradients import clip_gradients, gradient_norm, warn_where_none_come
+from atorch_ns.job.job import OPTIMIZER, Job
+from atorch_ns.job.model import NamedGroup, parameter_groups
+from atorch_ns.job.optimizer.checks import require_separable
+from atorch_ns.job.optimizer.step_optimizer import MasterWeights, StepOptimizer, inner_optimizer
+from atorch_ns.job.optimizer.user_optimizer import make_user_optimizer
+from atorch_ns.job.result import WATCH, Result
+from atorch_ns.job.states import reshard
+from atorch_ns.text import did_you_mean, with_article
+from atorch_ns.torch_compat import plain_name
+
+
+def attach_optimizer(
+    result: Result,
+    optim_func: Callable[..., torch.optim.Optimizer],
+    *,
+    options_of: Callable[[str], Mapping[str, Any]] | None = None,
+    **optim_args: Any,
+) -> Result:
+    """Gives an optimizer to a job that was applied without one; collective.
+
+    Args:
+        result: what ``auto_accelerate`` returned without ``optim_func``.
+        optim_func: ``(parameters, **optim_args) -> torch.optim.Optimizer``.
+        options_of: the options of a parameter by its name in the user's model, such as ``{"weight_decay": 0.0}`` for
+            biases; parameters with equal options form a group. ``None`` for one group.
+        optim_args: keyword arguments of ``optim_func``.
+
+    Returns:
+        The same objects with ``optim``; ``train_step`` of the given ones uses it, too.
+
+    Raises:
+        InputError: on all ranks, if the job has an optimizer, or ``optim_func`` or ``options_of`` do not give what they
+            should.
+    """
+    job = result.job
+
+    def make() -> torch.optim.Optimizer | None:
+        if result.train_step.optimizer is not None:
+            raise InputError("the job has an optimizer already; apply it without optim_func to attach one.")
+        for name, given in (("optim_func", optim_func), ("options_of", options_of)):
+            if not callable(given) and (given is not None or name == "optim_func"):
+                raise InputError(f"{name} must be callable; it is {with_article(given)}.")
+        if job.precision.scaler is not None and job.inputs.loss_func is None:
+            raise InputError("fp16 scales the loss, so a job with an optimizer needs loss_func.")
+        groups = None if options_of is None else _grouped(job, options_of)
+        reshard(job.module)
+        job.original = replace(job.original, groups=groups)
+        job.inputs = replace(job.inputs, optim_func=optim_func, optim_args=optim_args)
+        made = make_optimizer(job)
+        assert made is not None
+        _refuse_misspelt(groups or (), inner_optimizer(made).defaults)
+        return made
+
+    optimizer = job.cluster.agree(make, what="attaching the optimizer")
+    result.train_step.optimizer = optimizer
+    assert optimizer is not None
+    result.train_step.memory.follow(optimizer)
+    attached = result.having(optim=optimizer)
+    if (watch := WATCH.get()) is not None:
+        watch.follow(attached)
+    return attached
+
+
+def _grouped(job: Job, options_of: Callable[[str], Mapping[str, Any]]) -> tuple[NamedGroup, ...]:
+    left_out = set() if job.optimizer.takes_frozen else {plain_name(name) for name, _ in _frozen(job)}
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for name in job.original.parameter_order:
+        if name in left_out:
+            continue
+        options = options_of(name)
+        if not isinstance(options, Mapping) or "params" in options:
+            given = "'params'" if isinstance(options, Mapping) else with_article(options)
+            raise InputError(
+                f"options_of gave {given} for {name}; it must give a dictionary of options, such as "
+                "{'weight_decay': 0.0}, or an empty one."
+            )
+        names = next((names for known, names in groups if known == options), None)
+        if names is None:
+            groups.append((dict(options), [name]))
+        else:
+            names.append(name)
+    return tuple(NamedGroup(tuple(names), options) for options, names in groups)
+
+
+def _refuse_misspelt(groups: Iterable[NamedGroup], known: Collection[str]) -> None:
+    """Torch takes any key in a group, also one that is nearly an option of the optimizer."""
+    for option in {option for group in groups for option in group.options}:
+        if option not in known and (meant := did_you_mean(option, known)):
+            raise InputError(f"options_of gave {option!r}, which the optimizer does not know.{meant}")
+
+
+def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
+    """The job's optimizer, with what its strategy puts around it; ``None`` if the user gave none.
+
+    Raises:
+        InputError: if the user's function does not give an optimizer, or the strategy cannot have it.
+    """
+    if job.inputs.optim_func is None:
+        return None
+    groups = parameter_groups(
+        job.module, job.original.groups, whole=not job.parts.stages, tied=job.original.tied
+    )
+    if job.original.groups is None and not job.optimizer.takes_frozen:
+        groups = _without_frozen(job, groups)
+    masters = _masters(job)
+    if masters is not None:
+        groups = masters.groups(groups)
+    untried = require_separable(job, groups)
+    if job.optimizer.take_over is not None:
+        model, optimizer = job.optimizer.take_over(groups)
+        job.wrap(model)
+    else:
+        optimizer = (job.optimizer.make or partial(make_user_optimizer, job))(groups)
+    if untried:
+        job.explain(OPTIMIZER, untried)
+        job.warn(untried)
+    _watch_ranks(job, optimizer)
+    if job.cluster.world_size > 1 and job.optimizer.take_over is None:
+        _refuse_foreign_parameters(job, optimizer, groups)
+    scaler, norm = job.precision.scaler, _count_once(job, masters)
+    steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
+    # A backward pass of the optimizer's own goes with a step of its own.
+    if steps_alone or job.optimizer.use_optim_backward:
+        with suppress(AttributeError):  # an optimizer that never called Optimizer.__init__ has no hooks
+            optimizer.register_step_pre_hook(lambda *_: job.gradients.complete(job.module))
+        return optimizer
+    return StepOptimizer(
+        optimizer,
+        scaler=scaler,
+        masters=masters,
+        skip_if_nonfinite=job.precision.skip_if_nonfinite,
+        group=job.agreeing_group,
+        finish=partial(job.gradients.complete, job.module),
+        norm=norm,
+    )
+
+
+def _ranks_together(job: Job) -> list[int]:
+    """The ranks whose every pass through the model is one of this rank too: those that gather its parameters for each, or that
+    divide its samples."""
+    assert job.mesh is not None
+    sharding = job.plan.sharding
+    if sharding.parameters_over and not sharding.keeps_gathered:
+        return list(range(job.cluster.world_size))
+    axes = [name for name in ("tensor", "sequence") if job.mesh.size(name) > 1]
+    return dist.get_process_group_ranks(job.mesh.axis(axes[0]).get_group()) if axes else []
+
+
+def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
+    """Has ranks compare the weights that they hold copies of, and where they are when none goes on; backends hold weights
+    where they like."""
+    if not job.name or job.mesh is None or job.optimizer.take_over is not None:
+        return
+    with suppress(AttributeError):  # an optimizer that never called Optimizer.__init__ has no hooks
+        if job.num_data_ranks > 1 and job.plan.sharding.layout != "flat":
+            job.step.same_weights = SameWeights(job.mesh, [job.module, *job.parts.stages], job.name)
+            job.step.same_weights.follow(optimizer)
+        if not job.parts.stages:
+            SamePlace(job.name, _ranks_together(job)).follow(job.module, optimizer)
+        if any(isinstance(module, FSDPModule) for module in job.module.modules()):  # of replicate too
+            warn_where_none_come(job.module, optimizer)
+            # A forward pass between the backward pass and the step has left parameters gathered, as they were before it.
+            optimizer.register_step_post_hook(lambda *_: reshard(job.module))
+
+
+def _refuse_foreign_parameters(
+    job: Job, optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]
+) -> None:
+    """Has a step look at the gradients of parameters that are not of the model, as of a later ``add_param_group``."""
+    known = {id(parameter) for group in groups for parameter in group["params"]}
+    counted, foreign = 0, list[torch.Tensor]()
+
+    def look(*_: Any) -> None:
+        nonlocal counted, foreign
+        if (number := sum(len(group["params"]) for group in optimizer.param_groups)) != counted:
+            ours = known | {id(p) for part in (job.module, *job.parts.stages) for p in part.parameters()}
+            given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            counted, foreign = number, [parameter for parameter in given if id(parameter) not in ours]
+        for parameter in foreign:
+            if parameter.grad is not None:
+                raise StepError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's: each rank would "
+                    "train it on its own samples. Make it a parameter of the model before auto_accelerate, or average its "
+                    "gradient over the ranks and give it an optimizer of its own."
+                )
+
+    with suppress(AttributeError):  # an optimizer that never called Optimizer.__init__ has no hooks
+        optimizer.register_step_pre_hook(look)
+
+
+def _frozen(job: Job) -> list[tuple[str, torch.Tensor]]:
+    named = job.module.named_parameters()
+    return [(plain_name(name), parameter) for name, parameter in named if not parameter.requires_grad]
+
+
+def _without_frozen(job: Job, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What an optimizer gets that takes no further parameters later; once one of the others is thawed, a step says so."""
+    left_out = _frozen(job)
+
+    def require_frozen(*_: Any) -> None:
+        for name, parameter in left_out:
+            if parameter.requires_grad:
+                raise StepError(
+                    f"{name} was frozen when the optimizer was made, which under this strategy takes no further parameters, so "
+                    "it would never be trained. Call requires_grad_(True) before auto_accelerate, which freezes nothing; or use "
+                    "ddp, zero2 or fsdp of torch, without fp32 masters beside zero1."
+                )
+
+    if left_out:
+        job.module.register_forward_pre_hook(require_frozen)
+    return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+
+
+def _masters(job: Job) -> MasterWeights | None:
+    """fp32 copies that the optimizer updates; ``None`` where it updates the weights themselves."""
+    if job.plan.offload_optimizer:
+        return MasterWeights(job.module.parameters(), on_host=True, pinned=job.device.type == "cuda")
+    return MasterWeights(job.module.parameters()) if job.plan.precision.master_dtype else None
+
+
+def _count_once(job: Job, masters: MasterWeights | None) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """Norms of gradients over all stages of a pipeline, with the job's clipping made to use them."""
+    stages = job.stage_group
+    if stages is None:
+        return gradient_norm
+    uncounted = [
+        parameter if masters is None else masters.master_of(parameter)
+        for name, parameter in job.module.named_parameters(remove_duplicate=False)
+        if plain_name(name) in job.gradients.remote_norm_names
+    ]
+    job.gradients.clip = partial(clip_gradients, stages=stages, uncounted=uncounted)
+    return partial(gradient_norm, stages=stages, uncounted=uncounted)

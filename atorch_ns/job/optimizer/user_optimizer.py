@@ -1,0 +1,348 @@
+"""User's optimizer: ``optim_func``, called with a list of parameters where possible, by fused kernels where they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from atorch_ns.errors import InputError
+from atorch_ns.job.job import OPTIMIZER, Job, ParameterGroups
+from atorch_ns.job.optimizer.checks import refuse_what_fails
+from atorch_ns.text import with_article
+from atorch_ns.torch_compat import TorchDispatchMode, laid_out, plain_name
+
+
+def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
+    """The first argument of ``optim_func``.
+
+    A function that is given a list may filter it and make groups of its own. That is right only where parameters
+    have their own shapes, and where this rank has all of them; elsewhere groups stay groups, and
+    :func:`explained_groups` says so to a function that takes them for parameters.
+    """
+    whole = job.plan.sharding.layout == "rows" and job.stage_group is None
+    (first, *others) = groups
+    if (
+        not whole
+        or job.inputs.optim_param_func is not None
+        or others
+        or len(first) > 1
+        or not first["params"]
+    ):
+        return list(groups)
+    return list(first["params"])
+
+
+@contextmanager
+def explained_groups(job: Job, given: list[Any]) -> Iterator[None]:
+    """Translates what a call of ``optim_func`` raises that takes groups for parameters, or for which a rank has too few.
+
+    Raises:
+        InputError: for a ``TypeError``, for an ``AttributeError`` if groups are what it was given, and for a ``ValueError``
+            where each rank gives it some of the parameters.
+    """
+    try:
+        yield
+    except ValueError as error:
+        is_whole = job.stage_group is None and job.plan.sharding.layout != "parameters"
+        if is_whole or isinstance(error, InputError):
+            raise
+        what = "zero1" if job.stage_group is None else "a pipeline"
+        raise InputError(
+            f"optim_func failed: {error}. Under {what} it is given the parameters of rank {job.cluster.rank} alone. If it needs all "
+            "of them, choose zero2, fsdp or ddp."
+        ) from error
+    except (AttributeError, TypeError) as error:
+        in_groups = any(isinstance(entry, dict) for entry in given)
+        if isinstance(error, AttributeError) and not in_groups:
+            raise
+        hint = (
+            " It is called with parameter groups here, [{'params': [...]}], since optim_param_func is given or this "
+            "strategy cuts parameters or the model in parts; split groups by optim_param_func."
+        )
+        raise InputError(
+            f"optim_func cannot be called with optim_args={job.inputs.optim_args}: {error}."
+            f"{hint if in_groups else ''}"
+        ) from error
+
+
+def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimizer:
+    """Calls the user's ``optim_func`` with what :func:`optim_func_parameters` makes of the groups.
+
+    Raises:
+        InputError: if it takes other arguments, or does not return a torch optimizer.
+    """
+    assert job.inputs.optim_func is not None
+    arguments, why = optimizer_arguments(job.inputs.optim_func, job.inputs.optim_args, groups, job.roots)
+    job.explain(OPTIMIZER, why)
+    parameters = optim_func_parameters(job, groups)
+    with explained_groups(job, parameters):
+        optimizer = job.inputs.optim_func(parameters, **arguments)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optim_func returned {with_article(optimizer)}, not a torch.optim.Optimizer.")
+    refuse_what_fails(optimizer)
+    step_on_local_parts(optimizer)
+    return optimizer
+
+
+def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Lets fused kernels update this rank's parts of DTensors, beside plain tensors and on whatever meshes; and any optimizer
+    of torch those of complex numbers.
+
+    They update each element by itself, so no rank needs anything of another. torch refuses mixtures, and for DTensors
+    alone it looks at every one of them in every step. Complex numbers it updates as pairs of real ones, which of parts of
+    unequal sizes are copies of the whole: the parameter would stay as it is.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    divided = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    has_complex = _is_of_torch(optimizer) and any(map(torch.is_complex, divided))
+    is_mixed = bool(divided) and len(divided) < len(parameters) and not _has_step_of_torch(optimizer)
+    if has_complex or is_mixed or (divided and type(optimizer) in _FUSED):
+        optimizer.__class__ = class_above(_OnLocalParts, type(optimizer))
+
+
+def class_above(added: type, kind: type) -> type:
+    """``kind`` with the methods of ``added`` above its own, under its own name, as checkpoints write it."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (added, kind), names)
+
+
+class _OnLocalParts(torch.optim.Optimizer):
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        by_parts = not _has_step_of_torch(self) or any(
+            group.get("fused") or any(map(torch.is_complex, group["params"])) for group in self.param_groups
+        )
+        if not by_parts:
+            return super().step(closure)
+        with _LocalParts() as mode:
+            given = None if closure is None else mode.suspend_for(closure)
+            return super().step(given)
+
+
+class _LocalParts(TorchDispatchMode):
+    """Runs fused kernels of optimizers on local parts, laid out as those of the parameters, and takes complex numbers for
+    pairs in their places."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_paused = False
+
+    def suspend_for(self, closure: Callable[[], float]) -> Callable[[], float]:
+        """The closure of a step, which evaluates the model as outside of it, if the optimizer calls it and when it does."""
+
+        def evaluate() -> float:
+            self._is_paused = True
+            try:
+                with torch.enable_grad():
+                    return closure()
+            finally:
+                self._is_paused = False
+
+        return evaluate
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.view_as_real.default and isinstance(args[0], DTensor):
+            return _pairs(args[0])
+        if getattr(func, "overloadpacket", None) in _KERNELS:
+            parameters, *_ = args
+            args = [list(map(_local_part, values, parameters)) for values in args]
+        elif (
+            func.namespace == "aten" and func._schema.name.startswith("aten::_foreach_") and _is_mixture(args)
+        ):
+            return _on_local_parts(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _is_mixture(args: Sequence[Any]) -> bool:
+    """Whether lists hold DTensors beside plain tensors, which torch refuses."""
+    kinds = {
+        isinstance(value, DTensor) for values in args if isinstance(values, (list, tuple)) for value in values
+    }
+    return len(kinds) > 1
+
+
+def _on_local_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A function of lists, element by element as those of optimizers are, on this rank's parts; its results are laid out alike.
+
+    Raises:
+        InputError: for one that looks at more than an element, such as a norm.
+    """
+    if any(word in func._schema.name for word in ("norm", "max.default")):
+        raise InputError(
+            f"the optimizer calls {func._schema.name} on tensors of which this rank has parts and on others that it has whole. "
+            "Use foreach=False, or another strategy."
+        )
+    first = args[0]
+    given = [
+        [_local_part(value, like) for value, like in zip(values, first, strict=True)]
+        if isinstance(values, (list, tuple)) and len(values) == len(first)
+        else values
+        for values in args
+    ]
+    found = func(*given, **kwargs)
+    if found is None:
+        return None
+    return [
+        laid_out(value, like) if isinstance(like, DTensor) else value
+        for value, like in zip(found, first, strict=True)
+    ]
+
+
+def _pairs(value: DTensor) -> DTensor:
+    pairs = torch.view_as_real(value.to_local())
+    shape = torch.Size((*value.shape, 2))
+    stride = (*(2 * step for step in value.stride()), 1)
+    return DTensor.from_local(pairs, value.device_mesh, value.placements, shape=shape, stride=stride)
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it updates as one of torch's optimizers, which call their closure once, before that."""
+    kinds = set(type(optimizer).__mro__) - {torch.optim.Optimizer}
+    return torch.optim.LBFGS not in kinds and any(
+        kind.__module__.startswith("torch.optim.") for kind in kinds
+    )
+
+
+def _has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    kinds = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind)]
+    # Classes that this package has put above do not count.
+    steps = next(kind for kind in kinds if not kind.__module__.startswith("atorch_ns."))
+    return steps.__module__.startswith("torch.optim.")
+
+
+def _local_part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value
+    if isinstance(parameter, DTensor) and value.placements != parameter.placements:
+        value = value.redistribute(parameter.device_mesh, parameter.placements)
+    return value.to_local()
+
+
+_KERNELS: Final = (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_, torch.ops.aten._fused_sgd_)
+_FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers with fused kernels for CPUs and for CUDA. Adagrad has one for CPUs only."""
+_DEVICES: Final = ("cpu", "cuda")
+_DECIDES: Final = ("fused", "foreach", "differentiable")
+
+
+def choose_fused(
+    optim_func: Any,
+    optim_args: Mapping[str, Any] | None,
+    groups: Iterable[Mapping[str, Any]],
+    models: Iterable[nn.Module] = (),
+) -> tuple[bool, str]:
+    """Whether an optimizer is asked for its fused kernel, and why, for the report; empty if there is nothing to decide.
+
+    A fused kernel updates all parameters of a group in one pass over memory, with no temporary, and of DTensors this
+    rank's parts (:func:`step_on_local_parts`). torch itself leaves it off; a loop over parameters is what it runs on CPUs,
+    and for DTensors on GPUs too.
+
+    Args:
+        optim_func: a class of torch, or a ``functools.partial`` of one; others are left alone.
+        optim_args: the user's keywords; where they decide, nothing is added.
+        groups: the parameter groups as ``optim_func`` will be given them, with the user's options.
+        models: what holds the parameters; embeddings in it may say that their gradients are sparse.
+    """
+    kind, given = _unwrapped(optim_func, dict(optim_args or {}))
+    if kind not in _FUSED:
+        return False, ""
+    groups = list(groups)
+    if any(given.get(key) is not None or any(key in each for each in groups) for key in _DECIDES):
+        return False, ""
+    reason = (
+        _sparse(models)
+        or _late(kind, given, groups)
+        or next((reason for group in groups if (reason := _obstacle(group["params"]))), None)
+    )
+    if reason is not None:
+        return False, f"{kind.__name__}: not fused, since {reason}"
+    return (
+        True,
+        f"{kind.__name__}: fused, in one pass over all parameters; optim_args={{'fused': False}} for a loop",
+    )
+
+
+def _unwrapped(function: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The class behind partials, and all keywords that it will be called with."""
+    while isinstance(function, partial):
+        given = {**function.keywords, **given}
+        function = function.func
+    return function, given
+
+
+def optimizer_arguments(
+    optim_func: Any,
+    optim_args: Mapping[str, Any] | None,
+    groups: Iterable[Mapping[str, Any]],
+    models: Iterable[nn.Module] = (),
+) -> tuple[dict[str, Any], str]:
+    """The keywords that ``optim_func`` is called with, and what the report says of them; see :func:`choose_fused`.
+
+    Raises:
+        InputError: if the user asks for a fused kernel that fails for these parameters, or is wrong. Where ranks have a part
+            of the parameters each, torch would refuse it on some of them alone.
+    """
+    groups, models = list(groups), list(models)
+    kind, asked = _unwrapped(optim_func, dict(optim_args or {}))
+    if kind in _FUSED and asked.get("fused"):
+        reason = _sparse(models) or _wrong(kind, asked, groups)
+        if reason is not None:
+            raise InputError(
+                f"optim_args has fused=True for {kind.__name__}, and {reason}. Leave fused out: the kernel is then used where "
+                "it fits."
+            )
+    use_fused, why = choose_fused(optim_func, optim_args, groups, models)
+    given = dict(optim_args or {})
+    return ({**given, "fused": True} if use_fused else given), why
+
+
+def _sparse(models: Iterable[nn.Module]) -> str | None:
+    """The module whose gradient is sparse, which fused kernels refuse in the first step."""
+    for model in models:
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                kind = type(module).__name__
+                return f"{plain_name(name) or 'the model'} is an {kind} with sparse=True, and no fused kernel takes sparse gradients"
+    return None
+
+
+def _wrong(
+    kind: type[torch.optim.Optimizer], given: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
+) -> str | None:
+    """Why a fused kernel that was asked for cannot be right."""
+    for group in groups:
+        if any(parameter.is_complex() for parameter in group["params"]):
+            return "no fused kernel updates complex parameters, which the model has"
+        has_momentum = kind is torch.optim.SGD and {**given, **group}.get("momentum")
+        if has_momentum and any(p.device.type == "cpu" and p.itemsize < 4 for p in group["params"]):
+            return "torch's fused SGD for CPUs loses the momentum of parameters in 16 bits"
+    return None
+
+
+def _late(
+    kind: type[torch.optim.Optimizer], given: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
+) -> str | None:
+    """SGD's kernel takes momenta of all parameters or of none (torch 2.13)."""
+    if kind is torch.optim.SGD and any({**given, **group}.get("momentum") for group in groups):
+        return "torch's fused SGD with momentum fails where a parameter gets its first gradient after the first step"
+    return None
+
+
+def _obstacle(parameters: Iterable[torch.Tensor]) -> str | None:
+    """Why one fused call cannot update these parameters; ``None`` if it can."""
+    for parameter in parameters:
+        if not parameter.is_floating_point():
+            return f"a parameter is {parameter.dtype}"
+        if parameter.device.type not in _DEVICES:
+            return f"there is no fused kernel for {parameter.device.type}"
+        if parameter.device.type == "cpu" and parameter.itemsize < 4:
+            # SGD's kernel loses the momentum of 16-bit numbers (torch 2.13); the others round otherwise than a loop.
+            return f"torch's fused kernels for CPUs are not right for {parameter.dtype}"
+    return None

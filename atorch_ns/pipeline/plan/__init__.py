@@ -1,0 +1,1 @@
+"""Plans of pipelines: where a model is cut, in which order stages compute, and how many devices divide each."""

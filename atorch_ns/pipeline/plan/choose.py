@@ -1,0 +1,524 @@
+"""Choice of a schedule: every legal one is cut and simulated, and the fastest that fits is taken."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+from atorch_ns.errors import InputError
+from atorch_ns.pipeline.plan.partition import StageMemory, partition, stage_ranges
+from atorch_ns.pipeline.schedule.actions import Orders, live_bytes, live_micro_batches
+from atorch_ns.pipeline.schedule.recompute import RecomputeShare
+from atorch_ns.pipeline.schedule.schedules import SCHEDULES, ScheduleInfo
+from atorch_ns.pipeline.schedule.simulate import PipelineStep, StageCosts, simulate
+from atorch_ns.text import bytes_text
+
+BUFFERS: Final = 2
+"""Buffers of a micro-batch's tensors on each side of a cut, in each direction: one that is used, and one on its way."""
+
+_WEIGHT_SHARE = 0.3
+"""Share of a backward pass that is the products of linear layers' weight gradients: 0.28 to 0.33, in fp32 on one CPU core,
+of two blocks of GPT-2, Llama and BERT, width 512 and 512 tokens (benchmark ``schedules``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCosts:
+    """Seconds and bytes of a model's blocks, in the order in which the forward pass calls them.
+
+    Attributes:
+        forward: seconds of one micro-batch's forward pass, by block.
+        backward_input: seconds of its backward pass for the input, without recomputation, by block.
+        backward_weight: seconds of its backward pass for the weights, by block.
+        backward: seconds of the whole backward pass where it is not their sum, by block; empty if it is.
+        recompute: seconds of recomputing it, by block, 0 for those that never are; empty for none.
+        send: seconds to carry what a cut sends one way, at index ``c - 1`` for the cut before block ``c``;
+            empty for none.
+        state_bytes: parameters, gradients and optimizer state, by block; empty where memory does not matter.
+        activation_bytes: kept of one micro-batch between forward and backward, by block; empty as above.
+        recomputed_bytes: the same of blocks that are recomputed, by block; empty as above.
+        boundary_bytes: what a cut sends of one micro-batch, indexed like ``send``; empty as above.
+        allowed_cuts: positions that may be cut; ``None`` for all.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    backward: tuple[float, ...] = ()
+    recompute: tuple[float, ...] = ()
+    send: tuple[float, ...] = ()
+    state_bytes: tuple[float, ...] = ()
+    activation_bytes: tuple[float, ...] = ()
+    recomputed_bytes: tuple[float, ...] = ()
+    boundary_bytes: tuple[float, ...] = ()
+    allowed_cuts: Collection[int] | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks."""
+        return len(self.forward)
+
+    @property
+    def kept_share(self) -> float:
+        """What recomputation keeps, as a share of all that the backward passes of such blocks need."""
+        pairs = [
+            (recomputed, every)
+            for recomputed, every, again in zip(
+                self.recomputed_bytes, self.activation_bytes, self.recompute, strict=False
+            )
+            if again
+        ]
+        return min(1.0, sum(kept for kept, _ in pairs) / (sum(every for _, every in pairs) or 1.0))
+
+    def seconds(self, shares: Sequence[float]) -> list[list[float]]:
+        """Seconds of forward and whole backward, by stage and block, for shares that are recomputed."""
+        whole = self.backward or tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
+        once = list(map(sum, zip(self.forward, whole, strict=True)))
+        again = self.recompute or (0.0,) * len(once)
+        return [[first + share * more for first, more in zip(once, again, strict=True)] for share in shares]
+
+    def recomputed(self, cuts: Sequence[int], shares: Sequence[float]) -> tuple[frozenset[int], ...]:
+        """The blocks that each stage recomputes: the first of those that can be, rounded to a whole number."""
+        found = []
+        for blocks, share in zip(stage_ranges(cuts, self.num_blocks), shares, strict=True):
+            able = [block for block in blocks if self.recompute and self.recompute[block]]
+            found.append(frozenset(able[: num_recomputed(len(able), share)]))
+        return tuple(found)
+
+    def stages(self, cuts: Sequence[int], shares: Sequence[float] | None = None) -> StageCosts:
+        """The costs of the stages into which cuts divide the blocks, which recompute shares; ``None`` for all blocks that
+        can be."""
+        chosen = self.recomputed(cuts, [1.0] * (len(cuts) + 1) if shares is None else shares)
+        spans = stage_ranges(cuts, self.num_blocks)
+        again = tuple(sum(self.recompute[block] for block in blocks) for blocks in chosen)
+
+        def added(values: tuple[float, ...], *more: tuple[float, ...]) -> tuple[float, ...]:
+            sums = tuple(sum(values[block] for block in blocks) for blocks in spans)
+            return tuple(map(sum, zip(sums, *more, strict=True)))
+
+        return StageCosts(
+            forward=added(self.forward),
+            backward_input=added(self.backward_input, again),
+            backward_weight=added(self.backward_weight),
+            backward=added(self.backward, again) if self.backward else (),
+            recompute=again,
+            send=tuple(self.send[cut - 1] for cut in cuts) if self.send else (),
+        )
+
+    def memory(self, live: Sequence[int], num_micro_batches: int, shares: Sequence[float]) -> StageMemory:
+        """The bytes of the blocks where stages hold ``live`` micro-batches and recompute shares."""
+        none = (0.0,) * self.num_blocks
+        every = self.activation_bytes or none
+        again = tuple(
+            kept if more else whole
+            for kept, whole, more in zip(
+                self.recomputed_bytes or every, every, self.recompute or none, strict=True
+            )
+        )
+        return StageMemory(
+            states=self.state_bytes or none,
+            activations=[
+                [whole + share * (kept - whole) for whole, kept in zip(every, again, strict=True)]
+                for share in shares
+            ],
+            live=live,
+            edges=tuple(min(num_micro_batches, BUFFERS) * size for size in self.boundary_bytes),
+        )
+
+
+def num_recomputed(num: int, share: float) -> int:
+    """How many of ``num`` blocks a share is."""
+    return min(num, math.floor(share * num + 0.5))
+
+
+def split_backward(backward: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Splits whole backward passes, without recomputation, into seconds of the inputs' and the weights' part.
+
+    Example:
+        >>> split_backward([1.0])
+        ((0.7,), (0.3,))
+    """
+    weights = tuple(_WEIGHT_SHARE * one for one in backward)
+    return tuple(one - part for one, part in zip(backward, weights, strict=True)), weights
+
+
+_ALL: Final = RecomputeShare()
+_SAME = 1e-6  # steps whose simulated seconds differ by less than this share are equal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleCandidate:
+    """A schedule that was considered.
+
+    Attributes:
+        cuts: positions of the cuts; empty if it cannot be run.
+        shares: the share of its blocks that each stage recomputes; empty if it cannot be run.
+        step: the step, to be simulated again for its timeline; ``None`` if it cannot be run.
+        step_seconds: simulated, without the optimizer and what data parallelism adds.
+        bubble_share: the mean share of the step in which a rank is idle.
+        peak_bytes: the most bytes of states, activations and buffers, by rank.
+        problem: the reason why it cannot be run or does not fit; empty if it can be used.
+    """
+
+    schedule: ScheduleInfo
+    stages_per_rank: int
+    cuts: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
+    step: PipelineStep | None = None
+    step_seconds: float = float("inf")
+    bubble_share: float = 1.0
+    peak_bytes: tuple[float, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleChoice:
+    """The fastest schedule that fits, and all that were considered.
+
+    Attributes:
+        candidates: all schedules, the fastest first; those that cannot be used last, each with its problem.
+    """
+
+    best: ScheduleCandidate
+    candidates: tuple[ScheduleCandidate, ...]
+
+
+def choose_schedule(
+    costs: BlockCosts,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    limit_bytes: float | None = None,
+    schedules: Iterable[ScheduleInfo] | None = None,
+    stages_per_rank: Collection[int] = (1, 2),
+    cuts: Sequence[int] | None = None,
+    recompute: RecomputeShare = _ALL,
+) -> ScheduleChoice:
+    """Simulates every legal schedule on its own best cut, and takes the fastest that fits.
+
+    Of steps that take equally long, the one that needs the least memory is taken, then the simplest.
+
+    Args:
+        limit_bytes: the bytes that a rank may hold; ``None`` for no limit.
+        schedules: the schedules to consider, without those that cannot be used, such as schedules that split the
+            backward pass where stages are compiled; ``None`` for all that are of use.
+        stages_per_rank: numbers of stages on a rank to try.
+        cuts: the user's cuts; then only schedules of as many stages are legal. ``None`` to look for the best.
+        recompute: the share of the blocks that stages recompute.
+
+    Raises:
+        InputError: if there is none, with the problem of each.
+    """
+    if schedules is None:
+        schedules = _of_use(costs)
+    evaluated = [
+        _evaluated(costs, info, on_rank, num_ranks, num_micro_batches, limit_bytes, cuts, recompute)
+        for info in schedules
+        for on_rank in sorted(set(stages_per_rank))
+        if info.fewest_stages <= on_rank and (info.most_stages is None or on_rank <= info.most_stages)
+    ]
+    usable = [candidate for candidate in evaluated if not candidate.problem]
+    if not usable:
+        raise InputError(_none_usable(evaluated, num_ranks, num_micro_batches, stages_per_rank))
+    fastest = min(candidate.step_seconds for candidate in usable)
+    equal = [one for one in usable if one.step_seconds <= fastest * (1 + _SAME)]
+    best = min(equal, key=lambda one: max(one.peak_bytes))
+    ranked = sorted(evaluated, key=lambda one: (one is not best, bool(one.problem), one.step_seconds))
+    return ScheduleChoice(best=best, candidates=tuple(ranked))
+
+
+def _of_use(costs: BlockCosts) -> list[ScheduleInfo]:
+    return [one for one in SCHEDULES if any(costs.recompute) or not one.recomputes]
+
+
+def choose_for_device(
+    costs: BlockCosts,
+    num_ranks: int,
+    num_micro_batches: int,
+    *,
+    schedule: ScheduleInfo | None = None,
+    stages_per_rank: int | None = None,
+    whole_backward: bool = False,
+    limit_bytes: float | None = None,
+    memory_bytes: float,
+    cuts: Sequence[int] | None = None,
+    recompute: RecomputeShare = _ALL,
+) -> ScheduleChoice:
+    """The schedule that a pipeline runs on a device, which an estimate prices too: :func:`choose_schedule` among all
+    that can be used there.
+
+    Args:
+        schedule: the schedule that the user names, only to be cut; ``None`` for the fastest.
+        stages_per_rank: the user's number of stages on a rank; ``None`` for the schedule's own, or one and two.
+        whole_backward: whether backward passes are never split, as those of compiled blocks.
+        limit_bytes: the user's limit for a rank; ``None`` for the device's memory, which a schedule may exceed if
+            none fits, since the bytes are an estimate.
+        memory_bytes: the memory of the device.
+        cuts: the user's cuts; ``None`` to look for the best.
+        recompute: the share of the blocks that stages recompute.
+
+    Raises:
+        InputError: as :func:`choose_schedule` does.
+    """
+    schedules = [one for one in _of_use(costs) if not (whole_backward and one.splits_backward)]
+    numbers: tuple[int, ...] = (stages_per_rank,) if stages_per_rank else (1, 2)
+    if schedule is not None:
+        schedules, numbers = [schedule], (stages_per_rank or schedule.usual_stages,)
+
+    choose = partial(
+        choose_schedule,
+        *(costs, num_ranks, num_micro_batches),
+        schedules=schedules,
+        stages_per_rank=numbers,
+        cuts=cuts,
+        recompute=recompute,
+    )
+    if limit_bytes is not None:
+        return choose(limit_bytes=limit_bytes)
+    try:
+        return choose(limit_bytes=float(memory_bytes))
+    except InputError:
+        return choose(limit_bytes=None)
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """A schedule on the ranks, before it is cut."""
+
+    costs: BlockCosts
+    info: ScheduleInfo
+    orders: Orders
+    num_stages: int
+    num_micro_batches: int
+    shares: tuple[float, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.orders)
+
+    def of_rank(self, values: Sequence[float], rank: int) -> float:
+        stages = self.info.stages_of(rank, self.num_ranks, self.num_stages // self.num_ranks)
+        return sum(values[stage] for stage in stages)
+
+    def stage_bytes(self, cuts: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
+        """Bytes that each stage always holds, and bytes that it holds of one micro-batch: as it recomputes, and where it
+        recomputes nothing."""
+        costs, spans = self.costs, stage_ranges(cuts, self.costs.num_blocks)
+        edges = {
+            cut: min(self.num_micro_batches, BUFFERS) * costs.boundary_bytes[cut - 1]
+            for cut in cuts
+            if costs.boundary_bytes
+        }
+        held, kept, every = [], [], []
+        for blocks, again in zip(spans, costs.recomputed(cuts, self.shares), strict=True):
+            states = sum(costs.state_bytes[block] for block in blocks) if costs.state_bytes else 0.0
+            held.append(states + edges.get(blocks.start, 0.0) + edges.get(blocks.stop, 0.0))
+            of_block = {
+                block: costs.activation_bytes[block] if costs.activation_bytes else 0.0 for block in blocks
+            }
+            every.append(sum(of_block.values()))
+            if costs.recomputed_bytes:
+                of_block.update({block: costs.recomputed_bytes[block] for block in again})
+            kept.append(sum(of_block.values()))
+        return held, kept, every
+
+    def most_able(self, cuts: Sequence[int]) -> int:
+        """The most blocks that a stage can recompute."""
+        return max(map(len, self.costs.recomputed(cuts, [1.0] * self.num_stages)))
+
+    def with_share(self, rank: int, share: float, most: Sequence[float]) -> _Pipeline:
+        """The same with a share of the stages of a rank, up to the most of each."""
+        stages = self.info.stages_of(rank, self.num_ranks, self.num_stages // self.num_ranks)
+        shares = (min(most[s], share) if s in stages else own for s, own in enumerate(self.shares))
+        return replace(self, shares=tuple(shares))
+
+    def moving_bytes(self, cuts: Sequence[int], rank: int) -> float:
+        """The most bytes of activations that a rank holds."""
+        _, kept, every = self.stage_bytes(cuts)
+        return live_bytes([self.orders[rank]], kept, every)[0]
+
+    def peaks(self, cuts: Sequence[int], ranks: Sequence[int] | None = None) -> tuple[float, ...]:
+        """The most bytes that each rank holds, or each of some."""
+        chosen = range(self.num_ranks) if ranks is None else ranks
+        held, kept, every = self.stage_bytes(cuts)
+        moving = live_bytes([self.orders[rank] for rank in chosen], kept, every)
+        return tuple(more + self.of_rank(held, rank) for more, rank in zip(moving, chosen, strict=True))
+
+    def slowest(self, cuts: Sequence[int]) -> float:
+        """Seconds of the slowest stage."""
+        spans, seconds = stage_ranges(cuts, self.costs.num_blocks), self.costs.seconds(self.shares)
+        return max(sum(of[block] for block in blocks) for of, blocks in zip(seconds, spans, strict=True))
+
+    def step(self, cuts: Sequence[int]) -> PipelineStep:
+        """The step, to be simulated."""
+        return PipelineStep(
+            schedule=self.info.name,
+            num_ranks=self.num_ranks,
+            num_micro_batches=self.num_micro_batches,
+            stages_per_rank=self.num_stages // self.num_ranks,
+            costs=self.costs.stages(cuts, self.shares),
+        )
+
+
+def _evaluated(
+    costs: BlockCosts,
+    info: ScheduleInfo,
+    on_rank: int,
+    num_ranks: int,
+    num_micro_batches: int,
+    limit_bytes: float | None,
+    cuts: Sequence[int] | None,
+    recompute: RecomputeShare,
+) -> ScheduleCandidate:
+    num_stages = num_ranks * on_rank
+    try:
+        orders = info.orders(num_ranks, num_micro_batches, on_rank)
+        live = live_micro_batches(orders)
+        recompute.check(num_stages)
+        shares = recompute.of_stages(live, costs.kept_share, keeps_last=info.keeps_last)
+        pipeline = _Pipeline(costs, info, orders, num_stages, num_micro_batches, shares)
+        if cuts is not None and len(cuts) + 1 != num_stages:
+            raise InputError(f"it has {num_stages} stages, but the cuts {list(cuts)} make {len(cuts) + 1}.")
+        chosen = _cut(pipeline, limit_bytes) if cuts is None else tuple(cuts)
+        if recompute.is_chosen:
+            pipeline, chosen = _least_recomputing(pipeline, chosen, limit_bytes, look=cuts is None)
+        elif recompute.by_stage == "level":
+            pipeline = _levelled(pipeline, chosen)
+        step = pipeline.step(chosen)
+        timeline = simulate(orders, step.costs)
+    except InputError as error:
+        return ScheduleCandidate(schedule=info, stages_per_rank=on_rank, problem=str(error))
+    peaks = pipeline.peaks(chosen)
+    return ScheduleCandidate(
+        schedule=info,
+        stages_per_rank=on_rank,
+        cuts=chosen,
+        shares=pipeline.shares,
+        step=step,
+        step_seconds=timeline.step_seconds,
+        bubble_share=timeline.bubble_share,
+        peak_bytes=peaks,
+        problem=_over(
+            peaks,
+            limit_bytes,
+            "" if cuts is not None else " in its fastest cut, and none was found that fits",
+        ),
+    )
+
+
+def _cut(pipeline: _Pipeline, limit_bytes: float | None) -> tuple[int, ...]:
+    """The cut with the fastest slowest stage that fits; if none was found, the fastest.
+
+    With one stage on a rank it is exact. With several, the limit is of their sum: the fastest cut is taken if
+    it fits, otherwise the faster of two in which every stage keeps to its part of the limit.
+    """
+    costs, num_stages = pipeline.costs, pipeline.num_stages
+    cut = partial(partition, costs.seconds(pipeline.shares), num_stages, allowed_cuts=costs.allowed_cuts)
+    fastest = cut()
+    if limit_bytes is None or not _over(pipeline.peaks(fastest), limit_bytes):
+        return fastest
+    memory = costs.memory(live_micro_batches(pipeline.orders), pipeline.num_micro_batches, pipeline.shares)
+    found = []
+    for limits in _parts(pipeline, fastest, limit_bytes):
+        with suppress(InputError):
+            found.append(cut(memory=memory, limit=limits))
+    return min(found, key=pipeline.slowest, default=fastest)
+
+
+def _least_recomputing(
+    pipeline: _Pipeline, cuts: tuple[int, ...], limit_bytes: float | None, *, look: bool
+) -> tuple[_Pipeline, tuple[int, ...]]:
+    """The pipeline whose ranks recompute as little as fits, on the cuts with which most fits or, where one may look for
+    others, on those that are fastest without recomputation; the faster of both."""
+    nothing = replace(pipeline, shares=(0.0,) * pipeline.num_stages)
+    if limit_bytes is None:
+        return nothing, _cut(nothing, None) if look else cuts
+    tried = [cuts, _cut(nothing, None)] if look else [cuts]
+    found = [
+        (fitted, own) for own in tried if (fitted := _fitted(nothing, pipeline.shares, own, limit_bytes))
+    ]
+    return min(
+        found,
+        key=lambda one: simulate(one[0].orders, one[0].costs.stages(one[1], one[0].shares)).step_seconds,
+        default=(pipeline, cuts),
+    )
+
+
+def _fitted(
+    pipeline: _Pipeline, most: Sequence[float], cuts: tuple[int, ...], limit_bytes: float
+) -> _Pipeline | None:
+    """The pipeline with the least shares with which every rank fits, block by block; ``None`` if none do."""
+    able = pipeline.most_able(cuts)
+    for rank in range(pipeline.num_ranks):
+
+        def fitting(count: int) -> _Pipeline:
+            return pipeline.with_share(rank, count / max(able, 1), most)  # noqa: B023 the function does not outlive its round
+
+        def fits(count: int) -> bool:
+            return fitting(count).peaks(cuts, [rank])[0] <= limit_bytes  # noqa: B023
+
+        least = min(able, bisect_left(range(able + 1), True, key=fits))
+        if not fits(least):
+            return None
+        pipeline = fitting(least)
+    return pipeline
+
+
+def _levelled(pipeline: _Pipeline, cuts: tuple[int, ...]) -> _Pipeline:
+    """The pipeline whose ranks hold as nearly as many bytes of activations as the first one as whole blocks allow."""
+    able = pipeline.most_able(cuts)
+    most = [1.0] * (pipeline.num_stages - 1) + [0.0 if pipeline.info.keeps_last else 1.0]
+    target = pipeline.moving_bytes(cuts, 0)
+    for rank in range(1, pipeline.num_ranks):
+        candidates = [pipeline.with_share(rank, count / max(able, 1), most) for count in range(able + 1)]
+        pipeline = min(candidates, key=lambda one: abs(one.moving_bytes(cuts, rank) - target))
+    return pipeline
+
+
+def _parts(pipeline: _Pipeline, fastest: tuple[int, ...], limit_bytes: float) -> Iterator[list[float]]:
+    """Limits of stages from that of a rank: equal ones, then the bytes used in ``fastest`` plus equal slack."""
+    on_rank = pipeline.num_stages // pipeline.num_ranks
+    yield [limit_bytes / on_rank] * pipeline.num_stages
+    if on_rank == 1:
+        return
+    held, kept, _ = pipeline.stage_bytes(fastest)
+    live = live_micro_batches(pipeline.orders)
+    taken = [states + num * size for states, num, size in zip(held, live, kept, strict=True)]
+    limits = [0.0] * pipeline.num_stages
+    for rank in range(pipeline.num_ranks):
+        slack = limit_bytes - pipeline.of_rank(taken, rank)
+        for stage in pipeline.info.stages_of(rank, pipeline.num_ranks, on_rank):
+            limits[stage] = taken[stage] + slack / on_rank
+    yield limits
+
+
+def _over(peak_bytes: Sequence[float], limit_bytes: float | None, where: str = "") -> str:
+    most = max(peak_bytes)
+    if limit_bytes is None or most <= limit_bytes:
+        return ""
+    rank = peak_bytes.index(most)
+    return (
+        f"rank {rank} would hold {bytes_text(most)}, {bytes_text(most - limit_bytes)} over the limit of "
+        f"{bytes_text(limit_bytes)}{where}."
+    )
+
+
+def _none_usable(
+    evaluated: Sequence[ScheduleCandidate],
+    num_ranks: int,
+    num_micro_batches: int,
+    stages_per_rank: Collection[int],
+) -> str:
+    lines = [
+        f"no schedule runs {num_micro_batches} micro-batches on a pipeline of {num_ranks} ranks:",
+        *(f"  {one.schedule.name}, {one.stages_per_rank} on a rank: {one.problem}" for one in evaluated),
+    ]
+    if not evaluated:
+        lines.append(f"  none can have {' or '.join(map(str, sorted(stages_per_rank)))} stages on a rank.")
+    if any(one.step is not None for one in evaluated):
+        lines.append("Use a higher pipeline degree, more and smaller micro-batches, or recomputation.")
+    return "\n".join(lines)

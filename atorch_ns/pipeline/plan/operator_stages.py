@@ -1,0 +1,353 @@
+"""Planning of divided pipelines: where a model is cut, how many devices divide each stage, and which stages recompute.
+
+A model is segments between the positions where it may be cut. A dynamic program finds the stages with the least sum of
+seconds below a largest term; lowering that term from one solution to the next gives every pair of the two that no other
+beats, as far as it can be the best: the least estimate is exact. The best few are simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atorch_ns.errors import InputError
+from atorch_ns.pipeline.plan.stage_costs import (
+    Cost,
+    PipelineTask,
+    Stage,
+    StageCost,
+    estimated_seconds,
+    largest_term,
+    step_seconds,
+)
+from atorch_ns.text import bytes_text, counted
+
+Array = NDArray[np.float64]
+
+
+class Found(NamedTuple):
+    """A sum of seconds, and the column and the number of segments of each stage, in the order of the model."""
+
+    total: float
+    stages: tuple[tuple[int, int], ...]
+
+
+class _Kinds(NamedTuple):
+    """Pairs of a column and a length that keep to a limit, with the column's devices; and seconds, ``[level, pair, start]``."""
+
+    columns: NDArray[np.intp]
+    lengths: NDArray[np.intp]
+    degrees: NDArray[np.intp]
+    seconds: Array
+
+    def at(self, position: int) -> Array:
+        """Seconds at a position from the end."""
+        own: Array = self.seconds[min(position, len(self.seconds)) - 1]
+        return own
+
+
+@dataclass(frozen=True, eq=False)
+class StageTables:
+    """All stages of a model.
+
+    Attributes:
+        seconds: what is added up over the stages, ``[level, column, length, first segment]``; infinite where there is no
+            such stage. The last level is that of all positions from it on.
+        largest: what is limited in every stage, likewise.
+        degrees: devices of a stage, by column.
+        num_devices: devices of all stages together.
+        num_stages: the number of stages; ``None`` for any.
+    """
+
+    seconds: Array
+    largest: Array
+    degrees: Sequence[int]
+    num_devices: int
+    num_stages: int | None = None
+
+    def __post_init__(self) -> None:
+        """Leaves out stages that another one of the same segments and devices is nowhere slower than."""
+        for worse, degree in enumerate(self.degrees):
+            for better in range(worse):
+                if self.degrees[better] == degree:
+                    slower = (self.seconds[:, better] <= self.seconds[:, worse]) & (
+                        self.largest[:, better] <= self.largest[:, worse]
+                    )
+                    self.seconds[:, worse][slower] = self.largest[:, worse][slower] = math.inf
+
+    @property
+    def num_segments(self) -> int:
+        """The number of segments."""
+        return int(self.seconds.shape[3])
+
+    @cached_property
+    def terms(self) -> Array:
+        """The least of what is limited, by column and length, in rising order."""
+        return np.unique(self._least[np.isfinite(self._least)])
+
+    @cached_property
+    def bound(self) -> float:
+        """A sum of seconds that no pipeline is below."""
+        stage, num = self.seconds.min(axis=(0, 1)), self.num_segments
+        rest = np.zeros(num + 1)
+        for start in reversed(range(num)):
+            rest[start] = (stage[1 : num - start + 1, start] + rest[start + 1 :]).min()
+        return float(rest[0])
+
+    def least_sum(self, most: float) -> Found | None:
+        """The stages with the least sum of seconds that keep to a limit; ``None`` if there are none.
+
+        Each table holds sums by first segment and number of devices, for the stages from that segment on: the table at index
+        ``k`` for ``k`` stages, and the last one for all numbers of stages that reach the last level, if any number is allowed.
+        """
+        columns, lengths = np.nonzero(self._least <= most)
+        largest, seconds = self.largest[:, columns, lengths], self.seconds[:, columns, lengths]
+        seconds = np.where(largest <= most, seconds, math.inf)
+        while len(seconds) > 1 and np.array_equal(seconds[-1], seconds[-2]):
+            seconds = seconds[:-1]
+        kinds = _Kinds(columns, lengths, np.array(self.degrees)[columns], seconds)
+        tables = [np.full((self.num_segments + 1, self.num_devices + 1), math.inf)]
+        tables[0][self.num_segments, 0] = 0.0
+        for position in range(1, (len(seconds) - 1 if self.num_stages is None else self.num_stages) + 1):
+            tables.append(self._one_more(tables[-1], kinds, position))
+        if self.num_stages is None:
+            tables.append(self._any_more(tables[-1], kinds))
+        counts = range(1, len(tables)) if self.num_stages is None else [self.num_stages]
+        total, count = min((float(tables[count][0, self.num_devices]), count) for count in counts)
+        return Found(total, self._stages(tables, kinds, count)) if total < math.inf else None
+
+    @cached_property
+    def _least(self) -> Array:
+        least: Array = self.largest.min(axis=(0, 3))
+        return least
+
+    def _one_more(self, rest: Array, kinds: _Kinds, position: int) -> Array:
+        """The table with one more stage before those of another table, at a position from the end."""
+        table = np.full_like(rest, math.inf)
+        fewest = (position - 1) * min(self.degrees)  # devices of the stages behind it
+        stop = self.num_segments + 2 - position  # each of which has a segment
+        for length, degree, own in zip(
+            kinds.lengths.tolist(), kinds.degrees.tolist(), kinds.at(position), strict=True
+        ):
+            if stop > length and fewest + degree <= self.num_devices:
+                behind = rest[length:stop, fewest : self.num_devices + 1 - degree]
+                view = table[: stop - length, fewest + degree :]
+                np.minimum(view, own[: stop - length, None] + behind, out=view)
+        return table
+
+    def _any_more(self, rest: Array, kinds: _Kinds) -> Array:
+        """The table with one or more stages before those of another table, all of the last level."""
+        table, either = np.full_like(rest, math.inf), rest.copy()
+        own = kinds.seconds[-1]
+        by_degree = [
+            (degree, np.flatnonzero(kinds.degrees == degree)) for degree in sorted(set(self.degrees))
+        ]
+        for start in reversed(range(self.num_segments)):
+            for degree, alike in by_degree:
+                legal = alike[own[alike, start] < math.inf]
+                if legal.size:
+                    behind = either[start + kinds.lengths[legal], : self.num_devices + 1 - degree]
+                    view = table[start, degree:]
+                    np.minimum(view, (own[legal, start, None] + behind).min(axis=0), out=view)
+            np.minimum(table[start], rest[start], out=either[start])
+        return table
+
+    def _stages(self, tables: Sequence[Array], kinds: _Kinds, index: int) -> tuple[tuple[int, int], ...]:
+        """The stages that led to the whole model's entry in a table."""
+        found, start, left = [], 0, self.num_devices
+        while index:
+            own, total = kinds.at(index)[:, start], tables[index][start, left]
+            repeats = self.num_stages is None and index == len(tables) - 1
+            kind, index = next(
+                (kind, behind)
+                for kind in np.flatnonzero((own < math.inf) & (kinds.degrees <= left))
+                for behind in ([index, index - 1] if repeats else [index - 1])
+                if own[kind] + tables[behind][start + kinds.lengths[kind], left - kinds.degrees[kind]]
+                == total
+            )
+            found.append((int(kinds.columns[kind]), int(kinds.lengths[kind])))
+            start, left = start + int(kinds.lengths[kind]), left - int(kinds.degrees[kind])
+        return tuple(found)
+
+
+_NUM_SIMULATED = 8
+_GROWTH = 1.5
+"""The factor between two guesses of the largest term, until the first that a pipeline keeps to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """A pipeline.
+
+    Attributes:
+        stages: in the order of the model.
+        step_seconds: of the simulated step.
+        estimated_seconds: of the step by :func:`~atorch_ns.pipeline.plan.stage_costs.estimated_seconds`.
+    """
+
+    stages: tuple[Stage, ...]
+    step_seconds: float
+    estimated_seconds: float
+
+
+def plan_stages(cost: Cost, task: PipelineTask) -> StagePlan:
+    """The fastest pipeline, of those with the best estimates.
+
+    Raises:
+        InputError: if none fits.
+    """
+    different = {stages: estimate for estimate, stages in _candidates(cost, task)}
+    found = sorted(different.items(), key=lambda one: one[1])[:_NUM_SIMULATED]
+    if not found:
+        raise InputError(_none_fits(cost, task))
+    simulated = [(step_seconds(stages, task), estimate, stages) for stages, estimate in found]
+    seconds, estimate, stages = min(simulated, key=lambda one: one[:2])
+    return StagePlan(stages=stages, step_seconds=seconds, estimated_seconds=estimate)
+
+
+def _candidates(cost: Cost, task: PipelineTask) -> Iterator[tuple[float, tuple[Stage, ...]]]:
+    """Estimates and stages of pipelines that no other beats in both terms of the estimate."""
+    if not task.equal_degrees:
+        yield from _Search(cost, task, task.allowed_degrees, task.num_stages).frontier()
+        return
+    for degree in task.allowed_degrees:
+        count, rest = divmod(task.num_devices, degree)
+        if not rest and count <= task.num_segments and task.num_stages in (None, count):
+            yield from _Search(cost, task, (degree,), count).frontier()
+
+
+class _Search:
+    """Pipelines with given degrees and a number of stages, or any number."""
+
+    def __init__(
+        self, cost: Cost, task: PipelineTask, degrees: Sequence[int], num_stages: int | None
+    ) -> None:
+        self._cost = cost
+        self._task = task
+        self._columns = [(degree, again) for degree in degrees for again in sorted(set(task.recompute))]
+        most = num_stages or min(task.num_segments, task.num_devices // min(degrees))
+        self._levels = range(task.in_flight(1), task.in_flight(most) + 1)
+        num = task.num_segments
+        self._seconds = np.full((len(self._levels), len(self._columns), num + 1, num), math.inf)
+        self._largest = self._seconds.copy()
+        varies = False
+        for column in range(len(self._columns)):
+            for start in range(num):
+                for stop in range(start + 1, num + 1):
+                    varies |= self._fill(column, start, stop)
+        levels = slice(None if varies else 1)
+        self._tables = StageTables(
+            self._seconds[levels],
+            self._largest[levels],
+            [degree for degree, _ in self._columns],
+            task.num_devices,
+            num_stages,
+        )
+
+    def frontier(self) -> Iterator[tuple[float, tuple[Stage, ...]]]:
+        """Estimates and stages of pipelines, one of the least estimate among them.
+
+        The first is found by raising the largest term until a pipeline keeps to it. What is better than it has a largest term
+        of at most its estimate less the least sum, from which the term is lowered.
+        """
+        tables = self._tables
+        most, found = 0.0, tables.least_sum(0.0)
+        while found is None:
+            above = tables.terms[tables.terms > most]
+            if not above.size and most >= tables.largest[np.isfinite(tables.largest)].max(initial=0.0):
+                return
+            most = max([_GROWTH * most, *above[:1]])
+            found = tables.least_sum(most)
+        best, bound = math.inf, tables.bound
+        while found is not None:
+            stages = self._stages(found)
+            estimate = estimated_seconds(stages, self._task)
+            yield estimate, stages
+            below = math.nextafter(max(largest_term(stage.cost, self._task) for stage in stages), -math.inf)
+            most = estimate - bound if best == math.inf else min(below, best - found.total)
+            best = min(best, estimate)
+            found = tables.least_sum(most)
+
+    def _fill(self, column: int, start: int, stop: int) -> bool:
+        """Asks for the costs of the stages of some segments; returns whether they vary with the micro-batches in flight."""
+        first = self._ask(column, start, stop, 0)
+        if first is None:
+            return False
+        high = len(self._levels) - 1
+        last = self._ask(column, start, stop, high) if high else first
+        self._fill_between(column, start, stop, (0, first), (high, last))
+        return last is None or _times(first) != _times(last)
+
+    def _fill_between(
+        self,
+        column: int,
+        start: int,
+        stop: int,
+        low: tuple[int, StageCost],
+        high: tuple[int, StageCost | None],
+    ) -> None:
+        """Fills the levels from one to another, of which the costs are known."""
+        (bottom, first), (top, last) = low, high
+        constant = last is not None and _times(first) == _times(last)
+        if constant or top - bottom < 2:
+            self._write(slice(bottom, top + 1 if constant else top), column, start, stop, first)
+            if last is not None and not constant:
+                self._write(slice(top, top + 1), column, start, stop, last)
+            return
+        middle = (bottom + top) // 2
+        cost = self._ask(column, start, stop, middle)
+        self._fill_between(column, start, stop, low, (middle, cost))
+        if cost is not None:
+            self._fill_between(column, start, stop, (middle, cost), high)
+
+    def _write(self, levels: slice, column: int, start: int, stop: int, cost: StageCost) -> None:
+        self._seconds[levels, column, stop - start, start] = cost.seconds + self._task.sent(start)
+        self._largest[levels, column, stop - start, start] = largest_term(cost, self._task)
+
+    def _ask(self, column: int, start: int, stop: int, level: int) -> StageCost | None:
+        cost = self._cost(start, stop, *self._columns[column], self._levels[level])
+        limit = self._task.memory_limit
+        return None if cost is None or (limit is not None and cost.memory > limit) else cost
+
+    def _stages(self, found: Found) -> tuple[Stage, ...]:
+        stages, start = [], 0
+        for position, (column, length) in zip(range(len(found.stages), 0, -1), found.stages, strict=True):
+            asked = (start, start + length, *self._columns[column], self._task.in_flight(position))
+            cost = self._cost(*asked)
+            assert cost is not None, f"a stage that was possible is not: {asked}"
+            stages.append(Stage(*asked, cost))
+            start += length
+        return tuple(stages)
+
+
+def _times(cost: StageCost) -> tuple[float, float]:
+    return cost.seconds, cost.per_step
+
+
+def _none_fits(cost: Cost, task: PipelineTask) -> str:
+    """The error where there is no pipeline, with the segment that fits in no stage, if there is one."""
+    what = f"no pipeline of {counted(task.num_segments, 'segment')} fits on {counted(task.num_devices, 'device')}: "
+    for start in range(task.num_segments):
+        asked = [
+            cost(start, start + 1, degree, again, task.in_flight(1))
+            for degree in task.allowed_degrees
+            for again in task.recompute
+        ]
+        least = min((one.memory for one in asked if one is not None), default=None)
+        if least is None or (task.memory_limit is not None and least > task.memory_limit):
+            need = (
+                "cannot be divided so"
+                if least is None
+                else f"needs {bytes_text(least)} of {bytes_text(task.memory_limit)}"
+            )
+            return f"{what}segment {start} alone {need}. Use more devices, other degrees, or a smaller micro-batch."
+    return (
+        f"{what}no stages with {' or '.join(map(str, task.allowed_degrees))} devices each use all devices and keep to the "
+        f"memory. Use other degrees or stages, more devices, recomputation, or a smaller micro-batch."
+    )
