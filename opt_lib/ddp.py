@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
 from typing import Any, Literal, final
 
 import torch
@@ -191,11 +192,12 @@ class ReplicatedModel(nn.Module):
         self.module = module
         self._buffer_group = buffer_group
         self._reducer: GradientReducer | None = None
+        self._follow: Callable[[Any], None] | None = None
         self.training = module.training
 
-    def reduce_by(self, reducer: GradientReducer) -> None:
-        """Has :meth:`no_sync` keep gradients from ``reducer``."""
-        self._reducer = reducer
+    def reduce_by(self, reducer: GradientReducer, follow: Callable[[Any], None]) -> None:
+        """Has :meth:`no_sync` keep gradients from ``reducer``, and ``follow`` called with what the model's methods return."""
+        self._reducer, self._follow = reducer, follow
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
@@ -213,7 +215,15 @@ class ReplicatedModel(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            return getattr(self.module, name)
+            found = getattr(self.module, name)
+        is_method = inspect.ismethod(found) and self._follow is not None
+        return wraps(found)(partial(self._call, found)) if is_method else found
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = method(*args, **kwargs)
+        if self._follow is not None:
+            self._follow(output)
+        return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedModel:
         return ReplicatedModel(copy.deepcopy(self.module, memo), None)
@@ -303,7 +313,7 @@ def _reduce_by_buckets(job: Job, config: DdpConfig) -> None:
         model, group, reduced, bucket_bytes=_bucket_bytes(config), predivide=config.predivide
     )
     if isinstance(model, ReplicatedModel):
-        model.reduce_by(reducer)
+        model.reduce_by(reducer, partial(job.gradients.follow_call, job.module))
     if job.parts.stages:
         reducer.wait_until_told()  # micro-batches come in the order of a schedule
     job.gradients.reducer, job.gradients.skip_sync = reducer, reducer.no_sync

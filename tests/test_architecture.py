@@ -32,8 +32,8 @@ LINES = {
     "checkpoint": 1_913,  # to be 1_900
     "apply": 222,
     "method": 746,
-    "job": 5_437,  # to be 3_100
-    "operators": 4_818,  # to be 4_050
+    "job": 5_431,  # to be 3_100
+    "operators": 4_813,  # to be 4_050
     "pipeline": 4_531,  # to be 4_100
     "sharding": 7_851,  # to be 6_200
     "tracking": 518,
@@ -46,12 +46,12 @@ LINES = {
     "capture": 2_206,  # to be 2_900
     "torch_compat": 1_054,
     "testing": 1_600,  # to be 1_000
-    "opt_lib": 10_003,  # to be 8_300
+    "opt_lib": 10_012,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_358
+MOST_LINES = 81_356
 GENERATED = "coordinator_pb2.py"
 
 
@@ -105,6 +105,13 @@ def test_sizes() -> None:
 def test_tests_are_at_least_three_fifths_of_the_source() -> None:
     tests = sum(_non_blank(file) for file in (ROOT / "tests").rglob("*.py"))
     assert tests >= 0.6 * sum(_non_blank(file) for file in FILES)
+
+
+def test_rooms_export_what_they_have() -> None:
+    for file in FILES:
+        if file.name == "__init__.py":
+            room = importlib.import_module(".".join(file.parent.relative_to(ROOT).parts))
+            assert not [name for name in getattr(room, "__all__", ()) if not hasattr(room, name)], room
 
 
 def test_rooms_have_at_most_twenty_things_in_sight() -> None:

@@ -28,13 +28,11 @@ from atorch_ns.job.states import (
     TrainingStates,
     on_all_stages,
 )
-from atorch_ns.job.step_times import StepSummary
 from atorch_ns.job.train_step import TrainStep
 
 __all__ = [
     "OPTIMIZER",
     "Autocast",
-    "BatchRunner",
     "Inputs",
     "Job",
     "KeptActivations",
@@ -43,7 +41,6 @@ __all__ = [
     "MethodRow",
     "OptimizerStates",
     "ParameterStates",
-    "Passed",
     "PeakMemory",
     "Report",
     "Result",
@@ -53,9 +50,6 @@ __all__ = [
     "StateSpec",
     "StateValue",
     "StepOptimizer",
-    "StepOutput",
-    "StepSummary",
-    "StepWork",
     "TrainStep",
     "TrainingStates",
     "explained_groups",

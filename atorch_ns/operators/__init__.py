@@ -3,8 +3,6 @@
 from atorch_ns.capture.graph.capture import CaptureError
 from atorch_ns.capture.graph.operator_graph import OperatorGraph, Shallow, capture_shallow
 from atorch_ns.operators.choose import (
-    FoundPlan,
-    OperatorCost,
     Solved,
     Wanted,
     batch_plan,
@@ -25,22 +23,19 @@ from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.rules.custom import register_op
 from atorch_ns.operators.solver.assemble import States, assemble
 from atorch_ns.operators.solver.prices import Prices
-from atorch_ns.operators.staged import StagedPlan, staged_plan
+from atorch_ns.operators.staged import staged_plan
 from atorch_ns.pipeline.plan.stage_costs import PipelineTask
 
 __all__ = [
     "CaptureError",
     "DividedForward",
     "Division",
-    "FoundPlan",
-    "OperatorCost",
     "OperatorGraph",
     "OperatorPlan",
     "PipelineTask",
     "Prices",
     "Shallow",
     "Solved",
-    "StagedPlan",
     "States",
     "Wanted",
     "assemble",

@@ -90,7 +90,7 @@ FOUND = [
     ),
     (
         Recipe(blocks=("plain", "plain"), step="another_method", events=((1, "hook_gradients_late"),)),
-        dict.fromkeys(("fsdp", "zero2"), "equal"),
+        dict.fromkeys(("ddp", "zero1", "fsdp", "zero2"), "equal"),
     ),
     # One vector of parts and of whole numbers.
     (
