@@ -14,18 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from atorch_ns.apply import WATCH, apply_strategy, dry_run
+from atorch_ns.apply import WATCH, dry_run, make_job, resolve_alike
 from atorch_ns.cluster import Cluster, join_process_group
 from atorch_ns.engine import SearchRequest
 from atorch_ns.job import Inputs, Result
-from atorch_ns.job.census import carry_late_hooks
-from atorch_ns.job.job import MODEL
-from atorch_ns.job.memory_use import fragmentation_advice
-from atorch_ns.method import Registry, Resolved, load_registry, resolve
-from atorch_ns.profile import Profile
+from atorch_ns.method import Resolved, load_registry
 from atorch_ns.report import TrainingReport, observer_for
 from atorch_ns.search import SearchOutcome, SearchSettings
-from atorch_ns.strategy import MODEL_AXES, Strategy, canonical_text
+from atorch_ns.strategy import MODEL_AXES, Strategy
 from atorch_ns.text import error_text
 
 if TYPE_CHECKING:
@@ -33,9 +29,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("atorch_ns")
-
-_ACTUAL_STEPS = 5
-"""Steps of training after which the report shows measured times."""
 
 
 def auto_accelerate(
@@ -185,15 +178,16 @@ def auto_accelerate(
                 verbose=verbose,
             )
             resolved, outcome = _strategy(inputs, cluster, request)
-            compared = _compared(inputs, cluster, resolved, outcome)
-            result = apply_strategy(inputs, cluster, resolved)
-            carry_late_hooks(result.job, result.train_step.observe)
-            if compared:
-                result.job.explain(MODEL, compared)
+            result = make_job(
+                inputs,
+                cluster,
+                resolved,
+                notes=[_compared(inputs, cluster, resolved, outcome)],
+                report=partial(TrainingReport.of_job, search=outcome),
+            )
             if not ignore_dryrun_on_load_strategy:
                 dry_run(result)
             strategy = _save(result, cluster, save_strategy_to_file, outcome)
-            result.make_report = partial(_report, result, outcome)
             if watch is not None and result.optim is not None:
                 watch.follow(result)
     except Exception as error:
@@ -219,7 +213,7 @@ def _strategy(
     given, settings = cluster.agree(read, what="checking the arguments")
     if not request.searches:
         assert given is not None
-        return _resolved(inputs, cluster, registry, given), None
+        return resolve_alike(inputs, cluster, given), None
     cluster.same_everywhere(
         {"excluded": repr(request.excluded), "included": repr(request.included), **inputs.digest()}
     )
@@ -231,18 +225,7 @@ def _strategy(
     with view if cluster.rank == 0 else nullcontext():
         outcome = find_strategy(inputs, cluster, registry, replace(request, observer=view))
     assert outcome.winner is not None
-    return _resolved(inputs, cluster, registry, outcome.winner.candidate.strategy), outcome
-
-
-def _resolved(inputs: Inputs, cluster: Cluster, registry: Registry, strategy: Strategy) -> Resolved:
-    """Checks everything that can be checked without the other ranks, then compares with them."""
-    resolved = cluster.agree(
-        lambda: resolve(strategy, cluster, registry, profile=Profile.of(inputs.model)),
-        what="checking the strategy",
-    )
-    text = canonical_text([[step.name, step.config] for step in resolved.strategy])
-    cluster.same_everywhere({"strategy": text, **inputs.digest()})
-    return resolved
+    return resolve_alike(inputs, cluster, outcome.winner.candidate.strategy), outcome
 
 
 def _compared(inputs: Inputs, cluster: Cluster, resolved: Resolved, outcome: SearchOutcome | None) -> str:
@@ -252,18 +235,6 @@ def _compared(inputs: Inputs, cluster: Cluster, resolved: Resolved, outcome: Sea
     from atorch_ns.numerics.division import check_division  # which most jobs do without
 
     return check_division(inputs, cluster, resolved, load_registry())
-
-
-def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:
-    """The report so far, with measured steps once there are a few."""
-    applied = result.applied
-    advice = fragmentation_advice(torch.cuda.memory_stats()) if torch.cuda.is_initialized() else None
-    said = tuple(text for text in (advice, result.train_step.memory.finding) if text)
-    if said:
-        applied = replace(applied, notes=(*applied.notes, *said))
-    report = TrainingReport(applied=applied, search=outcome, pipeline=result.job.parts.pipeline)
-    seconds = result.train_step.times.seconds
-    return report.with_actual(seconds) if len(seconds) >= _ACTUAL_STEPS else report
 
 
 def _save(

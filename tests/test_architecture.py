@@ -17,22 +17,22 @@ PACKAGES = ("atorch_ns", "opt_lib")
 FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
 MOST_FILES = 480
 LINES = {
-    "top level": 899,
+    "top level": 875,
     "cli": 2_145,  # to be 1_700
-    "trainer": 2_550,
-    "merak": 2_313,
-    "parallel": 2_309,
+    "trainer": 2_526,
+    "merak": 2_292,
+    "parallel": 2_304,
     "planning": 502,  # to be 850
     "doctor": 1_436,  # to be 1_000
-    "report": 3_426,  # to be 3_000
+    "report": 3_441,  # to be 3_000
     "engine": 5_018,  # to be 3_600
     "numerics": 1_760,  # to be 1_300
     "search": 4_038,  # to be 3_550
     "estimate": 3_816,  # to be 3_300
     "checkpoint": 1_913,  # to be 1_900
-    "apply": 222,
+    "apply": 282,
     "method": 746,
-    "job": 5_431,  # to be 3_100
+    "job": 5_405,  # to be 3_100
     "operators": 4_813,  # to be 4_050
     "pipeline": 4_531,  # to be 4_100
     "sharding": 7_851,  # to be 6_200
@@ -43,7 +43,7 @@ LINES = {
     "costs": 354,  # to be 650
     "processes": 593,  # to be 1_550
     "cluster": 3_279,  # to be 2_600
-    "capture": 2_206,  # to be 2_900
+    "capture": 2_207,  # to be 2_900
     "torch_compat": 1_054,
     "testing": 1_600,  # to be 1_000
     "opt_lib": 10_012,  # to be 8_300
@@ -51,7 +51,7 @@ LINES = {
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_356
+MOST_LINES = 81_332
 GENERATED = "coordinator_pb2.py"
 
 

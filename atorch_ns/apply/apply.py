@@ -1,20 +1,25 @@
-"""Applying a resolved strategy: every method does its part to a job, and the job is built."""
+"""Applying a strategy, in one way for every front end: resolved alike on all ranks, each method does its part, the job is built."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 
-from atorch_ns.apply.build import build
+from atorch_ns.apply.build import build, report_applied
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import AtorchError, InputError
-from atorch_ns.job.census import Census
+from atorch_ns.job.census import Census, carry_late_hooks
 from atorch_ns.job.inputs import Inputs
-from atorch_ns.job.job import Job
+from atorch_ns.job.job import MODEL, Job
 from atorch_ns.job.result import Result
-from atorch_ns.method import Phase, Resolved
+from atorch_ns.method import Phase, Resolved, load_registry, resolve
+from atorch_ns.profile import Profile
+from atorch_ns.strategy import Strategy, canonical_text
 
 
 def dry_run(result: Result) -> torch.Tensor:
@@ -76,6 +81,67 @@ def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
             error.refused_by = chosen.method.name
             raise
     cluster.agree(lambda: census.check(job), what="looking for what the strategy would break")
+    applied = partial(report_applied, resolved)
     if job.optimizer.take_over is not None:  # such a backend communicates while it builds
-        return build(job, resolved)
-    return cluster.agree(lambda: build(job, resolved), what="building optimizer and data")
+        return build(job, applied)
+    return cluster.agree(lambda: build(job, applied), what="building optimizer and data")
+
+
+def resolve_alike(
+    inputs: Inputs,
+    cluster: Cluster,
+    strategy: Strategy,
+    *,
+    check: Callable[[Resolved], None] | None = None,
+    trains: bool = True,
+) -> Resolved:
+    """The strategy for this cluster: everything is checked that can be without the other ranks, then compared with them.
+
+    Args:
+        inputs: the user's objects, which are checked too.
+        check: raises for what the front end cannot use.
+        trains: whether methods may ask for something to train.
+
+    Raises:
+        AtorchError: on all ranks, if one refuses, or they were not given the same.
+    """
+
+    def read() -> Resolved:
+        inputs.check()
+        profile = Profile.of(inputs.model) if trains else None
+        resolved = resolve(strategy, cluster, load_registry(), profile=profile)
+        if check is not None:
+            check(resolved)
+        return resolved
+
+    resolved = cluster.agree(read, what="checking the strategy")
+    text = canonical_text([[step.name, step.config] for step in resolved.strategy])
+    cluster.same_everywhere({"strategy": text, **inputs.digest()})
+    return resolved
+
+
+def make_job(
+    inputs: Inputs,
+    cluster: Cluster,
+    resolved: Resolved,
+    *,
+    notes: Iterable[str] = (),
+    report: Callable[[Result], Any] | None = None,
+    takes_late_hooks: bool = True,
+) -> Result:
+    """The job of a strategy that :func:`resolve_alike` gave; collective.
+
+    Args:
+        notes: sentences for the report.
+        report: makes ``result.report``; ``None`` for what was applied.
+        takes_late_hooks: whether hooks of gradients may be registered after the call; where gradients wait for an order to
+            be summed, nothing would call them.
+    """
+    result = apply_strategy(inputs, cluster, resolved)
+    if takes_late_hooks:
+        carry_late_hooks(result.job, result.train_step.observe)
+    for note in filter(None, notes):
+        result.job.explain(MODEL, note)
+    if report is not None:
+        result.make_report = lambda: report(result)
+    return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,11 @@ from atorch_ns.job.result import MethodRow, Report, Result
 from atorch_ns.job.train_step import TrainStep
 from atorch_ns.method import Resolved
 
+Applied = Callable[[Job, int], Report]
+"""``(job, bytes of parameters on this rank) -> what was applied``."""
 
-def build(job: Job, resolved: Resolved) -> Result:
+
+def build(job: Job, applied: Applied) -> Result:
     """Makes optimizer, data loader, loss function and step.
 
     Raises:
@@ -58,7 +61,7 @@ def build(job: Job, resolved: Resolved) -> Result:
             "requires_set_gradient_accumulation_boundary": job.optimizer.requires_boundary,
         },
         train_step=step,
-        make_applied=partial(_report, job, resolved, _bytes_per_rank(job)),
+        make_applied=partial(applied, job, _bytes_per_rank(job)),
         job=job,
     )
 
@@ -150,7 +153,8 @@ def _scheduler(job: Job, optimizer: torch.optim.Optimizer | None) -> Any:
         ) from error
 
 
-def _report(job: Job, resolved: Resolved, bytes_per_rank: int) -> Report:
+def report_applied(resolved: Resolved, job: Job, bytes_per_rank: int) -> Report:
+    """What was applied of a strategy, and why."""
     rows = []
     steps = {step.name: step for step in resolved.strategy}
     for item in resolved.chosen:

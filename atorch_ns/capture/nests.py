@@ -150,6 +150,7 @@ def batch_sizes(data: Any) -> frozenset[int]:
 
 
 def has_to(value: Any) -> bool:
+    """Whether it can be moved to a device."""
     return not isinstance(value, type) and callable(getattr(value, "to", None))
 
 

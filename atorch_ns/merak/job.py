@@ -11,19 +11,15 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from atorch_ns.apply import apply_strategy, attach_optimizer
+from atorch_ns.apply import make_job, resolve_alike
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Job, Result
-from atorch_ns.job.census import carry_late_hooks
-from atorch_ns.job.job import MODEL
 from atorch_ns.merak.losses import Sample
-from atorch_ns.method import load_registry, resolve
 from atorch_ns.pipeline import get_schedule
-from atorch_ns.profile import Profile
 from atorch_ns.report import TrainingReport
 from atorch_ns.search import SearchOutcome
-from atorch_ns.strategy import Strategy, canonical_text
+from atorch_ns.strategy import Strategy
 
 Loss = Callable[[Sample, Any], torch.Tensor]
 
@@ -48,21 +44,14 @@ def divided(
         optimizer_is_trusted=optimizer_is_trusted,
     )
     cluster = Cluster.detect()
-
-    def checked() -> Any:
-        inputs.check()
-        return resolve(strategy, cluster, load_registry(), profile=Profile.of(model))
-
     with cluster.sharing_failures("MerakTrainer"):
-        resolved = cluster.agree(checked, what="checking the strategy")
-        text = canonical_text([[step.name, step.config] for step in resolved.strategy])
-        cluster.same_everywhere({"strategy": text, **inputs.digest()})
-        result = apply_strategy(inputs, cluster, resolved)
-    carry_late_hooks(result.job, result.train_step.observe)
-    for note in notes:
-        result.job.explain(MODEL, note)
-    result.make_report = partial(_report, result, outcome)
-    return result
+        return make_job(
+            inputs,
+            cluster,
+            resolve_alike(inputs, cluster, strategy),
+            notes=notes,
+            report=partial(TrainingReport.of_job, search=outcome),
+        )
 
 
 def num_micro_batches(job: Job, given: int, usual: int) -> int:
@@ -73,22 +62,6 @@ def num_micro_batches(job: Job, given: int, usual: int) -> int:
     plan = job.plan.pipeline
     problem = get_schedule(plan.schedule).problem(ranks, given, plan.stages_per_rank)
     return max(given, usual) if problem else given
-
-
-def _report(result: Result, outcome: SearchOutcome | None) -> TrainingReport:
-    return TrainingReport(applied=result.applied, search=outcome, pipeline=result.job.parts.pipeline)
-
-
-def with_optimizer(
-    result: Result,
-    make: Callable[..., torch.optim.Optimizer],
-    options_of: Callable[[str], Mapping[str, Any]],
-    arguments: Mapping[str, Any],
-) -> Result:
-    """The job with an optimizer; collective."""
-    attached = attach_optimizer(result, make, options_of=options_of, **arguments)
-    attached.make_report = result.make_report
-    return attached
 
 
 def arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

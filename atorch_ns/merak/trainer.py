@@ -15,6 +15,7 @@ from torch.utils.data import Subset
 from transformers import Trainer
 
 from atorch_ns import checkpoint
+from atorch_ns.apply import attach_optimizer
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.checkpoint.contents import restore_rng
 from atorch_ns.cluster import Cluster
@@ -39,7 +40,6 @@ from atorch_ns.merak.job import (
     num_micro_batches,
     options_by_name,
     refuse_hooks,
-    with_optimizer,
 )
 from atorch_ns.merak.losses import Sample, TrainerLoss, class_of, flat_loss
 from atorch_ns.merak.models import check_sizes, prepared, structure_of_adapted
@@ -355,7 +355,7 @@ class MerakTrainer(Trainer):
         if isinstance(present, SteppedOptimizer) and self.result.optim is not None:
             return present
         make, arguments = self._optimizer_recipe()
-        self._result = with_optimizer(self.result, make, self._options_of, arguments)
+        self._result = attach_optimizer(self.result, make, options_of=self._options_of, **arguments)
         assert self._result.optim is not None
         self.optimizer = stepped = SteppedOptimizer(self._result.optim, self._result.train_step)
         if self.args.wall_clock_breakdown:

@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from atorch_ns.apply import apply_strategy
+from atorch_ns.apply import make_job, resolve_alike
 from atorch_ns.cluster import Cluster, join_process_group, or_refusal
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Result
-from atorch_ns.job.job import MODEL
-from atorch_ns.method import load_registry, resolve
+from atorch_ns.method import Resolved
 from atorch_ns.parallel.config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from atorch_ns.parallel.module import ParallelModule, parallel_modules
 from atorch_ns.parallel.planning import Planned, planned, resolved_steps
@@ -86,8 +85,9 @@ def parallelize(
         join_process_group(cluster)
 
     def checked() -> tuple[_Source, PlanFolder, ReuseType]:
+        is_joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         sharing = _member(BroadcastGenFilesStrategy, broadcast_strategy, "broadcast_strategy")
-        if sharing is not BroadcastGenFilesStrategy.NONE and not _has_process_group():
+        if sharing is not BroadcastGenFilesStrategy.NONE and not is_joined:
             raise InputError(
                 f"broadcast_strategy={sharing.value!r} needs a process group: start the script by torchrun, or leave it 'none'."
             )
@@ -302,9 +302,7 @@ def _applied(
         sample_is_micro_batch=True,
     )
 
-    def checked() -> Any:
-        inputs.check()
-        resolved = resolve(Strategy(plan.steps), cluster, load_registry())
+    def check(resolved: Resolved) -> None:
         degree = math.prod(resolved.plan.size(axis) for axis in MODEL_AXES)
         if degree != config.plan_ngpus:
             raise InputError(
@@ -316,13 +314,12 @@ def _applied(
                 f"{source.policy} makes a pipeline, which trains micro-batches by train_step: set use_end2end=True, for a module "
                 "that returns the loss first."
             )
-        return resolved
 
     with cluster.sharing_failures("parallelize"):
-        result = apply_strategy(inputs, cluster, cluster.agree(checked, what="checking the plan"))
-    for note in plan.notes:
-        result.job.explain(MODEL, note)
-    return result
+        resolved = resolve_alike(
+            inputs, cluster, Strategy(plan.steps), check=check, trains=not config.inference_only
+        )
+        return make_job(inputs, cluster, resolved, notes=plan.notes, takes_late_hooks=False)
 
 
 def own_loss(name: str, _: Any, output: Any) -> Any:
@@ -347,7 +344,3 @@ def _member(kind: type[E], value: Any, name: str) -> E:
         near = did_you_mean(value, known) if isinstance(value, str) else ""
         raise InputError(f"{name} is {value!r}.{near} It is one of {', '.join(known)}.")
     return kind(value)
-
-
-def _has_process_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

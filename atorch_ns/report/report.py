@@ -9,10 +9,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from atorch_ns._version import __version__
 from atorch_ns.cluster import DEVICES
 from atorch_ns.errors import InputError
-from atorch_ns.job import MethodRow, Report
+from atorch_ns.job import MethodRow, Report, Result
+from atorch_ns.job.memory_use import fragmentation_advice
 from atorch_ns.pipeline import PipelineStep, StageCosts, get_schedule
 from atorch_ns.report.info.accuracy import Actual, ActualInfo, actual_info
 from atorch_ns.report.info.breakdown import TimelineInfo, timeline_info
@@ -56,6 +59,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 _SHOWN = 12
+_ACTUAL_STEPS = 5
+"""Steps of training after which the report shows measured times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +78,18 @@ class TrainingReport:
     search: SearchOutcome | None = None
     actual: Actual | None = None
     pipeline: PipelineStep | None = None
+
+    @classmethod
+    def of_job(cls, result: Result, search: SearchOutcome | None = None) -> TrainingReport:
+        """The report of a job so far, with measured steps once there are a few."""
+        applied = result.applied
+        advice = fragmentation_advice(torch.cuda.memory_stats()) if torch.cuda.is_initialized() else None
+        said = tuple(text for text in (advice, result.train_step.memory.finding) if text)
+        if said:
+            applied = replace(applied, notes=(*applied.notes, *said))
+        report = cls(applied=applied, search=search, pipeline=result.job.parts.pipeline)
+        seconds = result.train_step.times.seconds
+        return report.with_actual(seconds) if len(seconds) >= _ACTUAL_STEPS else report
 
     @property
     def strategy(self) -> Strategy:

@@ -13,20 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from atorch_ns.apply.build import build
 from atorch_ns.capture.nests import floats_to
 from atorch_ns.capture.random_states import buffers_lent, caches_off, random_states_kept, turn_off_caches
 from atorch_ns.cluster import Cluster
-from atorch_ns.data import call_model, default_prepare_input
+from atorch_ns.data import call_model
 from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, Job, Result
-from atorch_ns.job.agreement import SameBatch
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.model import OriginalModel
-from atorch_ns.job.optimizer.build import make_optimizer
-from atorch_ns.job.randomness import SharedRandomness
 from atorch_ns.job.reducer import GradientReducer
 from atorch_ns.job.states import reshard
-from atorch_ns.job.train_step import TrainStep
 from atorch_ns.parallel import ComputeConfig, ParallelModule
 from atorch_ns.parallel.optimizer import reducer_of_the_rest
 from atorch_ns.parallel.parallelize import own_loss
@@ -222,34 +219,13 @@ def job_of(
     rest = reducer_of_the_rest(model, parts, first.compute_config)
     reshard(model)
     _refuse_untied(model, original)
-    randoms = [one for part in parts.values() if (one := part.result.job.step.randomness) is not None]
-    if randoms:  # one for the whole: parts of one class would draw the same masks by themselves
-        job.step.randomness = SharedRandomness(seed=job.seed, data_rank=job.data_rank, device=job.device)
-        job.step.randomness.attach([model])
-        assert job.mesh is not None
-        job.step.same_batch = SameBatch(job.mesh)
-        for one in randoms:
-            one.give_way()
+    for (
+        part
+    ) in parts.values():  # one for the whole: parts of one class would draw the same masks by themselves
+        if (randomness := part.result.job.step.randomness) is not None:
+            randomness.give_way()
     job.gradients = _JointGradients([part.result.job for part in parts.values()], rest)
-    optimizer = job.cluster.agree(lambda: make_optimizer(job), what="making the optimizer")
-    step = TrainStep(
-        job=job,
-        optimizer=optimizer,
-        loss_func=job.inputs.loss_func,
-        prepare_input=default_prepare_input,
-    )
-    return Result.of(
-        model=model,
-        optim=optimizer,
-        dataloader=None,
-        loss_func=job.inputs.loss_func,
-        prepare_input=default_prepare_input,
-        lr_scheduler=None,
-        args={"use_optim_backward": False, "requires_set_gradient_accumulation_boundary": False},
-        train_step=step,
-        make_applied=first.result.make_applied,
-        job=job,
-    )
+    return job.cluster.agree(lambda: build(job, lambda *_: first.result.applied), what="making the optimizer")
 
 
 class _JointGradients(Gradients):

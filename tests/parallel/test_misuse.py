@@ -74,6 +74,19 @@ def test_hooks_that_would_not_be_called(tmp_path: Path) -> None:
         assert "sync_shard_grad" in sharded
 
 
+def different(folder: str) -> None:
+    module = Net()
+    if dist.get_rank():
+        module.down.bias.requires_grad_(False)
+    parallelize(module, {"x": X}, "dp", ComputeConfig(1, 2), gen_savedir=folder, reuse="override")
+
+
+def test_ranks_with_other_modules(tmp_path: Path) -> None:
+    for error in catch_ranks(different, 2, args=(str(tmp_path),)):
+        assert "model" in str(error)
+        assert "different" in str(error) or "same" in str(error)
+
+
 def test_gradient_hooks_from_before(tmp_path: Path) -> None:
     model = Net()
     model.down.bias.register_post_accumulate_grad_hook(lambda _: None)

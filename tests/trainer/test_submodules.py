@@ -94,8 +94,11 @@ def on_ranks(ranks: int, *given: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("ranks", "plan"), [(1, 1), (2, 1), (2, 2), (4, 2)])
-def test_the_whole_trains_as_in_one_process(tmp_path: Path, ranks: int, plan: int) -> None:
+def test_the_whole_trains_as_in_one_process(
+    tmp_path: Path, ranks: int, plan: int, recwarn: pytest.WarningsRecorder
+) -> None:
     found = on_ranks(ranks, str(tmp_path), plan, 5, None)
+    assert not [one for one in recwarn if "num_calls" in str(one.message)], "a counter of ours is no user's"
     assert {one["model"] for one in found} == {"ParallelHeavy"}
     state = weights(tmp_path)
     for name, value in plain().items():
