@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from atorch_ns.capture.structure import copy_structure
 from atorch_ns.torch_compat import TorchDispatchMode
 
 _FLOOR = 1e-2
@@ -45,18 +48,36 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 def relative_error(found: torch.Tensor | None, wanted: torch.Tensor, *, floor: float = 0.0) -> float:
-    """max|found - wanted| / max(max|wanted|, floor); infinite for what is not finite or of another shape."""
+    """max|found - wanted| / max(max|wanted|, floor), of complex numbers by their parts.
+
+    Infinite for another shape, for integers that differ, and where one has an infinity or NaN and the other has not.
+    """
     if found is None or found.shape != wanted.shape:
         return float("inf")
-    if not wanted.numel():
-        return 0.0
-    error = largest(found - wanted) / max(largest(wanted), floor, 1e-30)
-    return error if error == error else float("inf")
+    if wanted.is_complex() and found.is_complex():
+        found, wanted = torch.view_as_real(found.resolve_conj()), torch.view_as_real(wanted.resolve_conj())
+    if not wanted.is_floating_point():
+        return 0.0 if torch.equal(found, wanted) else float("inf")
+    error, scale = largest(found - wanted), largest(wanted)
+    if not math.isfinite(error + scale):
+        same = (found == wanted) | (found.isnan() & wanted.isnan())
+        finite = wanted.isfinite() & found.isfinite()
+        if not bool((finite | same).all()) or bool(wanted.isnan().all()):
+            return float("inf")
+        error, scale = largest((found - wanted)[finite]), largest(wanted[finite])
+    return error / max(scale, floor, 1e-30)
 
 
 def gradient_floor(gradients: Iterable[torch.Tensor]) -> float:
     """The scale below which gradients are compared as if they were that large."""
-    return _FLOOR * max(map(largest, gradients), default=0.0)
+    return _FLOOR * max(filter(math.isfinite, map(largest, gradients)), default=0.0)
+
+
+def copy_to_run(module: nn.Module) -> nn.Module:
+    """A copy with memory of the parameters, gradients of its own, and buffers of its own, which may hold what its code notes."""
+    return copy_structure(
+        module, lambda kind, tensor: tensor.detach() if kind == "parameter" else tensor.clone(), {}
+    )
 
 
 class InFloat32(TorchDispatchMode):

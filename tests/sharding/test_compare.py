@@ -40,6 +40,23 @@ def test_what_cannot_be_compared_is_infinitely_wrong() -> None:
     assert relative_error(torch.tensor([1.0, float("nan")]), wanted) == float("inf")
 
 
+def test_infinities_integers_and_complex_numbers() -> None:
+    inf, nan = float("inf"), float("nan")
+    masked = torch.tensor([-inf, 2.0, nan])
+    assert relative_error(masked.clone(), masked) == 0
+    assert relative_error(torch.tensor([-inf, 3.0, nan]), masked) == 0.5
+    for other in ([inf, 2.0, nan], [0.0, 2.0, nan], [-inf, nan, nan], [-inf, 2.0, 0.0]):
+        assert relative_error(torch.tensor(other), masked) == inf
+    assert relative_error(torch.full((2,), nan), torch.full((2,), nan)) == inf, "nothing was compared"
+    assert relative_error(torch.tensor([1, 2]), torch.tensor([1, 2])) == 0
+    assert relative_error(torch.tensor([1, 3]), torch.tensor([1, 2])) == inf
+    assert relative_error(torch.tensor([1 + 2j]), torch.tensor([1 + 4j])) == 0.5
+
+
+def test_infinite_gradients_make_no_scale() -> None:
+    assert gradient_floor([torch.tensor([float("inf")]), torch.tensor([float("nan")])]) == 0
+
+
 def test_small_gradients_are_compared_on_the_scale_of_the_largest() -> None:
     gradients = [torch.full((2,), 1e-9), torch.tensor([-5.0])]
     floor = gradient_floor(gradients)

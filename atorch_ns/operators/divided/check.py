@@ -24,13 +24,11 @@ from atorch_ns.operators.divided.conversions import Need, converted, local_shape
 from atorch_ns.operators.divided.divide import Division, Piece, pieces
 from atorch_ns.operators.rules.rule import WHOLE, Placement, whole_rule
 from atorch_ns.sharding.collectives import simulate, total
+from atorch_ns.sharding.compare import gradient_floor, relative_error
 from atorch_ns.text import error_line
 
 TOLERANCE = 1e-4
-"""Of a tensor's largest value, in fp32; of gradients, of the largest at most a hundred times larger: those that are zero by
-mathematics, as of a key's bias, are noise by themselves."""
-
-_NOISE = 1e-2
+"""Of a tensor's largest value, in fp32."""
 
 
 def check_division(
@@ -281,9 +279,7 @@ def _compare(division: Division, whole: _Record, ranks: Sequence[_Record]) -> No
     gradients = [
         value.grad for value in whole.values.values() if value.requires_grad and value.grad is not None
     ]
-    floor = _NOISE * max(
-        (float(gradient.abs().max()) for gradient in gradients if gradient.numel()), default=0.0
-    )
+    floor = gradient_floor(gradients)
     for one, node, placement in reversed(list(_results(division))):
         value = whole.values.get(node)
         if value is not None and value.requires_grad and value.grad is not None:
@@ -349,26 +345,8 @@ def _judge(
     joined = [torch.cat(known, placement.dim)] if isinstance(placement, Shard) else known
     joined = [torch.stack(known).sum(0)] if isinstance(placement, Partial) else joined
     for found in joined:
-        apart = _apart(found, whole, floor)
-        if apart > TOLERANCE:
+        error = relative_error(found, whole, floor=floor)
+        if error > TOLERANCE:
             raise InputError(
-                f"{one} is divided wrongly: its {what} differs by {apart:.1e} of its largest value."
+                f"{one} is divided wrongly: its {what} differs by {error:.1e} of its largest value."
             )
-
-
-def _apart(found: torch.Tensor, whole: torch.Tensor, floor: float) -> float:
-    """The largest difference, relative to the largest value; 1 where integers or infinities differ."""
-    if whole.is_complex() and found.is_complex():
-        found, whole = torch.view_as_real(found.resolve_conj()), torch.view_as_real(whole.resolve_conj())
-    if not whole.is_floating_point():
-        return float(not torch.equal(found, whole))
-    if not whole.numel():
-        return 0.0
-    finite = torch.isfinite(whole)
-    if not torch.equal(finite, torch.isfinite(found)):
-        return 1.0
-    mine, theirs = found[finite].double(), whole[finite].double()
-    if not theirs.numel():
-        return 0.0
-    scale = max(float(theirs.abs().max()), floor, 1e-30)
-    return float((mine - theirs).abs().max()) / scale

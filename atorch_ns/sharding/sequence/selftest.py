@@ -18,11 +18,17 @@ from torch import nn
 
 from atorch_ns.capture.nests import Path, copied_state, leaves, map_leaves, path_text
 from atorch_ns.capture.random_states import BatchNorm
-from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import agree, gathered, or_refusal
 from atorch_ns.errors import InputError
 from atorch_ns.sharding.collectives import SimulatedGroup, simulate, total
-from atorch_ns.sharding.compare import InFloat32, gradient_floor, gradients_of, relative_error, weighted_sum
+from atorch_ns.sharding.compare import (
+    InFloat32,
+    copy_to_run,
+    gradient_floor,
+    gradients_of,
+    relative_error,
+    weighted_sum,
+)
 from atorch_ns.sharding.rank_context import isolated, local_part
 from atorch_ns.sharding.sequence.attention import heads_divide
 from atorch_ns.sharding.sequence.block_calls import USE_SDPA, DividedCalls, SeenCalls
@@ -180,8 +186,7 @@ def _error_of(
 
     def run(group: SimulatedGroup) -> tuple[BlockPlan, _Outcome]:
         layout = SequenceLayout(length, group.size(), group.rank(), zigzag)
-        # With buffers of its own, which may hold what its code has noted.
-        block = copy_structure(subject.block, lambda kind, x: x if kind == "parameter" else x.clone(), {})
+        block = copy_to_run(subject.block)
         with InFloat32():
             return _run_divided(block, plan, layout, copied_state(arguments), whole, group)
 

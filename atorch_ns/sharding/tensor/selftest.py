@@ -17,10 +17,16 @@ from torch import nn
 
 from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.capture.nests import map_tensors, unique_tensors_of
-from atorch_ns.capture.structure import copy_structure
 from atorch_ns.profile.record.steps import ModuleCall
 from atorch_ns.sharding.collectives import SimulatedGroup, simulate
-from atorch_ns.sharding.compare import InFloat32, gradient_floor, largest, relative_error, weighted_sum
+from atorch_ns.sharding.compare import (
+    InFloat32,
+    copy_to_run,
+    gradient_floor,
+    largest,
+    relative_error,
+    weighted_sum,
+)
 from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.tensor.apply import Divided, divide
 from atorch_ns.sharding.tensor.plan import Layout, RegionSpec, common_parent, integers, is_inside
@@ -296,11 +302,11 @@ def _compare(
     module, args, kwargs = unit.with_values(device)
 
     def run(group: SimulatedGroup) -> tuple[_Run, Divided]:
-        copy = copy_structure(module, _own_buffers, {})
+        copy = copy_to_run(module)
         done = divide(copy, layout, TensorGroup(group), regions, stream)
         return _run(unit, copy, args, kwargs), done
 
-    reference = _run(unit, copy_structure(module, _own_buffers, {}), args, kwargs)
+    reference = _run(unit, copy_to_run(module), args, kwargs)
     found, (done, *_) = zip(*simulate(degree, run, device), strict=True)
     floor = gradient_floor(reference.inputs)
     errors = {
@@ -330,10 +336,6 @@ def _by_rank(
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Each tensor of the reference, with those of all ranks."""
     return zip(tensors(reference), *map(tensors, found), strict=True)
-
-
-def _own_buffers(kind: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if kind == "parameter" else tensor.clone()
 
 
 def _run(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
