@@ -42,7 +42,7 @@ LINES = {
     "profile": 2_865,  # to be 1_850
     "costs": 354,  # to be 650
     "processes": 593,  # to be 1_550
-    "cluster": 3_255,  # to be 2_600
+    "cluster": 3_254,  # to be 2_600
     "capture": 2_207,  # to be 2_900
     "torch_compat": 1_054,
     "testing": 1_600,  # to be 1_000
@@ -51,7 +51,7 @@ LINES = {
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_316
+MOST_LINES = 81_315
 GENERATED = "coordinator_pb2.py"
 
 

@@ -22,7 +22,6 @@ from atorch_ns.cluster.kernels import AttentionKind
 from atorch_ns.cluster.mesh import AXES, check_axes, fit, layout, mesh_ranks
 from atorch_ns.cluster.process_group import join_process_group
 from atorch_ns.cluster.spec import cluster_from_spec
-from atorch_ns.cluster.speed_probes import RING_STEPS
 
 if TYPE_CHECKING:
     from atorch_ns.cluster.mesh import Mesh

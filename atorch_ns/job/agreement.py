@@ -150,9 +150,9 @@ def _kinds(told: list[_Leaf]) -> str:
     return first_few([f"{where} {kind}" for where, kind, _ in told], 8) or "empty"
 
 
-_FIRST_UPDATES: Final = (1, 2, 3)
+_FIRST_UPDATES: Final = (1, 2, 3, 10, 30, 100, 300)
 """Updates that are compared, after the beginning and after a load: masters are rounded into weights after the update that
-is seen, so that two updates are seen by the third."""
+is seen, so that two updates are seen by the third. Later ones are for runs that end before the thousandth."""
 
 _NUM_SAMPLED: Final = 16
 """Elements of each parameter that tell an update of its own from rounding."""
@@ -177,7 +177,7 @@ class _Record(NamedTuple):
 class SameWeights:
     """Compares the weights of ranks that hold copies, without ever waiting for a rank.
 
-    After the first updates and after every thousandth, each rank writes a checksum of the bits of each parameter, or of its
+    After the first updates, ever fewer later ones and every thousandth, each rank writes a checksum of the bits of each parameter, or of its
     part, into the store by which the ranks have met. It reads those of a rank that holds the same when they are there.
     Gradients that were changed, left out or not reduced on one rank show here, whatever loop has made them.
 

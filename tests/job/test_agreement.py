@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -191,7 +192,7 @@ def _job(strategy: list[Any]) -> Any:
     return auto_accelerate(
         Net(),
         torch.optim.AdamW,
-        torch.randn(64, 8),
+        torch.randn(96, 8),
         lambda batch, output: nn.functional.mse_loss(output, batch),
         dataloader_args={"batch_size": 8},
         load_strategy=strategy,
@@ -214,31 +215,34 @@ def _drifts(strategy: list[Any], change: Callable[[int, nn.Module], None] | None
 
 
 @pytest.mark.parametrize(
-    ("strategy", "change", "loads"),
+    ("strategy", "change", "loads", "updates"),
     [
-        ("ddp", scaled, False),
-        ("ddp", written, False),
-        ("ddp", loaded, True),
-        ("masters", scaled, False),
-        ("replicas of shards", scaled, False),
-        ("replicas of parts", scaled, False),
+        ("ddp", scaled, False, "[123]"),
+        ("ddp", written, False, "[123]"),
+        ("ddp", loaded, True, "[67]"),
+        ("ddp", loaded, False, "10"),
+        ("masters", scaled, False, "[123]"),
+        ("replicas of shards", scaled, False, "[123]"),
+        ("replicas of parts", scaled, False, "[123]"),
     ],
 )
-def test_copies_of_weights_that_differ_end_all_ranks(strategy: str, change: Any, loads: bool) -> None:
+def test_copies_of_weights_that_differ_end_all_ranks(
+    strategy: str, change: Any, loads: bool, updates: str
+) -> None:
     num_ranks = 4 if strategy.startswith("replicas") else 2
     outcomes = catch_ranks(_drifts, num_ranks, args=(STRATEGIES[strategy], change, loads), timeout_s=100)
     assert not [outcome for outcome in outcomes if outcome.status in ("returned", "timed_out")]
     said = [str(outcome.error) for outcome in outcomes if isinstance(outcome.error, StepError)]
     assert said
     assert "holds other weights than rank" in said[0]
-    assert ("after update 7" in said[0] or "after update 6" in said[0]) is loads
+    assert re.search(f"after update {updates},", said[0]), said[0]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_copies_of_weights_that_are_equal_are_no_news(strategy: str) -> None:
     num_ranks = 4 if strategy.startswith("replicas") else 2
     ended = run_ranks(_drifts, num_ranks, args=(STRATEGIES[strategy], None, True), timeout_s=100)
-    assert ended == [8] * num_ranks
+    assert ended == [12] * num_ranks
 
 
 def _with_gradients(model: torch.nn.Module) -> torch.optim.Optimizer:
