@@ -19,7 +19,7 @@ MOST_FILES = 480
 LINES = {
     "top level": 875,
     "cli": 2_145,  # to be 1_700
-    "trainer": 2_526,
+    "trainer": 2_521,
     "merak": 2_292,
     "parallel": 2_304,
     "planning": 502,  # to be 850
@@ -27,7 +27,7 @@ LINES = {
     "report": 3_441,  # to be 3_000
     "engine": 5_018,  # to be 3_600
     "numerics": 1_760,  # to be 1_300
-    "search": 4_038,  # to be 3_550
+    "search": 4_041,  # to be 3_550
     "estimate": 3_816,  # to be 3_300
     "checkpoint": 1_913,  # to be 1_900
     "apply": 282,
@@ -51,7 +51,7 @@ LINES = {
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_315
+MOST_LINES = 81_313
 GENERATED = "coordinator_pb2.py"
 
 

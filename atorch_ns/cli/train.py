@@ -17,7 +17,7 @@ def train(
 
     Example: atorch-ns train -f config.yaml
     """
-    from atorch_ns.trainer.run import train as run
+    from atorch_ns.trainer.trainer import train as run
 
     trainer = run(["-f", file, *context.args])
     status, args = trainer.train_status, trainer.train_args

@@ -32,8 +32,8 @@ from atorch_ns.search.outcome import (
 from atorch_ns.search.search import Search
 from atorch_ns.search.space.candidate import Candidate, Fate
 from atorch_ns.search.space.constraints import read_constraints
+from atorch_ns.search.space.limits import memory_limit
 from atorch_ns.search.space.space import explore
-from atorch_ns.search.space.write_out import memory_limit
 from atorch_ns.search.trial import BesideTensors, StopRule, TrialOutcome, TrialStatus, TrialTask
 
 __all__ = [

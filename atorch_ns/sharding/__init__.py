@@ -8,8 +8,8 @@ from atorch_ns.sharding.expert.find import FoundExperts, ListedExperts, UnfitExp
 from atorch_ns.sharding.expert.fused import divide_experts
 from atorch_ns.sharding.expert.list import divide_expert_list
 from atorch_ns.sharding.rank_context import TensorGroup
-from atorch_ns.sharding.sequence.block_chains import Links, join_at_first_call, join_blocks
-from atorch_ns.sharding.sequence.chain import BlockChain
+from atorch_ns.sharding.sequence.block_chain import BlockChain
+from atorch_ns.sharding.sequence.find_chains import Links, join_at_first_call, join_blocks
 from atorch_ns.sharding.sequence.plan import SequenceSettings
 from atorch_ns.sharding.sequence.tail import study_links, study_tail
 from atorch_ns.sharding.tensor.apply import divide, divide_parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from atorch_ns.errors import InputError
-from atorch_ns.trainer.run import train
+from atorch_ns.trainer.trainer import train
 
 if __name__ == "__main__":
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -86,3 +87,17 @@ class WandbLogger(LoggerBase):
 
 BUILT_IN = {one.__name__: one for one in (TensorBoardLogger, WandbLogger)}
 """Loggers that need no module before their names."""
+
+
+def set_default_logger_level(level: str | int) -> None:
+    """Shows the log of this package from a level on, such as ``INFO``, on standard error."""
+    logger = logging.getLogger("atorch_ns")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(
+            logging.Formatter(
+                "%(asctime)s | %(levelname)s | %(name)s | %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+            )
+        )
+        logger.addHandler(handler)
+    logger.setLevel(level)

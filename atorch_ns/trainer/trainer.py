@@ -28,7 +28,7 @@ from atorch_ns.trainer.batches import Data, Window, make_data, make_dataset
 from atorch_ns.trainer.checkpoints import Checkpoints, Loaded, TrainStatus, merge_folder
 from atorch_ns.trainer.components import check_names, make, named
 from atorch_ns.trainer.hooks import HookChain, TrainHook, TrainStepMetrics, ValMetrics
-from atorch_ns.trainer.loggers import BUILT_IN, LoggerBase
+from atorch_ns.trainer.loggers import BUILT_IN, LoggerBase, set_default_logger_level
 from atorch_ns.trainer.outputs import Aggregation
 from atorch_ns.trainer.prepare import compile_plan, prepare
 from atorch_ns.trainer.reading import as_plain, checked, made_args, read_args
@@ -498,3 +498,17 @@ def _memory(device: torch.device) -> dict[str, float]:
         "cuda_gb_reserved": torch.cuda.max_memory_reserved(device) / 1e9,
         "cuda_gb_free": free / 1e9,
     }
+
+
+def train(argv: Sequence[str]) -> Trainer:
+    """Trains as ``-f config.yaml`` and overrides say, and shows how it goes; the log is as before afterwards."""
+    logger = logging.getLogger("atorch_ns")
+    level, handlers = logger.level, list(logger.handlers)
+    set_default_logger_level("INFO")
+    try:
+        trainer = Trainer(argv)
+        trainer.run()
+    finally:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+    return trainer

@@ -30,7 +30,7 @@ from atorch_ns.trainer import (
     TrainerArgs,
     WandbLogger,
 )
-from atorch_ns.trainer.run import train
+from atorch_ns.trainer.trainer import train
 from tests.trainer.parts import Dataset, Lines, Model, Stream, collated, seeded
 from tests.trainer.test_runs import args_of, plain, run
 

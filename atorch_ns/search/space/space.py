@@ -15,16 +15,10 @@ from atorch_ns.profile import Profile
 from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.space.constraints import Constraints, read_constraints
+from atorch_ns.search.space.limits import Limits, Selection, memory_limit, select_rows
 from atorch_ns.search.space.priced import PricedRows, batch_divisors, price_rows
 from atorch_ns.search.space.templates import Choices, Templates, axes_of, find_choices, find_templates
-from atorch_ns.search.space.write_out import (
-    CandidateWriter,
-    Limits,
-    SearchContext,
-    Selection,
-    memory_limit,
-    select_rows,
-)
+from atorch_ns.search.space.write_candidates import CandidateWriter, SearchContext
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.text import bytes_text, first_few, seconds_text
 

@@ -12,7 +12,7 @@ from torch import nn
 from atorch_ns.capture.nests import map_leaves, resized_batch, samples_and_tokens
 from atorch_ns.errors import InputError
 from atorch_ns.profile.record.steps import Subject
-from atorch_ns.sharding.sequence.block_chains import Links, find_links
+from atorch_ns.sharding.sequence.find_chains import Links, find_links
 from atorch_ns.sharding.sequence.plan import SequenceLayout, find_hidden
 from atorch_ns.sharding.sequence.tokens import DividedTokens, TokenPart
 from atorch_ns.sharding.tensor.trace import ways_to_run

@@ -19,7 +19,7 @@ from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
 from atorch_ns.profile.record.fake_steps import FakeSteps
 from atorch_ns.profile.record.steps import ModuleCall, Precision, Subject
-from atorch_ns.sharding.sequence.block_chains import find_chains
+from atorch_ns.sharding.sequence.find_chains import find_chains
 from atorch_ns.sharding.tensor.plan import kind_of
 from atorch_ns.sharding.tensor.sequence import stream_of
 from atorch_ns.torch_compat import TorchDispatchMode, plain_name

@@ -20,15 +20,14 @@ from atorch_ns.search.space.candidate import (
     Pruned,
     key_of,
     label_of,
-    largest_part,
     refusal_keys,
 )
 from atorch_ns.search.space.constraints import Constraints
 from atorch_ns.search.space.equivalence import canonical
+from atorch_ns.search.space.limits import Limits, Selection, memory_limit
 from atorch_ns.search.space.priced import PricedRows
 from atorch_ns.search.space.templates import Templates, steps_of
 from atorch_ns.strategy import MODEL_AXES, Plan, Strategy
-from atorch_ns.text import bytes_text, interval_text
 
 
 @dataclass(frozen=True)
@@ -58,113 +57,6 @@ class SearchContext:
         table = PlanTable.of([one.plan for one in resolved])
         prices = price(table, self.profile, self.cluster, self.workload)
         return [prices.estimate(row) for row in range(len(resolved))]
-
-
-MEMORY_ERROR = 0.05
-"""Relative error of the predicted peak: candidates over the limit by less are tried."""
-
-CPU_RESERVE = 0.1
-"""Share of a CPU's memory that is left to what shares it; of a GPU's, estimates count all that is held."""
-
-MAX_FITTING = 160
-MAX_TOO_LARGE = 40
-MAX_PER_TEMPLATE = 6
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The memory limit of one rank.
-
-    Attributes:
-        num_bytes: the limit; 0 where the device's memory is unknown, which admits everything.
-    """
-
-    num_bytes: int
-
-    def admits(self, peak_bytes: float) -> bool:
-        """Whether a predicted peak fits, or may fit within the estimate's error."""
-        return bool(self.admit(np.asarray([peak_bytes]))[0])
-
-    def admit(self, peak_bytes: np.ndarray) -> np.ndarray:
-        """:meth:`admits` for an array."""
-        if not self.num_bytes:
-            return np.ones(len(peak_bytes), dtype=bool)
-        return peak_bytes <= self.num_bytes * (1 + MEMORY_ERROR)
-
-    def refusal(self, estimate: Estimate) -> str:
-        """The message for an estimate that does not fit."""
-        needed = interval_text(estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text)
-        return f"needs {needed} of {bytes_text(self.num_bytes)} (predicted; {largest_part(estimate)})"
-
-
-def memory_limit(cluster: Cluster, settings: SearchSettings) -> Limits:
-    """The memory limit of one rank: as set, on a GPU its memory at most; or the device's memory less the reserve."""
-    if settings.memory_limit_gib is not None:
-        wanted, there = int(settings.memory_limit_gib * 2**30), cluster.rank_memory_bytes
-        return Limits(min(wanted, there) if cluster.device_type != "cpu" and there else wanted)
-    reserve = settings.memory_reserve
-    if reserve is None:
-        reserve = CPU_RESERVE if cluster.device_type == "cpu" else 0.0
-    return Limits(int(cluster.rank_memory_bytes * (1 - reserve)))
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The rows that become candidates.
-
-    Attributes:
-        fitting: rows that fit, best first.
-        too_large: rows that do not fit, the nearest first.
-        num_slower: number of rows that fit and are left out.
-        num_too_large: number of all rows that do not fit.
-        slowest_kept: seconds of the slowest row that fits and is kept.
-    """
-
-    fitting: tuple[int, ...]
-    too_large: tuple[int, ...]
-    num_slower: int
-    num_too_large: int
-    slowest_kept: float | None
-
-
-def select_rows(rows: PricedRows, limit: Limits) -> Selection:
-    """The best rows: of every combination its fastest and its smallest, then the fastest of all.
-
-    Of combinations that fit nowhere, the row that comes nearest.
-    """
-    fits = limit.admit(rows.peak_bytes) if rows.prices is not None else np.ones(len(rows), dtype=bool)
-    by_time = np.lexsort((rows.micro_batches, rows.step_seconds))
-    by_memory = np.lexsort((rows.step_seconds, rows.peak_bytes))
-    fastest = _first_of_each(rows, by_time[fits[by_time]])
-    smallest = _first_of_each(rows, by_memory[fits[by_memory]])
-    order = dict.fromkeys([*fastest, *smallest])
-    seen: dict[int, int] = {}
-    for row in by_time[fits[by_time]][: 20 * MAX_FITTING].tolist():
-        index = int(rows.template[row])
-        seen[index] = seen.get(index, 0) + 1
-        if seen[index] <= MAX_PER_TEMPLATE:
-            order.setdefault(row)
-    kept = list(order)[:MAX_FITTING]
-    placed = {int(rows.template[row]) for row in fastest}
-    nearest = [
-        row
-        for row in _first_of_each(rows, by_memory[~fits[by_memory]])
-        if int(rows.template[row]) not in placed
-    ]
-    num_fitting = int(fits.sum())
-    return Selection(
-        fitting=tuple(kept),
-        too_large=tuple(nearest[:MAX_TOO_LARGE]),
-        num_slower=num_fitting - len(kept),
-        num_too_large=len(rows) - num_fitting,
-        slowest_kept=float(rows.step_seconds[kept].max()) if kept else None,
-    )
-
-
-def _first_of_each(rows: PricedRows, order: np.ndarray) -> list[int]:
-    """The first row of every template in this order, in this order."""
-    _, first = np.unique(rows.template[order], return_index=True)
-    return [int(order[position]) for position in np.sort(first)]
 
 
 MAX_SAME = 20

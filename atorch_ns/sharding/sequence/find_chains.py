@@ -21,7 +21,7 @@ from atorch_ns.capture.blocks import call_hooks
 from atorch_ns.capture.nests import Path, leaves, tensors_of
 from atorch_ns.capture.random_states import BatchNorm, buffers_and_generators_kept, modes_kept
 from atorch_ns.errors import InputError
-from atorch_ns.sharding.sequence.chain import BlockChain
+from atorch_ns.sharding.sequence.block_chain import BlockChain
 from atorch_ns.sharding.sequence.plan import SequenceSettings, find_hidden
 
 _METADATA = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch_ns.errors import InputError
-from atorch_ns.sharding.sequence.block_chains import find_chains
+from atorch_ns.sharding.sequence.find_chains import find_chains
 
 Between = Callable[["_Model", Tensor, int], Tensor]
 
