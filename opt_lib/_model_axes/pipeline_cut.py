@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from atorch_ns.capture.nests import tensors_of
-from atorch_ns.cluster import from_first, gathered
+from atorch_ns.cluster import gathered
 from atorch_ns.errors import BatchSizeError, StepError
 from atorch_ns.job import Job, is_on_meta, parameter_names
 from atorch_ns.pipeline import (
@@ -101,7 +101,7 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
     assert job.mesh is not None
     plan = job.cluster.agree(lambda: plan_pipeline(job, config), what="cutting the model into stages")
     job.cluster.same_everywhere({"units, in the order of their calls": ", ".join(plan.graph.paths)})
-    plan = _as_first_rank(plan)
+    plan = _as_first_rank(job, plan)
     find_thawed = _finding_thawed(job)
     make_weights_equal(job, method)
     num_ranks = job.mesh.size("pipeline")
@@ -134,10 +134,10 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
     )
 
 
-def _as_first_rank(plan: PipelinePlan) -> PipelinePlan:
+def _as_first_rank(job: Job, plan: PipelinePlan) -> PipelinePlan:
     """What rank 0 has decided: estimates may differ between ranks, by the samples they have seen or by their nodes."""
     decided = (plan.info.name, plan.stages_per_rank, plan.num_micro_batches, plan.cuts)
-    name, on_rank, num, cuts = from_first(decided, distributed=True)
+    name, on_rank, num, cuts = job.cluster.from_first(decided)
     if (plan.info.name, plan.stages_per_rank, plan.cuts) == (name, on_rank, cuts):
         return plan
     return replace(
