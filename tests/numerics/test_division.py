@@ -77,11 +77,13 @@ def _accelerate(strategy: Any, **changes: Any) -> Any:
 
 def _refused(kind: str) -> str:
     from atorch_ns import api
+    from atorch_ns.apply import apply
 
     registry = api.load_registry()
     registry.add(WrongDivision)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "load_registry", lambda: registry)
+        for module in (api, apply):
+            patch.setattr(module, "load_registry", lambda: registry)
         with pytest.raises(StrategyError) as error:
             _accelerate([("parallel_mode", ([("sequence", 2)], None)), ("wrong_division", {"kind": kind})])
     return str(error.value)
