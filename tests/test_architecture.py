@@ -32,10 +32,10 @@ LINES = {
     "checkpoint": 1_913,  # to be 1_900
     "apply": 282,
     "method": 746,
-    "job": 5_405,  # to be 3_100
+    "job": 5_407,  # to be 3_100
     "operators": 4_794,  # to be 4_050
     "pipeline": 4_531,  # to be 4_100
-    "sharding": 7_878,  # to be 6_200
+    "sharding": 7_876,  # to be 6_200
     "tracking": 518,
     "data": 1_185,  # to be 1_400
     "strategy": 1_971,  # to be 1_800

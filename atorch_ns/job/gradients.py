@@ -49,21 +49,21 @@ def gradient_norm(
     Args:
         parameters: tensors whose ``grad`` is read; those without one are skipped.
         norm_type: the p of the p-norm; ``float("inf")`` for the largest absolute value.
-        stages: the ranks that hold other parameters of the same model; collective over them.
+        stages: the ranks that hold other parameters of the same model, maybe of other dtypes; collective over them.
         uncounted: parameters that another of these ranks counts; their gradients are scaled, not counted.
 
     Returns:
-        A 0-d float32 tensor.
+        A 0-d tensor, float32, or float64 where a gradient is.
     """
     everything = list(parameters)
     left_out = {id(parameter) for parameter in uncounted}
     groups = _by_mesh(parameter for parameter in everything if id(parameter) not in left_out)
     norms = [_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
     if norms:
-        total = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), norm_type)
+        total = torch.linalg.vector_norm(torch.stack([_at_least_float32(norm) for norm in norms]), norm_type)
     else:
         total = torch.zeros((), device=everything[0].device if everything else None)
-    return total if stages is None else norm_over(total, norm_type, stages)
+    return total if stages is None else norm_over(total.double(), norm_type, stages).to(total.dtype)
 
 
 @torch.no_grad()
@@ -80,13 +80,17 @@ def clip_gradients(
     The arguments are those of :func:`gradient_norm`.
 
     Returns:
-        The norm before clipping, 0-d float32, the same on every rank.
+        The norm before clipping, 0-d, the same on every rank.
     """
     everything = list(parameters)
     total = gradient_norm(everything, norm_type, stages=stages, uncounted=uncounted)
     for group in _by_mesh(everything):
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def _at_least_float32(norm: torch.Tensor) -> torch.Tensor:
+    return norm if norm.dtype is torch.float64 else norm.float()
 
 
 def _norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -98,7 +102,7 @@ def _norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     if not all(isinstance(one, (Shard, Replicate)) for one in first.placements):
         norm = torch.nn.utils.get_total_norm(grads, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    norm = _norm([_local(grad) for grad in grads], norm_type).float()
+    norm = _at_least_float32(_norm([_local(grad) for grad in grads], norm_type))
     for dim, placement in enumerate(first.placements):
         if isinstance(placement, Shard):
             norm = norm_over(norm, norm_type, first.device_mesh.get_group(dim))

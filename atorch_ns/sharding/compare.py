@@ -75,9 +75,7 @@ def gradient_floor(gradients: Iterable[torch.Tensor]) -> float:
 
 def copy_to_run(module: nn.Module) -> nn.Module:
     """A copy with memory of the parameters, gradients of its own, and buffers of its own, which may hold what its code notes."""
-    return copy_structure(
-        module, lambda kind, tensor: tensor.detach() if kind == "parameter" else tensor.clone(), {}
-    )
+    return copy_structure(module, lambda kind, x: x.detach() if kind == "parameter" else x.clone(), {})
 
 
 class InFloat32(TorchDispatchMode):
