@@ -216,17 +216,20 @@ class ReplicatedModel(nn.Module):
             if name == "module":
                 raise
             found = getattr(self.module, name)
-        is_method = inspect.ismethod(found) and self._follow is not None
-        return wraps(found)(partial(self._call, found)) if is_method else found
-
-    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output = method(*args, **kwargs)
-        if self._follow is not None:
-            self._follow(output)
-        return output
+        if self._follow is None or not inspect.ismethod(found):
+            return found
+        return wraps(found)(partial(_call_method, found, self._follow))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedModel:
         return ReplicatedModel(copy.deepcopy(self.module, memo), None)
+
+
+def _call_method(
+    method: Callable[..., Any], follow: Callable[[Any], None], /, *args: Any, **kwargs: Any
+) -> Any:
+    output = method(*args, **kwargs)
+    follow(output)
+    return output
 
 
 class _Unreached:

@@ -21,7 +21,7 @@ LINES = {
     "cli": 2_145,  # to be 1_700
     "trainer": 2_521,
     "merak": 2_292,
-    "parallel": 2_304,
+    "parallel": 2_303,
     "planning": 502,  # to be 850
     "doctor": 1_436,  # to be 1_000
     "report": 3_441,  # to be 3_000
@@ -32,12 +32,12 @@ LINES = {
     "checkpoint": 1_913,  # to be 1_900
     "apply": 282,
     "method": 746,
-    "job": 5_407,  # to be 3_100
+    "job": 5_411,  # to be 3_100
     "operators": 4_794,  # to be 4_050
     "pipeline": 4_531,  # to be 4_100
     "sharding": 7_876,  # to be 6_200
     "tracking": 518,
-    "data": 1_185,  # to be 1_400
+    "data": 1_172,  # to be 1_400
     "strategy": 1_971,  # to be 1_800
     "profile": 2_865,  # to be 1_850
     "costs": 354,  # to be 650
@@ -46,12 +46,12 @@ LINES = {
     "capture": 2_207,  # to be 2_900
     "torch_compat": 1_054,
     "testing": 1_600,  # to be 1_000
-    "opt_lib": 10_012,  # to be 8_300
+    "opt_lib": 10_014,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_313
+MOST_LINES = 81_305
 GENERATED = "coordinator_pb2.py"
 
 

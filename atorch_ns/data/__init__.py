@@ -22,20 +22,7 @@ from atorch_ns.data.step_work import (
 )
 
 __all__ = [
-    "BatchRunner",
-    "LossScale",
-    "Passed",
-    "Reduction",
-    "StepOutput",
-    "StepWork",
-    "TrainLoader",
-    "build_dataloader",
-    "call_arguments",
-    "call_model",
-    "check_model_input_format",
-    "default_prepare_input",
-    "forward_signature",
-    "split_batch",
-    "user_module",
-    "weigh",
-]
+    "BatchRunner", "LossScale", "Passed", "Reduction", "StepOutput", "StepWork", "TrainLoader",
+    "build_dataloader", "call_arguments", "call_model", "check_model_input_format",
+    "default_prepare_input", "forward_signature", "split_batch", "user_module", "weigh",
+]  # fmt: skip

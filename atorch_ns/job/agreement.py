@@ -177,8 +177,9 @@ class _Record(NamedTuple):
 class SameWeights:
     """Compares the weights of ranks that hold copies, without ever waiting for a rank.
 
-    After the first updates, ever fewer later ones and every thousandth, each rank writes a checksum of the bits of each parameter, or of its
-    part, into the store by which the ranks have met. It reads those of a rank that holds the same when they are there.
+    After the first updates, some later ones and every thousandth, each rank writes a checksum of the bits of each
+    parameter, or of its part, into the store by which the ranks have met. It reads those of a rank that holds the same when
+    they are there.
     Gradients that were changed, left out or not reduced on one rank show here, whatever loop has made them.
 
     Args:

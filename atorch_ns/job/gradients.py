@@ -188,6 +188,8 @@ class GradientHooks:
         Args:
             late: whether a backward pass has added to it; ``autograd.grad`` calls ``hooks`` alone.
         """
+        if not (late or self._is_open):
+            return  # a forward pass has come that no backward pass has followed
         parameter, before = self.parameter, self._before
         if not late and self._last_gradient is not None and self._last_gradient() is not parameter.grad:
             before = None  # the loop has put another in its place
@@ -531,8 +533,9 @@ class Gradients:
             self.sums.tell_of_parts()
 
     def follow_call(self, module: nn.Module, output: Any) -> None:
-        """A method of ``module`` that counts as a forward pass has given an output."""
-        if self.follow is not None and torch.is_grad_enabled():
+        """A method of ``module`` has given an output, and counts as a forward pass if that is something to train by."""
+        trains = any(tensor.requires_grad and not tensor.is_leaf for tensor in unique_tensors_of(output))
+        if self.follow is not None and trains:
             self.sums.expect(module)
             self.follow(output)
 

@@ -316,9 +316,8 @@ def _applied(
             )
 
     with cluster.sharing_failures("parallelize"):
-        resolved = resolve_alike(
-            inputs, cluster, Strategy(plan.steps), check=check, trains=not config.inference_only
-        )
+        trains = any(parameter.requires_grad for parameter in module.parameters())  # it may be thawed later
+        resolved = resolve_alike(inputs, cluster, Strategy(plan.steps), check=check, trains=trains)
         return make_job(inputs, cluster, resolved, notes=plan.notes, takes_late_hooks=False)
 
 

@@ -384,6 +384,15 @@ def looked_at(t: Training, batch: Tensor) -> None:
             parameter.mul_(0.99)
 
 
+def probed(t: Training, batch: Tensor) -> None:
+    """Forward passes that no backward pass follows, of the model and of a method, between the backward pass and the update."""
+    t.optimizer.zero_grad()
+    t.loss(batch, t.model(batch)).backward()
+    t.model(batch)
+    t.model.encode(batch)
+    t.optimizer.step()
+
+
 def skipped(t: Training, batch: Tensor) -> None:
     """All ranks leave a step out, after the forward pass."""
     t.optimizer.zero_grad()
@@ -439,6 +448,7 @@ STEPS: Final[Mapping[str, Step]] = {
         ascended,
         own_optimizer,
         looked_at,
+        probed,
         skipped,
     )
 }

@@ -200,6 +200,11 @@ FOUND = [
         Recipe(blocks=("plain", "sparse"), step="regularised_whole"),
         {"ddp": "equal", "zero1": "equal", "pipeline": "refused"},
     ),
+    # Hooks of gradients are called by backward passes, and not by forward passes that none follows.
+    (
+        Recipe(blocks=("plain", "plain"), changes=("hook_gradients", "hook_sums"), step="probed"),
+        dict.fromkeys(("ddp", "zero1", "fsdp", "zero2", "tensor"), "equal"),
+    ),
     # Norms of gradients in float64, which were rounded to float32.
     (
         Recipe(blocks=("lookup", "lookup"), optimizer="rmsprop", step="clipped"),

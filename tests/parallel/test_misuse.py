@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch_ns import ComputeConfig, build_optimizer, parallelize
-from atorch_ns.errors import InputError, StepError
+from atorch_ns.errors import InputError, RankError, StepError
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 
 
@@ -82,9 +82,21 @@ def different(folder: str) -> None:
 
 
 def test_ranks_with_other_modules(tmp_path: Path) -> None:
-    for error in catch_ranks(different, 2, args=(str(tmp_path),)):
-        assert "model" in str(error)
-        assert "different" in str(error) or "same" in str(error)
+    for outcome in catch_ranks(different, 2, args=(str(tmp_path),)):
+        assert isinstance(outcome.error, RankError)
+        assert "different arguments" in str(outcome.error)
+        assert "ranks [1] have Net" in str(outcome.error)
+
+
+def frozen(folder: str) -> float:
+    module = Net().requires_grad_(False)
+    made = parallelize(module, {"x": X}, "dp", ComputeConfig(1, 2), gen_savedir=folder, reuse="override")
+    return float(made(X).sum())
+
+
+def test_a_module_with_nothing_to_train_is_divided(tmp_path: Path) -> None:
+    """It may be thawed later, or be a part of what is trained."""
+    assert run_ranks(frozen, 2, args=(str(tmp_path),)) == pytest.approx([float(Net()(X).sum())] * 2)
 
 
 def test_gradient_hooks_from_before(tmp_path: Path) -> None:
