@@ -59,19 +59,24 @@ def test_ranks_have_a_launchers_environment_without_a_master(monkeypatch: pytest
     assert "EXTRA" not in os.environ
 
 
-def _start_twice() -> list[float]:
+def _start_twice(folder: str) -> list[float]:
     seen = []
-    for _ in range(2):
+    for number in range(2):
         dist.init_process_group("gloo")
-        value = torch.ones(1)
+        is_first, value = dist.get_rank() == 0, torch.ones(1)
         dist.all_reduce(value)
         dist.destroy_process_group()
         seen.append(value.item())
+        end = Path(folder, str(number))
+        if is_first:
+            end.touch()
+        while not end.exists():  # else rank 1 may come to the store that rank 0 is about to close
+            time.sleep(0.01)
     return seen
 
 
-def test_without_a_process_group_the_function_starts_its_own() -> None:
-    assert run_ranks(_start_twice, 2, init_process_group=False) == [[2.0, 2.0]] * 2
+def test_without_a_process_group_the_function_starts_its_own(tmp_path: Path) -> None:
+    assert run_ranks(_start_twice, 2, args=(str(tmp_path),), init_process_group=False) == [[2.0, 2.0]] * 2
 
 
 def test_ranks_draw_different_random_numbers_and_the_same_in_every_run() -> None:
