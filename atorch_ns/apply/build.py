@@ -22,11 +22,11 @@ from atorch_ns.job.result import MethodRow, Report, Result
 from atorch_ns.job.train_step import TrainStep
 from atorch_ns.method import Resolved
 
-Applied = Callable[[Job, int], Report]
+MakeReport = Callable[[Job, int], Report]
 """``(job, bytes of parameters on this rank) -> what was applied``."""
 
 
-def build(job: Job, applied: Applied) -> Result:
+def build(job: Job, make_report: MakeReport) -> Result:
     """Makes optimizer, data loader, loss function and step.
 
     Raises:
@@ -61,7 +61,7 @@ def build(job: Job, applied: Applied) -> Result:
             "requires_set_gradient_accumulation_boundary": job.optimizer.requires_boundary,
         },
         train_step=step,
-        make_applied=partial(applied, job, _bytes_per_rank(job)),
+        make_applied=partial(make_report, job, _bytes_per_rank(job)),
         job=job,
     )
 

@@ -149,14 +149,14 @@ def batch_sizes(data: Any) -> frozenset[int]:
     )
 
 
-def has_to(value: Any) -> bool:
+def can_move(value: Any) -> bool:
     """Whether it can be moved to a device."""
     return not isinstance(value, type) and callable(getattr(value, "to", None))
 
 
 def is_unsplittable(value: Any) -> bool:
     """Whether it holds data for a device in a form of its own, such as a packed sequence."""
-    return has_to(value) and not isinstance(value, (torch.Tensor, Mapping))
+    return can_move(value) and not isinstance(value, (torch.Tensor, Mapping))
 
 
 def path_text(path: Path) -> str:

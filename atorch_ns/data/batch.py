@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 import torch
 from torch import nn
 
-from atorch_ns.capture.nests import Path, has_to, is_dataclass_instance, is_unsplittable, leaves, map_leaves
+from atorch_ns.capture.nests import Path, can_move, is_dataclass_instance, is_unsplittable, leaves, map_leaves
 from atorch_ns.data.samplers import nearest_sizes
 from atorch_ns.errors import BatchSizeError, InputError
 from atorch_ns.text import did_you_mean, with_article
@@ -137,7 +137,7 @@ def default_prepare_input(data: Any, device: torch.device | str) -> Any:
         moved = duplicate.to(device)
         return duplicate if moved is None else moved
 
-    return map_leaves(lambda _, leaf: move(leaf) if has_to(leaf) else leaf, data, is_leaf=has_to)
+    return map_leaves(lambda _, leaf: move(leaf) if can_move(leaf) else leaf, data, is_leaf=can_move)
 
 
 def check_model_input_format(value: object) -> ModelInputFormat | None:
@@ -267,7 +267,7 @@ def _is_container(value: Any) -> bool:
 
 def _is_plain_list(value: Any) -> bool:
     return isinstance(value, list) and not any(
-        isinstance(item, torch.Tensor) or _is_container(item) or has_to(item) for item in value
+        isinstance(item, torch.Tensor) or _is_container(item) or can_move(item) for item in value
     )
 
 

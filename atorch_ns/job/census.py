@@ -232,14 +232,14 @@ class ForwardChanges:
             for path, module in self._job.module.named_modules()
             if not isinstance(module, BatchNorm) and not type(module).__module__.startswith(_OURS)
             for keys, value in leaves(vars(module))
-            if keys[0] not in _declared(module) and (found := _comparable(value)) is not None
+            if keys[0] not in _package_attributes(module) and (found := _comparable(value)) is not None
         }
 
 
 _OURS = ("atorch_ns.", "opt_lib.")
 
 
-def _declared(module: nn.Module) -> set[str]:
+def _package_attributes(module: nn.Module) -> set[str]:
     """Attributes that a class of this package declares, as a parallel module's ``num_calls``."""
     ours = [kind for kind in type(module).__mro__ if kind.__module__.startswith(_OURS)]
     return set().union(*(vars(kind).get("__annotations__", ()) for kind in ours))

@@ -371,11 +371,11 @@ class RowCheck:
         known = sorted({number for number in found if number is not None})
         if len(known) > 1:
             self._is_needed = False
-            whose = "the batches of the ranks have"
+            subject = "the batches of the ranks have"
             if not is_first:
-                whose = "from one step to the next, this rank's batch has"
+                subject = "from one step to the next, this rank's batch has"
             warnings.warn(
-                f"{whose} {known[0]} to {known[-1]} samples. The mean of each rank counts alike, so that the samples of a rank "
+                f"{subject} {known[0]} to {known[-1]} samples. The mean of each rank counts alike, so that the samples of a rank "
                 "that has fewer count more than in one process. Pass weight_func to auto_accelerate, which gives the number of "
                 "samples of a micro-batch.",
                 stacklevel=2,

@@ -463,8 +463,8 @@ def add_rows(table: torch.Tensor, group: dist.ProcessGroup, factor: float) -> No
     """
     gradient = table.grad
     is_dense = gradient is not None and not gradient.is_sparse
-    mine = gradient.coalesce() if gradient is not None and not is_dense else None
-    num_used = 0 if mine is None else mine.values().shape[0]
+    sparse = gradient.coalesce() if gradient is not None and not is_dense else None
+    num_used = 0 if sparse is None else sparse.values().shape[0]
     counts = [torch.zeros(2, dtype=torch.int64, device=table.device) for _ in range(group.size())]
     used = torch.tensor([-1 if gradient is None else num_used, int(is_dense)], device=table.device)
     dist.all_gather(counts, used, group=group)
@@ -478,8 +478,8 @@ def add_rows(table: torch.Tensor, group: dist.ProcessGroup, factor: float) -> No
         return
     rows = torch.zeros(max(numbers), dtype=torch.int64, device=table.device)
     values = torch.zeros(max(numbers), *table.shape[1:], dtype=table.dtype, device=table.device)
-    if mine is not None:
-        rows[:num_used], values[:num_used] = mine.indices()[0], mine.values() * factor
+    if sparse is not None:
+        rows[:num_used], values[:num_used] = sparse.indices()[0], sparse.values() * factor
     every_row, every_value = ([torch.empty_like(part) for _ in numbers] for part in (rows, values))
     dist.all_gather(every_row, rows, group=group)
     dist.all_gather(every_value, values, group=group)

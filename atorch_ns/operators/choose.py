@@ -394,7 +394,7 @@ def find_plan(
         InputError: if a given one does not fit the graph, or none fits the memory.
     """
     if wanted.plan is not None:
-        given = _given(wanted.plan)
+        given = _read_plan(wanted.plan)
         if given.degree in (None, degree):  # what it is for is said where it is used
             check_plan(given, graph, degree)
         return FoundPlan(plan=given, note="the plan given")
@@ -434,7 +434,7 @@ def allowed_by(constraints: Sequence[Constraint]) -> Allow:
     return allow
 
 
-def _given(plan: Mapping[str, Any] | str) -> OperatorPlan:
+def _read_plan(plan: Mapping[str, Any] | str) -> OperatorPlan:
     if isinstance(plan, str):
         return OperatorPlan.read(plan)
     return OperatorPlan.from_text(json.dumps(plan), source="in the strategy")

@@ -63,7 +63,7 @@ class Call:
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Its tensor arguments, in order; those in a list one after the other."""
-        return tuple(_specs((self.args, tuple(self.kwargs.values()))))
+        return tuple(_tensor_specs((self.args, tuple(self.kwargs.values()))))
 
     def argument(self, name: str) -> Any:
         """The value of an argument by the name that the operator's schema gives it, its default included."""
@@ -77,9 +77,9 @@ class Call:
         return values | dict(self.kwargs)
 
 
-def _specs(value: Any) -> Iterable[TensorSpec]:
+def _tensor_specs(value: Any) -> Iterable[TensorSpec]:
     if isinstance(value, TensorSpec):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _specs(item)
+            yield from _tensor_specs(item)
