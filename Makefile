@@ -56,8 +56,8 @@ SEED ?= $(shell git rev-parse HEAD 2>/dev/null || echo 0)
 test: $(STAMP)  ## run every cheap test, and of the dear ones those that this commit draws (a quarter of an hour on two cores)
 	$(PYTEST) -m "not slow" --sample $(SEED) --durations=15 $(PYTEST_ARGS)
 
-test-quick: $(STAMP)  ## run the tests that start no process (three minutes)
-	$(PYTEST) -m "not processes and not slow" $(PYTEST_ARGS)
+test-quick: $(STAMP)  ## run the tests of `make test` that start no process (two minutes)
+	$(PYTEST) -m "not processes and not slow" --sample $(SEED) $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## run every test, before a release or a large change
 	$(PYTEST) --durations=50 $(PYTEST_ARGS)
