@@ -46,24 +46,11 @@ _OF_PARALLEL = (
 )
 
 __all__ = [
-    "BroadcastGenFilesStrategy",
-    "ComputeConfig",
-    "ParallelModule",
-    "Result",
-    "ReuseType",
-    "Strategy",
-    "__version__",
-    "attach_optimizer",
-    "auto_accelerate",
-    "broadcast_weights",
-    "build_optimizer",
-    "deduped_state_dict",
-    "load_deduped_state_dict",
-    "load_merged_state_dict",
-    "merge_state_dicts",
-    "parallelize",
+    "BroadcastGenFilesStrategy", "ComputeConfig", "ParallelModule", "Result", "ReuseType", "Strategy",
+    "__version__", "attach_optimizer", "auto_accelerate", "broadcast_weights", "build_optimizer",
+    "deduped_state_dict", "load_deduped_state_dict", "load_merged_state_dict", "merge_state_dicts", "parallelize",
     "register_op",
-]
+]  # fmt: skip
 
 _HOMES = {
     "attach_optimizer": "atorch_ns.apply",

@@ -30,8 +30,8 @@ from atorch_ns.text import counted, first_few
 from atorch_ns.torch_compat import after_backward, reduced_parameters, replicate, unreached_parameters
 from opt_lib._config_checks import SyncBatchNorm
 from opt_lib._sharded.fully_shard import skip_sync
+from opt_lib._sharded.gather import gather_for_methods
 from opt_lib._sharded.idle import reduce_idle_parameters
-from opt_lib._sharded.methods import gather_for_methods
 from opt_lib._sharded.units import (
     average_ignored,
     broadcast_from_first,

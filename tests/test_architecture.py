@@ -17,36 +17,36 @@ PACKAGES = ("atorch_ns", "opt_lib")
 FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
 MOST_FILES = 480
 LINES = {
-    "top level": 875,
+    "top level": 862,
     "cli": 2_145,  # to be 1_700
-    "trainer": 2_521,
-    "merak": 2_292,
-    "parallel": 2_303,
+    "trainer": 2_502,
+    "merak": 2_285,
+    "parallel": 2_292,
     "planning": 502,  # to be 850
-    "doctor": 1_436,  # to be 1_000
-    "report": 3_441,  # to be 3_000
+    "doctor": 1_428,  # to be 1_000
+    "report": 3_401,  # to be 3_000
     "engine": 5_018,  # to be 3_600
     "numerics": 1_760,  # to be 1_300
-    "search": 4_041,  # to be 3_550
-    "estimate": 3_816,  # to be 3_300
-    "checkpoint": 1_913,  # to be 1_900
+    "search": 4_014,  # to be 3_550
+    "estimate": 3_806,  # to be 3_300
+    "checkpoint": 1_905,  # to be 1_900
     "apply": 282,
-    "method": 746,
-    "job": 5_411,  # to be 3_100
-    "operators": 4_794,  # to be 4_050
-    "pipeline": 4_531,  # to be 4_100
-    "sharding": 7_876,  # to be 6_200
-    "tracking": 518,
+    "method": 722,
+    "job": 5_476,  # to be 3_100
+    "operators": 4_772,  # to be 4_050
+    "pipeline": 4_491,  # to be 4_100
+    "sharding": 7_843,  # to be 6_200
+    "tracking": 511,
     "data": 1_172,  # to be 1_400
-    "strategy": 1_971,  # to be 1_800
-    "profile": 2_865,  # to be 1_850
+    "strategy": 1_950,  # to be 1_800
+    "profile": 2_852,  # to be 1_850
     "costs": 354,  # to be 650
-    "processes": 593,  # to be 1_550
+    "processes": 587,  # to be 1_550
     "cluster": 3_254,  # to be 2_600
     "capture": 2_207,  # to be 2_900
-    "torch_compat": 1_054,
-    "testing": 1_600,  # to be 1_000
-    "opt_lib": 10_014,  # to be 8_300
+    "torch_compat": 1_324,
+    "testing": 1_581,  # to be 1_000
+    "opt_lib": 10_007,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have

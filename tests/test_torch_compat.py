@@ -588,7 +588,7 @@ def _lists_of_both_kinds() -> list[float]:
     weights = [distribute_tensor(torch.ones(4, 2), mesh, [Shard(1)]), torch.ones(3)]
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         torch._foreach_sub_(averages, weights)
-    extend_dtensor_operators()
+    extend_dtensor_operators(())
     torch._foreach_lerp_(averages, weights, 0.25)
     torch._foreach_mul_(averages, 2.0)
     torch._foreach_add_(averages, weights, alpha=0.5)

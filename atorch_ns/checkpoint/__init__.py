@@ -15,14 +15,6 @@ from atorch_ns.checkpoint.safetensors import export_safetensors, import_safetens
 from atorch_ns.checkpoint.save import PendingSave, save
 
 __all__ = [
-    "PendingSave",
-    "Unmatched",
-    "export_safetensors",
-    "export_state_dict",
-    "import_safetensors",
-    "import_state_dict",
-    "latest",
-    "load",
-    "resume",
-    "save",
-]
+    "PendingSave", "Unmatched", "export_safetensors", "export_state_dict", "import_safetensors",
+    "import_state_dict", "latest", "load", "resume", "save",
+]  # fmt: skip

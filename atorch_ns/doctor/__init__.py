@@ -10,17 +10,9 @@ from atorch_ns.doctor.environment import environment
 from atorch_ns.doctor.rank_info import Who
 
 __all__ = [
-    "CHECKS",
-    "NODE_CHECKS",
-    "Check",
-    "Finding",
-    "Place",
-    "Verdict",
-    "Who",
-    "environment",
-    "examine",
+    "CHECKS", "NODE_CHECKS", "Check", "Finding", "Place", "Verdict", "Who", "environment", "examine",
     "examine_nodes",
-]
+]  # fmt: skip
 
 
 def examine_nodes(place: Place, who: Who, names: Sequence[str]) -> Iterator[Finding]:

@@ -7,16 +7,6 @@ from atorch_ns.estimate.table import PlanTable, template_of
 from atorch_ns.estimate.time.predicted_collectives import unpredicted
 
 __all__ = [
-    "Collective",
-    "Estimate",
-    "Intervals",
-    "MemoryParts",
-    "PlanTable",
-    "Prices",
-    "TimeParts",
-    "Workload",
-    "estimate",
-    "price",
-    "template_of",
-    "unpredicted",
-]
+    "Collective", "Estimate", "Intervals", "MemoryParts", "PlanTable", "Prices", "TimeParts", "Workload",
+    "estimate", "price", "template_of", "unpredicted",
+]  # fmt: skip

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from atorch_ns.capture.nests import leaves
@@ -32,7 +33,9 @@ from atorch_ns.torch_compat import (
     default_store,
     in_backward,
     local_box,
+    observe_gathering,
     plain_name,
+    without_transforms,
 )
 
 log = logging.getLogger("atorch_ns")
@@ -115,7 +118,7 @@ def _leaves(samples: Any) -> Iterator[_Leaf]:
         where = "batch" + "".join(f"[{key!r}]" for key in path)
         if isinstance(leaf, torch.Tensor):
             kind = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-            yield _Leaf(where, kind, _some_values(leaf))
+            yield _Leaf(where, kind, _some_values(without_transforms(leaf)))
         elif leaf is None or isinstance(leaf, (bool, int, float)):  # texts may be names of a machine's files
             yield _Leaf(where, repr(leaf), torch.empty(0))
 
@@ -401,6 +404,7 @@ class SamePlace:
         # First in each: fully_shard communicates in hooks of its own.
         module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
         follow_backward_passes(module, lambda: self._add_call("B"))
+        observe_gathering(self._before_gathering)
         with suppress(RuntimeError):  # no room for a thread: nothing else depends on it
             threading.Thread(target=self._watch_thread, daemon=True, name="atorch_ns same place").start()
 
@@ -408,6 +412,10 @@ class SamePlace:
         calls = self._calls[self._num_updates]
         if len(calls) < _MOST_CALLS:
             self._calls[self._num_updates] = calls + letter
+
+    def _before_gathering(self, mesh: DeviceMesh) -> None:
+        if set(self._together or range(self._num_ranks)) <= set(mesh.mesh.flatten().tolist()):
+            self._add_call("R")
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if self._counts(module):
@@ -500,5 +508,5 @@ class SamePlace:
 
 
 def _in_words(calls: str) -> str:
-    names = {"F": "forward", "B": "backward", "U": "step"}
+    names = {"F": "forward", "B": "backward", "U": "step", "R": "a read of a divided tensor"}
     return ", ".join(names[call] for call in calls[-8:]) or "nothing"

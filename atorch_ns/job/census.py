@@ -7,11 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils._pytree import tree_leaves
 
 from atorch_ns.capture.nests import leaves, tensors_of
@@ -21,6 +25,7 @@ from atorch_ns.job.gradients import GradientHooks, follow_backward_passes
 from atorch_ns.job.job import MODEL, Job
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import (
+    NO_SECOND_DERIVATIVE,
     HookTable,
     extend_dtensor_operators,
     gathered_parameters,
@@ -278,9 +283,49 @@ def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
             for path, module in root.named_modules():
                 if module not in inner and any(True for _ in module.parameters()):
                     _watch_writes(plain_name(path), module, updated)
+    if job.num_data_ranks > 1 and not job.parts.stages:
+        refuse_new_parameters(job)
     if any(isinstance(parameter, DTensor) for parameter in job.module.parameters()):
-        extend_dtensor_operators()
+        extend_dtensor_operators((job.module, *job.parts.stages))
         job.model.register_forward_hook(_refuse_second_derivatives)
+
+
+def refuse_new_parameters(job: Job) -> None:
+    """Has a forward pass look for parameters that modules were given after the call: each rank would train them alone."""
+    model = ref(job.module)
+    modules = WeakSet(job.module.modules())
+    known = {id(parameter) for parameter in job.module.parameters()}
+    is_changed = False
+
+    def notice(module: nn.Module, name: str, value: Any) -> None:
+        nonlocal is_changed
+        is_changed |= module in modules
+
+    def look(*_: Any) -> None:
+        nonlocal is_changed
+        root = model()
+        if not is_changed or root is None:
+            return
+        is_changed = False
+        gathered = {id(whole) for _, whole in gathered_parameters(root)}
+        new = [
+            plain_name(name)
+            for name, parameter in root.named_parameters()
+            if parameter.requires_grad and id(parameter) not in known | gathered
+        ]
+        if new:
+            raise StepError(
+                f"{first_few(new)} came to the model after auto_accelerate, and no strategy knows of it: each rank would train it "
+                "on its own samples. Change the model before the call."
+            )
+
+    handles = (
+        register_module_parameter_registration_hook(notice),
+        register_module_module_registration_hook(notice),
+    )
+    for handle in handles:
+        finalize(job.module, handle.remove)
+    job.module.register_forward_pre_hook(torch.compiler.disable(look), prepend=True)
 
 
 def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
@@ -312,10 +357,7 @@ def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
 def _refuse_second_derivatives(module: nn.Module, inputs: Any, output: Any) -> None:
     def look(gradients: Any) -> None:
         if torch.is_grad_enabled():
-            raise StepError(
-                "a backward pass with create_graph=True is to be differentiated again, and the exchanges of divided parameters "
-                "have no second derivative. Train a loss with a penalty on its gradients under ddp or zero1."
-            )
+            raise StepError(NO_SECOND_DERIVATIVE)
 
     if torch.is_grad_enabled():
         for tensor in tensors_of(output):

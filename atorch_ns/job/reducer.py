@@ -42,9 +42,11 @@ class _Bucket:
         self.gradients, self.flags = self.whole.split([sum(sizes), num_flags])
         parts = self.gradients.split(sizes)
         self.views = [part.view_as(piece) for part, piece in zip(parts, pieces, strict=True)]
+        # Other tensors of the same memory: ``module.to`` gives the gradient of a parameter other memory.
+        aliases = [view.view_as(view) for view in self.views]
         self.placed = [
             laid_out(view, parameter) if isinstance(parameter, DTensor) else view
-            for view, parameter in zip(self.views, parameters, strict=True)
+            for view, parameter in zip(aliases, parameters, strict=True)
         ]
         self.ready: set[int] = set()
         self.work: Any = None
@@ -348,8 +350,17 @@ class GradientReducer:
                 "a gradient reducer takes no sparse gradients: make the embedding with sparse=False, or choose "
                 "('ddp', {'reducer': 'torch'})."
             )
+        elif gradient.dtype != view.dtype:
+            raise StepError(
+                f"gradients are in {gradient.dtype}, and were in {view.dtype} when the strategy was applied: the model was "
+                "converted since. Convert it before the call, or use the method half."
+            )
         elif gradient.data_ptr() != view.data_ptr():
             torch.mul(gradient, factor, out=view)
+            if local_part(bucket.placed[place]).data_ptr() != view.data_ptr():  # as module.to leaves it
+                alias = view.view_as(view)
+                divided = parameter if isinstance(parameter, DTensor) else None
+                bucket.placed[place] = alias if divided is None else laid_out(alias, divided)
         elif factor != 1.0:
             view.mul_(factor)
         parameter.grad = bucket.placed[place]

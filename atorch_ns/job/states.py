@@ -196,6 +196,8 @@ class ParameterStates:
             keep_gathered_writes(module for module in root.modules() if isinstance(module, FSDPModule))
             reshard(root)
         masters = optimizer.masters if isinstance(optimizer, StepOptimizer) else None
+        if masters is not None:
+            masters.take_writes()
         aliases = parameter_names(job.module)
         self._job = job
         self._parameters = {job.original.first_name(names): p for p, names in aliases.items()}

@@ -25,13 +25,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = [
-    "MP_MODEL_MAPPING",
-    "MerakArguments",
-    "MerakTrainer",
-    "get_grid",
-    "get_topo",
-    "init",
-    "mpu",
-    "reset",
+    "MP_MODEL_MAPPING", "MerakArguments", "MerakTrainer", "get_grid", "get_topo", "init", "mpu", "reset",
     "set_tp_layer_lists",
-]
+]  # fmt: skip

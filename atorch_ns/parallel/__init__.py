@@ -15,18 +15,7 @@ from atorch_ns.parallel.state_dicts import (
 )
 
 __all__ = [
-    "BroadcastGenFilesStrategy",
-    "ComputeConfig",
-    "ParallelModule",
-    "ParallelOptimizer",
-    "ReuseType",
-    "broadcast_weights",
-    "build_optimizer",
-    "deduped_state_dict",
-    "load_deduped_state_dict",
-    "load_merged_state_dict",
-    "load_merged_state_dicts",
-    "merge_state_dicts",
-    "parallelize",
-    "register_op",
-]
+    "BroadcastGenFilesStrategy", "ComputeConfig", "ParallelModule", "ParallelOptimizer", "ReuseType",
+    "broadcast_weights", "build_optimizer", "deduped_state_dict", "load_deduped_state_dict",
+    "load_merged_state_dict", "load_merged_state_dicts", "merge_state_dicts", "parallelize", "register_op",
+]  # fmt: skip

@@ -5,12 +5,6 @@ from atorch_ns.processes.torchrun import Launch, run_torchrun, threads_of_rank
 from atorch_ns.system import num_usable_cores
 
 __all__ = [
-    "Launch",
-    "RankEnd",
-    "Ranks",
-    "num_usable_cores",
-    "run_local_ranks",
-    "run_torchrun",
-    "scratch_folder",
+    "Launch", "RankEnd", "Ranks", "num_usable_cores", "run_local_ranks", "run_torchrun", "scratch_folder",
     "threads_of_rank",
-]
+]  # fmt: skip

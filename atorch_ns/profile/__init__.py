@@ -19,20 +19,7 @@ from atorch_ns.profile.trace import (
 from atorch_ns.profile.tracing import profile_model
 
 __all__ = [
-    "ForwardResult",
-    "Growth",
-    "OperatorCost",
-    "OptimizerSpec",
-    "ParameterSpec",
-    "PhaseCost",
-    "Profile",
-    "ProfileDatabase",
-    "Segment",
-    "SegmentCost",
-    "Trace",
-    "measure_blocks",
-    "plain_tensors",
-    "precision_key",
-    "profile_model",
-    "repeated_blocks",
-]
+    "ForwardResult", "Growth", "OperatorCost", "OptimizerSpec", "ParameterSpec", "PhaseCost", "Profile",
+    "ProfileDatabase", "Segment", "SegmentCost", "Trace", "measure_blocks", "plain_tensors", "precision_key",
+    "profile_model", "repeated_blocks",
+]  # fmt: skip

@@ -20,31 +20,10 @@ from atorch_ns.strategy.strategy import Step, Strategy
 from atorch_ns.strategy.values import JSON, canonical, canonical_text, qualified_name
 
 __all__ = [
-    "DATA_AXES",
-    "JSON",
-    "MODEL_AXES",
-    "AxisSize",
-    "AxisUse",
-    "Conversion",
-    "Difference",
-    "Extra",
-    "NarrowProducts",
-    "PipelineParallelism",
-    "Plan",
-    "Recomputation",
-    "Remark",
-    "Requires",
-    "Step",
-    "Strategy",
-    "StrategyDiff",
-    "canonical",
-    "canonical_text",
-    "convert_file",
-    "convert_pickle",
-    "diff",
-    "json_schema",
-    "qualified_name",
-]
+    "DATA_AXES", "JSON", "MODEL_AXES", "AxisSize", "AxisUse", "Conversion", "Difference", "Extra", "NarrowProducts",
+    "PipelineParallelism", "Plan", "Recomputation", "Remark", "Requires", "Step", "Strategy", "StrategyDiff",
+    "canonical", "canonical_text", "convert_file", "convert_pickle", "diff", "json_schema", "qualified_name",
+]  # fmt: skip
 
 for _public in (Requires, Step, Strategy):
     _public.__module__ = __name__  # pickles name the package, whatever the file is called

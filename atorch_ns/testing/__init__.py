@@ -26,26 +26,7 @@ from atorch_ns.testing.rank_pool import Outcome
 from atorch_ns.testing.workers import WorkerFailure, catch_ranks, run_ranks
 
 __all__ = [
-    "ADAMW",
-    "BF16_GLOBAL_BATCH",
-    "CASES",
-    "Case",
-    "Outcome",
-    "ParityReport",
-    "SyntheticDataset",
-    "Trajectory",
-    "WorkerFailure",
-    "assert_parity",
-    "assert_ranks_agree",
-    "canonical_name",
-    "catch_ranks",
-    "compare",
-    "get_case",
-    "map_tensors",
-    "reference_run",
-    "reserve_port",
-    "run_ranks",
-    "snapshot",
-    "take",
-    "train",
-]
+    "ADAMW", "BF16_GLOBAL_BATCH", "CASES", "Case", "Outcome", "ParityReport", "SyntheticDataset", "Trajectory",
+    "WorkerFailure", "assert_parity", "assert_ranks_agree", "canonical_name", "catch_ranks", "compare", "get_case",
+    "map_tensors", "reference_run", "reserve_port", "run_ranks", "snapshot", "take", "train",
+]  # fmt: skip

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from atorch_ns.errors import StepError
 from atorch_ns.torch_compat.modules import PackageHook
 
 
@@ -259,101 +260,10 @@ def pipeline_orders(
     return [_passes(schedule._calculate_single_rank_operations(rank)) for rank in range(num_ranks)]
 
 
-def extend_dtensor_operators() -> None:
-    """Lets ``_foreach`` operators, as averages and ``zero_grad`` use them, take lists in which some tensors are divided and some are not;
-    ``tensor.item()`` give the number that all ranks hold together; and random numbers differ from part to part on CPUs.
-
-    torch refuses such a list, which the parameters of a divided model are. Each pair is computed where its first tensor
-    lies, as ``AveragedModel`` needs it.
-    """
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers.update(dict.fromkeys(_PLACE_BY_PLACE, _on_local_parts))
-    handlers[torch.ops.aten._foreach_norm.Scalar] = _norms
-    handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
-    if not torch.cuda.is_available():  # where torch draws other numbers for each part
-        handlers.update(dict.fromkeys(_RANDOM, _draw_whole))
-
-
-_aten = torch.ops.aten
-_PLACE_BY_PLACE = (
-    _aten._foreach_zero_.default, _aten._foreach_lerp_.Scalar, _aten._foreach_lerp_.List, _aten._foreach_mul_.Scalar,
-    _aten._foreach_mul_.Tensor, _aten._foreach_div_.Scalar, _aten._foreach_add_.Scalar, _aten._foreach_add_.List,
-    _aten._foreach_copy_.default,
-)  # fmt: skip
-"""Operators of which an element of a result depends on the elements at its own place alone."""
-
-
-def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    targets = args[0]
-
-    def local(argument: Any) -> Any:
-        if not isinstance(argument, (list, tuple)):  # a number for all of them
-            return argument.full_tensor() if isinstance(argument, DTensor) else argument
-        return [_part_beside(one, target) for one, target in zip(argument, targets, strict=True)]
-
-    operator(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
-
-
-def _norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Norms for ``torch.nn.utils.clip_grad_norm_``, 0-d: whole unless all lie on one mesh, since it stacks them."""
-    tensors, order = args[0], args[1] if len(args) > 1 else 2
-    norms = [torch.linalg.vector_norm(tensor, order, **kwargs) for tensor in tensors]
-    if len({norm.device_mesh if isinstance(norm, DTensor) else None for norm in norms}) == 1:
-        return norms
-    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-
-
-_RANDOM = (
-    _aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.exponential_.default,
-    _aten.randn_like.default, _aten.rand_like.default,
-)  # fmt: skip
-
-
-def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """This rank's part of numbers that are drawn for a whole tensor, as in one process."""
-    target = args[0]
-    local = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-    drawn = operator(local, *args[1:], **kwargs)
-    whole = DTensor.from_local(
-        drawn, target.device_mesh, [Replicate()] * target.device_mesh.ndim, run_check=False
-    )
-    part = whole.redistribute(placements=target.placements)
-    if not operator._schema.is_mutable:
-        return part
-    target._local_tensor.copy_(part._local_tensor)
-    return cast(torch.Tensor, target)
-
-
-def _read_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``tensor.item()``, collective: of a norm or a sum each rank holds a summand, which torch gives as the number."""
-    return operator(args[0].full_tensor())
-
-
-def _part_beside(tensor: Any, target: Any) -> Any:
-    """This rank's part of a tensor, divided as another is."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if isinstance(target, DTensor) and tensor.placements != target.placements:
-        tensor = tensor.redistribute(target.device_mesh, target.placements)
-    return tensor.to_local()
-
-
-def laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor in the layout of ``like``, of which ``local`` is this rank's part; they share memory."""
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-
-
 def accumulate_after_backward(module: nn.Module) -> None:
     """Adds gradients that came after a backward pass to those that a module of ``fully_shard`` or ``replicate`` keeps, in
     the dtype in which it reduces them, as its hooks do with others (``FSDPParamGroup.post_backward``)."""
-    for parameter in _parameters_of(unit for unit in module.modules() if isinstance(unit, FSDPModule)):
+    for parameter in parameters_of(unit for unit in module.modules() if isinstance(unit, FSDPModule)):
         if hasattr(parameter, "_unsharded_param"):  # it was gathered before
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
@@ -362,25 +272,40 @@ def accumulate_after_backward(module: nn.Module) -> None:
 @torch.no_grad()
 def keep_gathered_writes(units: Iterable[FSDPModule]) -> None:
     """Gives back to the shards of ``fully_shard`` and ``replicate`` what was written to parameters that are gathered: whether
-    they are trained, and their values where these have the dtype of the shards (``FSDPParam.sharded_state``)."""
+    they are trained, and their values where these have the dtype of the shards (``FSDPParam.sharded_state``).
+
+    Raises:
+        StepError: if a module has another tensor in the place of a parameter, which would be lost.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-    for parameter in _parameters_of(units):
+    for parameter in parameters_of(units):
+        place = parameter._module_info
+        found = place.module._parameters.get(place.param_name)
+        whole = getattr(parameter, "_unsharded_param", parameter.sharded_param)
+        if found is not parameter.sharded_param and found is not whole:
+            raise StepError(
+                f"the parameter {place.param_name} of a {type(place.module).__name__} is another tensor than the one that was "
+                "divided, as by torch.func.functional_call, a parametrization or a new module, and gathering would put the "
+                "divided one in its place. Make the change before the call, or use ddp or zero1."
+            )
         if parameter.sharded_state == ShardedState.UNSHARDED:
-            shard, whole = parameter.sharded_param, parameter._unsharded_param
+            shard = parameter.sharded_param
             shard.requires_grad_(whole.requires_grad)
             if shard.dtype == whole.dtype:
                 _copy_part(parameter, whole, shard)
+            _keep_gathered_memory(parameter, whole)
 
 
 def gathered_parameters(module: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
     """The shards of ``fully_shard`` and ``replicate``, each with the parameter that is gathered from them
     (``FSDPParam.sharded_param``, ``_unsharded_param``), of those that have been gathered before."""
-    found = _parameters_of(unit for unit in module.modules() if isinstance(unit, FSDPModule))
+    found = parameters_of(unit for unit in module.modules() if isinstance(unit, FSDPModule))
     return [(p.sharded_param, p._unsharded_param) for p in found if hasattr(p, "_unsharded_param")]
 
 
-def _parameters_of(units: Iterable[FSDPModule]) -> Iterator[Any]:
+def parameters_of(units: Iterable[FSDPModule]) -> Iterator[Any]:
+    """The ``FSDPParam`` of every parameter that ``fully_shard`` or ``replicate`` manages in these units."""
     for unit in units:
         state = unit._get_fsdp_state()
         for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
@@ -395,6 +320,18 @@ def _copy_part(parameter: Any, whole: torch.Tensor, shard: DTensor) -> None:
     parts = local.chunk(size, parameter.fsdp_placement.dim)
     if rank < len(parts):
         shard._local_tensor.copy_(parts[rank])
+
+
+def _keep_gathered_memory(parameter: Any, whole: torch.Tensor) -> None:
+    """Gives a gathered parameter the memory that the next gathering writes to; an assignment to ``data`` gave it another."""
+    local = whole._local_tensor if isinstance(whole, DTensor) else whole
+    (memory,) = parameter.all_gather_outputs or (local,)
+    if memory.untyped_storage()._cdata != local.untyped_storage()._cdata:
+        gathered = memory.as_strided(local.shape, parameter._contiguous_orig_stride, 0).copy_(local)
+        if isinstance(whole, DTensor):
+            whole._local_tensor = gathered
+        else:
+            whole.data = gathered
 
 
 def reduce_after_backward(module: nn.Module) -> None:

@@ -11,13 +11,6 @@ from atorch_ns.tracking.trackers import JsonlTracker, ProgressTracker, TensorBoa
 from atorch_ns.tracking.tracking import METRICS, Metric, StepMeter, Tracker, Tracking
 
 __all__ = [
-    "METRICS",
-    "JsonlTracker",
-    "Metric",
-    "ProgressTracker",
-    "StepMeter",
-    "TensorBoardTracker",
-    "Tracker",
-    "Tracking",
-    "WandbTracker",
-]
+    "METRICS", "JsonlTracker", "Metric", "ProgressTracker", "StepMeter", "TensorBoardTracker", "Tracker",
+    "Tracking", "WandbTracker",
+]  # fmt: skip

@@ -29,28 +29,9 @@ from atorch_ns.trainer.outputs import AggregatedOutputs
 from atorch_ns.trainer.trainer import Trainer
 
 __all__ = [
-    "AggregatedOutputs",
-    "CheckpointConfig",
-    "ComputeConfig",
-    "DataloaderConfig",
-    "DatasetConfig",
-    "DatasetSamplerConfig",
-    "HookConfig",
-    "HookMapConfig",
-    "LRSchedulerConfig",
-    "LogConfig",
-    "LoggerBase",
-    "ModelConfig",
-    "ModuleParallelizeConfig",
-    "OptimizerConfig",
-    "OptionalComputeConfig",
-    "TensorBoardLogger",
-    "TrainHook",
-    "TrainStatus",
-    "TrainStepMetrics",
-    "Trainer",
-    "TrainerArgs",
-    "ValMetrics",
-    "WandbLogger",
+    "AggregatedOutputs", "CheckpointConfig", "ComputeConfig", "DataloaderConfig", "DatasetConfig",
+    "DatasetSamplerConfig", "HookConfig", "HookMapConfig", "LRSchedulerConfig", "LogConfig", "LoggerBase",
+    "ModelConfig", "ModuleParallelizeConfig", "OptimizerConfig", "OptionalComputeConfig", "TensorBoardLogger",
+    "TrainHook", "TrainStatus", "TrainStepMetrics", "Trainer", "TrainerArgs", "ValMetrics", "WandbLogger",
     "set_default_logger_level",
-]
+]  # fmt: skip

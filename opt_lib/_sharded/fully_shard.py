@@ -24,9 +24,8 @@ from atorch_ns.job.states import shard_after_evaluations
 from atorch_ns.strategy import MODEL_AXES
 from atorch_ns.torch_compat import is_view, plain_name
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
+from opt_lib._sharded.gather import gather_for_methods, gather_where_read
 from opt_lib._sharded.idle import reduce_idle_parameters
-from opt_lib._sharded.methods import gather_for_methods
-from opt_lib._sharded.reads import gather_where_read
 from opt_lib._sharded.skipped import call_skipped_units
 from opt_lib._sharded.units import (
     average_ignored,

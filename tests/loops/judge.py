@@ -75,9 +75,6 @@ NEAR: Final = 1e-7
 """Above rounding in float64, after Adam's root of a gradient of nearly zero, and below what fp32 would round."""
 _DIFFERS: Final = ("an optimizer's step updates nothing", "hooks of gradients are called once for all")
 """What is said where training goes on otherwise than in one process."""
-_TORCHS_WORDS: Final = ("got mixed torch.Tensor and DTensor", "on inputs with different meshes")
-"""torch's refusal of a loss that reads divided weights, in the user's own expression, where nobody else can speak:
-docs/how-to/write-a-training-loop.md says what to write."""
 _SECONDS: Final = 60.0
 """A strategy takes a second; on a busy machine ten times as long."""
 
@@ -193,10 +190,6 @@ def _attempt(recipe: Recipe, strategy: str, meeting: Path) -> tuple[str, Any]:
         return "trained", (weights, said)
     except AtorchError as error:
         return "refused", str(error)
-    except RuntimeError as error:
-        if any(words in str(error) for words in _TORCHS_WORDS):
-            return "refused", str(error)
-        return "raw", traceback.format_exc()
     except Exception:
         return "raw", traceback.format_exc()
     finally:

@@ -295,6 +295,44 @@ def regularised(t: Training, batch: Tensor) -> None:
     t.optimizer.step()
 
 
+def regularised_after(t: Training, batch: Tensor) -> None:
+    """The loss reads the weights between the forward and the backward pass, where some are gathered and some are not."""
+    t.optimizer.zero_grad()
+    loss = t.loss(batch, t.model(batch))
+    weights = sum(parameter.square().sum() for parameter in t.model.parameters() if parameter.requires_grad)
+    (loss + 1e-2 * weights).backward()
+    t.optimizer.step()
+
+
+def anchored(t: Training, batch: Tensor) -> None:
+    """The loss reads the weights beside other tensors, and as matrices."""
+    t.optimizer.zero_grad()
+    loss = t.loss(batch, t.model(batch))
+    for name, parameter in t.model.named_parameters():
+        if parameter.requires_grad and "in_proj" not in name:
+            loss = (
+                loss
+                + 1e-2 * (parameter - torch.full(parameter.shape, 0.1, dtype=torch.float64)).square().sum()
+            )
+        if parameter.requires_grad and parameter.ndim == 2:
+            product = parameter.T @ parameter
+            loss = loss + 1e-3 * (product - torch.eye(len(product), dtype=torch.float64)).square().sum()
+    loss.backward()
+    t.optimizer.step()
+
+
+def masked_gradients(t: Training, batch: Tensor) -> None:
+    """Gradients are written to by other tensors, by index and by mask."""
+    t.optimizer.zero_grad()
+    t.loss(batch, t.model(batch)).backward()
+    for name, parameter in t.model.named_parameters():
+        if parameter.grad is not None and parameter.ndim == 2 and "in_proj" not in name:
+            parameter.grad.mul_(torch.ones(parameter.shape, dtype=torch.float64).tril(3))
+            parameter.grad[0].mul_(0.5)
+            parameter.grad[parameter.grad.abs() > 0.05] = 0.05
+    t.optimizer.step()
+
+
 def regularised_whole(t: Training, batch: Tensor) -> None:
     """The loss reads the weights as whole numbers, whatever they are divided over."""
     t.optimizer.zero_grad()
@@ -438,6 +476,9 @@ STEPS: Final[Mapping[str, Step]] = {
         gradients_by_function,
         evaluated,
         regularised,
+        regularised_after,
+        anchored,
+        masked_gradients,
         regularised_whole,
         backward_of_some,
         signs,
@@ -500,6 +541,35 @@ def shake_weights(t: Training) -> None:
         parameter.add_(torch.randn_like(parameter), alpha=0.01)
 
 
+@torch.no_grad()
+def write_rows(t: Training) -> None:
+    """By index, slice and view."""
+    for name, parameter in t.model.named_parameters():
+        if parameter.ndim and "in_proj" not in name:  # as above
+            parameter[0].zero_()
+            parameter[1:2] *= 0.5
+            parameter.data.flatten()[-2:].mul_(2)
+
+
+@torch.no_grad()
+def prune(t: Training) -> None:
+    for parameter in t.model.parameters():
+        parameter[parameter.abs() < 0.02] = 0
+
+
+@torch.no_grad()
+def replace_data(t: Training) -> None:
+    for parameter in t.model.parameters():
+        parameter.data = 0.9 * parameter.data
+
+
+@torch.no_grad()
+def rebuild_from_vector(t: Training) -> None:
+    parameters = list(t.model.parameters())
+    vector = torch.nn.utils.parameters_to_vector(parameters)
+    torch.nn.utils.vector_to_parameters(0.9 * vector, parameters)
+
+
 def look_at_states(t: Training) -> None:
     t.model.state_dict()
     t.optimizer.state_dict()
@@ -523,6 +593,10 @@ EVENTS: Final[Mapping[str, Callable[[Training], None]]] = {
         change_data,
         hook_gradients_late,
         shake_weights,
+        write_rows,
+        prune,
+        replace_data,
+        rebuild_from_vector,
         look_at_states,
         reload_states,
         forget_states,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from atorch_ns.errors import StepError
 from atorch_ns.job.gradients import gradient_norm
 from atorch_ns.job.loss import LossScaler
+from atorch_ns.sharding.rank_context import local_part
 
 
 class MasterWeights:
@@ -29,6 +30,9 @@ class MasterWeights:
         self._pinned = pinned
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
+        self._marks: dict[torch.Tensor, tuple[int, int]] = {}
+        self._num_updates = 0
+        self._is_written = False
         for parameter in parameters:
             if parameter.requires_grad:
                 self._add(parameter)
@@ -84,13 +88,40 @@ class MasterWeights:
             torch.cuda.current_stream().synchronize()  # the host reads them next
 
     @torch.no_grad()
+    def take_writes(self) -> None:
+        """Takes over what a loop has written to the parameters since the last update.
+
+        A write through ``parameter.data`` leaves no mark. All parameters are looked at before the first updates therefore, and
+        before each update of a loop that has made such a write by then. Elements that are as they were keep their precision.
+        """
+        for parameter, master in self._masters.items():
+            is_marked = self._marks.get(parameter) != _mark(parameter)
+            if not (is_marked or self._is_written or self._num_updates < _NUM_LOOKS):
+                continue
+            here = parameter.to(device=master.device)
+            is_same = here == master.to(parameter.dtype)
+            self._is_written |= not is_marked and not bool(is_same.all())
+            master.copy_(torch.where(is_same, master, here.to(master.dtype)))
+
+    @torch.no_grad()
     def copy_to_parameters(self) -> None:
         """Rounds the masters into the parameters."""
+        self._num_updates += 1
         for parameter, master in self._masters.items():
             parameter.copy_(master, non_blocking=self._pinned)
+            self._marks[parameter] = _mark(parameter)
 
     def _host_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
         return torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=self._pinned)
+
+
+_NUM_LOOKS: Final = 3
+"""Updates before which all parameters are compared with their masters: what a loop writes each time it writes by then."""
+
+
+def _mark(parameter: torch.Tensor) -> tuple[int, int]:
+    """What changes where a parameter is written to, or given other memory."""
+    return parameter._version, local_part(parameter).data_ptr()
 
 
 class StepOptimizer(torch.optim.Optimizer):
@@ -152,6 +183,7 @@ class StepOptimizer(torch.optim.Optimizer):
             self._finish()
         if self.masters is not None:
             self.masters.adopt(self.inner.param_groups)
+            self.masters.take_writes()
             self.masters.take_gradients()
         if self.scaler is None:
             return

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from atorch_ns.errors import InputError
 from atorch_ns.job.job import OPTIMIZER, Job, ParameterGroups
+from atorch_ns.job.materialise import divided_like
 from atorch_ns.job.optimizer.checks import refuse_what_fails
+from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import with_article
 from atorch_ns.torch_compat import TorchDispatchMode, laid_out, plain_name
 
@@ -87,6 +89,8 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
         raise InputError(f"optim_func returned {with_article(optimizer)}, not a torch.optim.Optimizer.")
     refuse_what_fails(optimizer)
     step_on_local_parts(optimizer)
+    if any(group.get("fused") for group in optimizer.param_groups):
+        optimizer.register_step_pre_hook(_lay_out_gradients)
     return optimizer
 
 
@@ -101,9 +105,24 @@ def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     divided = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     has_complex = _is_of_torch(optimizer) and any(map(torch.is_complex, divided))
-    is_mixed = bool(divided) and len(divided) < len(parameters) and not _has_step_of_torch(optimizer)
-    if has_complex or is_mixed or (divided and type(optimizer) in _FUSED):
+    if has_complex or (divided and type(optimizer) in _FUSED):
         optimizer.__class__ = class_above(_OnLocalParts, type(optimizer))
+
+
+def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Gives gradients the strides of their parameters: fused kernels read both in the order of memory.
+
+    Those of a backward pass have them, those of a loop (``p.grad = g.t()``) and of divided tensors may not.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found, is_divided = parameter.grad, isinstance(parameter, DTensor)
+            if found is None or found.layout != torch.strided or isinstance(found, DTensor) != is_divided:
+                continue
+            gradient, weight = local_part(found), local_part(parameter).detach()
+            if gradient.stride() != weight.stride() and gradient.shape == weight.shape:
+                laid = torch.empty_like(weight).copy_(gradient)
+                parameter.grad = laid_out(laid, found) if is_divided else laid
 
 
 def class_above(added: type, kind: type) -> type:
@@ -114,7 +133,7 @@ def class_above(added: type, kind: type) -> type:
 
 class _OnLocalParts(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        by_parts = not _has_step_of_torch(self) or any(
+        by_parts = any(
             group.get("fused") or any(map(torch.is_complex, group["params"])) for group in self.param_groups
         )
         if not by_parts:
@@ -153,46 +172,7 @@ class _LocalParts(TorchDispatchMode):
         if getattr(func, "overloadpacket", None) in _KERNELS:
             parameters, *_ = args
             args = [list(map(_local_part, values, parameters)) for values in args]
-        elif (
-            func.namespace == "aten" and func._schema.name.startswith("aten::_foreach_") and _is_mixture(args)
-        ):
-            return _on_local_parts(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-
-def _is_mixture(args: Sequence[Any]) -> bool:
-    """Whether lists hold DTensors beside plain tensors, which torch refuses."""
-    kinds = {
-        isinstance(value, DTensor) for values in args if isinstance(values, (list, tuple)) for value in values
-    }
-    return len(kinds) > 1
-
-
-def _on_local_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A function of lists, element by element as those of optimizers are, on this rank's parts; its results are laid out alike.
-
-    Raises:
-        InputError: for one that looks at more than an element, such as a norm.
-    """
-    if any(word in func._schema.name for word in ("norm", "max.default")):
-        raise InputError(
-            f"the optimizer calls {func._schema.name} on tensors of which this rank has parts and on others that it has whole. "
-            "Use foreach=False, or another strategy."
-        )
-    first = args[0]
-    given = [
-        [_local_part(value, like) for value, like in zip(values, first, strict=True)]
-        if isinstance(values, (list, tuple)) and len(values) == len(first)
-        else values
-        for values in args
-    ]
-    found = func(*given, **kwargs)
-    if found is None:
-        return None
-    return [
-        laid_out(value, like) if isinstance(like, DTensor) else value
-        for value, like in zip(found, first, strict=True)
-    ]
 
 
 def _pairs(value: DTensor) -> DTensor:
@@ -210,16 +190,14 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _has_step_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    kinds = [kind for kind in type(optimizer).__mro__ if "step" in vars(kind)]
-    # Classes that this package has put above do not count.
-    steps = next(kind for kind in kinds if not kind.__module__.startswith("atorch_ns."))
-    return steps.__module__.startswith("torch.optim.")
-
-
 def _local_part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(value, DTensor):
-        return value
+        # A gradient that a loop has put there is whole, and a kernel would read its beginning. A number is of each part.
+        is_whole = isinstance(parameter, DTensor) and value.ndim > 0 and value.shape == parameter.shape
+        if not is_whole:
+            return value
+        value = divided_like(value, cast(DTensor, parameter))
+    assert isinstance(value, DTensor)
     if isinstance(parameter, DTensor) and value.placements != parameter.placements:
         value = value.redistribute(parameter.device_mesh, parameter.placements)
     return value.to_local()

@@ -1,0 +1,461 @@
+"""Divided tensors (DTensors) as users write with them: beside plain tensors, by index, in operators without a rule of torch's.
+
+torch computes an operator on divided tensors where it has a rule for it, and else refuses; it loses a write to a view that is
+no part of one rank (``weight[0].zero_()``), and an assignment to ``data``, without a word. What is added here gathers the tensors
+for such an operator, computes it as one process does, and gives each rank its part of what was written.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Final, cast
+from weakref import WeakMethod, WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._op_schema import OutputSharding
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from atorch_ns.errors import StepError
+from atorch_ns.torch_compat.distributed import parameters_of
+from atorch_ns.torch_compat.modules import PackageHook
+
+_aten = torch.ops.aten
+
+
+def extend_dtensor_operators(models: Iterable[nn.Module]) -> None:
+    """Lets every operator take divided tensors, alone and beside plain ones, with the result of one process.
+
+    Plain tensors are taken as this rank's: alike on all ranks, or of its part of the batch, so that gradients of what is
+    computed with them are averaged over the ranks. Every rank must compute it, since all exchange their parts. Random numbers
+    differ from part to part on CPUs, too.
+
+    Args:
+        models: models with divided parameters, or the parts of one.
+    """
+    dispatcher = DTensor._op_dispatcher
+    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
+    handlers.update(dict.fromkeys(_foreach_operators(), _on_local_parts))
+    handlers[_aten._foreach_norm.Scalar] = _norms
+    handlers[_aten._local_scalar_dense.default] = _read_number
+    handlers[_aten.index_put_.default] = _compute_whole  # torch's rule leaves a mask of another part
+    if not torch.cuda.is_available():  # where torch draws other numbers for each part
+        handlers.update(dict.fromkeys(_RANDOM, _draw_whole))
+    for operator in _VIEWS:
+        _extend(operator, _follow_view)
+    _let_mixed_through()
+    if torch.cuda.is_available():
+        # Its backward passes run in threads of their own, and the switch is a thread's.
+        number = torch.ones((), device="cuda", requires_grad=True) * 1.0
+        number.register_hook(lambda _: _let_mixed_through())
+        number.backward()
+    if not isinstance(vars(dispatcher).get("unwrap_to_op_info"), functools.partial):
+        for name, function in (
+            ("unwrap_to_op_info", _find_mixed),
+            ("_propagate_op_sharding_dispatch_slow_path", _divide_or_gather),
+        ):
+            setattr(dispatcher, name, functools.partial(function, getattr(dispatcher, name)))
+        cast(Any, DTensor).data = property(cast(Any, torch.Tensor.data).__get__, _replace_data)
+        cast(Any, DTensor).tolist = lambda tensor: _gather(tensor).tolist()
+        cast(Any, DTensor).numpy = _read_only_array
+    units = (unit for model in models for unit in model.modules() if isinstance(unit, FSDPModule))
+    for parameter in parameters_of(units):
+        _FSDP_PARAMETERS[id(parameter.sharded_param)] = parameter
+        _average_gradients(parameter.sharded_param)  # to which torch adds its own part, whatever is there
+
+
+def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Lists of which some tensors are divided and some are not, as optimizers and averages use them: each pair where its first
+    tensor lies, since an element of a result depends on the elements at its own place alone."""
+    targets = args[0]
+
+    def local(argument: Any) -> Any:
+        if not isinstance(argument, (list, tuple)):  # a number for all of them
+            return _gather(argument) if isinstance(argument, DTensor) else argument
+        if len(argument) != len(targets):
+            return argument
+        return [_part_beside(value, target) for value, target in zip(argument, targets, strict=True)]
+
+    found = operator(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+    if found is None:
+        return None
+    pairs = zip(found, targets, strict=True)
+    return [laid_out(part, target) if isinstance(target, DTensor) else part for part, target in pairs]
+
+
+def _norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Norms for ``torch.nn.utils.clip_grad_norm_``, 0-d: whole unless all lie on one mesh, since it stacks them."""
+    tensors, order = args[0], args[1] if len(args) > 1 else 2
+    norms = [torch.linalg.vector_norm(tensor, order, **kwargs) for tensor in tensors]
+    if len({norm.device_mesh if isinstance(norm, DTensor) else None for norm in norms}) == 1:
+        return norms
+    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+
+
+_RANDOM = (
+    _aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.exponential_.default,
+    _aten.randn_like.default, _aten.rand_like.default,
+)  # fmt: skip
+
+
+def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """This rank's part of numbers that are drawn for a whole tensor, as in one process."""
+    target = args[0]
+    local = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    drawn = operator(local, *args[1:], **kwargs)
+    if not operator._schema.is_mutable:
+        return _laid_beside(drawn, target)
+    target._local_tensor.copy_(_laid_beside(drawn, target)._local_tensor)
+    return cast(torch.Tensor, target)
+
+
+def _read_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``tensor.item()``, collective: of a norm or a sum each rank holds a summand, which torch gives as the number."""
+    return operator(_gather(args[0]))
+
+
+_OBSERVERS: list[WeakMethod[Callable[[DeviceMesh], None]]] = []
+"""Methods that are told of each gathering, for as long as their objects live."""
+
+
+def observe_gathering(method: Callable[[DeviceMesh], None]) -> None:
+    """Calls a bound method with the mesh of a divided tensor before its parts are gathered for an operator."""
+    _OBSERVERS[:] = [known for known in _OBSERVERS if known() is not None]
+    _OBSERVERS.append(WeakMethod(method))
+
+
+def _gather(tensor: DTensor) -> torch.Tensor:
+    """The whole of a divided tensor; collective."""
+    for known in _OBSERVERS:
+        if (method := known()) is not None:
+            method(tensor.device_mesh)
+    return tensor.full_tensor()
+
+
+def _part_beside(tensor: Any, target: Any) -> Any:
+    """This rank's part of a tensor, divided as another is."""
+    if not isinstance(tensor, DTensor):
+        is_whole = isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.shape == target.shape
+        return _laid_beside(tensor, target).to_local() if is_whole and isinstance(target, DTensor) else tensor
+    if isinstance(target, DTensor) and tensor.placements != target.placements:
+        tensor = tensor.redistribute(target.device_mesh, target.placements)
+    return tensor.to_local()
+
+
+def _laid_beside(whole: torch.Tensor, target: DTensor) -> DTensor:
+    """A tensor that is alike on all ranks, divided as another is."""
+    mesh = target.device_mesh
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=target.placements)
+
+
+def laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor in the layout of ``like``, of which ``local`` is this rank's part; they share memory."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _let_mixed_through() -> None:
+    """Has torch ask this module about plain tensors beside divided ones, in this thread, in the place of refusing them."""
+    torch._C._set_dtensor_allow_implicit_replication(True)
+
+
+class _Mixed:
+    """In the place of what torch makes of arguments: plain tensors are among them that it would take for alike on all ranks."""
+
+
+def _plain_leaves(*arguments: Any) -> list[torch.Tensor]:
+    leaves = tree_leaves(arguments)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)]
+
+
+def _find_mixed(
+    torchs: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """In the place of ``unwrap_to_op_info``. A plain number is alike on all ranks, unless it has a gradient, as a loss does."""
+    is_read = not operator._schema.is_mutable and torch.is_grad_enabled()
+    if any(plain.ndim or (is_read and plain.requires_grad) for plain in _plain_leaves(args, kwargs)):
+        return _Mixed()
+    return torchs(operator, args, kwargs)
+
+
+def _divide_or_gather(
+    torchs: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any
+) -> Any:
+    """In the place of ``_propagate_op_sharding_dispatch_slow_path``, which may give an operator's result itself."""
+    if isinstance(rest[0], _Mixed):
+        return _compute_whole(operator, args, kwargs)
+    try:
+        sharding = torchs(operator, args, kwargs, *rest)
+    except (RuntimeError, NotImplementedError):
+        # It has no rule, the tensors have several meshes, or a write would be divided in another way.
+        if operator in _VIEWS:
+            raise
+        return _compute_whole(operator, args, kwargs)
+    if _looks_mixed(operator, args):
+        return _compute_unremembered(operator, args, rest[0], sharding)
+    return sharding
+
+
+def _looks_mixed(operator: Any, args: tuple[Any, ...]) -> bool:
+    """Whether torch would remember a way of dividing that it then takes for plain tensors, too: it cannot tell them from
+    divided ones that are alike on all ranks."""
+    if operator._schema.is_mutable:
+        return False
+    divided = [leaf for leaf in tree_leaves(args) if isinstance(leaf, DTensor)]
+    alike = [tensor for tensor in divided if all(kind.is_replicate() for kind in tensor.placements)]
+    return bool(_plain_leaves(args)) or (len(divided) > 1 and bool(alike))
+
+
+def _compute_unremembered(operator: Any, args: tuple[Any, ...], info: Any, sharding: Any) -> Any:
+    """torch's result of an operator, of which it does not keep how it is divided."""
+    if not isinstance(sharding, OutputSharding):
+        return sharding
+    info.output_sharding = sharding
+    dispatcher = DTensor._op_dispatcher
+    local = dispatcher._dispatch_get_local_results_slow_path(operator, args, info)
+    return dispatcher.wrap(local, sharding.output_spec)
+
+
+def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator on gathered tensors, collective; a plain result, or the tensors that it has written to."""
+    wholes: dict[int, torch.Tensor] = {}
+
+    def gather(leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        if id(leaf) not in wholes:
+            whole = _gather(leaf)
+            shares = whole.untyped_storage()._cdata == leaf._local_tensor.untyped_storage()._cdata
+            wholes[id(leaf)] = whole.clone() if shares else whole
+        return wholes[id(leaf)]
+
+    whole_args, whole_kwargs = tree_map(gather, (args, kwargs))
+    result = operator(*whole_args, **whole_kwargs)
+    divided = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)}
+    written = _written(operator, args, kwargs)
+    for tensor in written:
+        _write_whole(operator, wholes[id(tensor)], tensor)
+    if torch.is_grad_enabled():
+        kept = {id(tensor) for tensor in written}
+        for number, tensor in divided.items():
+            if tensor.requires_grad and number not in kept:
+                _average_gradients(tensor)
+    originals = {id(whole): divided[number] for number, whole in wholes.items()}
+    return tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
+
+
+def _write_whole(operator: Any, whole: torch.Tensor, target: DTensor) -> None:
+    """Gives this rank its part of what was written.
+
+    Raises:
+        StepError: if the shape has changed, which a divided tensor cannot follow.
+    """
+    if whole.shape != target.shape:
+        raise StepError(
+            f"{operator.overloadpacket.__name__} changes the shape of a divided tensor from {tuple(target.shape)} to "
+            f"{tuple(whole.shape)} in place. Use the function that gives a new tensor, such as t() for t_()."
+        )
+    if any(kind.is_partial() for kind in target.placements):  # summands, which nobody can write
+        replicated = [Replicate()] * target.device_mesh.ndim
+        whole = DTensor.from_local(whole, target.device_mesh, replicated, run_check=False)
+        target._spec, target._local_tensor = whole._spec, whole._local_tensor
+    else:
+        target._local_tensor.copy_(_laid_beside(whole, target)._local_tensor)
+
+
+def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
+    """The divided tensors that an operator writes to."""
+    if not operator._schema.is_mutable:
+        return []
+    found = [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, DTensor)]
+
+
+NO_SECOND_DERIVATIVE: Final = (
+    "a backward pass with create_graph=True is to be differentiated again, and the exchanges of divided parameters have no "
+    "second derivative. Train a loss with a penalty on its gradients under ddp or zero1."
+)
+
+
+class _DivideGradient(PackageHook):
+    """A hook of :func:`_average_gradients`."""
+
+
+def _average_gradients(tensor: DTensor) -> None:
+    """Divides what comes as the gradient of a whole tensor: the mean over the ranks, as of their losses."""
+    if any(isinstance(hook, _DivideGradient) for hook in (tensor._backward_hooks or {}).values()):
+        return
+    mesh = tensor.device_mesh
+    placements = [Replicate() if kind.is_partial() else kind for kind in tensor.placements]
+
+    def divide(gradient: torch.Tensor) -> torch.Tensor:
+        if isinstance(gradient, DTensor):
+            return gradient.redistribute(placements=placements)
+        if torch.is_grad_enabled():
+            raise StepError(NO_SECOND_DERIVATIVE)
+        summand = DTensor.from_local(gradient / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
+        return summand.redistribute(placements=placements)
+
+    tensor.register_hook(_DivideGradient(cast(Any, divide)))
+
+
+_VIEWS = (
+    _aten.select.int, _aten.slice.Tensor, _aten.diagonal.default, _aten.view.default, _aten.unbind.int,
+    _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default, _aten.as_strided.default, _aten.unfold.default,
+    _aten._reshape_alias.default,
+)  # fmt: skip
+"""Views for which torch may gather, so that they are copies."""
+_VIEW_COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Copies in the place of views: the divided tensor that they were taken of, and how."""
+_OF_TORCH: dict[Any, Any] = {}
+"""What was registered for an operator before this module's function."""
+
+
+def _extend(operator: Any, handler: Callable[..., Any]) -> None:
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    if handlers.get(operator) is not handler:
+        _OF_TORCH[operator] = handlers.get(operator)
+        handlers[operator] = handler
+
+
+def _as_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator without this module's function for it."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    ours, torchs = handlers.pop(operator), _OF_TORCH[operator]
+    if torchs is not None:
+        handlers[operator] = torchs
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        handlers[operator] = ours
+
+
+def _follow_view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of a divided tensor; where it is a copy, writes to it are followed until it is gone."""
+    source = args[0]
+    try:
+        result = _as_torch(operator, args, kwargs)
+    except (RuntimeError, NotImplementedError):  # along a dimension that is divided
+        mesh, everywhere = source.device_mesh, [Replicate()] * source.device_mesh.ndim
+        whole = source.redistribute(placements=everywhere).to_local()
+        result = tree_map(
+            lambda view: DTensor.from_local(view, mesh, everywhere, run_check=False),
+            operator(whole, *args[1:], **kwargs),
+        )
+    root, steps = _VIEW_COPIES.get(source, (source, ()))
+    several = isinstance(result, (list, tuple))
+    for index, view in enumerate(result if several else [result]):
+        if isinstance(view, DTensor) and (steps or not _share_memory(view, source)):
+            if not _VIEW_COPIES:
+                _follow_writes()
+            _VIEW_COPIES[view] = (root, (*steps, (operator, args[1:], kwargs, index if several else None)))
+    return result
+
+
+def _share_memory(first: DTensor, second: DTensor) -> bool:
+    try:
+        memory, other = (tensor._local_tensor.untyped_storage()._cdata for tensor in (first, second))
+    except NotImplementedError:  # under torch.func, where nothing is written in place
+        return True
+    return bool(memory == other)
+
+
+def _follow_writes() -> None:
+    """Registers the function that follows writes, for as long as there is a copy in the place of a view."""
+    for operator, is_write in _changing_operators():
+        if operator not in DTensor._op_dispatcher._custom_op_handlers:
+            _extend(operator, _write_through if is_write else _follow_view)
+
+
+@functools.cache
+def _changing_operators() -> list[tuple[Any, bool]]:
+    """Operators whose first argument is written to in place, and other views of it; whether they write."""
+    return [
+        (operator, first.is_write)
+        for operator in _operators_named("")
+        if operator._schema.arguments and operator._schema.returns
+        if (first := operator._schema.arguments[0].alias_info) is not None
+        if not first.is_write or operator._schema.name.endswith("_")
+    ]
+
+
+@functools.cache
+def _foreach_operators() -> list[Any]:
+    """Operators of lists of tensors, place by place."""
+    found = [op for op in _operators_named("_foreach_") if not op._schema.name.endswith(("norm", "max"))]
+    return [operator for operator in found if not operator._overloadname.endswith("out")]
+
+
+def _operators_named(prefix: str) -> list[Any]:
+    schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith(f"aten::{prefix}")]
+    packets = [(getattr(_aten, s.name.removeprefix("aten::"), None), s.overload_name) for s in schemas]
+    found = [getattr(packet, overload or "default", None) for packet, overload in packets]
+    return [operator for operator in found if operator is not None]
+
+
+def _write_through(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A write in place; if it is to a copy in the place of a view, to what that was taken of, too."""
+    if not _VIEW_COPIES:  # all copies are gone: nothing is to be followed
+        for known, _ in _changing_operators():
+            handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+            if handlers.get(known) is _write_through:
+                del handlers[known]
+        return operator(*args, **kwargs)
+    target = args[0]
+    if target not in _VIEW_COPIES:
+        return _as_torch(operator, args, kwargs)
+    root, steps = _VIEW_COPIES[target]
+    whole = _gather(root).clone()
+    view = whole
+    for step, arguments, options, index in steps:
+        view = step(view, *arguments, **options)
+        view = view if index is None else view[index]
+    gathered = tree_map(lambda leaf: _gather(leaf) if isinstance(leaf, DTensor) else leaf, (args[1:], kwargs))
+    operator(view, *gathered[0], **gathered[1])
+    root._local_tensor.copy_(_laid_beside(whole, root)._local_tensor)
+    target._local_tensor.copy_(_laid_beside(view.clone(), target)._local_tensor)
+    return target
+
+
+_FSDP_PARAMETERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The ``FSDPParam`` of divided parameters, by their numbers: ``module.to`` refuses tensors that something refers to weakly."""
+
+
+def _replace_data(target: DTensor, value: torch.Tensor) -> None:
+    """``target.data = value``, which torch would give to the shell of a divided tensor alone.
+
+    Raises:
+        StepError: if the new values have another shape or dtype, for which ranks have no memory.
+    """
+    if value.shape != target.shape or value.dtype != target.dtype:
+        raise StepError(
+            f"data of a divided tensor of shape {tuple(target.shape)} in {target.dtype} cannot become a tensor of shape "
+            f"{tuple(value.shape)} in {value.dtype}. Change the model before the call."
+        )
+    value = value.detach()
+    if not isinstance(value, DTensor):
+        value = _laid_beside(value.clone(), target)
+    elif value.placements != target.placements or value.device_mesh != target.device_mesh:
+        value = _laid_beside(value.full_tensor(), target)
+    target._local_tensor = value._local_tensor
+    gathered = _FSDP_PARAMETERS.get(id(target))
+    if gathered is not None and gathered.sharded_param is target:
+        gathered.reset_sharded_param()
+
+
+def _read_only_array(tensor: DTensor, *, force: bool = False) -> Any:
+    """A whole tensor for numpy; a write to it could not reach the parts of other ranks, and is refused."""
+    array = _gather(tensor).numpy(force=force)
+    array.flags.writeable = False
+    return array
