@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Final, cast
 from weakref import WeakMethod, WeakValueDictionary
 
@@ -70,8 +71,7 @@ def extend_dtensor_operators(models: Iterable[nn.Module]) -> None:
 
 
 def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lists of which some tensors are divided and some are not, as optimizers and averages use them: each pair where its first
-    tensor lies, since an element of a result depends on the elements at its own place alone."""
+    """Lists, some tensors of which may be divided: each pair where its first tensor lies, since results are of each element alone."""
     targets = args[0]
 
     def local(argument: Any) -> Any:
@@ -84,8 +84,9 @@ def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     found = operator(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
     if found is None:
         return None
+    wrap = DTensor._op_dispatcher.wrap
     pairs = zip(found, targets, strict=True)
-    return [laid_out(part, target) if isinstance(target, DTensor) else part for part, target in pairs]
+    return [wrap(part, target._spec) if isinstance(target, DTensor) else part for part, target in pairs]
 
 
 def _norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -204,8 +205,7 @@ def _divide_or_gather(
 
 
 def _looks_mixed(operator: Any, args: tuple[Any, ...]) -> bool:
-    """Whether torch would remember a way of dividing that it then takes for plain tensors, too: it cannot tell them from
-    divided ones that are alike on all ranks."""
+    """Whether torch would remember it for plain tensors too, which it cannot tell from divided ones that are alike on all ranks."""
     if operator._schema.is_mutable:
         return False
     divided = [leaf for leaf in tree_leaves(args) if isinstance(leaf, DTensor)]
@@ -218,9 +218,8 @@ def _compute_unremembered(operator: Any, args: tuple[Any, ...], info: Any, shard
     if not isinstance(sharding, OutputSharding):
         return sharding
     info.output_sharding = sharding
-    dispatcher = DTensor._op_dispatcher
-    local = dispatcher._dispatch_get_local_results_slow_path(operator, args, info)
-    return dispatcher.wrap(local, sharding.output_spec)
+    local = DTensor._op_dispatcher._dispatch_get_local_results_slow_path(operator, args, info)
+    return DTensor._op_dispatcher.wrap(local, sharding.output_spec)
 
 
 def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -307,7 +306,10 @@ def _average_gradients(tensor: DTensor) -> None:
         summand = DTensor.from_local(gradient / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
         return summand.redistribute(placements=placements)
 
-    tensor.register_hook(_DivideGradient(cast(Any, divide)))
+    trains = tensor.requires_grad  # a frozen one may be thawed
+    with suppress(RuntimeError):  # of integers, which have no gradients
+        tensor.requires_grad_().register_hook(_DivideGradient(cast(Any, divide)))
+        tensor.requires_grad_(trains)
 
 
 _VIEWS = (
@@ -393,15 +395,14 @@ def _changing_operators() -> list[tuple[Any, bool]]:
 @functools.cache
 def _foreach_operators() -> list[Any]:
     """Operators of lists of tensors, place by place."""
-    found = [op for op in _operators_named("_foreach_") if not op._schema.name.endswith(("norm", "max"))]
-    return [operator for operator in found if not operator._overloadname.endswith("out")]
+    found = [op for op in _operators_named("_foreach_") if not op._overloadname.endswith("out")]
+    return [operator for operator in found if not operator._schema.name.endswith(("norm", "max"))]
 
 
 def _operators_named(prefix: str) -> list[Any]:
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith(f"aten::{prefix}")]
     packets = [(getattr(_aten, s.name.removeprefix("aten::"), None), s.overload_name) for s in schemas]
-    found = [getattr(packet, overload or "default", None) for packet, overload in packets]
-    return [operator for operator in found if operator is not None]
+    return [op for packet, overload in packets if (op := getattr(packet, overload or "default", None))]
 
 
 def _write_through(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
