@@ -109,17 +109,15 @@ def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
         optimizer.__class__ = class_above(_OnLocalParts, type(optimizer))
 
 
+@torch.no_grad()  # where parts of divided tensors are at hand
 def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Gives gradients the strides of their parameters: fused kernels read both in the order of memory.
-
-    Those of a backward pass have them, those of a loop (``p.grad = g.t()``) and of divided tensors may not.
-    """
+    """Gives gradients that a loop wrote (``p.grad = g.t()``) the strides of their parameters: fused kernels read memory in order."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             found, is_divided = parameter.grad, isinstance(parameter, DTensor)
             if found is None or found.layout != torch.strided or isinstance(found, DTensor) != is_divided:
                 continue
-            gradient, weight = local_part(found), local_part(parameter).detach()
+            gradient, weight = local_part(found), local_part(parameter)
             if gradient.stride() != weight.stride() and gradient.shape == weight.shape:
                 laid = torch.empty_like(weight).copy_(gradient)
                 parameter.grad = laid_out(laid, found) if is_divided else laid
