@@ -91,17 +91,17 @@ class MasterWeights:
     def take_writes(self) -> None:
         """Takes over what a loop has written to the parameters since the last update.
 
-        A write through ``parameter.data`` leaves no mark. All parameters are looked at before the first updates therefore, and
-        before each update of a loop that has made such a write by then. Elements that are as they were keep their precision.
+        A write through ``parameter.data`` leaves no mark: all parameters are looked at before the first updates, and in a loop that
+        has made such a write by then before each. Elements that are as they were keep their precision.
         """
         for parameter, master in self._masters.items():
             is_marked = self._marks.get(parameter) != _mark(parameter)
-            if not (is_marked or self._is_written or self._num_updates < _NUM_LOOKS):
-                continue
-            here = parameter.to(device=master.device)
-            is_same = here == master.to(parameter.dtype)
-            self._is_written |= not is_marked and not bool(is_same.all())
-            master.copy_(torch.where(is_same, master, here.to(master.dtype)))
+            if is_marked or self._is_written or self._num_updates < _NUM_LOOKS:
+                kept = local_part(master)  # each rank looks at its own part
+                here = local_part(parameter).to(device=kept.device)
+                is_same = here == kept.to(here.dtype)
+                self._is_written |= not is_marked and not bool(is_same.all())
+                kept.copy_(torch.where(is_same, kept, here.to(kept.dtype)))
 
     @torch.no_grad()
     def copy_to_parameters(self) -> None:
