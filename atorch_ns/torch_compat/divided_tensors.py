@@ -376,7 +376,7 @@ def _share_memory(first: DTensor, second: DTensor) -> bool:
 def _follow_writes() -> None:
     """Registers the function that follows writes, for as long as there is a copy in the place of a view."""
     for operator, is_write in _changing_operators():
-        if operator not in DTensor._op_dispatcher._custom_op_handlers:
+        if is_write or operator not in DTensor._op_dispatcher._custom_op_handlers:
             _extend(operator, _write_through if is_write else _follow_view)
 
 
@@ -410,8 +410,8 @@ def _write_through(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not _VIEW_COPIES:  # all copies are gone: nothing is to be followed
         for known, _ in _changing_operators():
             handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-            if handlers.get(known) is _write_through:
-                del handlers[known]
+            if handlers.get(known) is _write_through and handlers.pop(known) and _OF_TORCH[known]:
+                handlers[known] = _OF_TORCH[known]
         return operator(*args, **kwargs)
     target = args[0]
     if target not in _VIEW_COPIES:

@@ -275,6 +275,8 @@ def test_loops_train_as_in_one_process(strategy: str) -> None:
 
 WRITES: Final[dict[str, Callable[[Any], Any]]] = {
     "row": lambda p: p[0].mul_(3),
+    "row drawn anew": lambda p: (torch.manual_seed(1), p[0].normal_()),
+    "mask in rows": lambda p: p[:3].__setitem__(p[:3].abs() > 0.1, 0.25),
     "element": lambda p: p[1, 2].fill_(7.0),
     "slice": lambda p: p[:2].zero_(),
     "slice assigned": lambda p: p.__setitem__(slice(0, 3), 0.5),
