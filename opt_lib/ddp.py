@@ -22,7 +22,6 @@ from atorch_ns.errors import InputError, Problem, StepError
 from atorch_ns.job import Job
 from atorch_ns.job.batch_norm import synchronise_batch_norms
 from atorch_ns.job.reducer import GradientReducer, require_dense_gradients, sparse_tables
-from atorch_ns.job.states import shard_after_evaluations
 from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
@@ -30,7 +29,7 @@ from atorch_ns.text import counted, first_few
 from atorch_ns.torch_compat import after_backward, reduced_parameters, replicate, unreached_parameters
 from opt_lib._config_checks import SyncBatchNorm
 from opt_lib._sharded.fully_shard import skip_sync
-from opt_lib._sharded.gather import gather_for_methods
+from opt_lib._sharded.gather import ShardsBetweenPasses, gather_for_methods
 from opt_lib._sharded.idle import reduce_idle_parameters
 from opt_lib._sharded.units import (
     average_ignored,
@@ -343,8 +342,8 @@ def _replicate_parts(job: Job, method: str) -> None:
             shared = [parameter for parameter in root.parameters() if parameter not in experts]
             broadcast_from_first(job, [*shared, *root.buffers()])
             replicate(root, mesh=job.mesh.data, ignored=ignored | scalars)  # which it refuses
-        shard_after_evaluations(job.roots)
-        gather_for_methods(job)
+        passes = [ShardsBetweenPasses(root) for root in job.roots]
+        gather_for_methods(job, passes)
         reduce_idle_parameters(job, method, ignored | scalars)
     job.gradients.skip_sync = skip_sync(job.roots)
     average_ignored(job, scalars)

@@ -6,10 +6,9 @@ A checkpoint sees every job through :class:`TrainingStates`, whatever has sharde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -27,7 +26,7 @@ from atorch_ns.profile.optimizer import nested_optimizers
 from atorch_ns.sharding import Packing
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import with_article
-from atorch_ns.torch_compat import gathered_parameters, keep_gathered_writes
+from atorch_ns.torch_compat import show_gathered
 
 T = TypeVar("T")
 
@@ -141,37 +140,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
-    """Clears the gradients of shards too: the module's parameters are the gathered ones between a forward and a backward pass."""
-    type(module).zero_grad(module, set_to_none)
-    for shard, _ in gathered_parameters(module):
-        if shard.grad is not None:
-            shard.grad = None if set_to_none else torch.zeros_like(shard.grad)
-
-
-def shard_after_evaluations(roots: Iterable[nn.Module]) -> None:
-    """Has parameters be shards again after a forward pass that no backward pass follows, which torch leaves gathered, under
-    ``replicate`` too: an optimizer would step, and a loop would write, what the next pass does not read."""
-
-    def attach(root: nn.Module) -> None:
-        units = [module for module in root.modules() if isinstance(module, FSDPModule)]
-
-        def before(*_: Any) -> None:
-            keep_gathered_writes(units)
-
-        def after(*_: Any) -> None:
-            if not torch.is_grad_enabled():
-                reshard(root)
-
-        root.register_forward_pre_hook(torch.compiler.disable(before), prepend=True)
-        root.register_forward_hook(torch.compiler.disable(after))
-        root.register_state_dict_pre_hook(before)  # before torch's, which lets go of what is gathered
-        root.zero_grad = MethodType(_zero_grad, root)  # type: ignore[method-assign]
-
-    for root in roots:
-        attach(root)
-
-
 class ParameterStates:
     """The default :class:`~atorch_ns.job.TrainingStates`.
 
@@ -193,7 +161,7 @@ class ParameterStates:
         holder: Callable[[torch.optim.Optimizer], torch.optim.Optimizer] | None = None,
     ) -> None:
         for root in (job.module, *job.parts.stages):
-            keep_gathered_writes(module for module in root.modules() if isinstance(module, FSDPModule))
+            show_gathered(module for module in root.modules() if isinstance(module, FSDPModule))
             reshard(root)
         masters = optimizer.masters if isinstance(optimizer, StepOptimizer) else None
         if masters is not None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -269,10 +269,8 @@ def accumulate_after_backward(module: nn.Module) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
-@torch.no_grad()
-def keep_gathered_writes(units: Iterable[FSDPModule]) -> None:
-    """Gives back to the shards of ``fully_shard`` and ``replicate`` what was written to parameters that are gathered: whether
-    they are trained, and their values where these have the dtype of the shards (``FSDPParam.sharded_state``).
+def show_gathered(units: Iterable[FSDPModule]) -> None:
+    """Has modules of ``fully_shard`` and ``replicate`` compute with what is gathered of them (``FSDPParam.sharded_state``).
 
     Raises:
         StepError: if a module has another tensor in the place of a parameter, which would be lost.
@@ -282,19 +280,45 @@ def keep_gathered_writes(units: Iterable[FSDPModule]) -> None:
     for parameter in parameters_of(units):
         place = parameter._module_info
         found = place.module._parameters.get(place.param_name)
-        whole = getattr(parameter, "_unsharded_param", parameter.sharded_param)
-        if found is not parameter.sharded_param and found is not whole:
+        shard = parameter.sharded_param
+        whole = getattr(parameter, "_unsharded_param", shard)
+        if found is not shard and found is not whole:
             raise StepError(
                 f"the parameter {place.param_name} of a {type(place.module).__name__} is another tensor than the one that was "
                 "divided, as by torch.func.functional_call, a parametrization or a new module, and gathering would put the "
                 "divided one in its place. Make the change before the call, or use ddp or zero1."
             )
+        if found is shard and parameter.sharded_state == ShardedState.UNSHARDED:
+            if whole.requires_grad != shard.requires_grad:
+                whole.requires_grad_(shard.requires_grad)
+            parameter._setattr_on_modules(whole)
+
+
+def show_shards(units: Iterable[FSDPModule]) -> list[tuple[DTensor, tuple[int, ...]]]:
+    """Has modules of ``fully_shard`` and ``replicate`` show what they hold for good, also where they are gathered: a backward
+    pass lets go of that memory, with what a user has computed of it.
+
+    Returns:
+        The shards of what is gathered, each with its :func:`state_of_writes`.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+
+    shown = []
+    for parameter in parameters_of(units):
         if parameter.sharded_state == ShardedState.UNSHARDED:
-            shard = parameter.sharded_param
-            shard.requires_grad_(whole.requires_grad)
-            if shard.dtype == whole.dtype:
-                _copy_part(parameter, whole, shard)
-            _keep_gathered_memory(parameter, whole)
+            parameter._setattr_on_modules(parameter.sharded_param)
+            shown.append((parameter.sharded_param, state_of_writes(parameter.sharded_param)))
+    return shown
+
+
+def state_of_writes(tensor: DTensor) -> tuple[int, ...]:
+    """What changes with every write to a divided tensor, on all ranks alike, and whenever its ``data`` is read: torch does not
+    count writes to that."""
+    return tensor._version, tensor._local_tensor._version, vars(tensor).get(DATA_USES, 0)
+
+
+DATA_USES: Final = "_num_data_uses"
+"""The attribute of a divided tensor that counts reads of and assignments to its ``data``."""
 
 
 def gathered_parameters(module: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -310,28 +334,6 @@ def parameters_of(units: Iterable[FSDPModule]) -> Iterator[Any]:
         state = unit._get_fsdp_state()
         for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
             yield from group.fsdp_params
-
-
-def _copy_part(parameter: Any, whole: torch.Tensor, shard: DTensor) -> None:
-    """Copies a rank's part of a gathered parameter, which may be a part along another axis itself."""
-    local = whole._local_tensor if isinstance(whole, DTensor) else whole
-    mesh = parameter.mesh_info  # of replicate it has no shards
-    rank, size = getattr(mesh, "shard_mesh_rank", 0), getattr(mesh, "shard_mesh_size", 1)
-    parts = local.chunk(size, parameter.fsdp_placement.dim)
-    if rank < len(parts):
-        shard._local_tensor.copy_(parts[rank])
-
-
-def _keep_gathered_memory(parameter: Any, whole: torch.Tensor) -> None:
-    """Gives a gathered parameter the memory that the next gathering writes to; an assignment to ``data`` gave it another."""
-    local = whole._local_tensor if isinstance(whole, DTensor) else whole
-    (memory,) = parameter.all_gather_outputs or (local,)
-    if memory.untyped_storage()._cdata != local.untyped_storage()._cdata:
-        gathered = memory.as_strided(local.shape, parameter._contiguous_orig_stride, 0).copy_(local)
-        if isinstance(whole, DTensor):
-            whole._local_tensor = gathered
-        else:
-            whole.data = gathered
 
 
 def reduce_after_backward(module: nn.Module) -> None:

@@ -22,8 +22,8 @@ from torch.distributed.tensor._op_schema import OutputSharding
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch_ns.errors import StepError
-from atorch_ns.torch_compat.distributed import parameters_of
+from atorch_ns.errors import CheckpointError, StepError
+from atorch_ns.torch_compat.distributed import DATA_USES, parameters_of
 from atorch_ns.torch_compat.modules import PackageHook
 
 _aten = torch.ops.aten
@@ -61,9 +61,10 @@ def extend_dtensor_operators(models: Iterable[nn.Module]) -> None:
             ("_propagate_op_sharding_dispatch_slow_path", _divide_or_gather),
         ):
             setattr(dispatcher, name, functools.partial(function, getattr(dispatcher, name)))
-        cast(Any, DTensor).data = property(cast(Any, torch.Tensor.data).__get__, _replace_data)
+        cast(Any, DTensor).data = property(_read_data, _replace_data)
         cast(Any, DTensor).tolist = lambda tensor: _gather(tensor).tolist()
         cast(Any, DTensor).numpy = _read_only_array
+        cast(Any, DTensor).__reduce_ex__ = _refuse_parts
     units = (unit for model in models for unit in model.modules() if isinstance(unit, FSDPModule))
     for parameter in parameters_of(units):
         _FSDP_PARAMETERS[id(parameter.sharded_param)] = parameter
@@ -433,6 +434,15 @@ _FSDP_PARAMETERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """The ``FSDPParam`` of divided parameters, by their numbers: ``module.to`` refuses tensors that something refers to weakly."""
 
 
+def _read_data(target: DTensor) -> torch.Tensor:
+    _count_data_use(target)
+    return cast(torch.Tensor, cast(Any, torch.Tensor.data).__get__(target))
+
+
+def _count_data_use(target: DTensor) -> None:
+    vars(target)[DATA_USES] = vars(target).get(DATA_USES, 0) + 1
+
+
 def _replace_data(target: DTensor, value: torch.Tensor) -> None:
     """``target.data = value``, which torch would give to the shell of a divided tensor alone.
 
@@ -450,9 +460,22 @@ def _replace_data(target: DTensor, value: torch.Tensor) -> None:
     elif value.placements != target.placements or value.device_mesh != target.device_mesh:
         value = _laid_beside(value.full_tensor(), target)
     target._local_tensor = value._local_tensor
+    _count_data_use(target)
     gathered = _FSDP_PARAMETERS.get(id(target))
     if gathered is not None and gathered.sharded_param is target:
         gathered.reset_sharded_param()
+
+
+def _refuse_parts(tensor: DTensor, protocol: Any) -> Any:
+    """Pickles a tensor, as ``torch.save`` does, unless a file of one rank would look like a whole model's and hold a part of it."""
+    if tensor._local_tensor.shape != tensor.shape or any(place.is_partial() for place in tensor.placements):
+        raise CheckpointError(
+            f"torch.save or pickle was given a divided tensor of shape {tuple(tensor.shape)}, of which this rank has "
+            f"{tuple(tensor._local_tensor.shape)}: the file would lack the other ranks' parts. Save on all ranks by "
+            "checkpoint.save(folder, result), or write from one rank what checkpoint.export_state_dict(result) gives, "
+            "called on all; tensor.full_tensor() is the whole, tensor.to_local() the part."
+        )
+    return cast(Any, torch.Tensor).__reduce_ex__(tensor, protocol)
 
 
 def _read_only_array(tensor: DTensor, *, force: bool = False) -> Any:

@@ -20,11 +20,10 @@ from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.job.census import refuse_hidden_outputs
 from atorch_ns.job.reducer import require_dense_gradients
-from atorch_ns.job.states import shard_after_evaluations
 from atorch_ns.strategy import MODEL_AXES
 from atorch_ns.torch_compat import is_view, plain_name
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
-from opt_lib._sharded.gather import gather_for_methods, gather_where_read
+from opt_lib._sharded.gather import ShardsBetweenPasses, gather_for_methods, gather_where_read
 from opt_lib._sharded.idle import reduce_idle_parameters
 from opt_lib._sharded.skipped import call_skipped_units
 from opt_lib._sharded.units import (
@@ -74,7 +73,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         fully_shard(root, **options)
     if keeps_input_dtypes(job, config):
         cast_inputs_where_refused(job, units)
-    shard_after_evaluations(job.roots)
+    passes = [ShardsBetweenPasses(root) for root in job.roots]
     move_to_device(job, ignored)
     if config.forward_prefetch:
         for current, following in itertools.pairwise(units):
@@ -90,7 +89,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     gather_where_read(job, method, options)
     reduce_idle_parameters(job, method, options["ignored_params"])
     call_skipped_units(job, method, units)
-    gather_for_methods(job)
+    gather_for_methods(job, passes)
     _refuse_copies(job.module)
     note_separate_head(job, method, units)
     if reduces_each:

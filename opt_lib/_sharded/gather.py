@@ -9,46 +9,38 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.capture.operators import METADATA
 from atorch_ns.data import user_module
-from atorch_ns.errors import StepError
 from atorch_ns.job import Job
-from atorch_ns.job.states import reshard
 from atorch_ns.text import first_few
-from atorch_ns.torch_compat import plain_name
+from atorch_ns.torch_compat import in_backward, plain_name, show_gathered, show_shards, state_of_writes
+from opt_lib._sharded.idle import call_in_backward
 
 _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
 """The attributes that compute; all others only describe the tensor."""
 
 
-class GatherWhereRead(TorchFunctionMode):
-    """Gathers a sharded parameter for a function that is called with it outside of the parameter's unit.
+class ReadsOutsideOfUnits(TorchFunctionMode):
+    """Finds sharded parameters that a function is called with outside of their unit, which gathers them for its own forward pass alone.
 
-    A unit gathers its parameters for its own forward pass alone, so that other code would meet this rank's shard. The
-    gradient is averaged over the ranks and divided among them, as a unit's is. The first pass of a model is watched;
-    later ones are, too, if that one read a parameter so.
+    Functions gather them themselves (:mod:`atorch_ns.torch_compat.divided_tensors`), in the dtype of units. The first pass of
+    ``root`` is watched; later ones are, too, if that one read a parameter so.
 
     Args:
-        mesh: the ranks that parameters are sharded over.
         dtype: the dtype that units gather in; ``None`` for the parameters' own.
     """
 
-    def __init__(self, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+    def __init__(self, root: nn.Module, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self._mesh = mesh
         self._dtype = dtype
-        self._names: dict[int, str] | None = None
+        self._names: dict[int, str] = {}
         self._depth = 0
-        self.read: list[str] = []
-
-    def attach(self, root: nn.Module) -> None:
-        """Watches the passes of ``root``, whose units are sharded."""
+        self.found: dict[str, None] = {}
         root.register_forward_pre_hook(self._begin)
         root.register_forward_hook(self._end, always_call=True)
 
@@ -57,14 +49,14 @@ class GatherWhereRead(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         describes = func in METADATA or (getattr(func, "__name__", "") == "__get__" and func not in _VIEWS)
-        if not describes and any(self._is_apart(tensor) for tensor in tensors_of((args, dict(kwargs)))):
-            args, kwargs = map_tensors(self._whole, (tuple(args), dict(kwargs)))
+        if not describes and any(id(tensor) in self._names for tensor in tensors_of((args, dict(kwargs)))):
+            args, kwargs = map_tensors(self._note, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
 
     def _begin(self, root: nn.Module, _: Any) -> None:
-        if self._names is None:
+        if not self._names:
             self._names = {id(p): plain_name(name) for name, p in root.named_parameters()}
-        elif not self.read:
+        elif not self.found:
             return
         self._depth += 1
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -74,26 +66,11 @@ class GatherWhereRead(TorchFunctionMode):
             self._depth -= 1
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _is_apart(self, tensor: torch.Tensor) -> bool:
-        return isinstance(tensor, DTensor) and id(tensor) in (self._names or {})
-
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self._is_apart(tensor):
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor) or id(tensor) not in self._names:
             return tensor
-        assert isinstance(tensor, DTensor)
-        assert self._names is not None
-        name = self._names[id(tensor)]
-        if tensor.device_mesh != self._mesh:
-            raise StepError(
-                f"{name} is read outside of the forward pass of its module, where it is not whole: it is divided over "
-                f"{' and '.join(tensor.device_mesh.mesh_dim_names or ())}. Call the module, or train without these axes."
-            )
-        if name not in self.read:
-            self.read.append(name)
-        whole = tensor.full_tensor(grad_placements=[Partial()] * self._mesh.ndim)
-        if whole.requires_grad:
-            whole.register_hook(lambda gradient: gradient / self._mesh.size())
-        return whole if self._dtype is None else whole.to(self._dtype)
+        self.found[self._names[id(tensor)]] = None
+        return tensor if self._dtype is None else tensor.to(self._dtype)
 
 
 def gather_where_read(job: Job, method: str, options: Mapping[str, Any]) -> None:
@@ -101,23 +78,63 @@ def gather_where_read(job: Job, method: str, options: Mapping[str, Any]) -> None
     if job.plan.compiled:  # the compiler would trace the hooks
         return
     policy = options.get("mp_policy")
-    watch = GatherWhereRead(options["mesh"], None if policy is None else policy.param_dtype)
-    for root in job.roots:
-        watch.attach(root)
-    job.explain(
-        method,
-        lambda: (
-            f"{first_few(watch.read, 3)}: gathered where the model reads them, outside of the units they belong to"
-            if watch.read
-            else ""
-        ),
-    )
+    reads = [ReadsOutsideOfUnits(root, None if policy is None else policy.param_dtype) for root in job.roots]
+
+    def text() -> str:
+        found = [name for read in reads for name in read.found]
+        what = "gathered where the model reads them, outside of the units they belong to"
+        return f"{first_few(found, 3)}: {what}" if found else ""
+
+    job.explain(method, text)
+
+
+class ShardsBetweenPasses:
+    """Has a model show its shards between its passes, also where parameters stay gathered for the backward pass.
+
+    torch leaves the root's gathered, under ``replicate`` all. What a user computed of these would lose its memory in the
+    next backward pass, and what an optimizer or a loop wrote to them no later pass would read.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        self._shown: list[tuple[DTensor, tuple[int, ...]]] = []
+        for unit in self._units:
+            if unit is not root:  # which may be called by itself
+                unit.register_forward_pre_hook(torch.compiler.disable(self._resume), prepend=True)
+        root.register_forward_pre_hook(torch.compiler.disable(self.begin), prepend=True)
+        root.register_forward_hook(torch.compiler.disable(lambda _, inputs, output: self.end(output)))
+        root.register_state_dict_pre_hook(self.begin)  # before torch's, which lets go of what is gathered
+
+    def begin(self, *_: Any) -> None:
+        """A forward pass comes: what was written since the last one is gathered anew."""
+        shown, self._shown = self._shown, []
+        show_gathered(self._units)
+        if any(state_of_writes(shard) != state for shard, state in shown):
+            self._reshard()
+
+    def end(self, output: Any) -> None:
+        """A forward pass is through; no backward pass will follow one without gradients."""
+        if not torch.is_grad_enabled():
+            self._reshard()
+        elif not in_backward():
+            self._shown = show_shards(self._units)
+            if self._shown:
+                call_in_backward(output, self._resume)
+
+    def _resume(self, *_: Any) -> None:
+        if self._shown:
+            self._shown = []
+            show_gathered(self._units)
+
+    def _reshard(self) -> None:
+        for unit in self._units:
+            unit.reshard()
 
 
 _RUN: Final = "run_with_gathered_parameters"
 
 
-def gather_for_methods(job: Job) -> None:
+def gather_for_methods(job: Job, passes: Sequence[ShardsBetweenPasses]) -> None:
     """Has the methods of the user's model do what they did before a model of ``fully_shard`` was made of it.
 
     A method that is given tensors counts as a forward pass of the root, unless it is called inside of one. Others, such as
@@ -128,7 +145,7 @@ def gather_for_methods(job: Job) -> None:
     root = job.module
     setattr(root, _RUN, lambda function, *args, **kwargs: function(*args, **kwargs))
     register_fsdp_forward_method(root, _RUN)
-    running = _Running(root, job)
+    running = _Running(root, job, passes[0])
     for module in dict.fromkeys((root, user_module(root))):
         for name, method in _methods(module):
             module.__dict__[name] = running.around(method)
@@ -137,8 +154,8 @@ def gather_for_methods(job: Job) -> None:
 class _Running:
     """Whether a forward pass of a model runs."""
 
-    def __init__(self, root: nn.Module, job: Job) -> None:
-        self._root, self._job = root, job
+    def __init__(self, root: nn.Module, job: Job, passes: ShardsBetweenPasses) -> None:
+        self._root, self._job, self._passes = root, job, passes
         self._depth = 0
         root.register_forward_pre_hook(self._enter, prepend=True)
         root.register_forward_hook(self._leave, always_call=True)
@@ -152,9 +169,9 @@ class _Running:
                 return method(*args, **kwargs)
             self._depth += 1
             try:
+                self._passes.begin()
                 output = getattr(self._root, _RUN)(method, *args, **kwargs)
-                if not torch.is_grad_enabled():
-                    reshard(self._root)
+                self._passes.end(output)
                 self._job.gradients.follow_call(self._job.module, output)
                 return output
             finally:

@@ -91,10 +91,7 @@ class IdleParameters:
 
     def _returned(self, root: nn.Module, inputs: Any, output: Any) -> None:
         if self._late and torch.is_grad_enabled():
-            begin = _once(lambda: after_backward(self._reduce_late, in_turn=True))
-            for tensor in unique_tensors_of(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(begin)
+            call_in_backward(output, lambda: after_backward(self._reduce_late, in_turn=True))
 
     def _reduce_late(self) -> None:
         for parts in self._late.values():
@@ -166,10 +163,7 @@ def _watch(
             used = {id(parameter) for part in called for parameter in _trainable(part)}
             idle = [part for part in idle if any(id(p) not in used for p in _trainable(part))]
         if idle:
-            begin = _once(partial(left_out, idle))
-            for tensor in unique_tensors_of(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(begin)
+            call_in_backward(output, partial(left_out, idle))
 
     sharded = {id(p) for part in parts for p in _trainable(part) if p not in ignored}
 
@@ -188,11 +182,14 @@ def _watch(
     unit.register_forward_hook(end)
 
 
-def _once(action: Callable[[], None]) -> Callable[[torch.Tensor], None]:
+def call_in_backward(output: Any, action: Callable[[], None]) -> None:
+    """Calls ``action`` once, where a backward pass comes to a tensor of ``output``."""
     actions = [action]
 
-    def hook(_: torch.Tensor) -> None:
+    def begin(_: torch.Tensor) -> None:
         if actions:
             actions.pop()()
 
-    return hook
+    for tensor in unique_tensors_of(output):
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(disable(begin))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 
 from atorch_ns import auto_accelerate, checkpoint
-from atorch_ns.errors import StepError
+from atorch_ns.errors import CheckpointError, StepError
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -119,6 +120,33 @@ def penalty_by_itself(loop: Loop) -> None:
         loop.optimizer.zero_grad()
         sum(p.square().sum() for _, p in loop.named()).backward()
         (loop.model(batch) - batch).square().mean().backward()
+        loop.optimizer.step()
+
+
+def penalty_after_the_loss(loop: Loop) -> None:
+    """Of what the loss's backward pass lets go of."""
+    for batch in loop.batches:
+        loop.optimizer.zero_grad()
+        loss = (loop.model(batch) - batch).square().mean()
+        again = loop.model(2 * batch).abs().mean()
+        penalty = sum(p.square().sum() for _, p in loop.named())
+        loss.backward()
+        penalty.backward()
+        again.backward()
+        loop.optimizer.step()
+
+
+def writes_between_passes(loop: Loop) -> None:
+    """After a pass that no backward pass follows."""
+    for number, batch in enumerate(loop.batches):
+        loop.optimizer.zero_grad()
+        before = loop.model(batch).detach()
+        for _, parameter in loop.named():
+            if number % 2:
+                parameter.data.mul_(0.9)
+            else:
+                parameter.requires_grad_(False).mul_(0.9).requires_grad_(True)
+        (loop.model(batch) - before).square().mean().backward()
         loop.optimizer.step()
 
 
@@ -241,8 +269,8 @@ def a_layer_by_itself(loop: Loop) -> None:
 
 
 LOOPS: Final = (
-    anchor, norm_of_all, orthogonal, read_by_the_loss, penalty_by_itself, change_gradients, teach, lerp_of_copies, write_rows,
-    write_by_masks, exchange_data, rebuild_from_vector, load_plain_weights, gradients_of_other_strides, converted,
+    anchor, norm_of_all, orthogonal, read_by_the_loss, penalty_by_itself, penalty_after_the_loss,
+    writes_between_passes, change_gradients, teach, lerp_of_copies, write_rows, write_by_masks, exchange_data, rebuild_from_vector, load_plain_weights, gradients_of_other_strides, converted,
     whole_gradients, singular_values, a_layer_by_itself,
 )  # fmt: skip
 
@@ -333,6 +361,10 @@ def _write(strategy: str) -> None:
             parameter.data = torch.zeros(3)
         with pytest.raises(ValueError, match="read-only"):
             parameter.numpy()[0] = 0.0
+        with pytest.raises(CheckpointError, match=r"checkpoint.save\(folder, result\)"):
+            torch.save(work.model.state_dict(), io.BytesIO())
+        again = copy.deepcopy(work.model.state_dict())["blocks.0.0.weight"]
+        torch.testing.assert_close(again.full_tensor(), parameter.full_tensor())
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
