@@ -296,11 +296,12 @@ def regularised(t: Training, batch: Tensor) -> None:
 
 
 def regularised_after(t: Training, batch: Tensor) -> None:
-    """The loss reads the weights between the forward and the backward pass, where some are gathered and some are not."""
+    """A penalty of the weights as they are between the loss's passes, with a backward pass of its own after the loss's."""
     t.optimizer.zero_grad()
     loss = t.loss(batch, t.model(batch))
     weights = sum(parameter.square().sum() for parameter in t.model.parameters() if parameter.requires_grad)
-    (loss + 1e-2 * weights).backward()
+    loss.backward()
+    (1e-2 * weights).backward()
     t.optimizer.step()
 
 
