@@ -116,6 +116,7 @@ class OperatorParallel(Method[OperatorParallelConfig]):
     Config = OperatorParallelConfig
     provides = ("axis:tensor",)
     needs_process_group = True
+    refuses_by = ("num_micro_batches",)  # as whether any division pays
     conflicts = tuple(
         Conflict(other, f"Operators are divided in the graph of the whole model, {what}.")
         for other, what in (

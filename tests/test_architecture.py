@@ -24,10 +24,10 @@ LINES = {
     "parallel": 2_292,
     "planning": 502,  # to be 850
     "doctor": 1_428,  # to be 1_000
-    "report": 3_401,  # to be 3_000
+    "report": 3_403,  # to be 3_000
     "engine": 5_018,  # to be 3_600
     "numerics": 1_760,  # to be 1_300
-    "search": 4_014,  # to be 3_550
+    "search": 4_018,  # to be 3_550
     "estimate": 3_806,  # to be 3_300
     "checkpoint": 1_905,  # to be 1_900
     "apply": 282,
@@ -46,7 +46,7 @@ LINES = {
     "capture": 2_207,  # to be 2_900
     "torch_compat": 1_342,
     "testing": 1_581,  # to be 1_000
-    "opt_lib": 10_010,  # to be 8_300
+    "opt_lib": 10_004,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have

@@ -115,10 +115,9 @@ class TimeBudget:
         has_single: bool = False,
     ) -> None:
         self._spent = setting.profile_seconds + setting.estimate_seconds
-        self._settings = settings
+        self._settings, self.is_short = settings, False
         self._clock, self._num_after = clock, settings.probe + has_single
         self._begun = clock()
-        self.is_short = False
 
     @property
     def elapsed(self) -> float:
@@ -143,7 +142,10 @@ class TimeBudget:
 
     def affords(self, candidate: Candidate, usual_cost: float) -> bool:
         """Whether a trial, and what follows the choice of the winner, is expected to end in time."""
-        return usual_cost * (1 + self._num_after) + candidate.setup_seconds <= self.left
+        after = self._num_after * max(
+            usual_cost, LEAST_TRIAL_S
+        )  # which many refusals make cheap, and what follows runs whole
+        return usual_cost + after + candidate.setup_seconds <= self.left
 
     def rule(self, best: RankedCandidate | None, predicted_seconds: float, *, times: bool) -> StopRule:
         """The stop rule of a trial: it runs until it is clearly worse than the best, or is known precisely.
@@ -181,8 +183,10 @@ class TimeBudget:
         return min(deadline, end)
 
     def single_deadline(self, usual_cost: float) -> float:
-        """Seconds for the trial in one process, 0 without time for it: as fast as the winner it needs less than three usual ones."""
-        return min(max(LEAST_DEADLINE_S, 3 * usual_cost), self.left) if self.left >= LEAST_TRIAL_S else 0.0
+        """Seconds for the trial in one process: as fast as the winner it needs less than three usual ones."""
+        wanted = max(LEAST_DEADLINE_S, 3 * usual_cost)
+        self.is_short = self.left < wanted
+        return max(LEAST_DEADLINE_S, min(wanted, self.left))
 
     def probe_deadline(self, candidate: Candidate) -> float:
         """Seconds after which the check of a candidate's numerics is taken to hang."""

@@ -128,13 +128,13 @@ class Search:
         if task is None or task.id != task_id:
             return
         self._task = None
+        if outcome.status == "hung" and self._budget.is_short and self._budget.left <= 0:
+            outcome = replace(outcome, status="cancelled", reason=self._too_little_time(task))
         if task.kind == "probe":
             self._ledger.probes[task.key] = outcome
         elif task.kind == "single":
             self._ledger.singles[task.key] = outcome
         else:
-            if outcome.status == "hung" and self._budget.is_short and self._budget.left <= 0:
-                outcome = replace(outcome, status="cancelled", reason=self._too_little_time(task))
             self._ledger.add(task.key, outcome)
             if self._recorder is not None and outcome.status != "cancelled":
                 self._recorder.record(self.setting, self._by_key[task.key], task, outcome)
@@ -345,9 +345,9 @@ class Search:
     def _single(self, winner: RankedCandidate) -> TrialTask | None:
         """The trial of what is left of a plain strategy in one process: several may be no faster."""
         one, plain = winner.candidate, [one for one in self._plain() if one.fits_alone]
-        deadline_s = self._budget.single_deadline(self._budget.usual_cost(self._by_key, self._ledger))
-        if one.key in self._ledger.singles or not plain or not deadline_s:
+        if one.key in self._ledger.singles or not plain:
             return None
+        deadline_s = self._budget.single_deadline(self._budget.usual_cost(self._by_key, self._ledger))
         rule = self._budget.rule(winner, winner.value, times=True)
         return replace(self._task_of(one, rule, deadline_s, "single"), steps=plain[0].steps)
 

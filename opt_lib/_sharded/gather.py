@@ -17,6 +17,7 @@ from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.capture.operators import METADATA
 from atorch_ns.data import user_module
 from atorch_ns.job import Job
+from atorch_ns.job.states import reshard
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import in_backward, plain_name, show_gathered, show_shards, state_of_writes
 from opt_lib._sharded.idle import call_in_backward
@@ -96,39 +97,62 @@ class ShardsBetweenPasses:
     """
 
     def __init__(self, root: nn.Module) -> None:
+        self._root = root
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._shown: list[tuple[DTensor, tuple[int, ...]]] = []
+        self._depth = 0
         for unit in self._units:
             if unit is not root:  # which may be called by itself
                 unit.register_forward_pre_hook(torch.compiler.disable(self._resume), prepend=True)
-        root.register_forward_pre_hook(torch.compiler.disable(self.begin), prepend=True)
-        root.register_forward_hook(torch.compiler.disable(lambda _, inputs, output: self.end(output)))
-        root.register_state_dict_pre_hook(self.begin)  # before torch's, which lets go of what is gathered
+        root.register_forward_pre_hook(torch.compiler.disable(self._begin), prepend=True)
+        root.register_forward_hook(torch.compiler.disable(self._end), always_call=True)
+        root.register_state_dict_pre_hook(
+            self._gather_written
+        )  # before torch's, which lets go of what is gathered
 
-    def begin(self, *_: Any) -> None:
-        """A forward pass comes: what was written since the last one is gathered anew."""
-        shown, self._shown = self._shown, []
-        show_gathered(self._units)
-        if any(state_of_writes(shard) != state for shard, state in shown):
-            self._reshard()
+    def around(self, method: Callable[..., Any], job: Job) -> Callable[..., Any]:
+        """A method of the model, with the parameters of the root gathered."""
 
-    def end(self, output: Any) -> None:
-        """A forward pass is through; no backward pass will follow one without gradients."""
-        if not torch.is_grad_enabled():
-            self._reshard()
-        elif not in_backward():
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._depth or not any(map(_has_tensors, (*args, *kwargs.values()))):
+                return method(*args, **kwargs)
+            output = None
+            self._begin()
+            try:
+                output = getattr(self._root, _RUN)(method, *args, **kwargs)
+            finally:
+                self._end(self._root, None, output)
+            job.gradients.follow_call(job.module, output)
+            return output
+
+        return call
+
+    def _begin(self, *_: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._gather_written()
+
+    def _end(self, _: nn.Module, inputs: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)  # 0 where a hook before has raised
+        if not self._depth and not torch.is_grad_enabled():
+            reshard(self._root)  # no backward pass will follow
+        elif not self._depth and not in_backward():
             self._shown = show_shards(self._units)
             if self._shown:
                 call_in_backward(output, self._resume)
+
+    def _gather_written(self, *_: Any) -> None:
+        """Has what was written since the last pass gathered anew."""
+        shown, self._shown = self._shown, []
+        show_gathered(self._units)
+        if any(state_of_writes(shard) != state for shard, state in shown):
+            reshard(self._root)
 
     def _resume(self, *_: Any) -> None:
         if self._shown:
             self._shown = []
             show_gathered(self._units)
-
-    def _reshard(self) -> None:
-        for unit in self._units:
-            unit.reshard()
 
 
 _RUN: Final = "run_with_gathered_parameters"
@@ -145,45 +169,9 @@ def gather_for_methods(job: Job, passes: Sequence[ShardsBetweenPasses]) -> None:
     root = job.module
     setattr(root, _RUN, lambda function, *args, **kwargs: function(*args, **kwargs))
     register_fsdp_forward_method(root, _RUN)
-    running = _Running(root, job, passes[0])
     for module in dict.fromkeys((root, user_module(root))):
         for name, method in _methods(module):
-            module.__dict__[name] = running.around(method)
-
-
-class _Running:
-    """Whether a forward pass of a model runs."""
-
-    def __init__(self, root: nn.Module, job: Job, passes: ShardsBetweenPasses) -> None:
-        self._root, self._job, self._passes = root, job, passes
-        self._depth = 0
-        root.register_forward_pre_hook(self._enter, prepend=True)
-        root.register_forward_hook(self._leave, always_call=True)
-
-    def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, with the parameters of the root gathered."""
-
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._depth or not any(map(_has_tensors, (*args, *kwargs.values()))):
-                return method(*args, **kwargs)
-            self._depth += 1
-            try:
-                self._passes.begin()
-                output = getattr(self._root, _RUN)(method, *args, **kwargs)
-                self._passes.end(output)
-                self._job.gradients.follow_call(self._job.module, output)
-                return output
-            finally:
-                self._depth -= 1
-
-        return call
-
-    def _enter(self, *_: Any) -> None:
-        self._depth += 1
-
-    def _leave(self, *_: Any) -> None:
-        self._depth -= 1
+            module.__dict__[name] = passes[0].around(method, job)
 
 
 def _has_tensors(argument: Any) -> bool:

@@ -35,7 +35,14 @@ def test_the_trial_in_one_process_has_the_time_of_three_usual_ones_or_what_is_le
     assert budget().single_deadline(20.0) == 60.0
     assert budget().single_deadline(0.1) == LEAST_DEADLINE_S
     assert budget(time_limit_s=33.0).single_deadline(20.0) == 30.0
-    assert budget(time_limit_s=3.5).single_deadline(20.0) == 0.0
+    short = budget(time_limit_s=3.5)
+    assert short.single_deadline(20.0) == LEAST_DEADLINE_S
+    assert short.is_short
+
+
+def test_cheap_refusals_leave_time_for_what_follows_the_choice() -> None:
+    assert budget(time_limit_s=4.2).affords(candidate("a", "ddp"), usual_cost=0.1)
+    assert not budget(time_limit_s=4.0).affords(candidate("a", "ddp"), usual_cost=0.1)
 
 
 def test_a_trial_must_leave_time_for_the_check_of_the_winner() -> None:

@@ -198,9 +198,9 @@ def _choice(outcome: SearchOutcome) -> list[str]:
         _memory(winner, outcome),
     ]
     single = outcome.single_process
-    if single is not None and single.trial.succeeded:
-        first = 0 if single.is_as_fast else 2
-        sentences.insert(first, _single_text(single, winner, outcome.setting.world_size))
+    if single is not None:
+        place = 0 if single.is_as_fast else 2
+        sentences.insert(place, _single_text(single, winner, outcome.setting.world_size))
     if winner.reason:
         sentences.append(f"Why: {winner.reason}")
     if baseline is winner and is_planned(outcome):
@@ -213,6 +213,8 @@ def _choice(outcome: SearchOutcome) -> list[str]:
 
 
 def _single_text(single: SingleProcess, winner: Row, num_ranks: int) -> str:
+    if not single.trial.succeeded:
+        return f"Whether one process is as fast is not known: {single.trial.reason or single.trial.status}"
     with_precision = f" with {winner.candidate.precision}" if winner.candidate.precision else ""
     alone = seconds(replace(winner, trial=single.trial))
     takes = f"takes {alone.as_seconds()} for the same batch{with_precision}"
