@@ -182,6 +182,11 @@ class GradientHooks:
             self._last_gradient = None if gradient is None else ref(gradient)
         self._is_open = True
 
+    def forget_replaced(self) -> None:
+        """Looks whether the loop has put another gradient in the place of the one before; a reducer moves what it reduces."""
+        if self._last_gradient is not None and self._last_gradient() is not self.parameter.grad:
+            self._before = None
+
     def call(self, *, late: bool) -> None:
         """Calls them, if there is a gradient; ``hooks`` with what has been added to it, as each backward pass does.
 
@@ -191,8 +196,6 @@ class GradientHooks:
         if not (late or self._is_open):
             return  # a forward pass has come that no backward pass has followed
         parameter, before = self.parameter, self._before
-        if not late and self._last_gradient is not None and self._last_gradient() is not parameter.grad:
-            before = None  # the loop has put another in its place
         self._before, self._is_open = None, False
         self.hooks = [hook for hook in self.hooks if hook.is_registered]
         self.late = [hook for hook in self.late if hook.is_registered]
@@ -322,6 +325,11 @@ class GradientSums:
         late, self._has_added = self._has_added or not self._is_followed, False
         for hooks in self._hooks:
             hooks.call(late=late)
+
+    def forget_replaced(self) -> None:
+        """Before gradients that no backward pass has added to are reduced."""
+        for hooks in () if self._has_added else self._hooks:
+            hooks.forget_replaced()
 
     def _note(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
@@ -541,6 +549,7 @@ class Gradients:
 
     def complete(self, module: nn.Module) -> None:
         """Reduces what the last backward pass has left on its rank; nothing if that is done already. Collective."""
+        self.sums.forget_replaced()
         if self.reducer is not None:
             self.reducer.sync_grad()
         self.sums.run(module)

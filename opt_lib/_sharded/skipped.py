@@ -46,8 +46,8 @@ class SkippedUnits:
         self._called: dict[int, bool] = {}
         """Whether the model itself has called a unit, in the order of first calls in this pass."""
         self._has_gradient: dict[int, bool] = {}
-        """Whether what the model gives a unit has a gradient: those of others are reduced at the end."""
-        self._embeds = False
+        """Whether what the model gives a unit has a gradient: those of others are reduced at the end. Until the ranks agree, and
+        for units that they do not know, it has one."""
         self._due = 0
         self._results: list[torch.Tensor] = []
         self._seen: dict[str, None] = {}
@@ -65,7 +65,6 @@ class SkippedUnits:
     def _begin(self, root: nn.Module, args: Any, kwargs: Any) -> None:
         if not in_backward():
             self._called, self._results, self._due = {}, [], 0
-            self._embeds = not any(tensor.is_floating_point() for tensor in tensors_of((args, kwargs)))
 
     def _before(self, place: int, unit: nn.Module, args: Any, kwargs: Any) -> Any:
         if in_backward() or isinstance(unit.forward, _Identity):
@@ -73,36 +72,43 @@ class SkippedUnits:
         end = self._order.index(place)
         skipped = [due for due in self._order[self._due : end] if due not in self._called]
         self._due = max(self._due, end + 1)
-        has_gradient = any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
-        self._call(skipped, has_gradient)
+        self._call(skipped)
         if not self._called.get(place):
             self._called.pop(place, None)  # if it was called as the identity, since it was expected before
             self._called[place] = True
         if not torch.is_grad_enabled():
             return None
-        wanted = self._has_gradient.setdefault(place, has_gradient or bool(skipped))
-        return map_tensors(_with_gradient, (args, kwargs)) if wanted and not has_gradient else None
+        has_gradient = any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
+        is_known = self._is_agreed and place in self._has_gradient
+        wanted = self._has_gradient.setdefault(place, has_gradient or bool(skipped) or self._is_agreed)
+        return (
+            map_tensors(_with_gradient, (args, kwargs))
+            if not has_gradient and (wanted or not is_known)
+            else None
+        )
 
     def _end(self, root: nn.Module, _: Any, output: Any) -> Any:
         if in_backward():
             return None
-        self._call([place for place in self._order if place not in self._called], self._embeds)
+        self._call([place for place in self._order if place not in self._called])
         if not self._is_agreed and torch.is_grad_enabled():
             self._is_agreed = True
             assert self._job.mesh is not None
             known = (self._called, self._has_gradient)
             passes = self._job.cluster.gathered(known, group=self._job.mesh.data_group)
-            for _, has_gradient in passes:
-                self._has_gradient = {**has_gradient, **self._has_gradient}
+            for place in self._order:
+                found = [has_gradient[place] for _, has_gradient in passes if place in has_gradient]
+                if found:
+                    self._has_gradient[place] = any(found)
             fullest = max(passes, key=lambda known: sum(known[0].values()))
             self._order = list(fullest[0])
         return _joined(output, self._results) if self._results else None
 
-    def _call(self, skipped: list[int], first_has_gradient: bool) -> None:
+    def _call(self, skipped: list[int]) -> None:
         """Calls units as the identity, on a tensor that nothing else sees, with a gradient where theirs has one."""
         for place in skipped:
             unit = self._units[place]
-            has_gradient = self._has_gradient.get(place, bool(self._called) or first_has_gradient)
+            has_gradient = self._has_gradient.get(place, True)
             self._called[place] = False
             self._seen[self._names[unit]] = None
             own = vars(unit).pop("forward", None)

@@ -92,6 +92,13 @@ FOUND = [
         Recipe(blocks=("plain", "plain"), step="another_method", events=((1, "hook_gradients_late"),)),
         dict.fromkeys(("ddp", "zero1", "fsdp", "zero2"), "equal"),
     ),
+    # Gradients in the place of earlier ones, which a reducer moves to its memory.
+    (
+        Recipe(
+            blocks=("convolved", "plain"), step="gradients_by_function", events=((3, "hook_gradients_late"),)
+        ),
+        dict.fromkeys(("ddp", "zero1", "ddp, micro-batches"), "equal"),
+    ),
     # One vector of parts and of whole numbers.
     (
         Recipe(blocks=("scaled", "plain"), optimizer="lbfgs", step="by_closure"),
