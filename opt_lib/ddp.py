@@ -101,15 +101,14 @@ class Ddp(Method[DdpConfig]):
         return (Need("mesh", "ddp averages gradients over a group of ranks"),)
 
     def check(self, config: DdpConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
-        """There must be a gradient to average."""
+        """torch's reducer takes what it knows."""
         found = []
-        if profile is not None and profile.num_trainable == 0:
-            found.append("no parameter of the model requires a gradient")
+        if profile is not None and profile.num_trainable == 0 and config.torch_reduces:
+            found.append("torch's reducer needs a parameter that requires a gradient")
         if config.predivide is not None and config.torch_reduces:
-            found.append(
-                "torch's reducer knows no predivide; leave out reducer: torch and arguments that are torch's"
-            )
-        return [Problem(message=message, method=self.name) for message in found]
+            found.append("torch's reducer knows no predivide")
+        way = "leave out reducer: torch and arguments that are torch's"
+        return [Problem(message=f"{message}; {way}", method=self.name) for message in found]
 
     def plan(self, plan: Plan, config: DdpConfig) -> Plan:
         """Gradients are all-reduced."""

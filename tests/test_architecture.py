@@ -19,39 +19,39 @@ MOST_FILES = 480
 LINES = {
     "top level": 862,
     "cli": 2_145,  # to be 1_700
-    "trainer": 2_502,
+    "trainer": 2_498,
     "merak": 2_285,
-    "parallel": 2_292,
+    "parallel": 2_280,
     "planning": 502,  # to be 850
     "doctor": 1_428,  # to be 1_000
-    "report": 3_403,  # to be 3_000
-    "engine": 5_018,  # to be 3_600
+    "report": 3_400,  # to be 3_000
+    "engine": 5_016,  # to be 3_600
     "numerics": 1_760,  # to be 1_300
     "search": 4_018,  # to be 3_550
     "estimate": 3_806,  # to be 3_300
     "checkpoint": 1_905,  # to be 1_900
     "apply": 282,
     "method": 722,
-    "job": 5_452,  # to be 3_100
+    "job": 5_468,  # to be 3_100
     "operators": 4_772,  # to be 4_050
     "pipeline": 4_491,  # to be 4_100
     "sharding": 7_843,  # to be 6_200
     "tracking": 511,
     "data": 1_172,  # to be 1_400
     "strategy": 1_950,  # to be 1_800
-    "profile": 2_852,  # to be 1_850
+    "profile": 2_850,  # to be 1_850
     "costs": 354,  # to be 650
     "processes": 587,  # to be 1_550
     "cluster": 3_254,  # to be 2_600
     "capture": 2_207,  # to be 2_900
-    "torch_compat": 1_342,
+    "torch_compat": 1_341,
     "testing": 1_581,  # to be 1_000
-    "opt_lib": 10_004,  # to be 8_300
+    "opt_lib": 10_009,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_302
+MOST_LINES = 81_299
 GENERATED = "coordinator_pb2.py"
 
 

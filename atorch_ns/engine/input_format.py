@@ -87,11 +87,9 @@ def _of_dictionary(
     what = f"the sample is a dictionary of {', '.join(map(repr, sample))}, and {_forward(model, signature)}"
     known = {key: value for key, value in sample.items() if key in signature.parameters}
     if names and known and _takes(signature, **known):
-        left_out = ", ".join(repr(key) for key in sample if key not in known)
-        return (
-            "unpack_dict",
-            f"{what}: {left_out} {'is' if len(sample) - len(known) == 1 else 'are'} for the loss alone",
-        )
+        left_out = [repr(key) for key in sample if key not in known]
+        verb = "is" if len(left_out) == 1 else "are"
+        return "unpack_dict", f"{what}: {', '.join(left_out)} {verb} for the loss alone"
     if not set(sample) & set(signature.parameters) and _takes(signature, sample):
         return "none", f"{what}: it is passed whole (input format none)"
     raise InputError(f"{what}. {_REMEDY}")

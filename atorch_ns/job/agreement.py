@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from itertools import chain, product
 from typing import Any, Final, NamedTuple
 
@@ -189,26 +190,53 @@ class SameWeights:
         mesh: the arrangement of ranks.
         roots: modules with the parameters of this rank.
         name: of the job, the same on all ranks and on no other job.
+        gradients: whether each rank updates some weights and sends them: gradients tell what they came from.
 
     Attributes:
         is_on: whether weights are compared; the same on all ranks.
     """
 
-    def __init__(self, mesh: Mesh, roots: list[nn.Module], name: str) -> None:
+    def __init__(self, mesh: Mesh, roots: list[nn.Module], name: str, *, gradients: bool = False) -> None:
         self._name, self._roots, self._rank = name, roots, dist.get_rank()
         self._others = _ranks_with_copies(mesh)
         self._num_updates = self._begin = self._number = 0
         self._waiting: dict[int, _Record] = {}
+        self._gradients = self._read({}) if gradients else None
         self.is_on = True
         self._is_warned = self._has_gradient = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Looks from now on after the updates of an optimizer, whatever loop calls them."""
         optimizer.register_step_pre_hook(self._note_gradient)
+        optimizer.register_step_pre_hook(self._note_gradients)
         optimizer.register_step_post_hook(self._after_update)
 
     def _note_gradient(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._has_gradient |= any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+
+    def _note_gradients(self, *_: object) -> None:
+        if self._gradients is not None and self._is_due(self._num_updates + 1):
+            found = ((p.grad, path) for path, p in self._parameters() if p.grad is not None)
+            self._gradients = self._read({gradient: f"the gradient of {path}" for gradient, path in found})
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return (entry for root in self._roots for entry in root.named_parameters())
+
+    @torch.no_grad()
+    def _read(self, named: Mapping[torch.Tensor, str], before: _Record | None = None) -> _Record:
+        named = {tensor: path for tensor, path in named.items() if _is_plain(tensor)}
+        paths = [plain_name(path) for path in named.values()]
+        keys = [_key_of(path, tensor) for path, tensor in zip(paths, named, strict=True)]
+        totals = [int(total) for total in _on_cpu([_sum_of_bits(local_part(tensor)) for tensor in named], 0)]
+        samples = _on_cpu([_sample_elements(local_part(tensor)) for tensor in named], _NUM_SAMPLED).numpy()
+        sums = np.array([keys, totals], np.int64)
+        if before is not None:
+            paths, sums = before.paths + paths, np.hstack([before.sums, sums])
+            samples = np.vstack([before.samples, samples])
+        return _Record(self._num_updates, paths, sums, samples)
+
+    def _is_due(self, update: int) -> bool:
+        return update - self._begin in _FIRST_UPDATES or update % _EVERY == 0
 
     def begin_anew(self) -> None:
         """Compares the next updates, as after a load, on all ranks."""
@@ -223,7 +251,7 @@ class SameWeights:
         for number in tuple(self._waiting):
             self._compare_copies(number)
         self._num_updates += 1
-        if self._num_updates - self._begin in _FIRST_UPDATES or self._num_updates % _EVERY == 0:
+        if self._is_due(self._num_updates):
             self._write_checksums()
 
     @torch.no_grad()
@@ -234,26 +262,22 @@ class SameWeights:
             StepError: if another rank is two of these updates behind.
         """
         self._number += 1
-        late = self._waiting.pop(self._number - 2, None)
+        number = self._number - 2
+        late = self._waiting.get(number)
         if late is not None:
+            with suppress(RuntimeError):  # where updates exchange nothing, others may be behind
+                keys = [self._key(rank, "samples", number) for rank in self._others]
+                default_store().wait(keys, timedelta(seconds=_STUCK_S))
+            self._compare_copies(number)
+        if late is not None and number in self._waiting:
             raise StepError(
                 f"rank {self._rank} has made update {self._num_updates}, and of the ranks {', '.join(map(str, self._others))} one "
                 f"has not come to update {late.update}. Ranks must step together, or leave a step out together."
             )
-        named = {parameter: path for root in self._roots for path, parameter in root.named_parameters()}
-        named = {parameter: path for parameter, path in named.items() if _is_plain(parameter)}
-        paths = [plain_name(path) for path in named.values()]
-        keys = [_key_of(path, parameter) for path, parameter in zip(paths, named, strict=True)]
-        sums = [
-            int(total) for total in _on_cpu([_sum_of_bits(local_part(parameter)) for parameter in named], 0)
-        ]
-        samples = _on_cpu(
-            [_sample_elements(local_part(parameter)) for parameter in named], _NUM_SAMPLED
-        ).numpy()
-        written = _Record(self._num_updates, paths, np.array([keys, sums], np.int64), samples)
+        written = self._read({parameter: path for path, parameter in self._parameters()}, self._gradients)
         store = default_store()
         store.set(self._key(self._rank, "sums"), written.sums.tobytes())
-        store.set(self._key(self._rank, "samples"), samples.tobytes())
+        store.set(self._key(self._rank, "samples"), written.samples.tobytes())
         self._waiting[self._number] = written
         for what in ("sums", "samples"):  # all have read those: a rank that is two behind ends the others
             store.delete_key(self._key(self._rank, what, self._number - 3))
@@ -292,8 +316,8 @@ class SameWeights:
             raise StepError(
                 f"after update {own.update}, rank {self._rank} holds other weights than rank {rank}, which must be copies: "
                 f"{counted(len(places), 'parameter')} of {len(own.paths)}, such as {first_few(paths, 3)}. What was done on one "
-                "rank alone must be done on all: a step that is left out, gradients that are changed or clipped by hand, "
-                "weights that are written or loaded. atorch-ns verify --script names the first update and its line."
+                "rank alone must be done on all: a step that is left out, gradients that are changed, clipped or computed by hand "
+                "of its own samples, weights that are written or loaded. atorch-ns verify --script names the first update and its line."
             )
         if not self._is_warned:
             self._is_warned = True

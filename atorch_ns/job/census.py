@@ -28,7 +28,6 @@ from atorch_ns.torch_compat import (
     NO_SECOND_DERIVATIVE,
     HookTable,
     extend_dtensor_operators,
-    gathered_parameters,
     has_user_hooks,
     hook_tables,
     plain_name,
@@ -147,24 +146,17 @@ def carry_late_hooks(job: Job, observe: Callable[..., object]) -> None:
     pipeline, which the train_step of ``observe`` alone runs, before its passes."""
     if job.cluster.world_size == 1 or job.optimizer.take_over is not None:
         return
-    # Name, parameter, and what the user may see of it: between a forward and a backward pass that is the gathered one.
-    parameters = [(plain_name(name), p, p) for name, p in job.module.named_parameters()]
+    parameters = [(plain_name(name), p) for name, p in job.module.named_parameters()]
 
     def last() -> list[int]:
-        return [next(reversed(table)) for *_, seen in parameters for table in hook_tables(seen) if table]
+        return [next(reversed(table)) for _, p in parameters for table in hook_tables(p) if table]
 
-    before = last()
-    is_complete = joins = False
+    before, joins = last(), False
 
     def look() -> None:
-        nonlocal before, is_complete, joins
-        if not is_complete:
-            is_complete = True
-            names = {parameter: name for name, parameter, _ in parameters}
-            gathered = gathered_parameters(job.module)
-            parameters.extend((names[shard], shard, whole) for shard, whole in gathered if shard in names)
+        nonlocal before, joins
         if last() != before:
-            found = [(name, p, *hook_tables(seen)) for name, p, seen in parameters if has_user_hooks(seen)]
+            found = [(name, p, *hook_tables(p)) for name, p in parameters if has_user_hooks(p)]
             is_first = bool(found) and not job.gradients.sums
             carry_hooks(job, found)
             if is_first:
@@ -307,11 +299,10 @@ def refuse_new_parameters(job: Job) -> None:
         if not is_changed or root is None:
             return
         is_changed = False
-        gathered = {id(whole) for _, whole in gathered_parameters(root)}
         new = [
             plain_name(name)
             for name, parameter in root.named_parameters()
-            if parameter.requires_grad and id(parameter) not in known | gathered
+            if parameter.requires_grad and id(parameter) not in known
         ]
         if new:
             raise StepError(
@@ -378,12 +369,9 @@ def refuse_hidden_outputs(path: str) -> Callable[[nn.Module, Any, Any], None]:
             return
         for leaf in tree_leaves(output):
             hidden = tensors_of(list(vars(leaf).values())) if hasattr(leaf, "__dict__") else []
-            calls_again = getattr(leaf, "calls_module_again", False)  # and has its tensors in sight then
-            if (
-                not calls_again
-                and not isinstance(leaf, torch.Tensor)
-                and any(t.requires_grad for t in hidden)
-            ):
+            # That calls a module again has its tensors in sight then.
+            is_seen = isinstance(leaf, torch.Tensor) or getattr(leaf, "calls_module_again", False)
+            if not is_seen and any(tensor.requires_grad for tensor in hidden):
                 raise StepError(
                     f"{path or 'the model'} returns an object of the class {type(leaf).__name__}, in which torch does not find the "
                     "tensors by which it learns that a backward pass begins, so that gradients would be lost. Return a tensor, a "

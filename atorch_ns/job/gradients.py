@@ -364,8 +364,8 @@ class GradientSums:
 def _sum(parameters: list[torch.Tensor], entry: _Sum) -> None:
     """Sums the gradients of ``parameters``, whose parts travel as one tensor.
 
-    A mean takes along which of them any rank has: an optimizer decays a parameter whose gradient is zero, and leaves
-    alone one that took no part in the loss.
+    It takes along which of them any rank has: an optimizer decays a parameter whose gradient is zero, and leaves alone
+    one that took no part in the loss.
     """
     used = [parameter.grad is not None for parameter in parameters]
     for parameter in parameters:
@@ -373,14 +373,13 @@ def _sum(parameters: list[torch.Tensor], entry: _Sum) -> None:
             parameter.grad = torch.zeros_like(parameter)
     grads = [_local(parameter.grad) for parameter in parameters]
     pieces = [grad.reshape(-1) for grad in grads]
-    if entry.mean:
-        pieces.append(grads[0].new_tensor(used))
+    pieces.append(grads[0].new_ones(len(used)) if all(used) else grads[0].new_tensor(used))
     flat = torch.cat(pieces)
     dist.all_reduce(flat, group=entry.group)
     summed = flat.split([piece.numel() for piece in pieces])
     for grad, piece in zip(grads, summed[: len(grads)], strict=True):
         grad.copy_((piece / entry.group.size() if entry.mean else piece).view_as(grad))
-    if entry.mean:
+    if not all(used):
         for parameter, count in zip(parameters, summed[-1].tolist(), strict=True):
             if not count:
                 parameter.grad = None

@@ -18,7 +18,7 @@ from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES, NUM_REPORTED, grad
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import first_few
-from atorch_ns.torch_compat import after_accumulation, after_backward, laid_out, plain_name
+from atorch_ns.torch_compat import after_accumulation, after_backward, is_transformed, laid_out, plain_name
 
 BucketHook = Callable[["GradientReducer", torch.Tensor], object]
 """Called with the reducer and a bucket, 1-d: the gradients of its parameters one after the other. It may change them."""
@@ -240,7 +240,7 @@ class GradientReducer:
 
     def _announced(self, *_: Any) -> None:
         """A rank whose loss reaches no parameter takes part too."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not is_transformed():
             # Of what is summed each rank keeps its share, for the next sum.
             if self._sums and self.synchronised:
                 for bucket in self._buckets:
@@ -252,7 +252,7 @@ class GradientReducer:
 
     def _watch_outputs(self, _: nn.Module, inputs: Any, output: Any) -> None:
         """Has the reduction end with the whole backward pass, and not with that of a block that is recomputed inside it."""
-        if not (self._sync and torch.is_grad_enabled()):
+        if not (self._sync and torch.is_grad_enabled()) or is_transformed():
             return
         followed = [False]
 

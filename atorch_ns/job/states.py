@@ -384,8 +384,5 @@ def _fill(weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor
 def _in_fp32(weight: torch.Tensor) -> torch.Tensor:
     """A copy: averages of 16-bit weights would not move."""
     value = local_part(weight.detach())
-    return (
-        value.to(torch.float32, copy=True)
-        if value.is_floating_point() and value.itemsize < 4
-        else value.clone()
-    )
+    is_short = value.is_floating_point() and value.itemsize < 4
+    return value.to(torch.float32, copy=True) if is_short else value.clone()

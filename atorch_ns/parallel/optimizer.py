@@ -15,7 +15,6 @@ from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.gradients import clip_gradients
 from atorch_ns.job.optimizer.user_optimizer import class_above
 from atorch_ns.job.reducer import BucketHook, GradientReducer
-from atorch_ns.job.states import reshard
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.module import STEP, ParallelModule, named_parameters, parallel_modules
 from atorch_ns.parallel.pieces import PIECES, Pieces, as_part, localised, part_of
@@ -60,7 +59,6 @@ def build_optimizer(
             reducer.wait_until_told(sums=True)
         for part in parts.values():
             _sum_when_told(part)
-            reshard(part.result.job.module)
         own = [parameter for _, parameter in named_parameters(module) if parameter.requires_grad]
         optimizer = optimizer_fn(own, **kwargs)
         if not isinstance(optimizer, Optimizer):
@@ -99,25 +97,16 @@ class ParallelOptimizer(Optimizer):
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Updates, after :meth:`sync_shard_grad`; of a closure's gradients too. Collective."""
-        self._get_ready()
+        self.sync_shard_grad()
         if closure is None:
             return super().step(**kwargs)
 
         def synchronised() -> Any:
             loss = closure()
-            self._get_ready()
+            self.sync_shard_grad()
             return loss
 
         return super().step(synchronised, **kwargs)
-
-    def _get_ready(self) -> None:
-        self.sync_shard_grad()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Lets go of weights that a forward pass has left gathered: they have no gradients, and grow old with an update."""
-        for part in self._parts:
-            reshard(part.result.job.module)
 
     def _begins(self, *_: Any) -> None:
         """A forward pass after gradients are synchronised: more of them come."""
@@ -245,8 +234,6 @@ class ParallelOptimizer(Optimizer):
         )
 
     def _multiply_means(self, factor: float) -> None:
-        if self._means:
-            self._let_go()
         for part in self._means:
             self._multiply(part.parameters(), factor)
 
@@ -262,7 +249,6 @@ class ParallelOptimizer(Optimizer):
 
     def _names(self) -> list[list[str]]:
         """The names of the parameters of each group."""
-        self._let_go()
         known = {id(parameter): name for name, parameter in named_parameters(self._module)}
         return [[known[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
 

@@ -284,12 +284,10 @@ def _time_block(
     block: nn.Module, call: ModuleCall, precision: Precision, device: torch.device
 ) -> BlockSeconds:
     def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() and tensor.is_meta:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         if not tensor.is_floating_point():
-            return (
-                torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-                if tensor.is_meta
-                else tensor.detach().to(device, copy=True)
-            )
+            return tensor.detach().to(device, copy=True)
         made = torch.empty(tensor.shape, dtype=precision.dtype_of(kind, tensor), device=device)
         return made.normal_(std=0.02)
 

@@ -33,7 +33,7 @@ def gradients_of(total: torch.Tensor, targets: Sequence[torch.Tensor]) -> list[t
         return [torch.zeros_like(target) for target in targets]
     found = torch.autograd.grad(total, targets, allow_unused=True)
     pairs = zip(targets, found, strict=True)
-    return [torch.zeros_like(target) if grad is None else grad for target, grad in pairs]
+    return [torch.zeros_like(target) if grad is None else grad.to_dense() for target, grad in pairs]
 
 
 def largest(tensor: torch.Tensor) -> float:

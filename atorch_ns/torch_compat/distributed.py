@@ -321,13 +321,6 @@ DATA_USES: Final = "_num_data_uses"
 """The attribute of a divided tensor that counts reads of and assignments to its ``data``."""
 
 
-def gathered_parameters(module: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """The shards of ``fully_shard`` and ``replicate``, each with the parameter that is gathered from them
-    (``FSDPParam.sharded_param``, ``_unsharded_param``), of those that have been gathered before."""
-    found = parameters_of(unit for unit in module.modules() if isinstance(unit, FSDPModule))
-    return [(p.sharded_param, p._unsharded_param) for p in found if hasattr(p, "_unsharded_param")]
-
-
 def parameters_of(units: Iterable[FSDPModule]) -> Iterator[Any]:
     """The ``FSDPParam`` of every parameter that ``fully_shard`` or ``replicate`` manages in these units."""
     for unit in units:

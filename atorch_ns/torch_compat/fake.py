@@ -173,6 +173,13 @@ def tensor_without_storage(cls: Any, like: torch.Tensor, shape: Sequence[int]) -
     return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
 
 
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` calls this, whose gradients are the caller's."""
+    from torch._C._functorch import peek_interpreter_stack
+
+    return peek_interpreter_stack() is not None
+
+
 def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor inside those that ``torch.vmap`` and ``torch.func`` put around it."""
     from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor

@@ -23,7 +23,6 @@ from atorch_ns.job import Inputs, Job, Result
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.model import OriginalModel
 from atorch_ns.job.reducer import GradientReducer
-from atorch_ns.job.states import reshard
 from atorch_ns.parallel import ComputeConfig, ParallelModule
 from atorch_ns.parallel.optimizer import reducer_of_the_rest
 from atorch_ns.parallel.parallelize import own_loss
@@ -217,11 +216,8 @@ def job_of(
         packings = part.result.job.parts.packings.items()
         job.parts.packings |= {f"{path}.{name}": packing for name, packing in packings}
     rest = reducer_of_the_rest(model, parts, first.compute_config)
-    reshard(model)
     _refuse_untied(model, original)
-    for (
-        part
-    ) in parts.values():  # one for the whole: parts of one class would draw the same masks by themselves
+    for part in parts.values():  # one for all: parts of one class would draw the same masks by themselves
         if (randomness := part.result.job.step.randomness) is not None:
             randomness.give_way()
     job.gradients = _JointGradients([part.result.job for part in parts.values()], rest)

@@ -270,8 +270,9 @@ def a_layer_by_itself(loop: Loop) -> None:
 
 LOOPS: Final = (
     anchor, norm_of_all, orthogonal, read_by_the_loss, penalty_by_itself, penalty_after_the_loss,
-    writes_between_passes, change_gradients, teach, lerp_of_copies, write_rows, write_by_masks, exchange_data, rebuild_from_vector, load_plain_weights, gradients_of_other_strides, converted,
-    whole_gradients, singular_values, a_layer_by_itself,
+    writes_between_passes, change_gradients, teach, lerp_of_copies, write_rows, write_by_masks, exchange_data,
+    rebuild_from_vector, load_plain_weights, gradients_of_other_strides, converted, whole_gradients, singular_values,
+    a_layer_by_itself,
 )  # fmt: skip
 
 
@@ -370,6 +371,41 @@ def _write(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
 def test_writes_reach_the_parts_of_all_ranks(strategy: str) -> None:
     run_ranks(_write, 2, args=(strategy,))
+
+
+def _gradients_of_a_copy(work: Loop) -> None:
+    """Of a model that no strategy knows, as first-order meta-learning makes them."""
+    copied = Model()
+    for batch in work.batches:
+        with torch.no_grad():
+            for mine, (_, p) in zip(copied.parameters(), work.named(), strict=True):
+                mine.copy_(p)
+        (copied(batch) - batch).square().mean().backward()
+        for mine, (_, p) in zip(copied.parameters(), work.named(), strict=True):
+            p.grad, mine.grad = mine.grad, None
+        work.optimizer.step()
+
+
+def _meta_learn(strategy: str) -> dict[str, Tensor] | str:
+    work = Loop(STRATEGIES[strategy], torch.distributed.get_rank())
+    try:
+        _gradients_of_a_copy(work)
+    except StepError as error:
+        return str(error)
+    return checkpoint.export_state_dict(work.result)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_gradients_of_a_copy_are_averaged_or_refused(strategy: str) -> None:
+    found = run_ranks(_meta_learn, 2, args=(strategy,))[0]
+    if isinstance(found, str):
+        assert strategy in {"ddp", "zero1"}
+        assert "holds other weights than rank" in found
+        return
+    work = Loop(None)
+    _gradients_of_a_copy(work)
+    for name, expected in work.named():
+        torch.testing.assert_close(found[name], expected.detach(), rtol=1e-9, atol=1e-9)
 
 
 def _read_alone(rank_that_reads: int) -> None:

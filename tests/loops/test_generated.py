@@ -92,6 +92,16 @@ FOUND = [
         Recipe(blocks=("plain", "plain"), step="another_method", events=((1, "hook_gradients_late"),)),
         dict.fromkeys(("ddp", "zero1", "fsdp", "zero2"), "equal"),
     ),
+    # A layer that nothing uses, in two stages: a gradient of zero in the place of none, which an optimizer decays by.
+    (
+        Recipe(blocks=("idle", "plain"), changes=("share_block",), optimizer="decaying"),
+        {"pipeline": "equal"},
+    ),
+    # Sparse gradients beside a layer that tensor parallelism divides, in its check of what it divided.
+    (
+        Recipe(blocks=("functional", "adapted", "sparse"), changes=("hook_sums",), optimizer="adagrad"),
+        {"tensor": "equal"},
+    ),
     # Gradients in the place of earlier ones, which a reducer moves to its memory.
     (
         Recipe(

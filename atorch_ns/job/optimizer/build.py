@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +20,6 @@ from atorch_ns.job.optimizer.checks import require_separable
 from atorch_ns.job.optimizer.step_optimizer import MasterWeights, StepOptimizer, inner_optimizer
 from atorch_ns.job.optimizer.user_optimizer import make_user_optimizer
 from atorch_ns.job.result import WATCH, Result
-from atorch_ns.job.states import reshard
 from atorch_ns.text import did_you_mean, with_article
 from atorch_ns.torch_compat import plain_name
 
@@ -60,7 +58,6 @@ def attach_optimizer(
         if job.precision.scaler is not None and job.inputs.loss_func is None:
             raise InputError("fp16 scales the loss, so a job with an optimizer needs loss_func.")
         groups = None if options_of is None else _grouped(job, options_of)
-        reshard(job.module)
         job.original = replace(job.original, groups=groups)
         job.inputs = replace(job.inputs, optim_func=optim_func, optim_args=optim_args)
         made = make_optimizer(job)
@@ -137,9 +134,13 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
     scaler, norm = job.precision.scaler, _count_once(job, masters)
     steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
     # A backward pass of the optimizer's own goes with a step of its own.
-    if steps_alone or job.optimizer.use_optim_backward:
-        with suppress(AttributeError):  # an optimizer that never called Optimizer.__init__ has no hooks
+    steps_itself = steps_alone or job.optimizer.use_optim_backward
+    if _has_hooks(optimizer):
+        if steps_itself:
             optimizer.register_step_pre_hook(lambda *_: job.gradients.complete(job.module))
+        if job.step.same_weights is not None:
+            job.step.same_weights.follow(optimizer)  # with gradients that are complete
+    if steps_itself:
         return optimizer
     return StepOptimizer(
         optimizer,
@@ -166,18 +167,20 @@ def _ranks_together(job: Job) -> list[int]:
 def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
     """Has ranks compare the weights that they hold copies of, and where they are when none goes on; backends hold weights
     where they like."""
-    if not job.name or job.mesh is None or job.optimizer.take_over is not None:
+    if not job.name or job.mesh is None or job.optimizer.take_over is not None or not _has_hooks(optimizer):
         return
-    with suppress(AttributeError):  # an optimizer that never called Optimizer.__init__ has no hooks
-        if job.num_data_ranks > 1 and job.plan.sharding.layout != "flat":
-            job.step.same_weights = SameWeights(job.mesh, [job.module, *job.parts.stages], job.name)
-            job.step.same_weights.follow(optimizer)
-        if not job.parts.stages:
-            SamePlace(job.name, _ranks_together(job)).follow(job.module, optimizer)
-        if any(isinstance(module, FSDPModule) for module in job.module.modules()):  # of replicate too
-            warn_where_none_come(job.module, optimizer)
-            # A forward pass between the backward pass and the step has left parameters gathered, as they were before it.
-            optimizer.register_step_post_hook(lambda *_: reshard(job.module))
+    if job.num_data_ranks > 1 and job.plan.sharding.layout != "flat":
+        roots, sends = [job.module, *job.parts.stages], job.plan.sharding.layout == "parameters"
+        job.step.same_weights = SameWeights(job.mesh, roots, job.name, gradients=sends)
+    if not job.parts.stages:
+        SamePlace(job.name, _ranks_together(job)).follow(job.module, optimizer)
+    if any(isinstance(module, FSDPModule) for module in job.module.modules()):  # of replicate too
+        warn_where_none_come(job.module, optimizer)
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it calls hooks around its steps; one whose class never called ``Optimizer.__init__`` does not."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def _refuse_foreign_parameters(
@@ -201,7 +204,7 @@ def _refuse_foreign_parameters(
                     "gradient over the ranks and give it an optimizer of its own."
                 )
 
-    with suppress(AttributeError):  # an optimizer that never called Optimizer.__init__ has no hooks
+    if _has_hooks(optimizer):
         optimizer.register_step_pre_hook(look)
 
 

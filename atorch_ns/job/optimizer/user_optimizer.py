@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from atorch_ns.errors import InputError
 from atorch_ns.job.job import OPTIMIZER, Job, ParameterGroups
-from atorch_ns.job.materialise import divided_like
 from atorch_ns.job.optimizer.checks import refuse_what_fails
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import with_article
@@ -104,9 +103,23 @@ def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     divided = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if divided:
+        optimizer.register_step_pre_hook(_average_whole_gradients)
     has_complex = _is_of_torch(optimizer) and any(map(torch.is_complex, divided))
     if has_complex or (divided and type(optimizer) in _FUSED):
         optimizer.__class__ = class_above(_OnLocalParts, type(optimizer))
+
+
+def _average_whole_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Divides gradients that a loop has put into divided parameters: each rank's, of its samples, or all ranks' own mean."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            whole, mesh = parameter.grad, getattr(parameter, "device_mesh", None)
+            if whole is not None and mesh is not None and not isinstance(whole, DTensor):
+                summands = DTensor.from_local(
+                    whole / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False
+                )
+                parameter.grad = summands.redistribute(placements=parameter.placements)
 
 
 @torch.no_grad()  # where parts of divided tensors are at hand
@@ -190,12 +203,7 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 def _local_part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(value, DTensor):
-        # A gradient that a loop has put there is whole, and a kernel would read its beginning. A number is of each part.
-        is_whole = isinstance(parameter, DTensor) and value.ndim > 0 and value.shape == parameter.shape
-        if not is_whole:
-            return value
-        value = divided_like(value, cast(DTensor, parameter))
-    assert isinstance(value, DTensor)
+        return value
     if isinstance(parameter, DTensor) and value.placements != parameter.placements:
         value = value.redistribute(parameter.device_mesh, parameter.placements)
     return value.to_local()
@@ -239,10 +247,8 @@ def choose_fused(
     )
     if reason is not None:
         return False, f"{kind.__name__}: not fused, since {reason}"
-    return (
-        True,
-        f"{kind.__name__}: fused, in one pass over all parameters; optim_args={{'fused': False}} for a loop",
-    )
+    what = "fused, in one pass over all parameters; optim_args={'fused': False} for a loop"
+    return True, f"{kind.__name__}: {what}"
 
 
 def _unwrapped(function: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -161,12 +161,9 @@ class CandidatesInfo(NamedTuple):
         changes: dict[int, list[str]] = {}  # by the number of the line that is kept
         kept = []
         for line in self.lines:
-            if (
-                line.predicted_seconds is not None
-                and line.predicted_bytes is not None
-                and not line.trial_number
-            ):
-                like = first.setdefault((line.predicted_seconds, line.predicted_bytes), line)
+            seconds, size = line.predicted_seconds, line.predicted_bytes
+            if seconds is not None and size is not None and not line.trial_number:
+                like = first.setdefault((seconds, size), line)
                 if like is not line and line.fate == "untried" and not line.is_baseline:
                     changes.setdefault(like.number, []).append(_change(like.label, line.label))
                     continue

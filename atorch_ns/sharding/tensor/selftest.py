@@ -366,7 +366,7 @@ def _run(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def _grad(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad is None:
         return torch.zeros_like(tensor.detach())
-    return tensor.grad.detach()
+    return tensor.grad.detach().to_dense()  # of a sparse table too
 
 
 def _compare_parameters(
