@@ -41,7 +41,9 @@ def build(job: Job, make_report: MakeReport) -> Result:
     _agree_over_model_axes(job)  # random states of ranks that hold one model begin outside autocast
     loader = _loader(job)  # needs the mesh alone
     loss_func = _loss(job)  # under the same autocast and scale as the model
-    job.explain(MODEL, note_batch_norms(job))
+    if batch_norms := note_batch_norms(job):
+        job.explain(MODEL, batch_norms)
+        job.warn(batch_norms)
     runner = None
     if job.step.make_runner is not None:  # runs the final model with the final loss
         runner = job.step.make_runner(job, _no_loss if loss_func is None else loss_func)
@@ -124,7 +126,8 @@ def _loss(job: Job) -> LossFunction | None:
         return None
     loss_func = job.inputs.loss_func
     if job.step.watch_loss is None:  # else outputs may be divided
-        job.step.mean_check = check = MeanCheck(job.device)
+        is_mean = job.inputs.weight_func is None and job.inputs.loss_reduction == "mean"
+        job.step.mean_check = check = MeanCheck(job.device, int(is_mean and job.num_data_ranks > 1))
         job.explain(MODEL, lambda: check.finding)
         loss_func = check.around(loss_func)
     else:

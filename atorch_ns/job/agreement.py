@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain, product
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -381,6 +382,8 @@ def _sample_elements(part: torch.Tensor) -> torch.Tensor:
     return flat[places].float()
 
 
+_COMMUNICATION: Final = (str(Path(dist.__file__).parent), str(Path(__file__).parent.parent))
+"""Where the code is that waits for other ranks: torch's and the package's."""
 _POLL_S: Final = 5.0
 _STUCK_S: Final = 4 * _POLL_S
 """A rank that four polls have found at one line tells the others where it is. A slow exchange may take longer: what ends ranks is
@@ -401,7 +404,8 @@ class SamePlace:
     A thread looks now and then at what the training thread does. A rank that is stuck in a call writes its calls since the
     last updates into the store by which ranks have met. Where all ranks stay stuck and have made other calls since the same
     update, one has left a call out: rank 0 sees it. A rank that computes, or writes a file, is not stuck, and calls need not
-    be equal where they are of each rank alone, as accumulated micro-batches.
+    be equal where they are of each rank alone, as accumulated micro-batches. Fewer calls are other ones where every rank
+    waits for others: one has left the loop, and is in a barrier say.
     Ranks whose every call is one of all compare with the first of them whether they are stuck or not, since they would
     exchange what belongs to different calls. A rank that waits cannot be woken, so the process ends, as with NCCL's watchdog.
 
@@ -461,7 +465,7 @@ class SamePlace:
         since, beat = 0.0, 0
         while True:
             time.sleep(_POLL_S)
-            line, is_backward = self._find_line()
+            line, is_backward, waits = self._find_line()
             calls = dict(self._calls)
             if (line, calls) != place or line is None:
                 place, since = (line, calls), time.monotonic()
@@ -474,28 +478,29 @@ class SamePlace:
                 calls = {**calls, last: calls[last] + "B"}  # it has not come to the hook yet
             try:
                 store = default_store()
-                told = {"beat": beat, "is_stuck": is_stuck, "calls": calls}
+                told = {"beat": beat, "is_stuck": is_stuck, "calls": calls, "waits": waits}
                 store.set(self._key(self._rank), json.dumps(told))
                 if self._together and self._rank != self._together[0]:
-                    self._compare_calls(calls, self._read_places(self._together[:1]), only_last=False)
+                    self._compare_calls(told, self._read_places(self._together[:1]), only_last=False)
                 if is_stuck and self._rank == 0:
                     others = self._read_places(range(1, self._num_ranks))
                     if len(others) == self._num_ranks - 1 and all(
                         other["is_stuck"] for other in others.values()
                     ):
-                        self._compare_calls(calls, others, only_last=True)
+                        self._compare_calls(told, others, only_last=True)
             except (RuntimeError, ValueError):
                 # The store has gone, or the process group: nobody is left to wait for.
                 return
 
-    def _find_line(self) -> tuple[tuple[Any, int] | None, bool]:
-        """The line of the training thread, and whether it is in a backward pass. No frame outlives this: it would keep the
-        tensors of its function."""
+    def _find_line(self) -> tuple[tuple[Any, int] | None, bool, bool]:
+        """The line of the training thread, whether it is in a backward pass, and whether it is one of communication, where a
+        line that takes long waits. No frame outlives this: it would keep the tensors of its function."""
         frame = sys._current_frames().get(self._thread)
         if frame is None:
-            return None, False
+            return None, False, False
         names = {found.f_code.co_name for found, _ in traceback.walk_stack(frame)}
-        return (frame.f_code, frame.f_lineno), BACKWARD_FUNCTION in names
+        waits = frame.f_code.co_filename.startswith(_COMMUNICATION)
+        return (frame.f_code, frame.f_lineno), BACKWARD_FUNCTION in names, waits
 
     def _read_places(self, ranks: Sequence[int]) -> dict[int, Any]:
         """What those of the ranks have told that told it since the last time."""
@@ -508,14 +513,16 @@ class SamePlace:
                 self._beats[rank] = told["beat"]
         return found
 
-    def _compare_calls(self, calls: dict[int, str], others: dict[int, Any], *, only_last: bool) -> None:
+    def _compare_calls(self, told: Mapping[str, Any], others: dict[int, Any], *, only_last: bool) -> None:
         """Ends this process where a rank has made other calls after an update, the last one that both have made or any."""
+        calls = told["calls"]
+        all_wait = only_last and all(each["waits"] for each in (told, *others.values()))
         for rank, other in others.items():
             theirs = {int(number): text for number, text in other["calls"].items()}
             shared = sorted(calls.keys() & theirs.keys())
             for number in shared[-1:] if only_last else shared:
                 one, two = calls[number], theirs[number]
-                if not one.startswith(two) and not two.startswith(one):
+                if one != two and (all_wait or not (one.startswith(two) or two.startswith(one))):
                     self._end_process(rank, number, one, two)
 
     def _key(self, rank: int) -> str:

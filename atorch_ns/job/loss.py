@@ -295,13 +295,13 @@ class MeanCheck:
         device: the device of the batch.
 
     Attributes:
-        on: whether losses are tested now.
+        num_left: how many calls are tested from now on, by a loop of the user's or in the first step of ``train_step``.
         finding: what was found, as a sentence; empty where a loss is a mean, or nothing was tested.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_left: float = 0) -> None:
         self._device = device
-        self.on = False
+        self.num_left = num_left
         self.finding = ""
 
     def around(self, loss_func: LossFunction) -> LossFunction:
@@ -313,7 +313,8 @@ class MeanCheck:
         @functools.wraps(loss_func)
         def tested(batch: Any, output: Any) -> Any:
             value = loss_func(batch, output)
-            if self.on and not self.finding:
+            if self.num_left > 0 and not self.finding:
+                self.num_left -= 1
                 with torch.no_grad(), random_states_kept(self._device):
                     self._test(loss_func, batch, output, first_loss(value))
             return value
@@ -344,8 +345,8 @@ class MeanCheck:
         self.finding = (
             f"the loss is not a mean over samples: that of a batch is {value:.6g}, and the mean of those of its {num} parts "
             f"{mean:.6g}. Ranks and micro-batches count alike, whatever they hold. For a mean over tokens pass "
-            "weight_func=lambda batch: the number of tokens that count, for a sum loss_reduction='sum', to auto_accelerate; a "
-            "loss over pairs of samples needs all of them on one rank"
+            "weight_func=lambda batch: the number of tokens that count, for a sum loss_reduction='sum', to auto_accelerate, and call "
+            "train_step; a loss over pairs of samples needs all of them on one rank"
         )
         warnings.warn(self.finding, stacklevel=2)
 

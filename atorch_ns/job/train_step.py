@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -460,7 +461,8 @@ class TrainStep:
         weights = None if job.inputs.weight_func is None else [self._weight_of(part) for part in parts]
         if weights is None and job.inputs.loss_reduction == "mean":
             if job.step.mean_check is not None:
-                job.step.mean_check.on = self.num_steps == 0 and len(parts) * job.num_data_ranks > 1
+                is_tested = self.num_steps == 0 and len(parts) * job.num_data_ranks > 1
+                job.step.mean_check.num_left = math.inf if is_tested else 0
             if not uneven:
                 self._rows.look(num_rows(data))
                 return StepWork.mean(parts, job.num_data_ranks)
@@ -495,7 +497,7 @@ class TrainStep:
     ) -> StepWork:
         job = self._job
         if job.step.mean_check is not None:
-            job.step.mean_check.on = False
+            job.step.mean_check.num_left = 0
         data_ranks = None if job.mesh is None else (job.data_rank, job.num_data_ranks)
         given, fields = weigh(
             samples, data_ranks=data_ranks, device=job.device, functions=functions, **weights

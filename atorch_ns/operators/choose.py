@@ -332,12 +332,11 @@ def check_plan(plan: OperatorPlan, graph: OperatorGraph, degree: int) -> None:
     }
     misfit = plan.misfit([*graph.by_key, *sizes], legal_rules(graph, degree))
     for key, one in plan.parameters.items():
-        if (
-            key in sizes
-            and isinstance(one, Shard)
-            and (one.dim >= len(sizes[key]) or sizes[key][one.dim] % degree)
-        ):
-            misfit += f"\n{key}: {list(sizes[key])} is not divided along {one.dim} by {degree} ranks."
+        shape = sizes.get(key)
+        if shape is None or not isinstance(one, Shard):
+            continue
+        if one.dim >= len(shape) or shape[one.dim] % degree:
+            misfit += f"\n{key}: {list(shape)} is not divided along {one.dim} by {degree} ranks."
     if misfit:
         raise InputError(f"the operator plan does not fit this model:\n{misfit.strip()}")
 

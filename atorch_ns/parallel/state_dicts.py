@@ -112,10 +112,7 @@ def _merged_optimizer(states: Sequence[Mapping[str, Any]] | None, ranks: Sequenc
         if name in parts or name in plain
     }
     param_groups = [
-        {
-            **{key: value for key, value in group.items() if key != "params"},
-            "params": [index_of[n] for n in own],
-        }
+        {**group, "params": [index_of[n] for n in own]}
         for group, own in zip(states[0]["param_groups"], names, strict=True)
     ]
     return {"state": merged, "param_groups": param_groups, PIECES: {"names": names}}
@@ -171,9 +168,7 @@ def deduped_state_dict(
     if optimizer is None:
         return kept, None
     own = optimizer.state_dict()
-    if keeps:
-        return kept, own
-    return kept, {**own, "state": {}}
+    return kept, own if keeps else {**own, "state": {}}
 
 
 def load_deduped_state_dict(

@@ -392,6 +392,5 @@ def _listed(num_priced: int, num_rows: int) -> str:
     """How many of the strategies are rows; the baseline is one, be it among the best or not."""
     if num_priced <= num_rows:
         return f"{num_rows} strategies were priced"
-    return (
-        f"{num_priced} strategies were priced, and the best are listed with the baseline, {num_rows} in all"
-    )
+    listed = f"the best are listed with the baseline, {num_rows} in all"
+    return f"{num_priced} strategies were priced, and {listed}"

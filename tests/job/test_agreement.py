@@ -313,9 +313,11 @@ def _left_out(strategy: list[Any], what: str) -> None:
     agreement._POLL_S, agreement._STUCK_S = 0.2, 2.0  # type: ignore[misc]
     result = _job(strategy)
     for number, batch in enumerate(result.dataloader):
+        is_odd = number == 1 and dist.get_rank() == 1
+        if is_odd and what == "loop":
+            dist.barrier()  # as at the end of an epoch
         result.optim.zero_grad()
         loss = result.loss_func(batch, result.model(batch))
-        is_odd = number == 1 and dist.get_rank() == 1
         if not (is_odd and what == "backward"):
             loss.backward()
             if not (is_odd and what == "step"):
@@ -329,6 +331,7 @@ def _left_out(strategy: list[Any], what: str) -> None:
     [
         (["fsdp"], "backward", "forward, forward"),
         (["zero1"], "step", "forward, backward, forward, backward"),
+        (["ddp"], "loop", "nothing"),
         ([("parallel_mode", ([("tensor", 2)], None))], "backward", "forward, forward"),
     ],
 )

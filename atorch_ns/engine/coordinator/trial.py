@@ -189,7 +189,5 @@ class TrialUnderWay:
         return merge_reports(list(self._reports.values()))
 
     def _late_reason(self, rank: int) -> str:
-        return (
-            f"rank {rank} had not reported after {self._late[rank]:.1f} s; the deadline was "
-            f"{self.task.deadline_s:g} s"
-        )
+        late, deadline = self._late[rank], self.task.deadline_s
+        return f"rank {rank} had not reported after {late:.1f} s; the deadline was {deadline:g} s"

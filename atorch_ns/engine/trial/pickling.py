@@ -197,10 +197,8 @@ def describe_unpicklable(inputs: Inputs, carried: Mapping[str, Any] | None = Non
     try:
         _pickled((_for_trials(inputs), dict(carried or {})), inputs.model)
     except Exception as error:
-        return (
-            _unpicklable_argument(inputs, carried)
-            or f"the arguments cannot be pickled: {error_text(error, 200)}"
-        )
+        reason = f"the arguments cannot be pickled: {error_text(error, 200)}"
+        return _unpicklable_argument(inputs, carried) or reason
     return None
 
 

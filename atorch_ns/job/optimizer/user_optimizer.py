@@ -103,11 +103,16 @@ def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     divided = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    if divided:
+    if divided and has_hooks(optimizer):
         optimizer.register_step_pre_hook(_average_whole_gradients)
     has_complex = _is_of_torch(optimizer) and any(map(torch.is_complex, divided))
     if has_complex or (divided and type(optimizer) in _FUSED):
         optimizer.__class__ = class_above(_OnLocalParts, type(optimizer))
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it calls hooks around its steps; one whose class never called ``Optimizer.__init__`` does not."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def _average_whole_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -116,9 +121,7 @@ def _average_whole_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for parameter in group["params"]:
             whole, mesh = parameter.grad, getattr(parameter, "device_mesh", None)
             if whole is not None and mesh is not None and not isinstance(whole, DTensor):
-                summands = DTensor.from_local(
-                    whole / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False
-                )
+                summands = DTensor.from_local(whole / mesh.size(), mesh, [Partial()] * mesh.ndim)
                 parameter.grad = summands.redistribute(placements=parameter.placements)
 
 
