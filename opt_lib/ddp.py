@@ -341,7 +341,7 @@ def _replicate_parts(job: Job, method: str) -> None:
             shared = [parameter for parameter in root.parameters() if parameter not in experts]
             broadcast_from_first(job, [*shared, *root.buffers()])
             replicate(root, mesh=job.mesh.data, ignored=ignored | scalars)  # which it refuses
-        passes = [ShardsBetweenPasses(root) for root in job.roots]
+        passes = [ShardsBetweenPasses(root, is_written=not job.parts.stages) for root in job.roots]
         gather_for_methods(job, passes)
         reduce_idle_parameters(job, method, ignored | scalars)
     job.gradients.skip_sync = skip_sync(job.roots)

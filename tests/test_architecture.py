@@ -24,7 +24,7 @@ LINES = {
     "parallel": 2_275,
     "planning": 501,  # to be 850
     "doctor": 1_428,  # to be 1_000
-    "report": 3_400,  # to be 3_000
+    "report": 3_399,  # to be 3_000
     "engine": 5_012,  # to be 3_600
     "numerics": 1_760,  # to be 1_300
     "search": 4_018,  # to be 3_550
@@ -32,21 +32,21 @@ LINES = {
     "checkpoint": 1_905,  # to be 1_900
     "apply": 285,
     "method": 722,
-    "job": 5_476,  # to be 3_100
+    "job": 5_492,  # to be 3_100
     "operators": 4_771,  # to be 4_050
     "pipeline": 4_491,  # to be 4_100
     "sharding": 7_843,  # to be 6_200
     "tracking": 511,
     "data": 1_172,  # to be 1_400
     "strategy": 1_950,  # to be 1_800
-    "profile": 2_850,  # to be 1_850
+    "profile": 2_848,  # to be 1_850
     "costs": 354,  # to be 650
     "processes": 587,  # to be 1_550
     "cluster": 3_254,  # to be 2_600
     "capture": 2_207,  # to be 2_900
-    "torch_compat": 1_341,
+    "torch_compat": 1_329,
     "testing": 1_581,  # to be 1_000
-    "opt_lib": 10_009,  # to be 8_300
+    "opt_lib": 10_008,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have

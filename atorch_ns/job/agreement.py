@@ -263,8 +263,7 @@ class SameWeights:
             StepError: if another rank is two of these updates behind.
         """
         self._number += 1
-        number = self._number - 2
-        late = self._waiting.get(number)
+        late = self._waiting.get(number := self._number - 2)
         if late is not None:
             with suppress(RuntimeError):  # where updates exchange nothing, others may be behind
                 keys = [self._key(rank, "samples", number) for rank in self._others]
@@ -404,8 +403,7 @@ class SamePlace:
     A thread looks now and then at what the training thread does. A rank that is stuck in a call writes its calls since the
     last updates into the store by which ranks have met. Where all ranks stay stuck and have made other calls since the same
     update, one has left a call out: rank 0 sees it. A rank that computes, or writes a file, is not stuck, and calls need not
-    be equal where they are of each rank alone, as accumulated micro-batches. Fewer calls are other ones where every rank
-    waits for others: one has left the loop, and is in a barrier say.
+    be equal where they are of each rank alone, as accumulated micro-batches, unless every rank waits for others.
     Ranks whose every call is one of all compare with the first of them whether they are stuck or not, since they would
     exchange what belongs to different calls. A rank that waits cannot be woken, so the process ends, as with NCCL's watchdog.
 

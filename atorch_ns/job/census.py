@@ -153,7 +153,7 @@ def carry_late_hooks(job: Job, observe: Callable[..., object]) -> None:
 
     before, joins = last(), False
 
-    def look() -> None:
+    def take(*_: Any) -> None:
         nonlocal before, joins
         if last() != before:
             found = [(name, p, *hook_tables(p)) for name, p in parameters if has_user_hooks(p)]
@@ -163,12 +163,17 @@ def carry_late_hooks(job: Job, observe: Callable[..., object]) -> None:
                 job.gradients.sums.watch(job.module)
                 joins = not job.parts.stages
             before = last()  # with what has been registered here
+
+    def look() -> None:
+        take()
         if joins:  # each further pass too: the output may be older than the hooks
             job.gradients.join_pass(job.module)
 
     if job.parts.stages:
         observe("forward_backward", look, when="before")
     else:
+        # A loss that reads weights may call their hooks before its backward pass comes to the model.
+        job.module.register_forward_pre_hook(torch.compiler.disable(take))
         follow = follow_backward_passes(job.module, look)
         job.gradients.follow = job.gradients.follow or follow
 

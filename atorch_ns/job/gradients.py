@@ -18,7 +18,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
 from atorch_ns.job.reducer import GradientReducer, add_rows, sparse_tables
-from atorch_ns.torch_compat import TakenHook, after_accumulation, after_backward, in_backward, plain_name
+from atorch_ns.torch_compat import (
+    TakenHook,
+    after_accumulation,
+    after_backward,
+    before_accumulation,
+    in_backward,
+    plain_name,
+)
 
 log = logging.getLogger("atorch_ns")
 
@@ -170,6 +177,11 @@ class GradientHooks:
         self._last_gradient: ref[torch.Tensor] | None = None
         self._is_open = False
 
+    def watch(self) -> None:
+        """Sees a loss that reads the weight add to its gradient before the model's pass, or without it."""
+        if self.parameter.requires_grad:
+            before_accumulation(self.parameter, lambda _: None if self._is_open else self.begin(1))
+
     def begin(self, num_sums: int) -> None:
         """A backward pass begins, the first since the last call or a further part of the same step.
 
@@ -253,6 +265,7 @@ class GradientSums:
             self._hooks.append(entry)
             if self._is_watching:
                 self._watch_gradients([entry.parameter])
+                entry.watch()
 
     def add(self, names: Iterable[str], group: dist.ProcessGroup, *, mean: bool = False) -> None:
         """Lets gradients be summed over a group of ranks.
@@ -283,6 +296,8 @@ class GradientSums:
         self._tables = sparse_tables(module)
         self._is_watching = True
         self._watch_gradients([*_parameters(module, names), *(hooks.parameter for hooks in self._hooks)])
+        for hooks in self._hooks:
+            hooks.watch()
 
     def _watch_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in set(parameters):

@@ -177,10 +177,8 @@ class TraceFallbacks:
 
 
 def _fixed_batch(num_samples: int) -> str:
-    return (
-        f"The model runs with batches of {num_samples} only, so every size that is a multiple of "
-        f"{num_samples} is taken to grow with the batch."
-    )
+    grows = f"every size that is a multiple of {num_samples} is taken to grow with the batch"
+    return f"The model runs with batches of {num_samples} only, so {grows}."
 
 
 def _place(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from atorch_ns.torch_compat.distributed import (
     accumulate_after_backward,
     after_accumulation,
     after_backward,
+    before_accumulation,
     default_store,
     flatten_mesh,
     found_inf_tensors,
@@ -42,7 +43,6 @@ from atorch_ns.torch_compat.distributed import (
     share_memory_along,
     show_gathered,
     show_shards,
-    state_of_writes,
     unreached_parameters,
     zero_redundancy_of_parts,
 )
@@ -91,7 +91,7 @@ from atorch_ns.torch_compat.modules import (
 __all__ = [
     "BACKWARD_FUNCTION", "NO_SECOND_DERIVATIVE", "CpuMemoryRecord", "DropoutOfGpus", "FlashAttention", "HookTable",
     "TakenHook", "TorchDispatchMode", "accumulate_after_backward", "after_accumulation", "after_backward",
-    "checkpoint_wrapper", "compile_forward", "compile_records", "count_operators", "default_store", "dtensor_rules",
+    "before_accumulation", "checkpoint_wrapper", "compile_forward", "compile_records", "count_operators", "default_store", "dtensor_rules",
     "exporting_fake_mode", "extend_dtensor_operators", "fake_tensor_mode", "fake_tensor_type", "flatten_mesh",
     "found_inf_tensors", "functional_all_gather", "functional_maximum", "functional_reduce_scatter",
     "gpu_described", "graph_breaks", "group_named", "group_timeout", "has_gradient_hooks",
@@ -101,6 +101,6 @@ __all__ = [
     "onednn_block", "onednn_computes_in", "outside_fake_mode", "persistent_buffers", "pipeline_orders",
     "pipeline_unit", "plain_name", "process_groups", "quiet_fake_kernels", "reduce_after_backward",
     "reduced_parameters", "refusing_autograd_functions", "registered_children", "replicate", "sample_size",
-    "share_memory_along", "show_gathered", "show_shards", "state_of_writes", "stood_for", "take_hooks", "tensor_without_storage", "traced_modules",
+    "share_memory_along", "show_gathered", "show_shards", "stood_for", "take_hooks", "tensor_without_storage", "traced_modules",
     "unreached_parameters", "unwrap_checkpoint", "without_transforms", "zero_redundancy_of_parts",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -196,6 +196,13 @@ def after_backward(action: Callable[[], None], *, in_turn: bool = False) -> None
     engine.queue_callback(action if in_turn else lambda: engine.queue_callback(action))
 
 
+def before_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Calls ``hook`` before autograd adds to a parameter's gradient; ``fully_shard`` adds to its own otherwise."""
+    parameter.register_hook(PackageHook(hook))
+    # torch.utils.swap_tensors leaves what calls the hooks of before with the other tensor.
+    parameter._backward_hooks = parameter._backward_hooks
+
+
 def after_accumulation(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Calls ``hook`` with a parameter whenever a backward pass has added to its gradient, also where it is thawed later.
 
@@ -294,31 +301,15 @@ def show_gathered(units: Iterable[FSDPModule]) -> None:
             parameter._setattr_on_modules(whole)
 
 
-def show_shards(units: Iterable[FSDPModule]) -> list[tuple[DTensor, tuple[int, ...]]]:
+def show_shards(units: Iterable[FSDPModule]) -> bool:
     """Has modules of ``fully_shard`` and ``replicate`` show what they hold for good, also where they are gathered: a backward
-    pass lets go of that memory, with what a user has computed of it.
-
-    Returns:
-        The shards of what is gathered, each with its :func:`state_of_writes`.
-    """
+    pass lets go of that memory, with what a user has computed of it. Returns whether any is gathered."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-    shown = []
-    for parameter in parameters_of(units):
-        if parameter.sharded_state == ShardedState.UNSHARDED:
-            parameter._setattr_on_modules(parameter.sharded_param)
-            shown.append((parameter.sharded_param, state_of_writes(parameter.sharded_param)))
-    return shown
-
-
-def state_of_writes(tensor: DTensor) -> tuple[int, ...]:
-    """What changes with every write to a divided tensor, on all ranks alike, and whenever its ``data`` is read: torch does not
-    count writes to that."""
-    return tensor._version, tensor._local_tensor._version, vars(tensor).get(DATA_USES, 0)
-
-
-DATA_USES: Final = "_num_data_uses"
-"""The attribute of a divided tensor that counts reads of and assignments to its ``data``."""
+    gathered = [p for p in parameters_of(units) if p.sharded_state == ShardedState.UNSHARDED]
+    for parameter in gathered:
+        parameter._setattr_on_modules(parameter.sharded_param)
+    return bool(gathered)
 
 
 def parameters_of(units: Iterable[FSDPModule]) -> Iterator[Any]:

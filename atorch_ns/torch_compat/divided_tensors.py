@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch_ns.errors import CheckpointError, StepError
-from atorch_ns.torch_compat.distributed import DATA_USES, parameters_of
+from atorch_ns.torch_compat.distributed import parameters_of
 from atorch_ns.torch_compat.modules import PackageHook
 
 _aten = torch.ops.aten
@@ -61,7 +61,7 @@ def extend_dtensor_operators(models: Iterable[nn.Module]) -> None:
             ("_propagate_op_sharding_dispatch_slow_path", _divide_or_gather),
         ):
             setattr(dispatcher, name, functools.partial(function, getattr(dispatcher, name)))
-        cast(Any, DTensor).data = property(_read_data, _replace_data)
+        cast(Any, DTensor).data = property(cast(Any, torch.Tensor.data).__get__, _replace_data)
         cast(Any, DTensor).tolist = lambda tensor: _gather(tensor).tolist()
         cast(Any, DTensor).numpy = _read_only_array
         cast(Any, DTensor).__reduce_ex__ = _refuse_parts
@@ -434,15 +434,6 @@ _FSDP_PARAMETERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """The ``FSDPParam`` of divided parameters, by their numbers: ``module.to`` refuses tensors that something refers to weakly."""
 
 
-def _read_data(target: DTensor) -> torch.Tensor:
-    _count_data_use(target)
-    return cast(torch.Tensor, cast(Any, torch.Tensor.data).__get__(target))
-
-
-def _count_data_use(target: DTensor) -> None:
-    vars(target)[DATA_USES] = vars(target).get(DATA_USES, 0) + 1
-
-
 def _replace_data(target: DTensor, value: torch.Tensor) -> None:
     """``target.data = value``, which torch would give to the shell of a divided tensor alone.
 
@@ -460,7 +451,6 @@ def _replace_data(target: DTensor, value: torch.Tensor) -> None:
     elif value.placements != target.placements or value.device_mesh != target.device_mesh:
         value = _laid_beside(value.full_tensor(), target)
     target._local_tensor = value._local_tensor
-    _count_data_use(target)
     gathered = _FSDP_PARAMETERS.get(id(target))
     if gathered is not None and gathered.sharded_param is target:
         gathered.reset_sharded_param()

@@ -73,7 +73,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         fully_shard(root, **options)
     if keeps_input_dtypes(job, config):
         cast_inputs_where_refused(job, units)
-    passes = [ShardsBetweenPasses(root) for root in job.roots]
+    passes = [ShardsBetweenPasses(root, is_written=not job.parts.stages) for root in job.roots]
     move_to_device(job, ignored)
     if config.forward_prefetch:
         for current, following in itertools.pairwise(units):

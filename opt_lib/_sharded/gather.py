@@ -19,7 +19,7 @@ from atorch_ns.data import user_module
 from atorch_ns.job import Job
 from atorch_ns.job.states import reshard
 from atorch_ns.text import first_few
-from atorch_ns.torch_compat import in_backward, plain_name, show_gathered, show_shards, state_of_writes
+from atorch_ns.torch_compat import in_backward, plain_name, show_gathered, show_shards
 from opt_lib._sharded.idle import call_in_backward
 
 _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
@@ -29,8 +29,7 @@ _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "
 class ReadsOutsideOfUnits(TorchFunctionMode):
     """Finds sharded parameters that a function is called with outside of their unit, which gathers them for its own forward pass alone.
 
-    Functions gather them themselves (:mod:`atorch_ns.torch_compat.divided_tensors`), in the dtype of units. The first pass of
-    ``root`` is watched; later ones are, too, if that one read a parameter so.
+    Functions gather them (:mod:`atorch_ns.torch_compat.divided_tensors`). Later passes are watched if the first read one so.
 
     Args:
         dtype: the dtype that units gather in; ``None`` for the parameters' own.
@@ -94,12 +93,15 @@ class ShardsBetweenPasses:
 
     torch leaves the root's gathered, under ``replicate`` all. What a user computed of these would lose its memory in the
     next backward pass, and what an optimizer or a loop wrote to them no later pass would read.
+
+    Args:
+        is_written: whether code of the user's may write to them before a backward pass; a next pass gathers anew then.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
+    def __init__(self, root: nn.Module, *, is_written: bool) -> None:
+        self._root, self._is_written = root, is_written
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
-        self._shown: list[tuple[DTensor, tuple[int, ...]]] = []
+        self._is_shown = False  # though something is gathered
         self._depth = 0
         for unit in self._units:
             if unit is not root:  # which may be called by itself
@@ -107,7 +109,7 @@ class ShardsBetweenPasses:
         root.register_forward_pre_hook(torch.compiler.disable(self._begin), prepend=True)
         root.register_forward_hook(torch.compiler.disable(self._end), always_call=True)
         root.register_state_dict_pre_hook(
-            self._gather_written
+            self._show_gathered
         )  # before torch's, which lets go of what is gathered
 
     def around(self, method: Callable[..., Any], job: Job) -> Callable[..., Any]:
@@ -131,27 +133,26 @@ class ShardsBetweenPasses:
     def _begin(self, *_: Any) -> None:
         self._depth += 1
         if self._depth == 1:
-            self._gather_written()
+            self._show_gathered()
 
     def _end(self, _: nn.Module, inputs: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)  # 0 where a hook before has raised
         if not self._depth and not torch.is_grad_enabled():
             reshard(self._root)  # no backward pass will follow
         elif not self._depth and not in_backward():
-            self._shown = show_shards(self._units)
-            if self._shown:
+            self._is_shown = show_shards(self._units)
+            if self._is_shown:
                 call_in_backward(output, self._resume)
 
-    def _gather_written(self, *_: Any) -> None:
-        """Has what was written since the last pass gathered anew."""
-        shown, self._shown = self._shown, []
+    def _show_gathered(self, *_: Any) -> None:
         show_gathered(self._units)
-        if any(state_of_writes(shard) != state for shard, state in shown):
+        if self._is_shown and self._is_written:
             reshard(self._root)
+        self._is_shown = False
 
     def _resume(self, *_: Any) -> None:
-        if self._shown:
-            self._shown = []
+        if self._is_shown:
+            self._is_shown = False
             show_gathered(self._units)
 
 

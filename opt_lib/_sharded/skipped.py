@@ -96,10 +96,9 @@ class SkippedUnits:
             assert self._job.mesh is not None
             known = (self._called, self._has_gradient)
             passes = self._job.cluster.gathered(known, group=self._job.mesh.data_group)
-            for place in self._order:
-                found = [has_gradient[place] for _, has_gradient in passes if place in has_gradient]
-                if found:
-                    self._has_gradient[place] = any(found)
+            for _, found in passes:
+                for place, has_gradient in found.items():
+                    self._has_gradient[place] = has_gradient or self._has_gradient.get(place, False)
             fullest = max(passes, key=lambda known: sum(known[0].values()))
             self._order = list(fullest[0])
         return _joined(output, self._results) if self._results else None

@@ -142,8 +142,11 @@ def writes_between_passes(loop: Loop) -> None:
         loop.optimizer.zero_grad()
         before = loop.model(batch).detach()
         for _, parameter in loop.named():
-            if number % 2:
+            if number == 1:
                 parameter.data.mul_(0.9)
+            elif number == 2:
+                torch._foreach_mul_([parameter.requires_grad_(False)], 0.9)  # type: ignore[attr-defined]
+                parameter.requires_grad_(True)
             else:
                 parameter.requires_grad_(False).mul_(0.9).requires_grad_(True)
         (loop.model(batch) - before).square().mean().backward()

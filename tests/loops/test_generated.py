@@ -102,6 +102,30 @@ FOUND = [
         Recipe(blocks=("functional", "adapted", "sparse"), changes=("hook_sums",), optimizer="adagrad"),
         {"tensor": "equal"},
     ),
+    # Penalties that reach weights before, or without, the pass of the model that hooks wait for.
+    (
+        Recipe(
+            blocks=("plain", "plain"),
+            changes=("hook_gradients",),
+            step="regularised_after",
+            events=((2, "hook_gradients_late"),),
+        ),
+        dict.fromkeys(("ddp", "zero1", "fsdp", "zero2", "tensor"), "equal"),
+    ),
+    (
+        Recipe(
+            blocks=("convolved", "pairs"),
+            optimizer="nested",
+            step="anchored",
+            events=((2, "hook_gradients_late"),),
+        ),
+        dict.fromkeys(("fsdp", "zero2"), "equal"),
+    ),
+    # Steps after a pass that gathered weights again.
+    (
+        Recipe(blocks=("plain", "plain"), optimizer="adamw", step="probed"),
+        dict.fromkeys(("fsdp", "zero2"), "equal"),
+    ),
     # Gradients in the place of earlier ones, which a reducer moves to its memory.
     (
         Recipe(

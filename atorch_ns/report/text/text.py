@@ -225,9 +225,8 @@ def fits_text(estimate: Estimate, limit_bytes: int) -> str:
         said = f"{said}; tensors need {allocated}, for which torch reserves {reserved}"
     held = f"{peak} of {limit} a rank ({said})"
     if over <= 0:
-        return (
-            f"It fits{', but not for sure' if most > limit_bytes else ''}: {held}, {bytes_text(-over)} free."
-        )
+        unsure = ", but not for sure" if most > limit_bytes else ""
+        return f"It fits{unsure}: {held}, {bytes_text(-over)} free."
     if estimate.least_bytes <= limit_bytes:
         return (
             f"It fits only if torch's allocator gives back what it keeps, which costs time: {held}, "
