@@ -99,9 +99,8 @@ class ExpertParallel(Method[ExpertParallelConfig]):
             demanded = config.balance == "global"
             GlobalBalance(job.module, job.mesh.data_group, demanded=demanded).attach()
         sizes = sorted({experts.num_experts for experts in found})
-        text = (
-            f"{len(found)} module(s) of {', '.join(map(str, sizes))} experts, 1/{degree} of them on each rank"
-        )
+        numbers = ", ".join(map(str, sizes))
+        text = f"{len(found)} module(s) of {numbers} experts, 1/{degree} of them on each rank"
         job.explain(self.name, "; ".join([text, *(f"whole: {one}" for one in unfit)]))
 
 
@@ -116,9 +115,8 @@ def _find(job: Job, config: ExpertParallelConfig) -> tuple[list[Experts], list[U
     held = {module for root in job.roots for module in root.modules()}
     found = [experts for experts in found if _layer(experts) in held]
     if (unfit and config.experts is not None) or (not found and not job.parts.stages):
-        reasons = (
-            "".join(f"\n  {one}" for one in unfit[:8]) or " No module takes tokens, indices and weights."
-        )
+        listed = "".join(f"\n  {one}" for one in unfit[:8])
+        reasons = listed or " No module takes tokens, indices and weights."
         raise InputError(
             f"expert_parallel finds no experts to divide in {job.original.model_class}.{reasons}\n"
             "Name others in its key experts, or leave the expert axis out of parallel_mode."

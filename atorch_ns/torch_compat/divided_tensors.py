@@ -225,6 +225,11 @@ def _compute_unremembered(operator: Any, args: tuple[Any, ...], info: Any, shard
 
 def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator on gathered tensors, collective; a plain result, or the tensors that it has written to."""
+    if operator.namespace in ("c10d", "_c10d_functional"):
+        raise StepError(
+            f"a collective ({operator.name()}) was given a divided tensor. Gradients of divided weights are averaged already, and "
+            "weights are one whole: leave the call out, or give it tensor.full_tensor() or tensor.to_local()."
+        )
     wholes: dict[int, torch.Tensor] = {}
 
     def gather(leaf: Any) -> Any:

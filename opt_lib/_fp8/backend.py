@@ -75,9 +75,8 @@ def _why_not_this_device(config: Fp8Config, cluster: Cluster) -> str | None:
         return f"{why}; {{'backend': 'torchao', 'emulate': True}} computes the same numbers on it, slowly"
     if cluster.capability is not None and cluster.capability < MIN_CAPABILITY:
         have, need = (".".join(map(str, version)) for version in (cluster.capability, MIN_CAPABILITY))
-        return (
-            f"{cluster.device_name} has compute capability {have}, and fp8 needs {need} (Ada, Hopper, later)"
-        )
+        capability = f"compute capability {have}, and fp8 needs {need} (Ada, Hopper, later)"
+        return f"{cluster.device_name} has {capability}"
     return None
 
 

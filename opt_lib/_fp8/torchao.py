@@ -42,11 +42,8 @@ def load() -> ModuleType:
 
 def gathers_in_fp8(job: Job, config: Fp8Config) -> bool:
     """Whether weights are gathered in fp8: only ``fully_shard`` asks a weight how it is to be gathered."""
-    return (
-        config.fsdp_all_gather
-        and bool(job.plan.sharding.gradients_over)
-        and job.plan.sharding.layout == "rows"
-    )
+    sharding = job.plan.sharding
+    return config.fsdp_all_gather and bool(sharding.gradients_over) and sharding.layout == "rows"
 
 
 def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:

@@ -111,11 +111,8 @@ class ShardConfig(MethodConfig):
     @classmethod
     def _read_wrap_policy(cls, value: Any) -> Any:
         if not isinstance(value, Mapping) or value.get("auto_wrap_policy") is None:
-            return (
-                {k: v for k, v in value.items() if k != "auto_wrap_policy"}
-                if isinstance(value, Mapping)
-                else value
-            )
+            is_given = isinstance(value, Mapping)
+            return {k: v for k, v in value.items() if k != "auto_wrap_policy"} if is_given else value
         rest = {key: item for key, item in value.items() if key != "auto_wrap_policy"}
         return {**_from_wrap_policy(value["auto_wrap_policy"]), **rest}
 
@@ -177,14 +174,9 @@ class ShardConfig(MethodConfig):
             yield "limit_all_gathers=False: FSDP2 always bounds the gathered parameters in flight"
         if not self.use_orig_params:
             yield "use_orig_params=False: FSDP2 always keeps the model's own parameters"
-        if (
-            isinstance(self.mixed_precision, MixedPrecisionConfig)
-            and self.mixed_precision.buffer_dtype is not None
-        ):
-            yield (
-                f"mixed_precision.buffer_dtype={self.mixed_precision.buffer_dtype}: FSDP2 leaves buffers in their own "
-                "dtype"
-            )
+        wanted = self.mixed_precision
+        if isinstance(wanted, MixedPrecisionConfig) and wanted.buffer_dtype is not None:
+            yield f"mixed_precision.buffer_dtype={wanted.buffer_dtype}: FSDP2 leaves buffers in their own dtype"
         if self.device_id is not None:
             yield "device_id is not used: the launcher's local rank gives the device"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -17,6 +18,7 @@ from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.capture.operators import METADATA
 from atorch_ns.data import user_module
 from atorch_ns.job import Job
+from atorch_ns.job.loss import ForwardScope
 from atorch_ns.job.states import reshard
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import in_backward, plain_name, show_gathered, show_shards
@@ -108,9 +110,9 @@ class ShardsBetweenPasses:
                 unit.register_forward_pre_hook(torch.compiler.disable(self._resume), prepend=True)
         root.register_forward_pre_hook(torch.compiler.disable(self._begin), prepend=True)
         root.register_forward_hook(torch.compiler.disable(self._end), always_call=True)
-        root.register_state_dict_pre_hook(
-            self._show_gathered
-        )  # before torch's, which lets go of what is gathered
+        ForwardScope(_outside_of_inference_mode).attach(root)
+        # Before torch's, which lets go of what is gathered.
+        root.register_state_dict_pre_hook(self._show_gathered)
 
     def around(self, method: Callable[..., Any], job: Job) -> Callable[..., Any]:
         """A method of the model, with the parameters of the root gathered."""
@@ -119,10 +121,12 @@ class ShardsBetweenPasses:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._depth or not any(map(_has_tensors, (*args, *kwargs.values()))):
                 return method(*args, **kwargs)
-            output = None
+            output, autocast = None, job.precision.autocast
+            scope = torch.autocast(autocast.device_type, autocast.dtype) if autocast else nullcontext()
             self._begin()
             try:
-                output = getattr(self._root, _RUN)(method, *args, **kwargs)
+                with scope:  # as around the forward pass, whose weights are gathered
+                    output = getattr(self._root, _RUN)(method, *args, **kwargs)
             finally:
                 self._end(self._root, None, output)
             job.gradients.follow_call(job.module, output)
@@ -154,6 +158,16 @@ class ShardsBetweenPasses:
         if self._is_shown:
             self._is_shown = False
             show_gathered(self._units)
+
+
+@contextmanager
+def _outside_of_inference_mode() -> Iterator[None]:
+    """Memory that a unit first gathers in inference mode could not be trained with."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 _RUN: Final = "run_with_gathered_parameters"

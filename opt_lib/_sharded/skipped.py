@@ -81,11 +81,9 @@ class SkippedUnits:
         has_gradient = any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
         is_known = self._is_agreed and place in self._has_gradient
         wanted = self._has_gradient.setdefault(place, has_gradient or bool(skipped) or self._is_agreed)
-        return (
-            map_tensors(_with_gradient, (args, kwargs))
-            if not has_gradient and (wanted or not is_known)
-            else None
-        )
+        if has_gradient or (is_known and not wanted):
+            return None
+        return map_tensors(_with_gradient, (args, kwargs))
 
     def _end(self, root: nn.Module, _: Any, output: Any) -> Any:
         if in_backward():

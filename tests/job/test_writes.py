@@ -153,6 +153,12 @@ def writes_between_passes(loop: Loop) -> None:
         loop.optimizer.step()
 
 
+def inference_first(loop: Loop) -> None:
+    with torch.inference_mode():
+        loop.model(loop.batches[0])
+    loop.step()
+
+
 def change_gradients(loop: Loop) -> None:
     def change() -> None:
         for _, p in loop.named():
@@ -273,7 +279,8 @@ def a_layer_by_itself(loop: Loop) -> None:
 
 LOOPS: Final = (
     anchor, norm_of_all, orthogonal, read_by_the_loss, penalty_by_itself, penalty_after_the_loss,
-    writes_between_passes, change_gradients, teach, lerp_of_copies, write_rows, write_by_masks, exchange_data,
+    writes_between_passes, inference_first, change_gradients, teach, lerp_of_copies, write_rows, write_by_masks,
+    exchange_data,
     rebuild_from_vector, load_plain_weights, gradients_of_other_strides, converted, whole_gradients, singular_values,
     a_layer_by_itself,
 )  # fmt: skip
@@ -367,6 +374,8 @@ def _write(strategy: str) -> None:
             parameter.numpy()[0] = 0.0
         with pytest.raises(CheckpointError, match=r"checkpoint.save\(folder, result\)"):
             torch.save(work.model.state_dict(), io.BytesIO())
+        with pytest.raises(StepError, match=r"tensor.full_tensor\(\)"):
+            torch.distributed.all_reduce(parameter)
         again = copy.deepcopy(work.model.state_dict())["blocks.0.0.weight"]
         torch.testing.assert_close(again.full_tensor(), parameter.full_tensor())
 
