@@ -86,8 +86,10 @@ def norm_of_parts(
         for part in parts
         if part.numel()
     ]
-    whole = torch.stack(norms) if norms else torch.zeros(1, device=device)
-    return norm_over(torch.linalg.vector_norm(whole, norm_type), norm_type, group)
+    local = (
+        torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+    )
+    return norm_over(local, norm_type, group)
 
 
 @torch.no_grad()

@@ -266,10 +266,8 @@ def _missing(device_type: str) -> str | None:
         return None
     major, minor = torch.cuda.get_device_capability()
     if major < _TRITON_CAPABILITY:
-        return (
-            f"inductor's Triton needs a GPU of compute capability {_TRITON_CAPABILITY}.0, and this one has "
-            f"{major}.{minor}. Use backend='aot_eager'."
-        )
+        have = f"this one has {major}.{minor}. Use backend='aot_eager'."
+        return f"inductor's Triton needs a GPU of compute capability {_TRITON_CAPABILITY}.0, and {have}"
     if importlib.util.find_spec("triton") is None:
         return "inductor needs Triton on a GPU. Install it with: pip install triton"
     if _compiler("CC", "gcc", "clang", "cc") is None:

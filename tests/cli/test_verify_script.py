@@ -39,13 +39,13 @@ for batch in result.dataloader:
     schedule.step()
 """
 _SCALED = """
-result = job(net(16, 16), load_strategy=["zero1"])  # whose ranks go on with equal weights
+result = job(net(16, 16), load_strategy=["zero1"])
 for number, batch in enumerate(result.dataloader):
     result.optim.zero_grad()
     result.loss_func(batch, result.model(batch)).backward()
     if number == 1:
         for parameter in result.model.parameters():
-            parameter.grad.mul_(1 + rank)
+            parameter.grad.mul_(int(os.environ["WORLD_SIZE"]))  # alike on all ranks, which go on
     result.optim.step()
 """
 _ADVERSARIES = """
