@@ -32,7 +32,7 @@ LINES = {
     "checkpoint": 1_905,  # to be 1_900
     "apply": 285,
     "method": 722,
-    "job": 5_492,  # to be 3_100
+    "job": 5_490,  # to be 3_100
     "operators": 4_771,  # to be 4_050
     "pipeline": 4_491,  # to be 4_100
     "sharding": 7_843,  # to be 6_200
@@ -44,7 +44,7 @@ LINES = {
     "processes": 587,  # to be 1_550
     "cluster": 3_254,  # to be 2_600
     "capture": 2_207,  # to be 2_900
-    "torch_compat": 1_334,
+    "torch_compat": 1_337,
     "testing": 1_581,  # to be 1_000
     "opt_lib": 10_002,  # to be 8_300
 }

@@ -180,7 +180,7 @@ class _Record(NamedTuple):
 
 
 class SameWeights:
-    """Compares the weights of ranks that hold copies, without ever waiting for a rank.
+    """Compares the weights of ranks that hold copies, and waits for a rank only where it is two of these updates behind.
 
     After the first updates, some later ones and every thousandth, each rank writes a checksum of the bits of each
     parameter, or of its part, into the store by which the ranks have met. It reads those of a rank that holds the same when
@@ -202,7 +202,7 @@ class SameWeights:
         self._others = _ranks_with_copies(mesh)
         self._num_updates = self._begin = self._number = 0
         self._waiting: dict[int, _Record] = {}
-        self._gradients = self._read({}) if gradients else None
+        self._gradients = self._record_parts({}) if gradients else None
         self.is_on = True
         self._is_warned = self._has_gradient = False
 
@@ -217,14 +217,14 @@ class SameWeights:
 
     def _note_gradients(self, *_: object) -> None:
         if self._gradients is not None and self._is_due(self._num_updates + 1):
-            found = ((p.grad, path) for path, p in self._parameters() if p.grad is not None)
-            self._gradients = self._read({gradient: f"the gradient of {path}" for gradient, path in found})
+            found = ((p.grad, path) for path, p in self._named_parameters() if p.grad is not None)
+            self._gradients = self._record_parts({grad: f"the gradient of {path}" for grad, path in found})
 
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return (entry for root in self._roots for entry in root.named_parameters())
 
     @torch.no_grad()
-    def _read(self, named: Mapping[torch.Tensor, str], before: _Record | None = None) -> _Record:
+    def _record_parts(self, named: Mapping[torch.Tensor, str], before: _Record | None = None) -> _Record:
         named = {tensor: path for tensor, path in named.items() if _is_plain(tensor)}
         paths = [plain_name(path) for path in named.values()]
         keys = [_key_of(path, tensor) for path, tensor in zip(paths, named, strict=True)]
@@ -274,7 +274,7 @@ class SameWeights:
                 f"rank {self._rank} has made update {self._num_updates}, and of the ranks {', '.join(map(str, self._others))} one "
                 f"has not come to update {late.update}. Ranks must step together, or leave a step out together."
             )
-        written = self._read({parameter: path for path, parameter in self._parameters()}, self._gradients)
+        written = self._record_parts({p: path for path, p in self._named_parameters()}, self._gradients)
         store = default_store()
         store.set(self._key(self._rank, "sums"), written.sums.tobytes())
         store.set(self._key(self._rank, "samples"), written.samples.tobytes())

@@ -467,8 +467,7 @@ def _refuse_parts(tensor: DTensor, protocol: Any) -> Any:
         raise CheckpointError(
             f"torch.save or pickle was given a divided tensor of shape {tuple(tensor.shape)}, of which this rank has "
             f"{tuple(tensor._local_tensor.shape)}: the file would lack the other ranks' parts. Save on all ranks by "
-            "checkpoint.save(folder, result), or write from one rank what checkpoint.export_state_dict(result) gives, "
-            "called on all; tensor.full_tensor() is the whole, tensor.to_local() the part."
+            "checkpoint.save(folder, result), or write on one what checkpoint.export_state_dict(result), called on all, gives."
         )
     return cast(Any, torch.Tensor).__reduce_ex__(tensor, protocol)
 

@@ -110,6 +110,11 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return any(hook is not _TAKEN for table in hook_tables(parameter) if table for hook in table.values())
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it calls hooks around its steps (``_optimizer_step_pre_hooks``); not without ``Optimizer.__init__``."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def has_user_hooks(parameter: torch.Tensor) -> bool:
     """Whether a user's function waits for a parameter's gradient."""
     tables = (table for table in hook_tables(parameter) if table)

@@ -43,8 +43,8 @@ class ReadsOutsideOfUnits(TorchFunctionMode):
         self._names: dict[int, str] = {}
         self._depth = 0
         self.found: dict[str, None] = {}
-        root.register_forward_pre_hook(self._begin)
-        root.register_forward_hook(self._end, always_call=True)
+        root.register_forward_pre_hook(self._begin_pass)
+        root.register_forward_hook(self._end_pass, always_call=True)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -52,10 +52,10 @@ class ReadsOutsideOfUnits(TorchFunctionMode):
         kwargs = kwargs or {}
         describes = func in METADATA or (getattr(func, "__name__", "") == "__get__" and func not in _VIEWS)
         if not describes and any(id(tensor) in self._names for tensor in tensors_of((args, dict(kwargs)))):
-            args, kwargs = map_tensors(self._note, (tuple(args), dict(kwargs)))
+            args, kwargs = map_tensors(self._note_read, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
 
-    def _begin(self, root: nn.Module, _: Any) -> None:
+    def _begin_pass(self, root: nn.Module, _: Any) -> None:
         if not self._names:
             self._names = {id(p): plain_name(name) for name, p in root.named_parameters()}
         elif not self.found:
@@ -63,12 +63,12 @@ class ReadsOutsideOfUnits(TorchFunctionMode):
         self._depth += 1
         self.__enter__()  # type: ignore[no-untyped-call]
 
-    def _end(self, *_: Any) -> None:
+    def _end_pass(self, *_: Any) -> None:
         if self._depth:
             self._depth -= 1
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _note_read(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor) or id(tensor) not in self._names:
             return tensor
         self.found[self._names[id(tensor)]] = None
@@ -107,9 +107,9 @@ class ShardsBetweenPasses:
         self._depth = 0
         for unit in self._units:
             if unit is not root:  # which may be called by itself
-                unit.register_forward_pre_hook(torch.compiler.disable(self._resume), prepend=True)
-        root.register_forward_pre_hook(torch.compiler.disable(self._begin), prepend=True)
-        root.register_forward_hook(torch.compiler.disable(self._end), always_call=True)
+                unit.register_forward_pre_hook(torch.compiler.disable(self._resume_pass), prepend=True)
+        root.register_forward_pre_hook(torch.compiler.disable(self._begin_pass), prepend=True)
+        root.register_forward_hook(torch.compiler.disable(self._end_pass), always_call=True)
         ForwardScope(_outside_of_inference_mode).attach(root)
         # Before torch's, which lets go of what is gathered.
         root.register_state_dict_pre_hook(self._show_gathered)
@@ -123,30 +123,30 @@ class ShardsBetweenPasses:
                 return method(*args, **kwargs)
             output, autocast = None, job.precision.autocast
             scope = torch.autocast(autocast.device_type, autocast.dtype) if autocast else nullcontext()
-            self._begin()
+            self._begin_pass()
             try:
                 with scope:  # as around the forward pass, whose weights are gathered
                     output = getattr(self._root, _RUN)(method, *args, **kwargs)
             finally:
-                self._end(self._root, None, output)
+                self._end_pass(self._root, None, output)
             job.gradients.follow_call(job.module, output)
             return output
 
         return call
 
-    def _begin(self, *_: Any) -> None:
+    def _begin_pass(self, *_: Any) -> None:
         self._depth += 1
         if self._depth == 1:
             self._show_gathered()
 
-    def _end(self, _: nn.Module, inputs: Any, output: Any) -> None:
+    def _end_pass(self, _: nn.Module, inputs: Any, output: Any) -> None:
         self._depth = max(0, self._depth - 1)  # 0 where a hook before has raised
         if not self._depth and not torch.is_grad_enabled():
             reshard(self._root)  # no backward pass will follow
         elif not self._depth and not in_backward():
             self._is_shown = show_shards(self._units)
             if self._is_shown:
-                call_in_backward(output, self._resume)
+                call_in_backward(output, self._resume_pass)
 
     def _show_gathered(self, *_: Any) -> None:
         show_gathered(self._units)
@@ -154,7 +154,7 @@ class ShardsBetweenPasses:
             reshard(self._root)
         self._is_shown = False
 
-    def _resume(self, *_: Any) -> None:
+    def _resume_pass(self, *_: Any) -> None:
         if self._is_shown:
             self._is_shown = False
             show_gathered(self._units)

@@ -72,7 +72,7 @@ class SkippedUnits:
         end = self._order.index(place)
         skipped = [due for due in self._order[self._due : end] if due not in self._called]
         self._due = max(self._due, end + 1)
-        self._call(skipped)
+        self._call_skipped(skipped)
         if not self._called.get(place):
             self._called.pop(place, None)  # if it was called as the identity, since it was expected before
             self._called[place] = True
@@ -88,7 +88,7 @@ class SkippedUnits:
     def _end(self, root: nn.Module, _: Any, output: Any) -> Any:
         if in_backward():
             return None
-        self._call([place for place in self._order if place not in self._called])
+        self._call_skipped([place for place in self._order if place not in self._called])
         if not self._is_agreed and torch.is_grad_enabled():
             self._is_agreed = True
             assert self._job.mesh is not None
@@ -101,7 +101,7 @@ class SkippedUnits:
             self._order = list(fullest[0])
         return _joined(output, self._results) if self._results else None
 
-    def _call(self, skipped: list[int]) -> None:
+    def _call_skipped(self, skipped: list[int]) -> None:
         """Calls units as the identity, on a tensor that nothing else sees, with a gradient where theirs has one."""
         for place in skipped:
             unit = self._units[place]

@@ -18,10 +18,10 @@ from atorch_ns.job.job import OPTIMIZER, Job
 from atorch_ns.job.model import NamedGroup, parameter_groups
 from atorch_ns.job.optimizer.checks import require_separable
 from atorch_ns.job.optimizer.step_optimizer import MasterWeights, StepOptimizer, inner_optimizer
-from atorch_ns.job.optimizer.user_optimizer import has_hooks, make_user_optimizer
+from atorch_ns.job.optimizer.user_optimizer import make_user_optimizer
 from atorch_ns.job.result import WATCH, Result
 from atorch_ns.text import did_you_mean, with_article
-from atorch_ns.torch_compat import plain_name
+from atorch_ns.torch_compat import has_step_hooks, plain_name
 
 
 def attach_optimizer(
@@ -135,7 +135,7 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
     steps_alone = scaler is None and masters is None and not job.precision.skip_if_nonfinite
     # A backward pass of the optimizer's own goes with a step of its own.
     steps_itself = steps_alone or job.optimizer.use_optim_backward
-    if has_hooks(optimizer):
+    if has_step_hooks(optimizer):
         if steps_itself:
             optimizer.register_step_pre_hook(lambda *_: job.gradients.complete(job.module))
         if job.step.same_weights is not None:
@@ -167,7 +167,8 @@ def _ranks_together(job: Job) -> list[int]:
 def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
     """Has ranks compare the weights that they hold copies of, and where they are when none goes on; backends hold weights
     where they like."""
-    if not job.name or job.mesh is None or job.optimizer.take_over is not None or not has_hooks(optimizer):
+    is_known = bool(job.name) and job.optimizer.take_over is None and has_step_hooks(optimizer)
+    if job.mesh is None or not is_known:
         return
     if job.num_data_ranks > 1 and job.plan.sharding.layout != "flat":
         roots, sends = [job.module, *job.parts.stages], job.plan.sharding.layout == "parameters"
@@ -199,7 +200,7 @@ def _refuse_foreign_parameters(
                     "gradient over the ranks and give it an optimizer of its own."
                 )
 
-    if has_hooks(optimizer):
+    if has_step_hooks(optimizer):
         optimizer.register_step_pre_hook(look)
 
 

@@ -16,7 +16,7 @@ from atorch_ns.job.job import OPTIMIZER, Job, ParameterGroups
 from atorch_ns.job.optimizer.checks import refuse_what_fails
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import with_article
-from atorch_ns.torch_compat import TorchDispatchMode, laid_out, plain_name
+from atorch_ns.torch_compat import TorchDispatchMode, has_step_hooks, laid_out, plain_name
 
 
 def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
@@ -103,16 +103,11 @@ def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     divided = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    if divided and has_hooks(optimizer):
+    if divided and has_step_hooks(optimizer):
         optimizer.register_step_pre_hook(_average_whole_gradients)
     has_complex = _is_of_torch(optimizer) and any(map(torch.is_complex, divided))
     if has_complex or (divided and type(optimizer) in _FUSED):
         optimizer.__class__ = class_above(_OnLocalParts, type(optimizer))
-
-
-def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it calls hooks around its steps; one whose class never called ``Optimizer.__init__`` does not."""
-    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def _average_whole_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:

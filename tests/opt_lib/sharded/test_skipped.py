@@ -40,7 +40,7 @@ class Experts(nn.Module):
         return out
 
 
-def _train(routes: list[list[int]], model: Any, optimizer: Any, part: slice) -> None:
+def _train_model(routes: list[list[int]], model: Any, optimizer: Any, part: slice) -> None:
     for x, places in zip(X, routes, strict=False):
         optimizer.zero_grad()
         model(x[part], torch.tensor(places)[part]).square().mean().backward()
@@ -60,7 +60,7 @@ def _on_ranks(strategy: str) -> list[dict[str, Tensor]]:
             load_strategy=[strategy],
         )
         assert result is not None
-        _train(routes, result.model, result.optim, slice(first, first + 4))
+        _train_model(routes, result.model, result.optim, slice(first, first + 4))
         found.append(checkpoint.export_state_dict(result))
     return found
 
@@ -71,6 +71,6 @@ def test_ranks_may_call_different_units_with_plain_data(strategy: str) -> None:
     found = run_ranks(_on_ranks, 2, args=(strategy,), timeout_s=90)[0]
     for routes, weights in zip(ROUTES, found, strict=True):
         model = Experts()
-        _train(routes, model, torch.optim.SGD(model.parameters(), lr=0.1), slice(0, 8))
+        _train_model(routes, model, torch.optim.SGD(model.parameters(), lr=0.1), slice(0, 8))
         expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
         torch.testing.assert_close(weights, expected, msg=lambda m, r=routes: f"{r}: {m}")
