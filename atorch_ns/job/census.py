@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakSet, finalize, ref
@@ -30,6 +30,7 @@ from atorch_ns.torch_compat import (
     extend_dtensor_operators,
     has_user_hooks,
     hook_tables,
+    note_inner_hooks,
     plain_name,
     take_hooks,
     traced_modules,
@@ -88,6 +89,8 @@ class Census:
         self._stop_stale_optimizers(now.values())
         if job.cluster.world_size > 1 or job.step.num_micro_batches > 1:
             carry_hooks(job, [(name, now.get(name), early, late) for name, early, late in self._hooks])
+        else:
+            _warn_of_scale(job, [name for name, *_ in self._hooks])
 
     def _is_replaced(self, job: Job) -> bool:
         """Whether what the forward pass computes with, or the optimizer updates, are other tensors than before."""
@@ -122,6 +125,7 @@ def carry_hooks(job: Job, found: Iterable[tuple[str, torch.Tensor | None, HookTa
     """Has users' hooks of gradients called with the gradients of all ranks: of names, parameters as they are now, and the
     tables of :func:`~atorch_ns.torch_compat.hook_tables`."""
     here = [(name, parameter, early, late) for name, parameter, early, late in found if parameter is not None]
+    _warn_of_scale(job, [name for name, *_ in here])
     if here and job.optimizer.take_over is not None:
         raise InputError(
             f"{first_few([name for name, *_ in here])} has hooks of its gradient, which a backend that makes model and optimizer "
@@ -138,6 +142,14 @@ def carry_hooks(job: Job, found: Iterable[tuple[str, torch.Tensor | None, HookTa
             "model",
             f"hooks of the gradients of {first_few([name for name, *_ in here])} are called with the gradients of all "
             "ranks: once in a step of train_step, and after each backward pass of a loop of your own",
+        )
+
+
+def _warn_of_scale(job: Job, names: Sequence[str]) -> None:
+    if names and job.precision.loss_scaling is not None:
+        job.warn(
+            f"{first_few(names)} has hooks of its gradient, which fp16 calls with the gradient times the loss scale. A hook that "
+            "multiplies it is right, another (clamp) trains something else: use bf16, which has no scale."
         )
 
 
@@ -271,6 +283,11 @@ def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
 
     Both raise a :class:`StepError` before the update that would differ.
     """
+    for root in job.roots:
+        note_inner_hooks(root)
+    if any(isinstance(parameter, DTensor) for parameter in job.module.parameters()):
+        extend_dtensor_operators((job.module, *job.parts.stages))
+        job.model.register_forward_hook(_refuse_second_derivatives)
     if job.cluster.world_size == 1:
         return
     if optimizer is not None:
@@ -282,9 +299,6 @@ def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
                     _watch_writes(plain_name(path), module, updated)
     if job.num_data_ranks > 1 and not job.parts.stages:
         refuse_new_parameters(job)
-    if any(isinstance(parameter, DTensor) for parameter in job.module.parameters()):
-        extend_dtensor_operators((job.module, *job.parts.stages))
-        job.model.register_forward_hook(_refuse_second_derivatives)
 
 
 def refuse_new_parameters(job: Job) -> None:

@@ -323,7 +323,7 @@ class GradientSums:
                 *(self._shards.get(name) for name in entry.names),
             }:
                 if parameter is not None and parameter.requires_grad and parameter.grad is not None:
-                    parameter.grad /= entry.group.size()
+                    _local(parameter.grad).data.div_(entry.group.size())  # versions tell what a loop writes
 
     @torch.no_grad()
     def run(self, module: nn.Module) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from atorch_ns.capture.nests import batch_sizes, floats_to, tensors_of
+from atorch_ns.capture.nests import batch_sizes, floats_to, map_tensors, tensors_of
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.cluster import Cluster
 from atorch_ns.data import split_batch
@@ -174,12 +174,16 @@ class LossScaler:
     """A ``GradScaler`` whose scale enters in the backward pass, so that the loss itself stays readable.
 
     The loss that :meth:`scaled` returns has the user's value; its backward pass multiplies the gradient by
-    the scale. ``loss.backward()`` therefore works as written, and so does dividing the loss beforehand.
+    the scale. So does that of whatever is computed from it: ``(loss / 4 + penalty).backward()`` scales both.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
         scaling: the first scale and how it adapts.
         group: the ranks that must skip a step together; ``None`` for one rank.
+
+    Attributes:
+        num_backwards: backward passes of scaled losses since the last step.
+        at_backward: is called when such a pass begins; ``None`` for nothing.
     """
 
     def __init__(
@@ -188,11 +192,16 @@ class LossScaler:
         self.scale = LossScale(scaling)
         self.scaler = local_grad_scaler(device_type, init_scale=self.scale.value)
         self.num_backwards = 0
+        self.at_backward: Callable[[], None] | None = None
         self._group = group
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` with the scale in its backward pass."""
-        result: torch.Tensor = _ScaleInBackward.apply(loss, self._scale_gradient)  # type: ignore[no-untyped-call]
+        """``loss`` with the scale in its backward pass, and in that of what is computed from it."""
+        if not loss.requires_grad:
+            return loss
+        scaled: torch.Tensor = _ScaleInBackward.apply(loss, self._scale_gradient)  # type: ignore[no-untyped-call]
+        result = scaled.as_subclass(_ScaledLoss)
+        result.unscaled, result.scaler = loss, self
         return result
 
     def expect_scaled_gradients(self, device: torch.device) -> None:
@@ -240,7 +249,39 @@ class LossScaler:
 
     def _scale_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         self.num_backwards += 1
+        if self.at_backward is not None:
+            self.at_backward()
         return self.scaler.scale(gradient)
+
+
+class _ScaledLoss(torch.Tensor):
+    """A loss, or what a loop computes from one: the scale enters at the end, so that penalties beside it are scaled too."""
+
+    unscaled: torch.Tensor
+    scaler: LossScaler
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_A_LOSS_ITSELF:
+            return torch.Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]
+        scalers: list[LossScaler] = []
+
+        def unscaled(value: torch.Tensor) -> torch.Tensor:
+            if not isinstance(value, _ScaledLoss):
+                return value
+            scalers.append(value.scaler)
+            return value.unscaled
+
+        args, kwargs = map_tensors(unscaled, (args, kwargs or {}))
+        return map_tensors(scalers[0].scaled, func(*args, **kwargs))
+
+
+_OF_A_LOSS_ITSELF: Final = (
+    torch.Tensor.backward,
+    torch.autograd.backward,
+    torch.Tensor.register_hook,
+    torch.Tensor.retain_grad,
+)
 
 
 class _ScaleInBackward(torch.autograd.Function):

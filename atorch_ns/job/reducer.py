@@ -244,7 +244,7 @@ class GradientReducer:
             # Of what is summed each rank keeps its share, for the next sum.
             if self._sums and self.synchronised:
                 for bucket in self._buckets:
-                    bucket.gradients.div_(self._group.size())
+                    bucket.gradients.data.div_(self._group.size())
             self.synchronised = False
             self._local = True
             if self._sync:
@@ -293,12 +293,12 @@ class GradientReducer:
         self._begin()
 
     def _begin(self) -> None:
-        """Makes the buckets ready for gradients."""
+        """Makes the buckets ready for gradients, whose versions tell what a loop writes."""
         self._next = 0
         self._unused.clear()
         for bucket in self._buckets:
             bucket.ready.clear()
-        self._buckets[-1].flags[: len(self._number)].fill_(1.0)
+        self._buckets[-1].flags.data[: len(self._number)].fill_(1.0)
 
     @torch.no_grad()
     def _arrived(self, parameter: nn.Parameter, _: torch.Tensor) -> None:

@@ -249,12 +249,12 @@ class TrainStep:
 
     def reduce(self) -> None:
         """Completes the gradients over all ranks; most are reduced while the last backward pass runs."""
-        with self._phase("reduce"):
+        with self._phase("reduce"), self._in_scale():
             self._job.gradients.complete(self._job.module)
 
     def scale(self, factor: float | None = None) -> None:
         """Multiplies all gradients by a number; ``None`` leaves them."""
-        with self._phase("scale"):
+        with self._phase("scale"), self._in_scale():
             if factor is not None and factor != 1.0:
                 with torch.no_grad():
                     for parameter in self._parameters():
@@ -285,9 +285,9 @@ class TrainStep:
         """
         if self.optimizer is None:
             raise StepError("clip_grad_norm_ needs an optimizer; pass optim_func to auto_accelerate.")
-        self._job.gradients.complete(self._job.module)
         if isinstance(self.optimizer, StepOptimizer):
             self.optimizer.prepare_gradients()
+        self._job.gradients.complete(self._job.module)
         return self._job.gradients.clip(self._parameters(), max_norm, norm_type)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
@@ -347,7 +347,8 @@ class TrainStep:
 
     def _forward_backward(self, work: StepWork) -> _Arriving:
         num = max(self._job.step.num_micro_batches, len(work.micro_batches))  # the same on all ranks
-        with self._phase("forward_backward"), self._context(work), self._changes.look(num):
+        phase = self._phase("forward_backward")
+        with phase, self._in_scale(), self._context(work), self._changes.look(num):
             if self._runner is None:
                 return self._output(work, self._accumulate(work))
             optimizer, _ = self._require()
@@ -356,6 +357,9 @@ class TrainStep:
             if isinstance(optimizer, StepOptimizer) and optimizer.scaler is not None:
                 optimizer.scaler.expect_scaled_gradients(self._job.device)
             return self._output(work, passed)
+
+    def _in_scale(self) -> AbstractContextManager[object]:
+        return self.optimizer.in_scale() if isinstance(self.optimizer, StepOptimizer) else nullcontext()
 
     def _context(self, work: StepWork) -> AbstractContextManager[object]:
         """What surrounds a step; outputs that some rank wants leave the model whole."""

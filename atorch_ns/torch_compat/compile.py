@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from atorch_ns.torch_compat.modules import hooks_inside
 
 
 def num_graphs() -> int:
@@ -88,13 +91,28 @@ def compile_records(since_us: int) -> list[CompileRecord]:
 def compile_forward(module: nn.Module, watch: Callable[..., Any], **options: Any) -> None:
     """Has calls of a module run its forward pass as ``watch(compiled, *args, **kwargs)``, with options of ``torch.compile``, and
     its hooks as they are (``_compiled_call_impl``, which copies leave out; ``module.compile()`` would trace hooks too)."""
-    given = vars(module).get("forward")  # where a module replaces its class's
-    run = partial(watch, torch.compile(module.forward, **options))
+    module._compiled_call_impl = _CompiledCall(
+        module, partial(watch, torch.compile(module.forward, **options))
+    )
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if vars(module).get("forward") is not given:  # replaced for this call
+
+class _CompiledCall:
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self._module, self._run = module, run
+        self._given = vars(module).get("forward")  # where a module replaces its class's
+        self.note_inner_hooks()
+
+    def note_inner_hooks(self) -> None:
+        """Takes the hooks on modules inside of this one, as they are, for those that are compiled with it."""
+        self._tables = hooks_inside(self._module)
+        self._num_hooks = sum(map(len, self._tables))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, given = self._module, self._given
+        is_replaced = vars(module).get("forward") is not given  # for this call
+        if is_replaced or self._has_other_hooks():
             return module._call_impl(*args, **kwargs)
-        vars(module)["forward"] = run
+        vars(module)["forward"] = self._run
         try:
             return module._call_impl(*args, **kwargs)
         finally:
@@ -102,7 +120,23 @@ def compile_forward(module: nn.Module, watch: Callable[..., Any], **options: Any
             if given is not None:
                 vars(module)["forward"] = given
 
-    module._compiled_call_impl = call
+    def _has_other_hooks(self) -> bool:
+        """Whether there are hooks that the compiled code, which torch has not look at them, would not call."""
+        if sum(map(len, self._tables)) == self._num_hooks:
+            return False
+        warnings.warn(
+            f"hooks were put on modules inside of a compiled {type(self._module).__name__}, or taken off, after the call. "
+            "What was compiled would not call them, so the module runs uncompiled: register them before the call, or leave compile out.",
+            stacklevel=2,
+        )
+        return True
+
+
+def note_inner_hooks(model: nn.Module) -> None:
+    """Takes hooks on modules inside of compiled modules for those that are compiled; with others these run uncompiled."""
+    for module in model.modules():
+        if isinstance(module._compiled_call_impl, _CompiledCall):
+            module._compiled_call_impl.note_inner_hooks()
 
 
 def traced_modules(model: nn.Module) -> set[nn.Module]:

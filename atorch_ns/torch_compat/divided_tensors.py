@@ -83,7 +83,8 @@ def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return [_part_beside(value, target) for value, target in zip(argument, targets, strict=True)]
 
     found = operator(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
-    if found is None:
+    if found is None:  # torch counts such a write to plain tensors alone
+        torch.autograd.graph.increment_version([leaf for leaf in targets if isinstance(leaf, DTensor)])
         return None
     wrap = DTensor._op_dispatcher.wrap
     pairs = zip(found, targets, strict=True)
@@ -182,8 +183,10 @@ def _find_mixed(
 ) -> Any:
     """In the place of ``unwrap_to_op_info``. A plain number is alike on all ranks, unless it has a gradient, as a loss does."""
     is_read = not operator._schema.is_mutable and torch.is_grad_enabled()
-    if any(plain.ndim or (is_read and plain.requires_grad) for plain in _plain_leaves(args, kwargs)):
-        return _Mixed()
+    is_write_to_plain = operator._schema.is_mutable and not _written(operator, args, kwargs)
+    for plain in _plain_leaves(args, kwargs):
+        if plain.ndim or is_write_to_plain or (is_read and plain.requires_grad):
+            return _Mixed()
     return torchs(operator, args, kwargs)
 
 

@@ -150,6 +150,12 @@ _HOOKS = (
 )  # fmt: skip
 
 
+def hooks_inside(module: nn.Module) -> list[Any]:
+    """The tables of hooks on the modules inside a module; they stay when hooks come and go."""
+    inside = (inner for inner in module.modules() if inner is not module)
+    return [getattr(inner, kind) for inner in inside for kind in _HOOKS if hasattr(inner, kind)]
+
+
 def inner_hooks(module: nn.Module) -> tuple[tuple[str, str, int], ...]:
     """Hooks on the modules inside a module: the path, the kind, and the number of each.
 

@@ -247,7 +247,7 @@ def _overflowing(axes: dict[str, int]) -> tuple[bool, bool, float]:
     result.train_step.forward_backward(batch)
     if dist.get_rank() == 1:
         parts = [p for p in result.model.parameters() if p.grad is not None]
-        local(parts[0].grad).fill_(math.inf)
+        local(parts[0].grad).data.fill_(math.inf)  # without the trace of a write, which a step would refuse
     result.optim.step()
     unchanged = all(torch.equal(value, before[name]) for name, value in whole_parameters(result).items())
     return result.train_step.skipped, unchanged, result.optim.scaler.scaler.get_scale()

@@ -60,7 +60,7 @@ def test_the_scale_enters_in_the_backward_pass_alone(make: Any) -> None:
     scaler = LossScaler("cpu", LossScaling(init_scale=8.0))
     weight = nn.Parameter(torch.tensor(3.0))
     value = wrap_loss(_identity, autocast=None, scaler=scaler, upcast=False)(None, make(weight * 1.0))
-    assert type(value) is type(make(weight * 1.0))
+    assert isinstance(value, type(make(weight * 1.0)))
     assert first_loss(value).item() == 3.0
     first_loss(value).backward()
     assert weight.grad == 8.0

@@ -179,6 +179,20 @@ def test_blocks_with_other_inner_hooks_stay_uncompiled(hooked: Sequence[int]) ->
     assert "1 of 6 module(s) stay uncompiled" in _row(result)
 
 
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_hooks_that_come_after_the_call_are_called(num_steps: int) -> None:
+    def train(result: Result) -> list[float]:
+        first = [float(result.train_step(torch.ones(4, WIDTH))) for _ in range(num_steps)]
+        blocks = [module for module in result.model.modules() if isinstance(module, Block)]
+        blocks[2].get_submodule("layer").register_forward_hook(lambda *given: given[2] * 0.5)
+        return first + _losses(result)
+
+    expected = train(_seeded(strategy="checkpoint"))
+    with pytest.warns(UserWarning, match="the module runs uncompiled"):
+        found = train(_seeded())
+    assert found == pytest.approx(expected)
+
+
 def test_hooks_that_an_earlier_job_did_not_have_are_not_lost() -> None:
     _losses(_seeded())
     result = _seeded(hooked=range(6))

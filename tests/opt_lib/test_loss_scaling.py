@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch_ns import auto_accelerate, checkpoint
-from atorch_ns.errors import InputError
+from atorch_ns.errors import InputError, StepError
 from atorch_ns.job import LossScaling, Result
 from atorch_ns.testing.models import CASES
 from atorch_ns.testing.parity import accelerate_case, whole_parameters
@@ -139,3 +139,92 @@ def test_complex_gradients_are_not_scaled() -> None:
             loss_func=lambda _, out: out.abs().mean(),
             load_strategy=[("amp_native", "fp16")],
         )
+
+
+BATCHES = torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(3))
+PENALTIES = ("sum", "in place", "product", "stacked", "backward", "second pass", "prepared")
+"""What a loop does with further losses and gradients that takes no thought of a scale."""
+CHANGES = ("pass of its own", "pass before", "clipped", "written")
+"""What would mix gradients that have the scale and gradients that have not."""
+
+
+def _loop(kind: str, model: nn.Module, optimizer: Any, loss_func: Any, part: slice) -> None:
+    for batch in (batches[part] for batches in BATCHES):
+        optimizer.zero_grad()
+        loss = loss_func(batch, model(batch))
+        penalty = 0.3 * sum(p.float().square().sum() for p in model.parameters())
+        if kind == "in place":
+            loss += penalty
+        elif kind == "product":
+            loss = loss * (1 + penalty)
+        elif kind == "stacked":
+            loss = torch.stack([loss, penalty]).mean()
+        elif kind == "pass before":
+            penalty.backward()
+        elif kind in PENALTIES and kind != "prepared":
+            loss = loss + penalty
+        if kind == "second pass":
+            (loss / 2).backward(retain_graph=True)
+            loss = loss / 2 + loss_func(batch, model(batch))
+        torch.autograd.backward([loss]) if kind == "backward" else loss.backward()
+        if kind == "pass of its own":
+            penalty.backward()
+        elif kind == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        elif kind == "prepared" and hasattr(optimizer, "prepare_gradients"):
+            optimizer.prepare_gradients()
+        if kind in ("written", "prepared"):
+            with torch.no_grad():
+                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                    parameter.grad.add_(parameter, alpha=0.3)
+        optimizer.step()
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def _loss(batch: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    return (output.float() - batch).square().mean()
+
+
+def _train_by_loops(strategy: str, method: str) -> dict[str, Any]:
+    rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+    found: dict[str, Any] = {}
+    for kind in PENALTIES + CHANGES[: None if method == "amp_native" else -1]:
+        methods = [strategy, (method, {"dtype": "fp16", "init_scale": 1024.0})]
+        _, result, _ = auto_accelerate(
+            _model(), torch.optim.SGD, loss_func=_loss, optim_args={"lr": 0.1}, load_strategy=methods
+        )
+        assert result is not None
+        try:
+            _loop(kind, result.model, result.optim, result.loss_func, rows)
+        except StepError as error:
+            found[kind] = str(error)
+        else:
+            found[kind] = checkpoint.export_state_dict(result)
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.parametrize("method", ["amp_native", "half"])
+def test_loops_add_losses_and_what_they_do_to_scaled_gradients_is_refused(method: str, strategy: str) -> None:
+    for kind, found in run_ranks(_train_by_loops, 2, args=(strategy, method), timeout_s=90)[0].items():
+        if kind in CHANGES:
+            assert "prepare_gradients" in found, kind
+            continue
+        model = _model()
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        _loop(kind, model, torch.optim.SGD(model.parameters(), lr=0.1), _loss, slice(None))
+        for name, expected in model.named_parameters():
+            change = float((expected - start[name]).abs().max())
+            assert float((found[name] - expected).abs().max()) < 0.05 * change, (kind, name)
+
+
+def test_hooks_of_gradients_are_warned_of() -> None:
+    model = _model()
+    next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
+    with pytest.warns(UserWarning, match="gradient times the loss scale"):
+        auto_accelerate(model, torch.optim.SGD, loss_func=_loss, load_strategy=[("amp_native", "fp16")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -12,6 +13,7 @@ from atorch_ns.errors import StepError
 from atorch_ns.job.gradients import gradient_norm
 from atorch_ns.job.loss import LossScaler
 from atorch_ns.sharding.rank_context import local_part
+from atorch_ns.torch_compat import after_backward
 
 
 class MasterWeights:
@@ -119,9 +121,13 @@ _NUM_LOOKS: Final = 3
 """Updates before which all parameters are compared with their masters: what a loop writes each time it writes by then."""
 
 
-def _mark(parameter: torch.Tensor) -> tuple[int, int]:
-    """What changes where a parameter is written to, or given other memory."""
-    return parameter._version, local_part(parameter).data_ptr()
+def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    """What changes where a tensor is written to, or given other memory."""
+    return tensor._version, local_part(tensor).data_ptr()
+
+
+def _gradient_mark(gradient: torch.Tensor) -> tuple[int, ...]:
+    return id(gradient), *_mark(gradient)
 
 
 class StepOptimizer(torch.optim.Optimizer):
@@ -167,17 +173,31 @@ class StepOptimizer(torch.optim.Optimizer):
         self._norm = norm
         self._prepared = False
         self._overflow = False
+        self._scaled: dict[torch.Tensor, tuple[int, ...]] = {}
+        self._is_mixed = False
+        if scaler is not None:
+            scaler.at_backward = self._begin_backward
 
     def prepare_gradients(self) -> None:
         """Makes ``grad`` of the optimizer's parameters what clipping and stepping expect: fp32, unscaled.
 
-        Done once a step, by clipping or by :meth:`step`, whichever comes first. Collective.
+        Done once a step, by clipping or by :meth:`step`, whichever comes first. Collective. A loop that changes gradients
+        by itself calls it first, after the last backward pass.
 
         Raises:
-            StepError: if the loss was scaled nowhere, because it did not come from the result's loss function.
+            StepError: if the loss was scaled nowhere, because it did not come from the result's loss function, or if
+                gradients were changed while they had the scale.
         """
         if self._prepared:
             return
+        if self._scaled and (self._is_mixed or self._is_changed()):
+            raise StepError(
+                "gradients were changed while they were multiplied by the loss scale of fp16, which the change did not count with: "
+                "by a function that clips, by writing to p.grad, or by a backward pass of a loss that result.loss_func did not "
+                "give. Add further losses to that one before its backward pass, clip by result.clip_grad_norm_, and call "
+                "result.optim.prepare_gradients() before anything else that changes the gradients in result.optim.param_groups. "
+                "bf16 has no scale."
+            )
         self._prepared = True
         if self._finish is not None:
             self._finish()
@@ -194,6 +214,42 @@ class StepOptimizer(torch.optim.Optimizer):
                 "result.train_step(batch)."
             )
         self._overflow = self.scaler.unscale(self.inner)
+
+    @contextmanager
+    def in_scale(self) -> Iterator[None]:
+        """Around what changes gradients and counts with their scale."""
+        is_mixed = self._is_mixed or self._is_changed()
+        yield
+        self._note_gradients()
+        self._is_mixed = is_mixed
+
+    def _begin_backward(self) -> None:
+        self._is_mixed = self._is_mixed or self._is_changed()
+        # After what completes gradients, which waits for others twice.
+        after_backward(lambda: after_backward(lambda: after_backward(self._note_gradients)))
+
+    def _note_gradients(self) -> None:
+        self._scaled = {parameter: _gradient_mark(gradient) for parameter, gradient in self._gradients()}
+
+    def _is_changed(self) -> bool:
+        """Whether there are gradients that no backward pass of a scaled loss has left as they are."""
+        return any(
+            _gradient_mark(gradient) != self._scaled[parameter]
+            if parameter in self._scaled
+            else bool(local_part(gradient).any())
+            for parameter, gradient in self._gradients()
+        )
+
+    def _gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The model's parameters that have a gradient with the scale, and it."""
+        if self.scaler is not None and not self._prepared:
+            pairs = () if self.masters is None else self.masters.pairs()
+            models = {master: parameter for parameter, master in pairs}
+            for group in self.inner.param_groups:
+                for updated in group["params"]:
+                    parameter = models.get(updated, updated)
+                    if parameter.grad is not None:
+                        yield parameter, parameter.grad
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the weights, or skips the update on every rank if a gradient is infinite or NaN."""
@@ -217,7 +273,7 @@ class StepOptimizer(torch.optim.Optimizer):
             self.num_skipped += 1
         elif self.masters is not None:
             self.masters.copy_to_parameters()
-        self._prepared = self._overflow = False
+        self._forget_gradients()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -228,7 +284,11 @@ class StepOptimizer(torch.optim.Optimizer):
                 parameter.grad = None
         if self.scaler is not None:
             self.scaler.num_backwards = 0
-        self._prepared = self._overflow = False
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        self._prepared = self._overflow = self._is_mixed = False
+        self._scaled = {}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
