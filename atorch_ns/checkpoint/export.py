@@ -62,6 +62,9 @@ def whole_tensors(
     """
     job = result.job
     own = states_of(result).weights()
+    divided = next((weight for weight in own.values() if isinstance(weight, DTensor)), None)
+    if divided is not None and job.step.same_place is not None:
+        job.step.same_place.meet("X", divided.device_mesh.mesh.flatten().tolist())
     if buffers:
         own |= persistent_buffers(job.module)
     group = job.stage_group

@@ -142,6 +142,8 @@ def save(
     job = result.job
     lane = lane_of(job)
     lane.wait()
+    if job.step.same_place is not None:
+        job.step.same_place.meet("S")
     number = result.train_step.num_steps if step is None else step
     part = job.cluster.agree(lambda: _read(result, number, extra, position), what="reading the states")
     contents = with_all_ranks(part, job)

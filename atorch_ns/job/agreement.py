@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -391,7 +392,11 @@ that their calls differ, and this only keeps ranks that go on from writing."""
 _KEPT_UPDATES: Final = {False: 3, True: 1000}
 """By whether every call is one of all, updates of which calls are kept: ranks that are stuck are at most two apart, those that go on as many as they make between
 two polls."""
-
+_FEW_MEETINGS: Final = 3
+_FEW_UPDATES: Final = 10
+"""Ranks meet for the first evaluations, and for one after so many updates without one: a model that a loop also runs without
+gradients in each step need not wait each time."""
+_MEETING_S: Final = 0.002
 
 _MOST_CALLS: Final = 1024
 """Calls after one update that are compared; a loop that never updates would fill the memory."""
@@ -411,16 +416,21 @@ class SamePlace:
         name: of the job, the same on all ranks and on no other job.
         together: the ranks whose forward and backward passes are those of this rank too, as where they divide parameters or
             samples; empty for none.
+        evaluating: the ranks whose passes without gradients are.
     """
 
-    def __init__(self, name: str, together: Sequence[int]) -> None:
+    def __init__(self, name: str, together: Sequence[int], evaluating: Sequence[int]) -> None:
         self._name, self._rank, self._num_ranks = name, dist.get_rank(), dist.get_world_size()
         self._together = sorted(together)
+        self._evaluating = sorted(evaluating)
+        self._is_meeting = False
         self._thread = threading.get_ident()
         self._module = 0
         self._num_updates = 0
         self._calls = {0: ""}
         self._beats: dict[int, int] = {}
+        self._meetings = Counter[str]()
+        self._last_evaluation = -_FEW_UPDATES
 
     def follow(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Watches a model and its optimizer until the process ends."""
@@ -444,13 +454,37 @@ class SamePlace:
             self._add_call("R")
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
-        if self._counts(module):
-            self._thread = threading.get_ident()
+        # Not of a copy, which has its hooks, nor of a block that is recomputed.
+        if id(module) != self._module or in_backward():
+            return
+        self._thread = threading.get_ident()
+        if torch.is_grad_enabled():
             self._add_call("F")
+        elif self._evaluating and not self._calls[self._num_updates].endswith("E"):
+            passed, self._last_evaluation = self._num_updates - self._last_evaluation, self._num_updates
+            if self._meetings["E"] < _FEW_MEETINGS or passed >= _FEW_UPDATES:
+                self.meet("E", self._evaluating)
 
-    def _counts(self, module: nn.Module) -> bool:
-        """Whether a forward pass is one of the model in training; copies of it have its hooks."""
-        return id(module) == self._module and torch.is_grad_enabled() and not in_backward()
+    def meet(self, letter: str, ranks: Sequence[int] = ()) -> None:
+        """Waits until all ranks make a call, or some of them: one that makes it alone exchanges nothing with their other calls.
+
+        Args:
+            letter: of the call.
+            ranks: those that come; none for all.
+        """
+        self._add_call(letter)
+        self._meetings[letter] += 1
+        number, num_ranks = self._meetings[letter], len(ranks) or self._num_ranks
+        store, key = default_store(), f"atorch_ns/meetings/{self._name}/{letter}/{min(ranks, default='')}"
+        if store.add(f"{key}/{number}", 1) == num_ranks:
+            store.delete_key(f"{key}/{number}")
+            store.set(key, str(number))
+        self._is_meeting = True
+        while not store.check([key]) or int(store.get(key)) < number:
+            if store.check([self._key("ended")]):
+                self._end_process(store.get(self._key("ended")).decode())
+            time.sleep(_MEETING_S)
+        self._is_meeting = False
 
     def _after_update(self, *_: object) -> None:
         number = self._num_updates + 1
@@ -493,6 +527,8 @@ class SamePlace:
     def _find_line(self) -> tuple[tuple[Any, int] | None, bool, bool]:
         """The line of the training thread, whether it is in a backward pass, and whether it is one of communication, where a
         line that takes long waits. No frame outlives this: it would keep the tensors of its function."""
+        if self._is_meeting:  # at any of its lines
+            return (SamePlace.meet, 0), False, True
         frame = sys._current_frames().get(self._thread)
         if frame is None:
             return None, False, False
@@ -521,21 +557,32 @@ class SamePlace:
             for number in shared[-1:] if only_last else shared:
                 one, two = calls[number], theirs[number]
                 if one != two and (all_wait or not (one.startswith(two) or two.startswith(one))):
-                    self._end_process(rank, number, one, two)
+                    self._end_process(
+                        f"atorch_ns: the ranks are at different places, and none can go on. After update {number}, rank "
+                        f"{self._rank} has called {_in_words(one)}, and rank {rank} {_in_words(two)}. What one rank leaves out, "
+                        "such as the backward pass of a loss that is not finite, or calls alone, such as an evaluation, belongs "
+                        "to all: let them agree, by result.mean(loss) say, and write what one calls on all. This process ends.\n"
+                    )
 
-    def _key(self, rank: int) -> str:
-        return f"atorch_ns/places/{self._name}/{rank}"
+    def _key(self, who: object) -> str:
+        return f"atorch_ns/places/{self._name}/{who}"
 
-    def _end_process(self, rank: int, number: int, own: str, theirs: str) -> None:
-        sys.stderr.write(
-            f"atorch_ns: the ranks are at different places, and none can go on. After update {number}, rank {self._rank} has called "
-            f"{_in_words(own)}, and rank {rank} {_in_words(theirs)}. What is left out on one rank, such as the backward pass of "
-            "a loss that is not finite, must be left out on all: let them agree, by result.mean(loss) say. This process ends.\n"
-        )
+    def _end_process(self, why: str) -> None:
+        with suppress(RuntimeError):
+            default_store().set(self._key("ended"), why)  # for a rank that waits in a meeting
+        sys.stderr.write(why)
         sys.stderr.flush()
         os._exit(1)
 
 
 def _in_words(calls: str) -> str:
-    names = {"F": "forward", "B": "backward", "U": "step", "R": "a read of a divided tensor"}
+    names = {
+        "F": "forward",
+        "B": "backward",
+        "U": "step",
+        "R": "a read of a divided tensor",
+        "E": "forward without gradients",
+        "X": "an export of whole weights",
+        "S": "checkpoint.save",
+    }
     return ", ".join(names[call] for call in calls[-8:]) or "nothing"

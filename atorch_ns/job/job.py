@@ -16,7 +16,7 @@ from atorch_ns.capture.random_states import turn_off_caches
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import Cluster, Mesh
 from atorch_ns.data import BatchRunner, split_batch
-from atorch_ns.job.agreement import SameBatch, SameWeights
+from atorch_ns.job.agreement import SameBatch, SamePlace, SameWeights
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.inputs import Inputs
 from atorch_ns.job.loss import LossFunction, MeanCheck, Precision
@@ -83,6 +83,7 @@ class StepOptions:
         randomness: the random states that forward passes begin from, where ranks must share them.
         same_batch: compares what ranks are given that work on the same samples; ``None`` where all have samples of their own.
         same_weights: compares what ranks hold that have copies of a part; ``None`` where none do, or that is not known.
+        same_place: ends ranks that are at different places; ``None`` where nobody sees their calls.
         shares_batch_norms: whether batch norms share statistics over the data ranks.
     """
 
@@ -99,6 +100,7 @@ class StepOptions:
     randomness: SharedRandomness | None = None
     same_batch: SameBatch | None = None
     same_weights: SameWeights | None = None
+    same_place: SamePlace | None = None
     shares_batch_norms: bool = False
 
     def micro_batches(self, data: Any, *, uneven: bool = False) -> list[Any]:

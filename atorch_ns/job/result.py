@@ -224,9 +224,13 @@ class Result(_Fields):
         Raises:
             InputError: if ``value`` is not one number.
         """
-        if isinstance(value, torch.Tensor) and value.numel() != 1:
-            raise InputError(f"mean takes one number, and got a tensor of shape {list(value.shape)}.")
-        total = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().reshape(()).clone()
+        try:
+            total = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().clone()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"mean takes one number, and got {value!r}.") from error
+        if total.numel() != 1:
+            raise InputError(f"mean takes one number, and got a tensor of shape {list(total.shape)}.")
+        total = total.reshape(())
         if self.job.mesh is not None and self.job.num_data_ranks > 1:
             dist.all_reduce(total, group=self.job.mesh.data_group)
             total /= self.job.num_data_ranks

@@ -285,6 +285,8 @@ class TrainStep:
         """
         if self.optimizer is None:
             raise StepError("clip_grad_norm_ needs an optimizer; pass optim_func to auto_accelerate.")
+        if not isinstance(max_norm, (int, float, torch.Tensor)) or not max_norm >= 0:
+            raise InputError(f"clip_grad_norm_: max_norm is a number from 0 on; it is {max_norm!r}.")
         if isinstance(self.optimizer, StepOptimizer):
             self.optimizer.prepare_gradients()
         self._job.gradients.complete(self._job.module)
@@ -468,6 +470,11 @@ class TrainStep:
                 is_tested = self.num_steps == 0 and len(parts) * job.num_data_ranks > 1
                 job.step.mean_check.num_left = math.inf if is_tested else 0
             if not uneven:
+                if num_rows(data) == 0:
+                    raise InputError(
+                        "this rank's batch has no rows, and a mean over nothing is not a number. Give each rank rows, or pass "
+                        "weight_func to auto_accelerate: a batch of weight 0 counts nothing."
+                    )
                 self._rows.look(num_rows(data))
                 return StepWork.mean(parts, job.num_data_ranks)
             rows = map(num_rows, parts)  # of no known number, all parts count alike

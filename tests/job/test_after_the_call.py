@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from atorch_ns import auto_accelerate
-from atorch_ns.errors import StepError
+from atorch_ns.errors import InputError, StepError
 from atorch_ns.numerics.script import ScriptWatch, compare_runs
 from atorch_ns.testing.workers import run_ranks
 
@@ -146,3 +148,23 @@ def test_other_numbers_of_samples_are_told_of() -> None:
     assert "from one step to the next, this rank's batch has 3 to 4 samples" in later
     assert run_ranks(lambda: stepped(((4, 4), (4, 4))), 2) == [[], []]
     assert run_ranks(lambda: stepped(((4, 3), (0, 0))), 1) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda result: result.mean("a"), "mean takes one number, and got 'a'"),
+        (lambda result: result.clip_grad_norm_(-1.0), "a number from 0 on; it is -1.0"),
+        (lambda result: result.clip_grad_norm_(None), "a number from 0 on; it is None"),
+        (lambda result: result.train_step(torch.ones(0, 4)), "this rank's batch has no rows"),
+    ],
+)
+def test_what_no_loop_can_mean_is_refused(call: Callable[[Any], Any], words: str) -> None:
+    _, result, _ = auto_accelerate(
+        nn.Linear(4, 4),
+        torch.optim.SGD,
+        loss_func=lambda batch, output: (output - batch).square().mean(),
+        load_strategy=[],
+    )
+    with pytest.raises(InputError, match=words):
+        call(result)

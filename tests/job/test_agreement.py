@@ -316,6 +316,13 @@ def _left_out(strategy: list[Any], what: str) -> None:
         is_odd = number == 1 and dist.get_rank() == 1
         if is_odd and what == "loop":
             dist.barrier()  # as at the end of an epoch
+        elif is_odd and what == "evaluation":
+            with torch.no_grad():
+                result.model(batch)
+        elif is_odd and what == "export":
+            checkpoint.export_state_dict(result)
+        elif is_odd and what == "save":
+            checkpoint.save("not written", result)
         result.optim.zero_grad()
         loss = result.loss_func(batch, result.model(batch))
         if not (is_odd and what == "backward"):
@@ -332,6 +339,9 @@ def _left_out(strategy: list[Any], what: str) -> None:
         (["fsdp"], "backward", "forward, forward"),
         (["zero1"], "step", "forward, backward, forward, backward"),
         (["ddp"], "loop", "nothing"),
+        (["fsdp"], "evaluation", "forward without gradients"),
+        (["zero2"], "export", "an export of whole weights"),
+        (["zero1"], "save", "checkpoint.save"),
         ([("parallel_mode", ([("tensor", 2)], None))], "backward", "forward, forward"),
     ],
 )

@@ -174,7 +174,10 @@ def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
         roots, sends = [job.module, *job.parts.stages], job.plan.sharding.layout == "parameters"
         job.step.same_weights = SameWeights(job.mesh, roots, job.name, gradients=sends)
     if not job.parts.stages:
-        SamePlace(job.name, _ranks_together(job)).follow(job.module, optimizer)
+        together = _ranks_together(job)
+        everyone = range(job.cluster.world_size) if job.plan.sharding.parameters_over else together
+        job.step.same_place = SamePlace(job.name, together, everyone)
+        job.step.same_place.follow(job.module, optimizer)
     if any(isinstance(module, FSDPModule) for module in job.module.modules()):  # of replicate too
         warn_where_none_come(job.module, optimizer)
 
