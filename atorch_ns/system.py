@@ -1,21 +1,30 @@
-"""The operating system: files written whole, the CPU's model, and a process's output, stacks, parent and group. Light to import."""
+"""The operating system: tables read, files written whole, the CPU's model, and a process's output, stacks, parent and group. Light to import."""
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import ctypes
 import faulthandler
+import functools
 import os
 import platform
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 _PR_SET_PDEATHSIG: Final = 1
 """Of Linux's prctl.h."""
+
+
+@functools.cache
+def table_rows(path: Path) -> tuple[Mapping[str, str], ...]:
+    """The lines of a table in CSV, by column."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return tuple(csv.DictReader(file))
 
 
 def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> None:

@@ -17,7 +17,7 @@ PACKAGES = ("atorch_ns", "opt_lib")
 FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
 MOST_FILES = 480
 LINES = {
-    "top level": 862,
+    "top level": 869,
     "cli": 2_145,  # to be 1_700
     "trainer": 2_498,
     "merak": 2_285,
@@ -28,11 +28,11 @@ LINES = {
     "engine": 5_012,  # to be 3_600
     "numerics": 1_760,  # to be 1_300
     "search": 4_018,  # to be 3_550
-    "estimate": 3_806,  # to be 3_300
-    "checkpoint": 1_905,  # to be 1_900
+    "estimate": 3_782,  # to be 3_300
+    "checkpoint": 1_910,  # to be 1_900
     "apply": 285,
     "method": 722,
-    "job": 5_490,  # to be 3_100
+    "job": 5_618,  # to be 3_100
     "operators": 4_771,  # to be 4_050
     "pipeline": 4_491,  # to be 4_100
     "sharding": 7_843,  # to be 6_200
@@ -42,9 +42,9 @@ LINES = {
     "profile": 2_848,  # to be 1_850
     "costs": 354,  # to be 650
     "processes": 587,  # to be 1_550
-    "cluster": 3_254,  # to be 2_600
+    "cluster": 3_104,  # to be 2_600
     "capture": 2_207,  # to be 2_900
-    "torch_compat": 1_337,
+    "torch_compat": 1_371,
     "testing": 1_581,  # to be 1_000
     "opt_lib": 10_002,  # to be 8_300
 }

@@ -9,7 +9,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from atorch_ns.cluster.kernels import AttentionKind, Figure, attention_share, table_rows, usual_attention
+from atorch_ns.cluster.kernels import FOLDER, AttentionKind, Figure, attention_share, usual_attention
+from atorch_ns.system import table_rows
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class LinkSheet(NamedTuple):
     latency_s: Figure
     bytes_per_s: Figure
     shared: bool = False
-    overlap: float = 1.0
+    overlap: float = _NCCL_OVERLAP
     aliases: tuple[str, ...] = ()
     ramp: tuple[tuple[float, float], ...] = ()
 
@@ -199,43 +200,41 @@ class LinkSheet(NamedTuple):
 def _nvlink(num_links: int, gb_per_s: float, name: str = "") -> LinkSheet:
     """NVLink: as its rings were measured at every size, where they are in ``links.csv``."""
     latency, peak = Figure(3.4e-6, _NCCL_LATENCY), Figure(num_links * gb_per_s * 1e9, _NCCL_BANDWIDTH)
-    rows = [row for row in table_rows("links.csv") if row["link"] == name]
+    rows = [row for row in table_rows(FOLDER / "links.csv") if row["link"] == name]
     if not rows:
-        return LinkSheet("within", latency, peak, overlap=_NCCL_OVERLAP)
+        return LinkSheet("within", latency, peak)
     best = max(float(row["gb_per_s"]) for row in rows)
     # Eight ranks; each message is an eighth of the tensor.
     ramp = tuple((float(row["mib"]) * 2**20 / 8, float(row["gb_per_s"]) / best) for row in rows)
-    return LinkSheet(
-        "within", latency, Figure(best * 1e9, rows[0]["source"]), overlap=_NCCL_OVERLAP, ramp=ramp
-    )
+    return LinkSheet("within", latency, Figure(best * 1e9, rows[0]["source"]), ramp=ramp)
+
+
+def _xgmi(gb_per_s: float, source: str) -> LinkSheet:
+    latency = Figure(5.7e-6, "assumed: as a step over PCI Express")
+    return LinkSheet("within", latency, Figure(0.7 * (gb_per_s * 1e9), f"{source}, 0.7 of it"))
 
 
 def _pcie(gb_per_s: float) -> LinkSheet:
-    rate = Figure(0.8 * gb_per_s * 1e9, _PCIE)
-    return LinkSheet("within", Figure(5.7e-6, _NCCL_LATENCY), rate, overlap=_NCCL_OVERLAP)
+    return LinkSheet("within", Figure(5.7e-6, _NCCL_LATENCY), Figure(0.8 * gb_per_s * 1e9, _PCIE))
 
 
 def _infiniband(gbit_per_s: float, *aliases: str) -> LinkSheet:
     rate = Figure(0.92 * gbit_per_s / 8 * 1e9, _IB)
-    return LinkSheet("between", Figure(14e-6, _NCCL_LATENCY), rate, overlap=_NCCL_OVERLAP, aliases=aliases)
+    return LinkSheet("between", Figure(14e-6, _NCCL_LATENCY), rate, aliases=aliases)
 
 
 def _ethernet(gbit_per_s: float) -> LinkSheet:
-    return LinkSheet(
-        "between",
-        Figure(40e-6, _TCP),
-        Figure(0.9 * gbit_per_s / 8 * 1e9, _ETH),
-        shared=True,
-        overlap=_NCCL_OVERLAP,
-    )
+    return LinkSheet("between", Figure(40e-6, _TCP), Figure(0.9 * gbit_per_s / 8 * 1e9, _ETH), shared=True)
 
 
 def _efa(gbit_per_s: float, *aliases: str) -> LinkSheet:
     rate = Figure(0.8 * gbit_per_s / 8 * 1e9, _EFA)
-    return LinkSheet(
-        "between", Figure(25e-6, _EFA), rate, shared=True, overlap=_NCCL_OVERLAP, aliases=aliases
-    )
+    return LinkSheet("between", Figure(25e-6, _EFA), rate, shared=True, aliases=aliases)
 
+
+_GLOO_LINK: Final = LinkSheet(
+    "both", Figure(100e-6, _GLOO), Figure(1.5e9, _GLOO), overlap=0.0, aliases=("gloo-loopback",)
+)
 
 LINKS: Final[Mapping[str, LinkSheet]] = MappingProxyType(
     {
@@ -243,20 +242,8 @@ LINKS: Final[Mapping[str, LinkSheet]] = MappingProxyType(
         "nvlink3": _nvlink(12, 20.0, "nvlink3"),
         "nvlink4": _nvlink(18, 20.6, "nvlink4"),
         "nvlink5": _nvlink(18, 40.1, "nvlink5"),
-        "xgmi2": LinkSheet(
-            "within",
-            Figure(5.7e-6, "assumed: as a step over PCI Express"),
-            Figure(0.7 * 200e9, "AMD Instinct MI250X data sheet: Infinity Fabric of a die, 0.7 of it"),
-            overlap=_NCCL_OVERLAP,
-        ),
-        "xgmi3": LinkSheet(
-            "within",
-            Figure(5.7e-6, "assumed: as a step over PCI Express"),
-            Figure(
-                0.7 * 448e9, "AMD Instinct MI300X data sheet: 7 Infinity Fabric links of 64 GB/s, 0.7 of it"
-            ),
-            overlap=_NCCL_OVERLAP,
-        ),
+        "xgmi2": _xgmi(200, "AMD Instinct MI250X data sheet: Infinity Fabric of a die"),
+        "xgmi3": _xgmi(448, "AMD Instinct MI300X data sheet: 7 Infinity Fabric links of 64 GB/s"),
         "pcie3": _pcie(15.75),
         "pcie4": _pcie(31.5),
         "pcie5": _pcie(63.0),
@@ -272,13 +259,7 @@ LINKS: Final[Mapping[str, LinkSheet]] = MappingProxyType(
         "eth400": _ethernet(400),
         "efa400": _efa(400, "efa-p4d"),
         "efa3200": _efa(3200, "efa", "efa-p5"),
-        "gloo": LinkSheet(
-            "both",
-            Figure(100e-6, _GLOO),
-            Figure(1.5e9, _GLOO),
-            overlap=0.0,
-            aliases=("gloo-loopback",),
-        ),
+        "gloo": _GLOO_LINK,
     }
 )
 """Links by name."""

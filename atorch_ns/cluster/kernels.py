@@ -7,7 +7,6 @@ and B200. Fused attention has rates of its own, by library, pass, width of a hea
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from atorch_ns.system import table_rows
+
+FOLDER: Final = Path(__file__).parent
 _CURVES, _WIDTH = "H100", 128
 """Device and width whose rates of attention are known for every length, with a mask and without. Others follow these
 curves, from the rates that they have or else from the same share of their products': a library's kernel is one."""
@@ -97,7 +99,7 @@ def attention_share(device: str, library: str, kind: AttentionKind) -> float:
 @functools.cache
 def _product(device: str, dtype: str) -> Mapping[str, str] | None:
     wanted = ("product", device, dtype)
-    rows = table_rows("kernels.csv")
+    rows = table_rows(FOLDER / "kernels.csv")
     return next((row for row in rows if (row["kernel"], row["device"], row["dtype"]) == wanted), None)
 
 
@@ -112,13 +114,6 @@ def _attention(library: str, device: str, passes: str, width: int, is_causal: bo
     wanted = (f"attention {passes}", library, device, str(width), "yes" if is_causal else "no")
     return {
         int(row["tokens"]): float(row["tflops"])
-        for row in table_rows("kernels.csv")
+        for row in table_rows(FOLDER / "kernels.csv")
         if tuple(row[key] for key in ("kernel", "library", "device", "width", "causal")) == wanted
     }
-
-
-@functools.cache
-def table_rows(name: str) -> tuple[Mapping[str, str], ...]:
-    """The lines of a table beside this module, by column."""
-    with Path(__file__).with_name(name).open(encoding="utf-8", newline="") as file:
-        return tuple(csv.DictReader(file))

@@ -7,13 +7,13 @@ generations of devices: finer ones (eager or compiled, model whole or divided) h
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from atorch_ns.cluster import Device, Hardware
+from atorch_ns.system import table_rows
 
 Quantity = Literal["step time", "memory", "gain"]
 Range = tuple[float, float]
@@ -101,10 +101,9 @@ def residual(known: Residuals, quantity: Quantity, kind: str) -> Residual:
 @functools.cache
 def residuals() -> Residuals:
     """The file, by quantity and class."""
-    with FILE.open(encoding="utf-8", newline="") as file:
-        return {
-            (row["quantity"], row["device"]): Residual(
-                float(row["low"]), float(row["high"]), int(row["runs"]), row["sources"]
-            )
-            for row in csv.DictReader(file)
-        }
+    return {
+        (row["quantity"], row["device"]): Residual(
+            float(row["low"]), float(row["high"]), int(row["runs"]), row["sources"]
+        )
+        for row in table_rows(FILE)
+    }

@@ -466,12 +466,7 @@ class SamePlace:
                 self.meet("E", self._evaluating)
 
     def meet(self, letter: str, ranks: Sequence[int] = ()) -> None:
-        """Waits until all ranks make a call, or some of them: one that makes it alone exchanges nothing with their other calls.
-
-        Args:
-            letter: of the call.
-            ranks: those that come; none for all.
-        """
+        """Waits until some ranks, or all, make the call of a letter: one alone exchanges nothing with their other calls."""
         self._add_call(letter)
         self._meetings[letter] += 1
         number, num_ranks = self._meetings[letter], len(ranks) or self._num_ranks
@@ -576,13 +571,6 @@ class SamePlace:
 
 
 def _in_words(calls: str) -> str:
-    names = {
-        "F": "forward",
-        "B": "backward",
-        "U": "step",
-        "R": "a read of a divided tensor",
-        "E": "forward without gradients",
-        "X": "an export of whole weights",
-        "S": "checkpoint.save",
-    }
+    names = {"F": "forward", "B": "backward", "U": "step", "E": "forward without gradients"}
+    names |= {"R": "a read of a divided tensor", "X": "an export of whole weights", "S": "checkpoint.save"}
     return ", ".join(names[call] for call in calls[-8:]) or "nothing"

@@ -283,8 +283,7 @@ def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
 
     Both raise a :class:`StepError` before the update that would differ.
     """
-    for root in job.roots:
-        note_inner_hooks(root)
+    note_inner_hooks(job.roots)
     if any(isinstance(parameter, DTensor) for parameter in job.module.parameters()):
         extend_dtensor_operators((job.module, *job.parts.stages))
         job.model.register_forward_hook(_refuse_second_derivatives)

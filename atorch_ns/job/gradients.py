@@ -223,10 +223,10 @@ class GradientHooks:
             call(parameter)
 
 
-def _versions(module: nn.Module) -> list[tuple[int, int] | None]:
-    """Which gradient each parameter has, and how often it was written."""
-    gradients = (parameter.grad for parameter in module.parameters())
-    return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+def gradient_versions(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[int, int, int]]:
+    """Which gradient each parameter has, and how often it and this rank's part of it were written."""
+    found = ((parameter, parameter.grad) for parameter in parameters)
+    return {p: (id(grad), grad._version, _local(grad)._version) for p, grad in found if grad is not None}
 
 
 class GradientSums:
@@ -248,7 +248,7 @@ class GradientSums:
         self._divided = False
         self._is_told = False
         self._is_followed = self._has_added = False
-        self._versions: list[tuple[int, int] | None] = []
+        self._versions: dict[torch.Tensor, tuple[int, int, int]] = {}
         self._shards: Mapping[str, torch.Tensor] = {}
 
     def __bool__(self) -> bool:
@@ -354,7 +354,7 @@ class GradientSums:
     def begin_pass(self, module: nn.Module) -> None:
         """A backward pass of a loop of the user's begins."""
         self._is_followed = True
-        self._versions = _versions(module)
+        self._versions = gradient_versions(module.parameters())
         for hooks in self._hooks:
             shares = [e.group.size() for e in self._sums if hooks.name in e.names and not e.mean]
             hooks.begin(math.prod(shares) if self._divided else 1)
@@ -371,7 +371,7 @@ class GradientSums:
 
     def have_changed(self, module: nn.Module) -> bool:
         """Whether the backward pass has given gradients; one for those of inputs (``autograd.grad``) does not."""
-        changed = _versions(module) != self._versions
+        changed = gradient_versions(module.parameters()) != self._versions
         self._has_added = self._has_added or changed
         return changed
 

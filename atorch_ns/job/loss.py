@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from atorch_ns.capture.nests import batch_sizes, floats_to, map_tensors, tensors_of
 from atorch_ns.capture.random_states import random_states_kept
@@ -262,26 +262,14 @@ class _ScaledLoss(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OF_A_LOSS_ITSELF:
-            return torch.Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]
-        scalers: list[LossScaler] = []
-
-        def unscaled(value: torch.Tensor) -> torch.Tensor:
-            if not isinstance(value, _ScaledLoss):
-                return value
-            scalers.append(value.scaler)
-            return value.unscaled
-
-        args, kwargs = map_tensors(unscaled, (args, kwargs or {}))
-        return map_tensors(scalers[0].scaled, func(*args, **kwargs))
+        if func in _OF_ITSELF:
+            return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]
+        scaler = next(each.scaler for each in tensors_of((args, kwargs)) if isinstance(each, _ScaledLoss))
+        args, kwargs = map_tensors(lambda value: getattr(value, "unscaled", value), (args, kwargs or {}))
+        return map_tensors(scaler.scaled, func(*args, **kwargs))
 
 
-_OF_A_LOSS_ITSELF: Final = (
-    torch.Tensor.backward,
-    torch.autograd.backward,
-    torch.Tensor.register_hook,
-    torch.Tensor.retain_grad,
-)
+_OF_ITSELF: Final = (Tensor.backward, Tensor.register_hook, Tensor.retain_grad, torch.autograd.backward)
 
 
 class _ScaleInBackward(torch.autograd.Function):

@@ -225,12 +225,11 @@ class Result(_Fields):
             InputError: if ``value`` is not one number.
         """
         try:
-            total = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().clone()
+            total = (
+                torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().reshape(()).clone()
+            )
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(f"mean takes one number, and got {value!r}.") from error
-        if total.numel() != 1:
-            raise InputError(f"mean takes one number, and got a tensor of shape {list(total.shape)}.")
-        total = total.reshape(())
         if self.job.mesh is not None and self.job.num_data_ranks > 1:
             dist.all_reduce(total, group=self.job.mesh.data_group)
             total /= self.job.num_data_ranks

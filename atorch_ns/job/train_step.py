@@ -349,8 +349,7 @@ class TrainStep:
 
     def _forward_backward(self, work: StepWork) -> _Arriving:
         num = max(self._job.step.num_micro_batches, len(work.micro_batches))  # the same on all ranks
-        phase = self._phase("forward_backward")
-        with phase, self._in_scale(), self._context(work), self._changes.look(num):
+        with self._phase("forward_backward"), self._in_scale(), self._context(work), self._changes.look(num):
             if self._runner is None:
                 return self._output(work, self._accumulate(work))
             optimizer, _ = self._require()
@@ -472,8 +471,7 @@ class TrainStep:
             if not uneven:
                 if num_rows(data) == 0:
                     raise InputError(
-                        "this rank's batch has no rows, and a mean over nothing is not a number. Give each rank rows, or pass "
-                        "weight_func to auto_accelerate: a batch of weight 0 counts nothing."
+                        "this rank's batch has no rows: give it some, or pass weight_func, by which it counts nothing."
                     )
                 self._rows.look(num_rows(data))
                 return StepWork.mean(parts, job.num_data_ranks)

@@ -6,7 +6,7 @@ import ctypes
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -91,9 +91,8 @@ def compile_records(since_us: int) -> list[CompileRecord]:
 def compile_forward(module: nn.Module, watch: Callable[..., Any], **options: Any) -> None:
     """Has calls of a module run its forward pass as ``watch(compiled, *args, **kwargs)``, with options of ``torch.compile``, and
     its hooks as they are (``_compiled_call_impl``, which copies leave out; ``module.compile()`` would trace hooks too)."""
-    module._compiled_call_impl = _CompiledCall(
-        module, partial(watch, torch.compile(module.forward, **options))
-    )
+    run = partial(watch, torch.compile(module.forward, **options))
+    module._compiled_call_impl = _CompiledCall(module, run)
 
 
 class _CompiledCall:
@@ -121,20 +120,19 @@ class _CompiledCall:
                 vars(module)["forward"] = given
 
     def _has_other_hooks(self) -> bool:
-        """Whether there are hooks that the compiled code, which torch has not look at them, would not call."""
+        """Whether there are hooks that the compiled code, whose guards leave hooks out, would not call."""
         if sum(map(len, self._tables)) == self._num_hooks:
             return False
         warnings.warn(
-            f"hooks were put on modules inside of a compiled {type(self._module).__name__}, or taken off, after the call. "
-            "What was compiled would not call them, so the module runs uncompiled: register them before the call, or leave compile out.",
-            stacklevel=2,
-        )
+            f"hooks were put on modules inside of a compiled {type(self._module).__name__} after the call. It runs uncompiled, since "
+            "compiled code would not call them: register them before the call.", stacklevel=2,
+        )  # fmt: skip
         return True
 
 
-def note_inner_hooks(model: nn.Module) -> None:
+def note_inner_hooks(models: Iterable[nn.Module]) -> None:
     """Takes hooks on modules inside of compiled modules for those that are compiled; with others these run uncompiled."""
-    for module in model.modules():
+    for module in (module for model in models for module in model.modules()):
         if isinstance(module._compiled_call_impl, _CompiledCall):
             module._compiled_call_impl.note_inner_hooks()
 

@@ -366,7 +366,7 @@ def test_what_cannot_be_attached_is_refused_in_words() -> None:
         assert "or call attach_optimizer" in none
         assert "'weight_decy', which the optimizer does not know. Did you mean" in misspelt
         assert "options_of gave 'params'" in params
-        assert "mean takes one number, and got a tensor of shape [2]" in vector
+        assert "mean takes one number, and got tensor([1., 1.])" in vector
         assert "returned a NoneType, not a torch.optim.Optimizer" in nothing
         assert "options_of gave a list" in options
         assert "has an optimizer already" in twice

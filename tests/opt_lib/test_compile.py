@@ -188,7 +188,7 @@ def test_hooks_that_come_after_the_call_are_called(num_steps: int) -> None:
         return first + _losses(result)
 
     expected = train(_seeded(strategy="checkpoint"))
-    with pytest.warns(UserWarning, match="the module runs uncompiled"):
+    with pytest.warns(UserWarning, match="It runs uncompiled"):
         found = train(_seeded())
     assert found == pytest.approx(expected)
 

@@ -7,50 +7,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from atorch_ns.estimate.model_shard import Sizes
+from atorch_ns.system import table_rows
 
 _MIB: Final = 2**20
 
 
-class Reserved(NamedTuple):
-    """Peaks of one training run, in GB or GiB alike.
+_PUBLISHED: Final = table_rows(Path(__file__).with_name("reserved.csv"))
+"""Runs of torch's allocator without options, in GB or GiB alike: ``max_memory_allocated`` (or active bytes), ``max_memory_reserved``.
+The runs that predictions are compared with are not among them."""
 
-    Attributes:
-        allocated, reserved: ``max_memory_allocated`` (or active bytes) and ``max_memory_reserved`` of torch.
-        source: where they were published.
-    """
-
-    allocated: float
-    reserved: float
-    source: str
-
-
-PUBLISHED: Final = (
-    Reserved(17.81, 18.77, "pytorch/pytorch#89457: T5, FSDP, eager"),
-    Reserved(15.43, 17.03, "pytorch/pytorch#89457: T5, FSDP, inductor"),
-    Reserved(20.20, 27.36, "meta-llama/llama-cookbook#41: Llama 7B, FSDP and LoRA, logits kept"),
-    Reserved(15.22, 19.36, "meta-llama/llama-cookbook#41: Llama 7B, FSDP and LoRA"),
-    Reserved(14.93, 19.52, "meta-llama/llama-cookbook#165: Llama 7B, FSDP per parameter"),
-    Reserved(59.00, 63.00, "meta-llama/llama-cookbook#120: Llama 70B, FSDP, AdamW"),
-    Reserved(52.00, 58.00, "meta-llama/llama-cookbook#120: Llama 70B, FSDP, AnyPrecisionAdamW"),
-    Reserved(74.24, 80.79, "allenai/OLMo-core#297: OLMo 2, FSDP, compiled, memory budget 0.5"),
-    Reserved(
-        65.20, 74.31, "NVIDIA/Megatron-LM megatron/core/transformer/README.md: 14 layers of DeepSeek-V3"
-    ),
-    Reserved(48.54, 61.05, "the same with offloaded activations"),
-    Reserved(63.36, 66.80, "Ling-V2, docs of continual pretraining: Megatron-LM, 8192 tokens"),
-    Reserved(12.56, 12.94, "huggingface/peft#1469: BERT"),
-    Reserved(10.01, 10.44, "huggingface/peft#1469: BERT, LoRA"),
-    Reserved(5.12, 5.68, "huggingface/peft#1469: ESM 8M"),
-    Reserved(2.53, 3.01, "huggingface/peft#1469: BERT of ESM's size"),
-)
-"""Runs of torch's allocator without options. The runs that predictions are compared with are not among them."""
-
-CACHED_SHARE: Final = statistics.median(run.reserved / run.allocated for run in PUBLISHED) - 1
+CACHED_SHARE: Final = statistics.median(float(r["reserved"]) / float(r["allocated"]) for r in _PUBLISHED) - 1
 """What torch's allocator has reserved beyond what is allocated at the peak, as a share of that: free memory between blocks
 fits no request, and a stream's pool serves no other stream. The middle of published runs, which are alike with and without
 gathered parameters (0.11); GMLake (arXiv:2401.08156) measured 0.15 on average, STAlloc (arXiv:2507.16274) up to 0.43."""

@@ -228,14 +228,16 @@ def _local(spec: ParameterSpec, plan: Plan) -> ParameterSpec:
 
 
 def tied_bytes(plan: Plan, trace: Trace) -> int:
-    """Bytes of the first rank's parameters that other stages have too: their gradients are summed."""
+    """Bytes of the first rank's parameters that other stages have too, and a number for each: their gradients are summed."""
     if plan.size("pipeline") == 1:
         return 0
     held = {name for segment in first_part(plan, trace).segments for name in segment.parameter_names}
     counts = stages_of(plan.pipeline, trace, plan.size("pipeline")).on_rank[0]
     away = [one for one, count in zip(trace.segments, counts, strict=True) if not count]
+    shards = plan.size(plan.sharding.gradients_over)
     tied = {
-        spec.tied_to: _local(spec, plan).num_elements * DTYPE_BYTES[stored_dtype(plan, spec, None)]
+        spec.tied_to: (_local(spec, plan).num_elements // shards + 1)
+        * DTYPE_BYTES[stored_dtype(plan, spec, None)]
         for segment in away
         for spec in segment.parameters
         if spec.tied_to in held
@@ -258,8 +260,7 @@ def exchanged(plan: Plan, trace: Trace, workload: Workload) -> Iterator[Collecti
         # Their losses.
         yield Collective("broadcast", "pipeline", 1, _SCALAR_BYTES * max(1, plan.num_micro_batches))
         if tied := tied_bytes(plan, trace):
-            # Sharded gradients are summed shard by shard.
-            yield Collective("all_reduce", "pipeline", 1, tied // plan.size(plan.sharding.gradients_over))
+            yield Collective("all_reduce", "pipeline", 1, tied)
 
 
 def _of_segment(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.errors import StepError
-from atorch_ns.job.gradients import gradient_norm
+from atorch_ns.job.gradients import gradient_norm, gradient_versions
 from atorch_ns.job.loss import LossScaler
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.torch_compat import after_backward
@@ -126,10 +126,6 @@ def _mark(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor._version, local_part(tensor).data_ptr()
 
 
-def _gradient_mark(gradient: torch.Tensor) -> tuple[int, ...]:
-    return id(gradient), *_mark(gradient)
-
-
 class StepOptimizer(torch.optim.Optimizer):
     """An optimizer around an optimizer: unscales gradients, skips bad steps, keeps fp32 master weights.
 
@@ -173,7 +169,7 @@ class StepOptimizer(torch.optim.Optimizer):
         self._norm = norm
         self._prepared = False
         self._overflow = False
-        self._scaled: dict[torch.Tensor, tuple[int, ...]] = {}
+        self._scaled: dict[torch.Tensor, tuple[int, int, int]] = {}
         self._is_mixed = False
         if scaler is not None:
             scaler.at_backward = self._begin_backward
@@ -192,11 +188,10 @@ class StepOptimizer(torch.optim.Optimizer):
             return
         if self._scaled and (self._is_mixed or self._is_changed()):
             raise StepError(
-                "gradients were changed while they were multiplied by the loss scale of fp16, which the change did not count with: "
-                "by a function that clips, by writing to p.grad, or by a backward pass of a loss that result.loss_func did not "
-                "give. Add further losses to that one before its backward pass, clip by result.clip_grad_norm_, and call "
-                "result.optim.prepare_gradients() before anything else that changes the gradients in result.optim.param_groups. "
-                "bf16 has no scale."
+                "gradients were changed while they had the loss scale of fp16: clipped, written to, or added to by the backward pass "
+                "of a loss that result.loss_func did not give. Add losses to that one, clip by result.clip_grad_norm_, and call "
+                "result.optim.prepare_gradients() before other changes of gradients, which are those of "
+                "result.optim.param_groups then. bf16 has no scale."
             )
         self._prepared = True
         if self._finish is not None:
@@ -229,27 +224,21 @@ class StepOptimizer(torch.optim.Optimizer):
         after_backward(lambda: after_backward(lambda: after_backward(self._note_gradients)))
 
     def _note_gradients(self) -> None:
-        self._scaled = {parameter: _gradient_mark(gradient) for parameter, gradient in self._gradients()}
+        self._scaled = gradient_versions(self._with_scale())
 
     def _is_changed(self) -> bool:
         """Whether there are gradients that no backward pass of a scaled loss has left as they are."""
         return any(
-            _gradient_mark(gradient) != self._scaled[parameter]
-            if parameter in self._scaled
-            else bool(local_part(gradient).any())
-            for parameter, gradient in self._gradients()
+            version != self._scaled.get(parameter)
+            and (parameter in self._scaled or bool(local_part(parameter.grad).any()))
+            for parameter, version in gradient_versions(self._with_scale()).items()
         )
 
-    def _gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The model's parameters that have a gradient with the scale, and it."""
-        if self.scaler is not None and not self._prepared:
-            pairs = () if self.masters is None else self.masters.pairs()
-            models = {master: parameter for parameter, master in pairs}
-            for group in self.inner.param_groups:
-                for updated in group["params"]:
-                    parameter = models.get(updated, updated)
-                    if parameter.grad is not None:
-                        yield parameter, parameter.grad
+    def _with_scale(self) -> list[torch.Tensor]:
+        """The model's parameters, whose gradients have the scale; none once they are prepared."""
+        models = {} if self.masters is None else {master: p for p, master in self.masters.pairs()}
+        groups = [] if self.scaler is None or self._prepared else self.inner.param_groups
+        return [models.get(updated, updated) for group in groups for updated in group["params"]]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the weights, or skips the update on every rank if a gradient is infinite or NaN."""
