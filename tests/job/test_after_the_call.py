@@ -150,6 +150,28 @@ def test_other_numbers_of_samples_are_told_of() -> None:
     assert run_ranks(lambda: stepped(((4, 3), (0, 0))), 1) == [[]]
 
 
+def _gradients_of_samples(*strategy: str) -> list[torch.Tensor]:
+    """Of each by itself, by torch.func; beside it a frozen model as a job of its own."""
+    torch.manual_seed(0)
+    auto_accelerate(nn.Linear(4, 4).requires_grad_(False), load_strategy=list(strategy))
+    model = nn.Linear(4, 4)
+    _, result, _ = auto_accelerate(model, torch.optim.SGD, optim_args={"lr": 0.1}, load_strategy=list(strategy))
+    assert result is not None
+    weights = {name: p.detach() for name, p in result.model.named_parameters()}
+
+    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(result.model, weights, (x[None],)).square().mean()
+
+    return [*torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, X).values()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_gradients_of_samples_and_frozen_models(strategy: str) -> None:
+    expected = _gradients_of_samples()
+    for found in run_ranks(_gradients_of_samples, 2, args=(strategy,), timeout_s=60):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
