@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from atorch_ns.errors import CheckpointError
+from atorch_ns.errors import CheckpointError, StepError
 from atorch_ns.job.gradients import norm_over
+from atorch_ns.torch_compat import send_parts
 
 
 class _CheckpointHint:
@@ -39,7 +41,27 @@ class _CheckpointHint:
         inner = self.__dict__.get("optim")
         if inner is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(inner, name)
+        value = getattr(inner, name)
+        return partial(_call, self, inner, name) if isinstance(value, MethodType) else value
+
+
+def _call(optimizer: Any, inner: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of the user's, and sends what it has written to this rank's part of the weights; collective then.
+
+    Raises:
+        StepError: if it is to write weights by what it sees of others, of which this rank's optimizer has a part.
+    """
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    before = [parameter._version for parameter in parameters]
+    found = getattr(inner, name)(*args, **kwargs)
+    if [parameter._version for parameter in parameters] != before:
+        if name not in ("train", "eval"):
+            raise StepError(
+                f"optim.{name}() has written weights, of which each rank's optimizer has a part: it saw the gradients of that part "
+                "alone, and other ranks would not see what it wrote. Use ddp, fsdp or zero2."
+            )
+        send_parts(optimizer)
+    return found
 
 
 @cache

@@ -26,7 +26,13 @@ from atorch_ns.method import Flag, Method, MethodConfig, Need, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from atorch_ns.text import counted, first_few
-from atorch_ns.torch_compat import after_backward, reduced_parameters, replicate, unreached_parameters
+from atorch_ns.torch_compat import (
+    SetsInside,
+    after_backward,
+    reduced_parameters,
+    replicate,
+    unreached_parameters,
+)
 from opt_lib._config_checks import SyncBatchNorm
 from opt_lib._sharded.fully_shard import skip_sync
 from opt_lib._sharded.gather import ShardsBetweenPasses, gather_for_methods
@@ -171,7 +177,7 @@ def _reduce_by_torch(job: Job, config: DdpConfig) -> None:
     job.gradients.skip_sync = model.no_sync
 
 
-class ReplicatedModel(nn.Module):
+class ReplicatedModel(SetsInside, nn.Module):
     """A model of which every rank has a copy; the gradients of its parameters are averaged over the ranks.
 
     Methods and attributes of the model are its own, so that ``result.model.encode(x)`` does what ``model.encode(x)`` did. A
@@ -184,6 +190,8 @@ class ReplicatedModel(nn.Module):
     Attributes:
         module: the model.
     """
+
+    inside = "module"
 
     def __init__(self, module: nn.Module, buffer_group: dist.ProcessGroup | None) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ LINES = {
     "parallel": 2_275,
     "planning": 501,  # to be 850
     "doctor": 1_428,  # to be 1_000
-    "report": 3_399,  # to be 3_000
+    "report": 3_265,  # to be 3_000
     "engine": 5_012,  # to be 3_600
     "numerics": 1_760,  # to be 1_300
     "search": 4_018,  # to be 3_550
@@ -32,9 +32,9 @@ LINES = {
     "checkpoint": 1_910,  # to be 1_900
     "apply": 285,
     "method": 722,
-    "job": 5_618,  # to be 3_100
+    "job": 5_682,  # to be 3_100
     "operators": 4_771,  # to be 4_050
-    "pipeline": 4_491,  # to be 4_100
+    "pipeline": 4_492,  # to be 4_100
     "sharding": 7_843,  # to be 6_200
     "tracking": 511,
     "data": 1_172,  # to be 1_400
@@ -44,9 +44,9 @@ LINES = {
     "processes": 587,  # to be 1_550
     "cluster": 3_104,  # to be 2_600
     "capture": 2_207,  # to be 2_900
-    "torch_compat": 1_371,
+    "torch_compat": 1_401,
     "testing": 1_581,  # to be 1_000
-    "opt_lib": 10_002,  # to be 8_300
+    "opt_lib": 10_040,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have

@@ -127,7 +127,7 @@ def _loss(job: Job) -> LossFunction | None:
     loss_func = job.inputs.loss_func
     if job.step.watch_loss is None:  # else outputs may be divided
         is_mean = job.inputs.weight_func is None and job.inputs.loss_reduction == "mean"
-        job.step.mean_check = check = MeanCheck(job.device, int(is_mean and job.num_data_ranks > 1))
+        job.step.mean_check = check = MeanCheck(job.device, None if is_mean and job.num_data_ranks > 1 else 0)
         job.explain(MODEL, lambda: check.finding)
         loss_func = check.around(loss_func)
     else:

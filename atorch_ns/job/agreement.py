@@ -192,7 +192,7 @@ class SameWeights:
         mesh: the arrangement of ranks.
         roots: modules with the parameters of this rank.
         name: of the job, the same on all ranks and on no other job.
-        gradients: whether each rank updates some weights and sends them: gradients tell what they came from.
+        gradients: whether each rank updates some weights and sends them: gradients, and weights before it, tell what they came from.
 
     Attributes:
         is_on: whether weights are compared; the same on all ranks.
@@ -218,8 +218,12 @@ class SameWeights:
 
     def _note_gradients(self, *_: object) -> None:
         if self._gradients is not None and self._is_due(self._num_updates + 1):
-            found = ((p.grad, path) for path, p in self._named_parameters() if p.grad is not None)
-            self._gradients = self._record_parts({grad: f"the gradient of {path}" for grad, path in found})
+            found: dict[torch.Tensor, str] = {}
+            for path, parameter in self._named_parameters():
+                found[parameter] = f"{path} before the update"
+                if parameter.grad is not None:
+                    found[parameter.grad] = f"the gradient of {path}"
+            self._gradients = self._record_parts(found)
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return (entry for root in self._roots for entry in root.named_parameters())
@@ -229,7 +233,7 @@ class SameWeights:
         named = {tensor: path for tensor, path in named.items() if _is_plain(tensor)}
         paths = [plain_name(path) for path in named.values()]
         keys = [_key_of(path, tensor) for path, tensor in zip(paths, named, strict=True)]
-        totals = [int(total) for total in _on_cpu([_sum_of_bits(local_part(tensor)) for tensor in named], 0)]
+        totals = [int(total) for total in _on_cpu([sum_of_bits(local_part(tensor)) for tensor in named], 0)]
         samples = _on_cpu([_sample_elements(local_part(tensor)) for tensor in named], _NUM_SAMPLED).numpy()
         sums = np.array([keys, totals], np.int64)
         if before is not None:
@@ -254,10 +258,10 @@ class SameWeights:
             self._compare_copies(number)
         self._num_updates += 1
         if self._is_due(self._num_updates):
-            self._write_checksums()
+            self._write_checksums(_options_of(optimizer))
 
     @torch.no_grad()
-    def _write_checksums(self) -> None:
+    def _write_checksums(self, options: dict[torch.Tensor, str]) -> None:
         """Writes what this rank holds, and reads later what others do.
 
         Raises:
@@ -275,7 +279,8 @@ class SameWeights:
                 f"rank {self._rank} has made update {self._num_updates}, and of the ranks {', '.join(map(str, self._others))} one "
                 f"has not come to update {late.update}. Ranks must step together, or leave a step out together."
             )
-        written = self._record_parts({p: path for path, p in self._named_parameters()}, self._gradients)
+        named: dict[torch.Tensor, str] = {p: path for path, p in self._named_parameters()}
+        written = self._record_parts(named | options, self._gradients)
         store = default_store()
         store.set(self._key(self._rank, "sums"), written.sums.tobytes())
         store.set(self._key(self._rank, "samples"), written.samples.tobytes())
@@ -318,7 +323,8 @@ class SameWeights:
                 f"after update {own.update}, rank {self._rank} holds other weights than rank {rank}, which must be copies: "
                 f"{counted(len(places), 'parameter')} of {len(own.paths)}, such as {first_few(paths, 3)}. What was done on one "
                 "rank alone must be done on all: a step that is left out, gradients that are changed, clipped or computed by hand "
-                "of its own samples, weights that are written or loaded. atorch-ns verify --script names the first update and its line."
+                "of its own samples, weights that are written or loaded, a learning rate that follows its own loss (result.mean "
+                "gives that of all). atorch-ns verify --script names the first update and its line."
             )
         if not self._is_warned:
             self._is_warned = True
@@ -354,6 +360,17 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     )
 
 
+def _options_of(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """The numbers among the options of an optimizer's groups, as the learning rate, with words for each."""
+    found: dict[str, list[float]] = {}
+    options = [entry for group in optimizer.param_groups for entry in group.items() if entry[0] != "params"]
+    for option, value in options:
+        values = value if isinstance(value, (list, tuple)) else [value]
+        numbers = [float(each) for each in values if hasattr(each, "__float__")]
+        found.setdefault(f"{option} of the optimizer", []).extend(numbers)
+    return {torch.tensor(numbers, dtype=torch.float64): words for words, numbers in found.items()}
+
+
 def _key_of(path: str, parameter: torch.Tensor) -> int:
     """A number for what a rank holds: the parameter, and the place of its part."""
     place = local_box(parameter) if isinstance(parameter, DTensor) else ()
@@ -369,7 +386,7 @@ def _on_cpu(values: list[torch.Tensor], width: int) -> torch.Tensor:
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _sum_of_bits(part: torch.Tensor) -> torch.Tensor:
+def sum_of_bits(part: torch.Tensor) -> torch.Tensor:
     """The sum of an array's bits as integers, 0-d int64; equal for equal bits, in any order of summation."""
     whole = torch.view_as_real(part) if part.is_complex() else part
     return whole.contiguous().view(_INTEGERS[whole.itemsize]).sum(dtype=torch.int64)
@@ -527,8 +544,11 @@ class SamePlace:
         frame = sys._current_frames().get(self._thread)
         if frame is None:
             return None, False, False
-        names = {found.f_code.co_name for found, _ in traceback.walk_stack(frame)}
-        waits = frame.f_code.co_filename.startswith(_COMMUNICATION)
+        codes = [found.f_code for found, _ in traceback.walk_stack(frame)]
+        names = {code.co_name for code in codes}
+        # torch calls its operators from a file of its own.
+        caller = next((code for code in codes if code.co_filename != torch._ops.__file__), frame.f_code)
+        waits = caller.co_filename.startswith(_COMMUNICATION)
         return (frame.f_code, frame.f_lineno), BACKWARD_FUNCTION in names, waits
 
     def _read_places(self, ranks: Sequence[int]) -> dict[int, Any]:

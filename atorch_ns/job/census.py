@@ -11,6 +11,7 @@ from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from atorch_ns.capture.nests import leaves, tensors_of
 from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.errors import InputError, StepError
+from atorch_ns.job.agreement import sum_of_bits
 from atorch_ns.job.gradients import GradientHooks, follow_backward_passes
 from atorch_ns.job.job import MODEL, Job
 from atorch_ns.text import first_few
@@ -338,11 +340,17 @@ def refuse_new_parameters(job: Job) -> None:
 
 
 def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
-    seen: dict[str, tuple[torch.Tensor, int]] = {}
+    seen: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+
+    def mark(parameter: torch.Tensor) -> tuple[int, ...]:
+        """With the bits of what a unit has gathered, since a write through ``.data`` leaves no other trace."""
+        if isinstance(module, FSDPModule) and type(parameter.data) is torch.Tensor:
+            return parameter._version, parameter.data_ptr(), int(sum_of_bits(parameter.detach()))
+        return (parameter._version,)
 
     def before(*_: Any) -> None:
         seen.update(
-            (name, (parameter, parameter._version))
+            (name, (parameter, mark(parameter)))
             for name, parameter in module.named_parameters()
             if id(parameter) not in updated
         )
@@ -350,8 +358,8 @@ def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
     def after(*_: Any) -> None:
         for handle in handles:
             handle.remove()
-        for name, (parameter, version) in seen.items():
-            if parameter._version != version:
+        for name, (parameter, before) in seen.items():
+            if mark(parameter) != before:
                 raise StepError(
                     f"the forward pass of {path or 'the model'} writes to its parameter {plain_name(name)}, and under this strategy it computes "
                     "with a copy, so that the optimizer would go on from the values before. Write after optim.step(), as by "
@@ -360,7 +368,8 @@ def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
                 )
         seen.clear()
 
-    handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    # fully_shard lets go of what it has gathered in a hook of its own.
+    handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after, prepend=True)]
 
 
 def _refuse_second_derivatives(module: nn.Module, inputs: Any, output: Any) -> None:

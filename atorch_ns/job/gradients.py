@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Final, cast
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from atorch_ns.capture.nests import unique_tensors_of
 from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES, gradient_buckets
+from atorch_ns.errors import StepError
 from atorch_ns.job.reducer import GradientReducer, add_rows, sparse_tables
 from atorch_ns.torch_compat import (
     TakenHook,
@@ -430,7 +432,7 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     For parameters that are gathered for each pass: ``torch.autograd.grad`` asks for gradients of what the pass has not used,
     and torch gives none.
     """
-    calls, told = [0], list[bool]()
+    calls, told, is_by_hand = [0], list[bool](), [False]
 
     def note(*_: Any) -> None:
         calls[0] += torch.is_grad_enabled()
@@ -439,17 +441,28 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
         called, calls[0] = calls[0], 0
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gathered = [p for p in parameters if isinstance(p, DTensor)] or parameters
-        if called and not told and all(p.grad is None for p in gathered):
+        gradients = [p.grad for p in gathered if p.grad is not None]
+        # Collective, until a gradient has been seen that a loop has made.
+        if called and gradients and not is_by_hand[0]:
+            is_by_hand[0] = any(bool(gradient.any()) for gradient in gradients)
+            if not is_by_hand[0]:
+                raise StepError(f"an optimizer is to step with gradients that are all zero, {_NONE_COME}")
+        if called and not told and not gradients:
             told.append(True)
             log.warning(
-                "an optimizer's step updates nothing that is gathered: it has no gradient, though the model was called since the last "
-                "step. Under this strategy parameters are gathered for each pass, so that torch.autograd.grad(loss, parameters) "
-                "and loss.backward(inputs=parameters) find no gradient of them: call loss.backward() and read parameter.grad, or "
-                "choose ddp or zero1."
+                "an optimizer's step updates nothing that is gathered: it has no gradient, %s", _NONE_COME
             )
 
     module.register_forward_pre_hook(torch.compiler.disable(note))
+    follow_backward_passes(module, lambda: operator.setitem(calls, 0, 0))
     optimizer.register_step_pre_hook(look)
+
+
+_NONE_COME: Final = (
+    "though the model was called and no backward pass followed. Under this strategy parameters are gathered for each pass, so that "
+    "torch.autograd.grad(loss, parameters) and loss.backward(inputs=parameters) find no gradient of them: call loss.backward() "
+    "and read parameter.grad, or choose ddp or zero1."
+)
 
 
 def follow_backward_passes(

@@ -308,7 +308,9 @@ def wrap_loss(
         context = torch.autocast(autocast.device_type, autocast.dtype) if autocast else nullcontext()
         with context:
             value = loss_func(batch, output)
-        return value if scaler is None else _with_first(value, scaler.scaled(first_loss(value)))
+        if scaler is None or scaler.at_backward is None:  # without an optimizer that takes the scale out
+            return value
+        return _with_first(value, scaler.scaled(first_loss(value)))
 
     return wrapped
 
@@ -324,13 +326,15 @@ class MeanCheck:
         device: the device of the batch.
 
     Attributes:
-        num_left: how many calls are tested from now on, by a loop of the user's or in the first step of ``train_step``.
+        num_left: how many calls are tested from now on, as ``train_step`` says; ``None`` in a loop of the user's, of which the
+            first call is tested, the tenth, the hundredth and so on.
         finding: what was found, as a sentence; empty where a loss is a mean, or nothing was tested.
     """
 
-    def __init__(self, device: torch.device, num_left: float = 0) -> None:
+    def __init__(self, device: torch.device, num_left: float | None = 0) -> None:
         self._device = device
         self.num_left = num_left
+        self._num_calls = 0
         self.finding = ""
 
     def around(self, loss_func: LossFunction) -> LossFunction:
@@ -342,8 +346,9 @@ class MeanCheck:
         @functools.wraps(loss_func)
         def tested(batch: Any, output: Any) -> Any:
             value = loss_func(batch, output)
-            if self.num_left > 0 and not self.finding:
-                self.num_left -= 1
+            self._num_calls += 1
+            is_due = self.num_left > 0 if self.num_left is not None else is_power_of_ten(self._num_calls)
+            if is_due and not self.finding and tensors_of(batch):
                 with torch.no_grad(), random_states_kept(self._device):
                     self._test(loss_func, batch, output, first_loss(value))
             return value
@@ -410,6 +415,11 @@ class RowCheck:
                 "samples of a micro-batch.",
                 stacklevel=2,
             )
+
+
+def is_power_of_ten(number: int) -> bool:
+    """Whether something is looked at that is looked at ever more rarely."""
+    return str(number).strip("0") == "1"
 
 
 def _is_without_state(value: Any, seen: frozenset[Any] = frozenset()) -> bool:

@@ -18,7 +18,7 @@ from atorch_ns.data import BatchRunner, LossScale, Passed, Reduction, StepOutput
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.census import ForwardChanges
 from atorch_ns.job.job import Job
-from atorch_ns.job.loss import LossFunction, RowCheck, first_loss
+from atorch_ns.job.loss import LossFunction, RowCheck, first_loss, is_power_of_ten
 from atorch_ns.job.optimizer.step_optimizer import StepOptimizer, inner_optimizer
 from atorch_ns.job.step_times import StepTimes
 from atorch_ns.text import did_you_mean, with_article
@@ -466,7 +466,7 @@ class TrainStep:
         weights = None if job.inputs.weight_func is None else [self._weight_of(part) for part in parts]
         if weights is None and job.inputs.loss_reduction == "mean":
             if job.step.mean_check is not None:
-                is_tested = self.num_steps == 0 and len(parts) * job.num_data_ranks > 1
+                is_tested = is_power_of_ten(self.num_steps + 1) and len(parts) * job.num_data_ranks > 1
                 job.step.mean_check.num_left = math.inf if is_tested else 0
             if not uneven:
                 if num_rows(data) == 0:

@@ -155,6 +155,12 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def send_parts(optimizer: Any) -> None:
+    """Sends the weights that each rank's part of an optimizer updates to the others: of ``ZeroRedundancyOptimizer``
+    (``_sync_params``) or fairscale's ``OSS`` (``_broadcast_params``); collective."""
+    (optimizer._sync_params if hasattr(optimizer, "_sync_params") else optimizer._broadcast_params)()
+
+
 def join_fake_group(rank: int, world_size: int) -> None:
     """Starts a default process group that communicates nothing: tensors stay as they are, and no rank is waited for
     (``torch.testing._internal.distributed.fake_pg``)."""
@@ -284,6 +290,8 @@ def show_gathered(units: Iterable[FSDPModule]) -> None:
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
+    units = tuple(units)
+    _keep_reduced_dtypes(units)
     for parameter in parameters_of(units):
         place = parameter._module_info
         found = place.module._parameters.get(place.param_name)
@@ -314,10 +322,22 @@ def show_shards(units: Iterable[FSDPModule]) -> bool:
 
 def parameters_of(units: Iterable[FSDPModule]) -> Iterator[Any]:
     """The ``FSDPParam`` of every parameter that ``fully_shard`` or ``replicate`` manages in these units."""
-    for unit in units:
-        state = unit._get_fsdp_state()
-        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
-            yield from group.fsdp_params
+    for group in (group for unit in units for group in _groups_of(unit)):
+        yield from group.fsdp_params
+
+
+def _groups_of(unit: FSDPModule) -> Iterable[Any]:
+    state = unit._get_fsdp_state()
+    return getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])
+
+
+def _keep_reduced_dtypes(units: Iterable[FSDPModule]) -> None:
+    """Has units whose parameters were frozen when torch first looked reduce their gradients in the dtypes that were asked for
+    once they are thawed (``FSDPParamGroup._init_mp_dtypes``, which torch calls once)."""
+    for group in (group for unit in units for group in _groups_of(unit)):
+        was_frozen = getattr(group, "_orig_dtype", 0) is None
+        if was_frozen and any(p.sharded_param.requires_grad for p in group.fsdp_params):
+            group._init_mp_dtypes()
 
 
 def reduce_after_backward(module: nn.Module) -> None:

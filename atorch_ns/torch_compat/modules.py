@@ -9,13 +9,33 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
+
+
+class SetsInside:
+    """Goes before a wrapper's class: what a loop sets on the wrapper, as ``block.drop_path = 0.1``, the module ``inside`` gets."""
+
+    inside: str
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = self.__dict__.get("_modules", {}).get(self.inside)
+        if inner is None or name.startswith("_") or name == self.inside or name in self.__dict__:
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
+
+class CheckpointWrapper(SetsInside, torchs.CheckpointWrapper):
+    """torch's wrapper, which calls a module through ``checkpoint_fn`` and keeps parameter names."""
+
+    inside = "_checkpoint_wrapped_module"
 
 
 def checkpoint_wrapper(module: nn.Module, checkpoint_fn: Callable[..., Any]) -> nn.Module:
-    """``module`` in torch's wrapper that calls it through ``checkpoint_fn`` and keeps parameter names."""
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as implementation
-
-    return implementation.CheckpointWrapper(module, checkpoint_fn=checkpoint_fn)
+    """``module`` in such a wrapper."""
+    wrapper = torchs.CheckpointWrapper(module, checkpoint_fn=checkpoint_fn)
+    wrapper.__class__ = CheckpointWrapper  # whose own attributes are there by now
+    return wrapper
 
 
 def unwrap_checkpoint(module: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils.parametrize import is_parametrized
 
 from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.capture.random_states import BatchNorm
@@ -196,8 +197,8 @@ def _placement(parameter: nn.Parameter, num_ranks: int) -> Shard | None:
 def _full_precision_norms(
     model: nn.Module, units: Iterable[nn.Module], options: dict[str, Any]
 ) -> list[nn.Module]:
-    """Batch norms that stay in full precision as units of their own: their statistics do, and torch wants weights of
-    the same dtype. Inputs may be reduced."""
+    """Batch norms and parametrized modules that stay in full precision as units of their own: statistics and vectors of spectral
+    norms do, and torch wants weights of the same dtype. Inputs may be reduced."""
     policy = options.get("mp_policy")
     if policy is None or policy.param_dtype in (None, torch.float32):
         return []
@@ -205,10 +206,9 @@ def _full_precision_norms(
     return [
         module
         for module in model.modules()
-        if isinstance(module, BatchNorm)
-        and module.track_running_stats
-        and module.affine
-        and id(module) not in own_units
+        if (isinstance(module, BatchNorm) and module.track_running_stats and module.affine)
+        or is_parametrized(module)
+        if id(module) not in own_units
         and not any(parameter in options["ignored_params"] for parameter in module.parameters())
     ]
 

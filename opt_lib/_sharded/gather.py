@@ -17,15 +17,17 @@ from torch.overrides import TorchFunctionMode
 from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.capture.operators import METADATA
 from atorch_ns.data import user_module
+from atorch_ns.errors import StepError
 from atorch_ns.job import Job
 from atorch_ns.job.loss import ForwardScope
 from atorch_ns.job.states import reshard
 from atorch_ns.text import first_few
-from atorch_ns.torch_compat import in_backward, plain_name, show_gathered, show_shards
+from atorch_ns.torch_compat import after_backward, in_backward, plain_name, show_gathered, show_shards
 from opt_lib._sharded.idle import call_in_backward
 
 _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
 """The attributes that compute; all others only describe the tensor."""
+_OF_GRADIENTS = ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
 
 class ReadsOutsideOfUnits(TorchFunctionMode):
@@ -50,7 +52,8 @@ class ReadsOutsideOfUnits(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        describes = func in METADATA or (getattr(func, "__name__", "") == "__get__" and func not in _VIEWS)
+        name = getattr(func, "__name__", "")
+        describes = func in METADATA or (name == "__get__" and func not in _VIEWS) or name in _OF_GRADIENTS
         if not describes and any(id(tensor) in self._names for tensor in tensors_of((args, dict(kwargs)))):
             args, kwargs = map_tensors(self._note_read, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
@@ -104,6 +107,7 @@ class ShardsBetweenPasses:
         self._root, self._is_written = root, is_written
         self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._is_shown = False  # though something is gathered
+        self._is_in_backward = False
         self._depth = 0
         for unit in self._units:
             if unit is not root:  # which may be called by itself
@@ -135,6 +139,11 @@ class ShardsBetweenPasses:
         return call
 
     def _begin_pass(self, *_: Any) -> None:
+        if self._is_in_backward and not in_backward():
+            raise StepError(
+                "an error has ended the last backward pass, and under this strategy the gradients and gathered weights that it left "
+                "cannot be told from those of the next. Begin anew from a checkpoint, or choose ddp or zero1."
+            )
         self._depth += 1
         if self._depth == 1:
             self._show_gathered()
@@ -145,14 +154,18 @@ class ShardsBetweenPasses:
             reshard(self._root)  # no backward pass will follow
         elif not self._depth and not in_backward():
             self._is_shown = show_shards(self._units)
-            if self._is_shown:
-                call_in_backward(output, self._resume_pass)
+            call_in_backward(output, self._begin_backward)
 
     def _show_gathered(self, *_: Any) -> None:
         show_gathered(self._units)
         if self._is_shown and self._is_written:
             reshard(self._root)
         self._is_shown = False
+
+    def _begin_backward(self) -> None:
+        self._resume_pass()
+        self._is_in_backward = True
+        after_backward(functools.partial(setattr, self, "_is_in_backward", False))
 
     def _resume_pass(self, *_: Any) -> None:
         if self._is_shown:

@@ -155,7 +155,9 @@ def _gradients_of_samples(*strategy: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     auto_accelerate(nn.Linear(4, 4).requires_grad_(False), load_strategy=list(strategy))
     model = nn.Linear(4, 4)
-    _, result, _ = auto_accelerate(model, torch.optim.SGD, optim_args={"lr": 0.1}, load_strategy=list(strategy))
+    _, result, _ = auto_accelerate(
+        model, torch.optim.SGD, optim_args={"lr": 0.1}, load_strategy=list(strategy)
+    )
     assert result is not None
     weights = {name: p.detach() for name, p in result.model.named_parameters()}
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
+from weakref import WeakMethod, finalize
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from atorch_ns.errors import StepError
 from atorch_ns.job.gradients import gradient_norm, gradient_versions
@@ -33,6 +35,7 @@ class MasterWeights:
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         self._marks: dict[torch.Tensor, tuple[int, int]] = {}
+        self._versions: dict[torch.Tensor, int] = {}
         self._num_updates = 0
         self._is_written = False
         for parameter in parameters:
@@ -98,10 +101,13 @@ class MasterWeights:
         """
         for parameter, master in self._masters.items():
             is_marked = self._marks.get(parameter) != _mark(parameter)
-            if is_marked or self._is_written or self._num_updates < _NUM_LOOKS:
+            is_new = self._versions.get(master) != master._version
+            if is_new or is_marked or self._is_written or self._num_updates < _NUM_LOOKS:
                 kept = local_part(master)  # each rank looks at its own part
                 here = local_part(parameter).to(device=kept.device)
                 is_same = here == kept.to(here.dtype)
+                if not is_same.all() and self._versions.get(master, master._version) != master._version:
+                    raise StepError(_WRITTEN_MASTERS)
                 self._is_written |= not is_marked and not bool(is_same.all())
                 kept.copy_(torch.where(is_same, kept, here.to(kept.dtype)))
 
@@ -111,12 +117,16 @@ class MasterWeights:
         self._num_updates += 1
         for parameter, master in self._masters.items():
             parameter.copy_(master, non_blocking=self._pinned)
-            self._marks[parameter] = _mark(parameter)
+            self._marks[parameter], self._versions[master] = _mark(parameter), master._version
 
     def _host_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
         return torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=self._pinned)
 
 
+_WRITTEN_MASTERS: Final = (
+    "weights in result.optim.param_groups were written, which are fp32 copies: the model has not computed with what was written. "
+    "Write to result.model.parameters(); the copies take it over."
+)
 _NUM_LOOKS: Final = 3
 """Updates before which all parameters are compared with their masters: what a loop writes each time it writes by then."""
 
@@ -173,6 +183,9 @@ class StepOptimizer(torch.optim.Optimizer):
         self._is_mixed = False
         if scaler is not None:
             scaler.at_backward = self._begin_backward
+            refuse = WeakMethod(self._refuse_other)
+            handle = register_optimizer_step_pre_hook(lambda *given: (found := refuse()) and found(*given))
+            finalize(self, handle.remove)
 
     def prepare_gradients(self) -> None:
         """Makes ``grad`` of the optimizer's parameters what clipping and stepping expect: fp32, unscaled.
@@ -188,12 +201,12 @@ class StepOptimizer(torch.optim.Optimizer):
             return
         if self._scaled and (self._is_mixed or self._is_changed()):
             raise StepError(
-                "gradients were changed while they had the loss scale of fp16: clipped, written to, or added to by the backward pass "
-                "of a loss that result.loss_func did not give. Add losses to that one, clip by result.clip_grad_norm_, and call "
-                "result.optim.prepare_gradients() before other changes of gradients, which are those of "
-                "result.optim.param_groups then. bf16 has no scale."
+                "gradients were changed while they had the loss scale of fp16: clipped, written to, kept from an earlier step "
+                "(zero_grad), or added to by the backward pass of a loss that result.loss_func did not give. Add losses to that, call "
+                "result.clip_grad_norm_ or result.optim.prepare_gradients() before other changes of gradients, which are those of "
+                "result.optim.param_groups then, or use bf16, which has no scale."
             )
-        self._prepared = True
+        self._prepared, self._scaled = True, {}
         if self._finish is not None:
             self._finish()
         if self.masters is not None:
@@ -217,6 +230,13 @@ class StepOptimizer(torch.optim.Optimizer):
         yield
         self._note_gradients()
         self._is_mixed = is_mixed
+
+    def _refuse_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(p in self._scaled for group in optimizer.param_groups for p in group["params"]):
+            raise StepError(
+                f"a {type(optimizer).__name__} that auto_accelerate did not make is to update parameters whose gradients have the "
+                "loss scale of fp16. Let result.optim update them (optim_func, with groups), or use bf16, which has no scale."
+            )
 
     def _begin_backward(self) -> None:
         self._is_mixed = self._is_mixed or self._is_changed()

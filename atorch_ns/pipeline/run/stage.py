@@ -16,7 +16,7 @@ from atorch_ns.errors import StepError
 from atorch_ns.pipeline.cut.graph import CallGraph
 from atorch_ns.pipeline.run.forward_pass import PassSwitch, Pieces, StageEnd, StagePass, StageRange
 from atorch_ns.pipeline.schedule.schedules import train_step_only
-from atorch_ns.torch_compat import in_backward
+from atorch_ns.torch_compat import SetsInside, in_backward
 
 MICRO_BATCH_STRIDE = 1_000_003
 """The difference of the seeds of two micro-batches."""
@@ -25,7 +25,7 @@ LossOf = Callable[[int, Any, Any], torch.Tensor]
 """``(number of the micro-batch, micro-batch, output) -> loss``, 0-d."""
 
 
-class Unit(nn.Module):
+class Unit(SetsInside, nn.Module):
     """A unit of this rank, called if the running stage owns the call; else it returns a stand-in's output.
 
     Attributes of the module inside are visible through it, and its parameters keep their names.
@@ -35,6 +35,8 @@ class Unit(nn.Module):
         path: its path in the user's model.
         method: the name of the method that has cut the model, for messages.
     """
+
+    inside = "_pipeline_unit"
 
     def __init__(self, module: nn.Module, path: str, switch: PassSwitch, method: str) -> None:
         super().__init__()

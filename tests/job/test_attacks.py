@@ -1,0 +1,309 @@
+"""What users do around a step, found by attacks: each trains as in one process, or is refused in words on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from atorch_ns import auto_accelerate, checkpoint
+from atorch_ns.errors import StepError
+from atorch_ns.testing.workers import run_ranks
+
+pytestmark = pytest.mark.processes
+
+BF16: Final = ("amp_native", "bf16")
+FP16: Final = ("amp_native", {"dtype": "fp16", "init_scale": 1024.0})
+HALF: Final = ("half", {"dtype": "fp16", "init_scale": 1024.0})
+BATCHES: Final = torch.randn(6, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(8, 16), nn.Linear(16, 8), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.temperature * self.down(self.act(self.up(x)))
+        return out
+
+
+class Net(nn.Module):
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.scale * self.head(x)
+        return out
+
+
+class Momentum(Net):
+    """Whose second network follows the first by ``.data``, as in MoCo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = copy.deepcopy(self.head).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for key, query in zip(self.keys.parameters(), self.head.parameters(), strict=True):
+            key.data = 0.8 * key.data + 0.2 * query.data
+        out: Tensor = super().forward(x) + self.keys(x)
+        return out
+
+
+def _spectral() -> nn.Module:
+    model = Net()
+    for block in model.blocks:
+        parametrizations.spectral_norm(block.get_submodule("up"))
+    return model
+
+
+class Averaging(torch.optim.Optimizer):
+    """SGD whose ``eval`` and ``train`` exchange weights and averages, and whose ``first_step`` perturbs by gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(0.1 * p.grad)
+            self.state[p].setdefault("average", p.clone()).lerp_(p, 0.3)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for p, state in self.state.items():
+            kept = p.clone()
+            p.copy_(state["average"])
+            state["average"] = kept
+
+    train = eval
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.add_(p.grad)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class Job:
+    """A model in one process with the global batches, or a rank's job with its part of them."""
+
+    def __init__(
+        self, methods: Sequence[Any] | None, build: Callable[[], nn.Module], make: Any = _sgd
+    ) -> None:
+        torch.manual_seed(0)
+        model = build()
+        self.start = {name: value.clone() for name, value in model.state_dict().items()}
+        self.num, self.rank, self.result = 1, 0, None
+        self.model: Any = model
+        if methods is None:
+            self.optimizer: Any = make(model.parameters())
+            return
+        self.num, self.rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        _, self.result, _ = auto_accelerate(model, make, loss_func=_loss, load_strategy=list(methods))
+        assert self.result is not None
+        self.model, self.optimizer = self.result.model, self.result.optim
+
+    @property
+    def inner(self) -> Any:
+        return getattr(self.model, "module", self.model)
+
+    def parts(self) -> list[Tensor]:
+        return [batch.chunk(self.num)[self.rank] for batch in BATCHES]
+
+    def backward(self, batch: Tensor) -> Tensor:
+        loss: Tensor = (self.result.loss_func if self.result else _loss)(batch, self.model(batch))
+        loss.backward()
+        return loss.detach()
+
+    def step(self, batch: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.backward(batch)
+        self.optimizer.step()
+        return loss
+
+    def weights(self) -> dict[str, Tensor]:
+        if self.result is None:
+            return {name: value.detach() for name, value in self.model.state_dict().items()}
+        return checkpoint.export_state_dict(self.result)
+
+
+def _loss(batch: Tensor, output: Tensor) -> Tensor:
+    return F.mse_loss(output.float(), batch)
+
+
+def attributes_of_blocks(job: Job) -> None:
+    for number, batch in enumerate(job.parts()):
+        for block in job.inner.blocks:
+            block.temperature = 1.0 - 0.1 * number
+            if number == 2:
+                block.act = nn.ReLU()
+        job.model.scale = 1.0 + 0.1 * number
+        job.step(batch)
+
+
+def thaw(job: Job) -> None:
+    job.inner.blocks[0].requires_grad_(False)
+    for number, batch in enumerate(job.parts()):
+        if number == 2:
+            job.inner.blocks[0].requires_grad_(True)
+        job.step(batch)
+
+
+def late_hooks(job: Job) -> None:
+    for parameter in job.model.parameters():
+        parameter.register_hook(lambda gradient: 0.5 * gradient)
+    plain(job)
+
+
+def plain(job: Job) -> None:
+    for batch in job.parts():
+        job.step(batch)
+
+
+def averages(job: Job) -> None:
+    for number, batch in enumerate(job.parts()):
+        job.step(batch)
+        if number % 2:
+            job.optimizer.eval()
+            job.model(batch)
+            job.optimizer.train()
+    job.optimizer.eval()
+
+
+def perturbed(job: Job) -> None:
+    for batch in job.parts():
+        job.backward(batch)
+        job.optimizer.first_step()
+
+
+def error_in_backward(job: Job) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    for number, batch in enumerate(job.parts()):
+        job.optimizer.zero_grad()
+        if number == 2:
+            handle = job.inner.blocks[1].register_full_backward_hook(fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                job.backward(batch)
+            handle.remove()
+        job.step(batch)
+
+
+def gradients_by_grad(job: Job) -> None:
+    parameters = list(job.model.parameters())
+    for batch in job.parts():
+        found = torch.autograd.grad(_loss(batch, job.model(batch)), parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
+        job.optimizer.step()
+
+
+def own_optimizer(job: Job) -> None:
+    optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1)
+    for batch in job.parts():
+        optimizer.zero_grad()
+        job.backward(batch)
+        optimizer.step()
+
+
+def written_masters(job: Job) -> None:
+    for batch in job.parts():
+        job.step(batch)
+        with torch.no_grad():
+            for parameter in (p for group in job.optimizer.param_groups for p in group["params"]):
+                parameter.mul_(0.9)
+
+
+def rate_by_own_loss(job: Job) -> None:
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(job.optimizer, patience=0, threshold=0.0)
+    for number, batch in enumerate(2 * job.parts()):
+        schedule.step(float(job.step(batch)) + 10 * number * (1 - 2 * job.rank))
+
+
+def loaded_on_one_rank(job: Job) -> None:
+    if job.rank == 0:
+        torch.manual_seed(7)
+        job.inner.load_state_dict(Net().state_dict())
+    plain(job)
+
+
+EQUAL: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Sequence[Any]], ...]] = (
+    (attributes_of_blocks, Net, _sgd, (["ddp", "checkpoint"], ["zero1"], ["fsdp", "checkpoint"])),
+    (thaw, Net, _sgd, (["fsdp", BF16], ["zero2", BF16])),
+    (late_hooks, Net, _sgd, (["fsdp", BF16], ["zero2", FP16])),
+    (plain, _spectral, _sgd, (["fsdp", BF16], ["zero2", BF16])),
+    (averages, Net, Averaging, (["zero1"], ["fsdp"])),
+    (error_in_backward, Net, _sgd, (["ddp"],)),
+    (gradients_by_grad, Net, _sgd, (["zero1"],)),
+)
+REFUSED: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Sequence[Any], str], ...]] = (
+    (perturbed, Net, Averaging, (["zero1"],), "optim.first_step() has written weights"),
+    (error_in_backward, Net, _sgd, (["fsdp"], ["zero2"]), "an error has ended the last backward pass"),
+    (gradients_by_grad, Net, _sgd, (["fsdp"], ["zero2"]), "gradients that are all zero"),
+    (plain, Momentum, _sgd, (["fsdp"], ["zero2"]), "writes to its parameter keys.weight"),
+    (own_optimizer, Net, _sgd, (["ddp", FP16], ["fsdp", HALF]), "that auto_accelerate did not make"),
+    (written_masters, Net, _sgd, (["ddp", HALF], ["zero1", HALF]), "which are fp32 copies"),
+    (rate_by_own_loss, Net, _sgd, (["zero1"], ["fsdp"]), "lr of the optimizer"),
+    (loaded_on_one_rank, Net, _sgd, (["zero1"],), "before the update"),
+)
+
+
+def _train(kinds: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    found: list[list[Any]] = []
+    for loop, build, make, strategies, *_ in kinds:
+        found.append([])
+        for methods in strategies:
+            job = Job(methods, build, make)
+            try:
+                loop(job)
+            except StepError as error:
+                found[-1].append(str(error))
+            else:
+                found[-1].append(job.weights())
+    return found
+
+
+@pytest.mark.timeout(150)
+def test_loops_that_train_as_in_one_process() -> None:
+    ranks = run_ranks(_train, 2, args=(EQUAL,), timeout_s=120)
+    for (loop, build, make, strategies, *_), results in zip(EQUAL, ranks[0], strict=True):
+        job = Job(None, build, make)
+        loop(job)
+        for methods, weights in zip(strategies, results, strict=True):
+            assert not isinstance(weights, str), (loop.__name__, methods, weights)
+            share = 1e-4 if len(methods) == 1 or isinstance(methods[1], str) else 0.1
+            for name, expected in job.weights().items():
+                change = float((expected - job.start[name]).abs().max())
+                off = float((weights[name] - expected).abs().max())
+                assert off <= share * change + 1e-6, (loop.__name__, methods, name, off, change)
+
+
+@pytest.mark.timeout(150)
+def test_loops_that_are_refused_on_all_ranks() -> None:
+    for results in run_ranks(_train, 2, args=(REFUSED,), timeout_s=120):
+        for (loop, _, _, strategies, words), found in zip(REFUSED, results, strict=True):
+            for methods, said in zip(strategies, found, strict=True):
+                assert isinstance(said, str), (loop.__name__, methods)
+                assert words in said, (loop.__name__, methods, said)
