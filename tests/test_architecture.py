@@ -38,7 +38,7 @@ LINES = {
     "sharding": 7_843,  # to be 6_200
     "tracking": 511,
     "data": 1_172,  # to be 1_400
-    "strategy": 1_950,  # to be 1_800
+    "strategy": 1_942,  # to be 1_800
     "profile": 2_848,  # to be 1_850
     "costs": 354,  # to be 650
     "processes": 587,  # to be 1_550
@@ -46,7 +46,7 @@ LINES = {
     "capture": 2_207,  # to be 2_900
     "torch_compat": 1_401,
     "testing": 1_581,  # to be 1_000
-    "opt_lib": 10_040,  # to be 8_300
+    "opt_lib": 10_049,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have

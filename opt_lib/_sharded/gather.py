@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -125,11 +125,11 @@ class ShardsBetweenPasses:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._depth or not any(map(_has_tensors, (*args, *kwargs.values()))):
                 return method(*args, **kwargs)
-            output, autocast = None, job.precision.autocast
-            scope = torch.autocast(autocast.device_type, autocast.dtype) if autocast else nullcontext()
+            output = None
+            scope = self.autocast_outside(job)
             self._begin_pass()
             try:
-                with scope:  # as around the forward pass, whose weights are gathered
+                with scope:
                     output = getattr(self._root, _RUN)(method, *args, **kwargs)
             finally:
                 self._end_pass(self._root, None, output)
@@ -137,6 +137,11 @@ class ShardsBetweenPasses:
             return output
 
         return call
+
+    def autocast_outside(self, job: Job) -> AbstractContextManager[object]:
+        """As around the forward pass, in whose dtype weights are gathered; nothing inside of one."""
+        autocast = None if self._depth else job.precision.autocast
+        return torch.autocast(autocast.device_type, autocast.dtype) if autocast else nullcontext()
 
     def _begin_pass(self, *_: Any) -> None:
         if self._is_in_backward and not in_backward():
@@ -197,6 +202,11 @@ def gather_for_methods(job: Job, passes: Sequence[ShardsBetweenPasses]) -> None:
     root = job.module
     setattr(root, _RUN, lambda function, *args, **kwargs: function(*args, **kwargs))
     register_fsdp_forward_method(root, _RUN)
+    units = [unit for unit in root.modules() if isinstance(unit, FSDPModule) and unit is not root]
+    inside = {module for unit in units for module in unit.modules()}
+    for module in () if job.plan.compiled else set(root.modules()) - inside - {root}:
+        if module._parameters:  # which may be called by itself, as a head
+            ForwardScope(functools.partial(passes[0].autocast_outside, job)).attach(module)
     for module in dict.fromkeys((root, user_module(root))):
         for name, method in _methods(module):
             module.__dict__[name] = passes[0].around(method, job)

@@ -45,11 +45,14 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def features(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.scale * self.head(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.scale * self.head(self.features(x))
         return out
 
 
@@ -176,6 +179,16 @@ def late_hooks(job: Job) -> None:
     plain(job)
 
 
+def submodules(job: Job) -> None:
+    """The head by itself, on what the rest gives without gradients."""
+    for batch in job.parts():
+        job.optimizer.zero_grad()
+        with torch.no_grad():
+            hidden = job.inner.features(batch)
+        _loss(batch, job.inner.head(hidden)).backward()
+        job.optimizer.step()
+
+
 def plain(job: Job) -> None:
     for batch in job.parts():
         job.step(batch)
@@ -253,6 +266,7 @@ EQUAL: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Se
     (attributes_of_blocks, Net, _sgd, (["ddp", "checkpoint"], ["zero1"], ["fsdp", "checkpoint"])),
     (thaw, Net, _sgd, (["fsdp", BF16], ["zero2", BF16])),
     (late_hooks, Net, _sgd, (["fsdp", BF16], ["zero2", FP16])),
+    (submodules, Net, _sgd, (["fsdp", BF16], ["zero2", BF16])),
     (plain, _spectral, _sgd, (["fsdp", BF16], ["zero2", BF16])),
     (averages, Net, Averaging, (["zero1"], ["fsdp"])),
     (error_in_backward, Net, _sgd, (["ddp"],)),

@@ -33,13 +33,7 @@ _REASONS: Final[Mapping[str, str]] = {
         (f"{_ZERO}.zero_hpz*", f"{_ZERO}.mics*"),
         "sharding within a node: fsdp with sharding_strategy HYBRID_SHARD, or parallel_mode with data and zero",
     ),
-    **dict.fromkeys(
-        (
-            f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
-            f"{_ZERO}.stage3_gather_fp16_weights_on_model_save",
-        ),
-        "checkpoint.export_safetensors writes whole weights",
-    ),
+    f"{_ZERO}.stage3_gather_*_weights_on_model_save": "checkpoint.export_safetensors writes whole weights",
     f"{_ZERO}.zero_quantized*": "collectives are not quantised",
     **dict.fromkeys(
         (f"{_ZERO}.offload_*", f"{_ZERO}.cpu_offload_use_pin_memory*"),
@@ -69,10 +63,8 @@ _REASONS: Final[Mapping[str, str]] = {
     "flops_profiler": "the report tells FLOPs and times",
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor"), "monitoring is the script's"),
     **dict.fromkeys(("data_efficiency", "curriculum_learning"), "data is the script's"),
-    **dict.fromkeys(
-        ("prescale_gradients", "gradient_predivide_factor"),
-        "gradients are averaged in fp32, where scaling first gains nothing",
-    ),
+    "prescale_gradients": (first := "gradients are averaged in fp32, where scaling first gains nothing"),
+    "gradient_predivide_factor": first,
     "communication_data_type": "reduction follows the precision's method; fsdp takes mixed_precision.reduce_dtype",
     "data_types": "reduction follows the precision's method",
     "sparse_attention": "no counterpart",
