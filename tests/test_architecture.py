@@ -44,9 +44,9 @@ LINES = {
     "processes": 587,  # to be 1_550
     "cluster": 3_104,  # to be 2_600
     "capture": 2_207,  # to be 2_900
-    "torch_compat": 1_401,
+    "torch_compat": 1_402,
     "testing": 1_581,  # to be 1_000
-    "opt_lib": 10_049,  # to be 8_300
+    "opt_lib": 10_048,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have

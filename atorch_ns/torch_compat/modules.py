@@ -19,7 +19,8 @@ class SetsInside:
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self.__dict__.get("_modules", {}).get(self.inside)
-        if inner is None or name.startswith("_") or name == self.inside or name in self.__dict__:
+        belongs = name in self.__dict__ or hasattr(type(self), name)  # as forward, which a loop may replace
+        if inner is None or name.startswith("_") or name == self.inside or belongs:
             super().__setattr__(name, value)
         else:
             setattr(inner, name, value)

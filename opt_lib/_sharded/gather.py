@@ -125,8 +125,7 @@ class ShardsBetweenPasses:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._depth or not any(map(_has_tensors, (*args, *kwargs.values()))):
                 return method(*args, **kwargs)
-            output = None
-            scope = self.autocast_outside(job)
+            output, scope = None, self.autocast_outside(job)
             self._begin_pass()
             try:
                 with scope:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -155,6 +156,10 @@ def _loss(batch: Tensor, output: Tensor) -> Tensor:
     return F.mse_loss(output.float(), batch)
 
 
+def _doubled(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return 2 * forward(x)
+
+
 def attributes_of_blocks(job: Job) -> None:
     for number, batch in enumerate(job.parts()):
         for block in job.inner.blocks:
@@ -162,6 +167,8 @@ def attributes_of_blocks(job: Job) -> None:
             if number == 2:
                 block.act = nn.ReLU()
         job.model.scale = 1.0 + 0.1 * number
+        if number == 4:
+            job.model.forward = partial(_doubled, job.model.forward)
         job.step(batch)
 
 
