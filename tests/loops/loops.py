@@ -295,6 +295,17 @@ def regularised(t: Training, batch: Tensor) -> None:
     t.optimizer.step()
 
 
+def regularised_in_place(t: Training, batch: Tensor) -> None:
+    t.optimizer.zero_grad()
+    loss, total = t.loss(batch, t.model(batch)), torch.zeros((), dtype=batch.dtype)
+    loss += 1e-2 * sum(p.square().sum() for p in t.model.parameters() if p.requires_grad)
+    for parameter in t.model.parameters():
+        if parameter.requires_grad:
+            total += 1e-3 * parameter.abs().sum()
+    (loss + total).backward()
+    t.optimizer.step()
+
+
 def regularised_after(t: Training, batch: Tensor) -> None:
     """A penalty of the weights as they are between the loss's passes, with a backward pass of its own after the loss's."""
     t.optimizer.zero_grad()
@@ -477,6 +488,7 @@ STEPS: Final[Mapping[str, Step]] = {
         gradients_by_function,
         evaluated,
         regularised,
+        regularised_in_place,
         regularised_after,
         anchored,
         masked_gradients,
@@ -584,6 +596,11 @@ def forget_states(t: Training) -> None:
     t.optimizer.state.clear()
 
 
+def weaken_blocks(t: Training) -> None:
+    for block in t.model.blocks:
+        block.strength = 0.7
+
+
 EVENTS: Final[Mapping[str, Callable[[Training], None]]] = {
     event.__name__: event
     for event in (
@@ -601,5 +618,6 @@ EVENTS: Final[Mapping[str, Callable[[Training], None]]] = {
         look_at_states,
         reload_states,
         forget_states,
+        weaken_blocks,
     )
 }

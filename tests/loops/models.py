@@ -18,7 +18,9 @@ _ROWS: Final = 8
 
 
 class Plain(nn.Module):
-    """Two products, which ranks of tensor parallelism can divide."""
+    """Two products, which ranks of tensor parallelism can divide, times a number that loops set."""
+
+    strength = 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +28,7 @@ class Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.down(torch.tanh(self.up(x)))
-        return x + hidden
+        return x + self.strength * hidden
 
 
 class Single(nn.Module):
