@@ -363,11 +363,10 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 def _options_of(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
     """The numbers among the options of an optimizer's groups, as the learning rate, with words for each."""
     found: dict[str, list[float]] = {}
-    options = [entry for group in optimizer.param_groups for entry in group.items() if entry[0] != "params"]
-    for option, value in options:
-        values = value if isinstance(value, (list, tuple)) else [value]
-        numbers = [float(each) for each in values if hasattr(each, "__float__")]
-        found.setdefault(f"{option} of the optimizer", []).extend(numbers)
+    for option, value in (entry for group in optimizer.param_groups for entry in group.items()):
+        values = [value] if not isinstance(value, (list, tuple)) else [] if option == "params" else value
+        numbers = [each for each in values if isinstance(each, (int, float)) or getattr(each, "ndim", 1) == 0]
+        found.setdefault(f"{option} of the optimizer", []).extend(map(float, numbers))
     return {torch.tensor(numbers, dtype=torch.float64): words for words, numbers in found.items()}
 
 
@@ -491,11 +490,12 @@ class SamePlace:
         if store.add(f"{key}/{number}", 1) == num_ranks:
             store.delete_key(f"{key}/{number}")
             store.set(key, str(number))
-        self._is_meeting = True
+        self._is_meeting, pause = True, _MEETING_S
         while not store.check([key]) or int(store.get(key)) < number:
             if store.check([self._key("ended")]):
                 self._end_process(store.get(self._key("ended")).decode())
-            time.sleep(_MEETING_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S / 20)  # of a store that all ranks ask
         self._is_meeting = False
 
     def _after_update(self, *_: object) -> None:
