@@ -410,8 +410,7 @@ _KEPT_UPDATES: Final = {False: 3, True: 1000}
 two polls."""
 _FEW_MEETINGS: Final = 3
 _FEW_UPDATES: Final = 10
-"""Ranks meet for the first evaluations, and for one after so many updates without one: a model that a loop also runs without
-gradients in each step need not wait each time."""
+"""Ranks meet for the first evaluations, and after so many updates without: a loop may run its model without gradients in each step."""
 _MEETING_S: Final = 0.002
 
 _MOST_CALLS: Final = 1024

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -269,7 +269,10 @@ class _ScaledLoss(torch.Tensor):
         return map_tensors(scaler.scaled, func(*args, **kwargs))
 
 
-_OF_ITSELF: Final = (Tensor.backward, Tensor.register_hook, Tensor.retain_grad, torch.autograd.backward)
+_OF_ITSELF: Final = (
+    *(Tensor.backward, Tensor.register_hook, Tensor.retain_grad, torch.autograd.backward),
+    cast(Any, Tensor.grad_fn).__get__,
+)
 
 
 class _ScaleInBackward(torch.autograd.Function):
@@ -326,8 +329,7 @@ class MeanCheck:
         device: the device of the batch.
 
     Attributes:
-        num_left: how many calls are tested from now on, as ``train_step`` says; ``None`` in a loop of the user's, of which the
-            first call is tested, the tenth, the hundredth and so on.
+        num_left: how many calls are tested from now on; ``None`` for the first of a loop, the tenth, the hundredth and so on.
         finding: what was found, as a sentence; empty where a loss is a mean, or nothing was tested.
     """
 

@@ -105,11 +105,11 @@ class ShardsBetweenPasses:
 
     def __init__(self, root: nn.Module, *, is_written: bool) -> None:
         self._root, self._is_written = root, is_written
-        self._units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        self.units = [module for module in root.modules() if isinstance(module, FSDPModule)]
         self._is_shown = False  # though something is gathered
         self._is_in_backward = False
         self._depth = 0
-        for unit in self._units:
+        for unit in self.units:
             if unit is not root:  # which may be called by itself
                 unit.register_forward_pre_hook(torch.compiler.disable(self._resume_pass), prepend=True)
         root.register_forward_pre_hook(torch.compiler.disable(self._begin_pass), prepend=True)
@@ -157,11 +157,11 @@ class ShardsBetweenPasses:
         if not self._depth and not torch.is_grad_enabled():
             reshard(self._root)  # no backward pass will follow
         elif not self._depth and not in_backward():
-            self._is_shown = show_shards(self._units)
+            self._is_shown = show_shards(self.units)
             call_in_backward(output, self._begin_backward)
 
     def _show_gathered(self, *_: Any) -> None:
-        show_gathered(self._units)
+        show_gathered(self.units)
         if self._is_shown and self._is_written:
             reshard(self._root)
         self._is_shown = False
@@ -174,7 +174,7 @@ class ShardsBetweenPasses:
     def _resume_pass(self, *_: Any) -> None:
         if self._is_shown:
             self._is_shown = False
-            show_gathered(self._units)
+            show_gathered(self.units)
 
 
 @contextmanager
@@ -201,8 +201,7 @@ def gather_for_methods(job: Job, passes: Sequence[ShardsBetweenPasses]) -> None:
     root = job.module
     setattr(root, _RUN, lambda function, *args, **kwargs: function(*args, **kwargs))
     register_fsdp_forward_method(root, _RUN)
-    units = [unit for unit in root.modules() if isinstance(unit, FSDPModule) and unit is not root]
-    inside = {module for unit in units for module in unit.modules()}
+    inside = {module for unit in passes[0].units if unit is not root for module in unit.modules()}
     for module in () if job.plan.compiled else set(root.modules()) - inside - {root}:
         if module._parameters:  # which may be called by itself, as a head
             ForwardScope(functools.partial(passes[0].autocast_outside, job)).attach(module)

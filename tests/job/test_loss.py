@@ -63,6 +63,9 @@ def test_the_scale_enters_in_the_backward_pass_alone(make: Any) -> None:
     value = wrap_loss(_identity, autocast=None, scaler=scaler, upcast=False)(None, make(weight * 1.0))
     assert isinstance(value, type(make(weight * 1.0)))
     assert first_loss(value).item() == 3.0
+    assert (first_loss(value) + 1.0).grad_fn is not None
+    root = torch.autograd.graph.get_gradient_edge(first_loss(value)).node  # where pipelines begin
+    assert "Alias" in root.name()
     first_loss(value).backward()
     assert weight.grad == 8.0
     assert scaler.num_backwards == 1
