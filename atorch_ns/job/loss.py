@@ -235,6 +235,10 @@ class LossScaler:
         self.scaler.update(self.scale.advance(overflow))
         self.num_backwards = 0
 
+    def forget_unscaled(self) -> None:
+        """Has gradients unscaled anew."""
+        self.scaler.update(self.scale.value)
+
     def state_dict(self) -> dict[str, Any]:
         """The scale and what decides when it changes."""
         return self.scale.state_dict()

@@ -20,6 +20,7 @@ from atorch_ns.data import TrainLoader
 from atorch_ns.errors import InputError
 from atorch_ns.job.job import Job
 from atorch_ns.job.loss import LossFunction
+from atorch_ns.job.optimizer.step_optimizer import StepOptimizer
 from atorch_ns.job.reducer import GradientReducer
 from atorch_ns.job.states import WeightAverage
 from atorch_ns.job.train_step import TrainStep
@@ -257,6 +258,15 @@ class Result(_Fields):
         Call it between the backward pass and ``optim.step()``. Collective where gradients are sharded.
         """
         return self.train_step.clip_grad_norm_(max_norm, norm_type)
+
+    def prepare_gradients(self) -> None:
+        """Makes the gradients in ``optim.param_groups`` those of the loss, complete and unscaled, for a loop that changes them.
+
+        Call it after the last backward pass of a step. Collective.
+        """
+        self.train_step.reduce()
+        if isinstance(self.optim, StepOptimizer):
+            self.optim.prepare_gradients()
 
     def average(self, decay: float | None = 0.999) -> WeightAverage:
         """An average of the weights (EMA), divided as they are, whatever the strategy; call its ``update()`` after a step.

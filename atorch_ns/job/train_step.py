@@ -256,6 +256,8 @@ class TrainStep:
         """Multiplies all gradients by a number; ``None`` leaves them."""
         with self._phase("scale"), self._in_scale():
             if factor is not None and factor != 1.0:
+                if isinstance(self.optimizer, StepOptimizer):
+                    self.optimizer.prepare_gradients()  # of masters, too
                 with torch.no_grad():
                     for parameter in self._parameters():
                         if parameter.grad is not None:

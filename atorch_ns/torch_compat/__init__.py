@@ -23,6 +23,7 @@ from atorch_ns.torch_compat.distributed import (
     after_accumulation,
     after_backward,
     before_accumulation,
+    begin_root,
     default_store,
     flatten_mesh,
     found_inf_tensors,
@@ -95,7 +96,7 @@ from atorch_ns.torch_compat.modules import (
 __all__ = [
     "BACKWARD_FUNCTION", "NO_SECOND_DERIVATIVE", "CpuMemoryRecord", "DropoutOfGpus", "FlashAttention", "HookTable",
     "SetsInside", "TakenHook", "TorchDispatchMode", "accumulate_after_backward", "after_accumulation", "after_backward",
-    "before_accumulation", "checkpoint_wrapper", "compile_forward", "compile_records", "count_operators", "default_store",
+    "before_accumulation", "begin_root", "checkpoint_wrapper", "compile_forward", "compile_records", "count_operators", "default_store",
     "dtensor_rules", "exporting_fake_mode", "extend_dtensor_operators", "fake_tensor_mode", "fake_tensor_type", "flatten_mesh",
     "found_inf_tensors", "functional_all_gather", "functional_maximum", "functional_reduce_scatter", "gpu_described",
     "graph_breaks", "group_named", "group_timeout", "has_gradient_hooks", "has_matrix_tiles", "has_step_hooks",

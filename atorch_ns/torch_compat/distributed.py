@@ -340,6 +340,12 @@ def _keep_reduced_dtypes(units: Iterable[FSDPModule]) -> None:
             group._init_mp_dtypes()
 
 
+def begin_root(root: nn.Module) -> None:
+    """Has torch know a root before a unit inside is called by itself (``FSDPState._lazy_init``), which would be one then."""
+    if isinstance(root, FSDPModule) and root._get_fsdp_state()._is_root is None:
+        root._get_fsdp_state()._lazy_init()
+
+
 def reduce_after_backward(module: nn.Module) -> None:
     """Reduces the gradients that a module of ``fully_shard`` or ``replicate`` has kept to itself, after backward passes
     that its hooks have not seen (``pipelining.stage._PipelineStageBase.perform_reduce_grad``)."""

@@ -22,7 +22,14 @@ from atorch_ns.job import Job
 from atorch_ns.job.loss import ForwardScope
 from atorch_ns.job.states import reshard
 from atorch_ns.text import first_few
-from atorch_ns.torch_compat import after_backward, in_backward, plain_name, show_gathered, show_shards
+from atorch_ns.torch_compat import (
+    after_backward,
+    begin_root,
+    in_backward,
+    plain_name,
+    show_gathered,
+    show_shards,
+)
 from opt_lib._sharded.idle import call_in_backward
 
 _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
@@ -172,6 +179,7 @@ class ShardsBetweenPasses:
         after_backward(functools.partial(setattr, self, "_is_in_backward", False))
 
     def _resume_pass(self, *_: Any) -> None:
+        begin_root(self._root)
         if self._is_shown:
             self._is_shown = False
             show_gathered(self.units)

@@ -196,6 +196,82 @@ def submodules(job: Job) -> None:
         job.optimizer.step()
 
 
+def unit_first(job: Job) -> None:
+    with torch.no_grad():
+        job.inner.blocks[1](job.parts()[0])
+    plain(job)
+
+
+def left_out_after_clipping(job: Job) -> None:
+    clip = job.result.clip_grad_norm_ if job.result else partial(_clip, job.model)
+    for number, batch in enumerate(job.parts()):
+        job.optimizer.zero_grad()
+        job.backward(batch)
+        clip(0.5)
+        if number % 3:
+            job.optimizer.step()
+
+
+def zeroed_in_place(job: Job) -> None:
+    """A pass is thrown away, and groups of the optimizer have an option that is no number."""
+    job.optimizer.param_groups[0]["limits"] = torch.tensor([0.0, 1.0])
+    for batch in job.parts():
+        job.backward(batch)
+        for parameter in job.model.parameters():
+            parameter.grad.zero_()
+        job.step(batch)
+
+
+def frozen_and_cleared_by_hand(job: Job) -> None:
+    for number, batch in enumerate(job.parts()):
+        job.inner.blocks[0].requires_grad_(number % 2 == 0)
+        job.backward(batch)
+        job.optimizer.step()
+        for parameter in job.model.parameters():
+            parameter.grad = None
+
+
+def scaled_by_phase(job: Job) -> None:
+    for batch in job.parts():
+        job.optimizer.zero_grad()
+        if job.result is None:
+            job.backward(batch)
+            for parameter in job.model.parameters():
+                parameter.grad.mul_(0.5)
+            job.optimizer.step()
+            continue
+        job.result.train_step.forward_backward(batch)
+        job.result.train_step.reduce()
+        job.result.train_step.scale(0.5)
+        job.result.train_step.update()
+
+
+def written_gradients(job: Job) -> None:
+    for batch in job.parts():
+        job.optimizer.zero_grad()
+        job.backward(batch)
+        if job.result is not None:
+            job.result.prepare_gradients()
+        with torch.no_grad():
+            for parameter in (p for group in job.optimizer.param_groups for p in group["params"]):
+                parameter.grad.add_(parameter, alpha=0.1)
+        job.optimizer.step()
+
+
+def backward_after_clipping(job: Job) -> None:
+    for batch in job.parts():
+        job.optimizer.zero_grad()
+        job.backward(batch)
+        assert job.result is not None
+        job.result.clip_grad_norm_(10.0)
+        job.backward(batch)
+        job.optimizer.step()
+
+
+def _clip(model: nn.Module, limit: float) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+
 def plain(job: Job) -> None:
     for batch in job.parts():
         job.step(batch)
@@ -277,6 +353,12 @@ EQUAL: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Se
     (plain, _spectral, _sgd, (["fsdp", BF16], ["zero2", BF16])),
     (averages, Net, Averaging, (["zero1"], ["fsdp"])),
     (error_in_backward, Net, _sgd, (["ddp"],)),
+    (unit_first, Net, _sgd, (["fsdp"], ["zero2", BF16])),
+    (left_out_after_clipping, Net, _sgd, (["ddp", FP16], ["fsdp", HALF], ["zero2"])),
+    (zeroed_in_place, Net, _sgd, (["ddp", FP16], ["zero2", FP16], ["fsdp"])),
+    (frozen_and_cleared_by_hand, Net, _sgd, (["ddp", HALF], ["zero2", HALF])),
+    (scaled_by_phase, Net, _sgd, (["ddp", HALF], ["zero2", FP16])),
+    (written_gradients, Net, _sgd, (["ddp"], ["zero2"], ["zero1", HALF])),
     (gradients_by_grad, Net, _sgd, (["zero1"],)),
 )
 REFUSED: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Sequence[Any], str], ...]] = (
@@ -284,6 +366,13 @@ REFUSED: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, 
     (error_in_backward, Net, _sgd, (["fsdp"], ["zero2"]), "an error has ended the last backward pass"),
     (gradients_by_grad, Net, _sgd, (["fsdp"], ["zero2"]), "gradients that are all zero"),
     (plain, Momentum, _sgd, (["fsdp"], ["zero2"]), "writes to its parameter keys.weight"),
+    (
+        backward_after_clipping,
+        Net,
+        _sgd,
+        (["ddp", FP16], ["zero2", HALF]),
+        "after the gradients had been clipped",
+    ),
     (own_optimizer, Net, _sgd, (["ddp", FP16], ["fsdp", HALF]), "that auto_accelerate did not make"),
     (written_masters, Net, _sgd, (["ddp", HALF], ["zero1", HALF]), "which are fp32 copies"),
     (rate_by_own_loss, Net, _sgd, (["zero1"], ["fsdp"]), "lr of the optimizer"),

@@ -76,10 +76,14 @@ class MasterWeights:
         self._masters[parameter] = torch.nn.Parameter(master)
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Moves the parameters' gradients to the masters, in fp32; the parameters' own are freed."""
+    def take_gradients(self, *, keeps: bool = False) -> None:
+        """Moves the parameters' gradients to the masters, in fp32; the parameters' own are freed.
+
+        ``keeps``: whether masters without a new one keep theirs, as zeros that ``zero_grad`` has left, which optimizers decay by.
+        """
         for parameter, master in self._masters.items():
             if parameter.grad is None:
+                master.grad = master.grad if keeps else None
                 continue
             if self._on_host:
                 if parameter not in self._gradients:
@@ -180,7 +184,7 @@ class StepOptimizer(torch.optim.Optimizer):
         self._prepared = False
         self._overflow = False
         self._scaled: dict[torch.Tensor, tuple[int, int, int]] = {}
-        self._is_mixed = False
+        self._is_mixed = self._is_late = self._is_cleared = False
         if scaler is not None:
             scaler.at_backward = self._begin_backward
             refuse = WeakMethod(self._refuse_other)
@@ -197,13 +201,18 @@ class StepOptimizer(torch.optim.Optimizer):
             StepError: if the loss was scaled nowhere, because it did not come from the result's loss function, or if
                 gradients were changed while they had the scale.
         """
+        if self._is_late:
+            raise StepError(
+                "a backward pass came after the gradients had been clipped or prepared in the same step. Under fp16 add up all "
+                "passes of a step first; bf16 has no scale."
+            )
         if self._prepared:
             return
         if self._scaled and (self._is_mixed or self._is_changed()):
             raise StepError(
                 "gradients were changed while they had the loss scale of fp16: clipped, written to, kept from an earlier step "
                 "(zero_grad), or added to by the backward pass of a loss that result.loss_func did not give. Add losses to that, call "
-                "result.clip_grad_norm_ or result.optim.prepare_gradients() before other changes of gradients, which are those of "
+                "result.clip_grad_norm_ or result.prepare_gradients() before other changes of gradients, which are those of "
                 "result.optim.param_groups then, or use bf16, which has no scale."
             )
         self._prepared, self._scaled = True, {}
@@ -212,7 +221,7 @@ class StepOptimizer(torch.optim.Optimizer):
         if self.masters is not None:
             self.masters.adopt(self.inner.param_groups)
             self.masters.take_writes()
-            self.masters.take_gradients()
+            self.masters.take_gradients(keeps=self._is_cleared)
         if self.scaler is None:
             return
         if self.scaler.num_backwards == 0 and self._has_gradients():
@@ -239,18 +248,19 @@ class StepOptimizer(torch.optim.Optimizer):
             )
 
     def _begin_backward(self) -> None:
-        self._is_mixed = self._is_mixed or self._is_changed()
+        self._is_late = self._is_late or self._prepared
+        self._is_mixed = self._is_mixed or self._is_changed(zeros=False)
         # After what completes gradients, which waits for others twice.
         after_backward(lambda: after_backward(lambda: after_backward(self._note_gradients)))
 
     def _note_gradients(self) -> None:
         self._scaled = gradient_versions(self._with_scale())
 
-    def _is_changed(self) -> bool:
-        """Whether there are gradients that no backward pass of a scaled loss has left as they are."""
+    def _is_changed(self, *, zeros: bool = True) -> bool:
+        """Whether there are gradients that no backward pass of a scaled loss has left as they are, ``zeros`` among them."""
         return any(
             version != self._scaled.get(parameter)
-            and (parameter in self._scaled or bool(local_part(parameter.grad).any()))
+            and ((zeros and parameter in self._scaled) or bool(local_part(parameter.grad).any()))
             for parameter, version in gradient_versions(self._with_scale()).items()
         )
 
@@ -293,10 +303,13 @@ class StepOptimizer(torch.optim.Optimizer):
                 parameter.grad = None
         if self.scaler is not None:
             self.scaler.num_backwards = 0
+            if self._prepared:  # the step is left out
+                self.scaler.forget_unscaled()
         self._forget_gradients()
+        self._is_cleared = True
 
     def _forget_gradients(self) -> None:
-        self._prepared = self._overflow = self._is_mixed = False
+        self._prepared = self._overflow = self._is_mixed = self._is_late = self._is_cleared = False
         self._scaled = {}
 
     @property

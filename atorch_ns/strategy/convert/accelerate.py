@@ -11,6 +11,7 @@ from atorch_ns.strategy.convert.base import (
     read_accumulation,
     read_clipping,
     read_degrees,
+    read_reasons,
     read_recomputation,
     use_axes,
 )
@@ -182,7 +183,6 @@ def _micro_batches(converter: Converter, *, staged: bool) -> None:
         converter.leave(other, f"Megatron-LM accumulates by {key}")
 
 
-_LAUNCHER: Final = "belongs to the launcher: atorch-ns launch, or torchrun"
 _KINDS: Final = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "TP")
 _AXES: Final = {
     f"parallelism_config.parallelism_config_{key}": axis
@@ -194,36 +194,6 @@ _AXES: Final = {
         ("sp_size", "sequence"),
     )
 }
-_REASONS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        (
-            "machine_rank", "num_machines", "main_process_ip", "main_process_port", "rdzv_backend",
-            "same_network", "gpu_ids", "compute_environment", "main_training_function",
-            "enable_cpu_affinity", "mpirun_config", "debug",
-            "deepspeed_config.deepspeed_multinode_launcher", "deepspeed_config.deepspeed_hostfile",
-            "deepspeed_config.deepspeed_exclusion_filter", "deepspeed_config.deepspeed_inclusion_filter",
-        ),
-        _LAUNCHER,
-    ),
-    **dict.fromkeys(
-        ("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "downcast_bf16"), "there are no TPUs here"
-    ),
-    "ipex_config": "a package of Intel's that is not used here",
-    "fsdp_config.fsdp_state_dict_type": "checkpoints of any form load on any number of ranks",
-    "fsdp_config.fsdp_cpu_ram_efficient_loading": "build the model on meta instead; it is filled shard by shard",
-    "fsdp_config.fsdp_use_orig_params": "always so with FSDP2",
-    "deepspeed_config.zero3_init_flag": "build the model on meta instead; it is filled shard by shard",
-    "deepspeed_config.zero3_save_16bit_model": "checkpoints are written by atorch_ns.checkpoint",
-    "deepspeed_config.deepspeed_config_file": "none: the stage is given here",
-    "deepspeed_config.offload_*_nvme_path": "nothing is kept on NVMe",
-    "deepspeed_config.deepspeed_moe_layer_cls_names": "expert_parallel finds the layers of experts",
-    "deepspeed_config": "a setting of DeepSpeed's own engine",
-    "dynamo_config.*regional*": "always so: each repeated block is compiled by itself",
-    "dynamo_config": "nothing is compiled",
-    "parallelism_config.parallelism_config_cp_backend": "sequence_parallel chooses by its kind: ulysses or ring",
-    "parallelism_config.parallelism_config_cp_comm_strategy": "sequence_parallel chooses by its kind",
-    "fp8_config": "see the config of the method fp8: atorch-ns methods fp8",
-}  # fmt: skip
 
 
 def convert_accelerate(document: Mapping[str, Any], *, name: str) -> Conversion:
@@ -232,7 +202,9 @@ def convert_accelerate(document: Mapping[str, Any], *, name: str) -> Conversion:
     Raises:
         StrategyFileError: if a value means nothing.
     """
-    converter = Converter(document=document, source="accelerate", name=name, reasons=_REASONS)
+    converter = Converter(
+        document=document, source="accelerate", name=name, reasons=read_reasons("accelerate")
+    )
     kind = str(converter.take("distributed_type", "NO")).upper()
     if kind not in _KINDS:
         raise converter.wrong("distributed_type", kind, ", ".join(_KINDS))

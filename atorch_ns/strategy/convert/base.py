@@ -16,6 +16,7 @@ import yaml
 from atorch_ns.errors import StrategyFileError
 from atorch_ns.strategy.file import Requires
 from atorch_ns.strategy.strategy import Strategy
+from atorch_ns.system import table_rows
 
 _STRING_OR_COMMENT: Final = re.compile(r'(?P<kept>"(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _STRING_OR_LAST_COMMA: Final = re.compile(r'(?P<kept>"(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
@@ -308,6 +309,12 @@ def read_degrees(converter: Converter, axes: Mapping[str, str], *, methods: bool
         sizes[axis] = size
         converter.carry(key, f"{given} → the axis {axis} of parallel_mode")
     return sizes
+
+
+def read_reasons(source: str) -> dict[str, str]:
+    """Why keys of another system have no counterpart, by patterns of them, from ``reasons.csv``."""
+    rows = table_rows(Path(__file__).with_name("reasons.csv"))
+    return {row["key"]: row["reason"] for row in rows if row["source"] == source}
 
 
 def read_recomputation(converter: Converter, key: str) -> None:

@@ -21,6 +21,7 @@ from atorch_ns.strategy.convert.base import (
     read_clipping,
     read_degrees,
     read_offload,
+    read_reasons,
     use_axes,
 )
 from atorch_ns.strategy.file import Requires
@@ -28,53 +29,6 @@ from atorch_ns.text import with_article
 
 _ZERO: Final = "zero_optimization"
 _PRECISIONS: Final = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
-_REASONS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        (f"{_ZERO}.zero_hpz*", f"{_ZERO}.mics*"),
-        "sharding within a node: fsdp with sharding_strategy HYBRID_SHARD, or parallel_mode with data and zero",
-    ),
-    f"{_ZERO}.stage3_gather_*_weights_on_model_save": "checkpoint.export_safetensors writes whole weights",
-    f"{_ZERO}.zero_quantized*": "collectives are not quantised",
-    **dict.fromkeys(
-        (f"{_ZERO}.offload_*", f"{_ZERO}.cpu_offload_use_pin_memory*"),
-        "how DeepSpeed offloads; torch's offload has no such setting",
-    ),
-    _ZERO: "buckets, prefetching and memory of DeepSpeed's own ZeRO; torch's sharding gathers block by block",
-    **{
-        f"{dtype}.{key}*": "the loss scale begins at 2^16 and is found while training; half takes static_scale, init_scale, "
-        "growth_interval, hysteresis and min_scale"
-        for dtype in _PRECISIONS
-        for key in ("loss_scale", "initial_scale", "hysteresis", "min_loss_scale", "consecutive")
-    },
-    **dict.fromkeys(_PRECISIONS, "no counterpart in the precision's method"),
-    "pipeline": "pipeline_parallel decides it: see its schedule and split_method",
-    "optimizer": "an argument of auto_accelerate: optim_func and optim_args",
-    "scheduler": "an argument of auto_accelerate: lr_scheduler_cls and lr_scheduler_args, with a scheduler of "
-    "torch.optim.lr_scheduler",
-    "train_micro_batch_size_per_gpu": "follows from the global batch, the ranks and the accumulation",
-    "activation_checkpointing": "configures deepspeed.checkpointing, which a script calls itself; the method "
-    "checkpoint recomputes blocks without it",
-    "zero_allow_untested_optimizer": "no optimizer is refused here",
-    "zero_force_ds_cpu_optimizer": "there is no optimizer of DeepSpeed's here",
-    "steps_per_print": "logging is the script's; trackers and result.report tell the rest",
-    "wall_clock_breakdown": "result.report shows where the time goes",
-    "dump_state": "a debugging aid of DeepSpeed's",
-    "comms_logger": "the report lists collectives",
-    "flops_profiler": "the report tells FLOPs and times",
-    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor"), "monitoring is the script's"),
-    **dict.fromkeys(("data_efficiency", "curriculum_learning"), "data is the script's"),
-    "prescale_gradients": (first := "gradients are averaged in fp32, where scaling first gains nothing"),
-    "gradient_predivide_factor": first,
-    "communication_data_type": "reduction follows the precision's method; fsdp takes mixed_precision.reduce_dtype",
-    "data_types": "reduction follows the precision's method",
-    "sparse_attention": "no counterpart",
-    "compression_training": "no counterpart",
-    "autotuning": "auto_accelerate without load_strategy searches",
-    "elasticity": "a checkpoint of any number of ranks loads on any other",
-    "checkpoint": "checkpoints are written by atorch_ns.checkpoint",
-    "aio": "nothing is kept on NVMe",
-    "amp": "apex is not used; amp_native is torch's own",
-}
 _METHOD_OF_STAGE: Final = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "fsdp"}
 
 
@@ -90,7 +44,7 @@ def convert_deepspeed(document: Mapping[str, Any], *, name: str) -> Conversion:
 
 
 def _converter(document: Mapping[str, Any], name: str) -> Converter:
-    return Converter(document=document, source="deepspeed", name=name, reasons=_REASONS)
+    return Converter(document=document, source="deepspeed", name=name, reasons=read_reasons("deepspeed"))
 
 
 def _read(converter: Converter, *, processes: int | None = None) -> str:
