@@ -432,18 +432,22 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     For parameters that are gathered for each pass: ``torch.autograd.grad`` asks for gradients of what the pass has not used,
     and torch gives none.
     """
-    calls, told, is_by_hand = [0], list[bool](), [False]
+    calls, told, is_by_hand = (
+        [0, 0],
+        list[bool](),
+        [False],
+    )  # calls until now, and until the last backward pass
 
     def note(*_: Any) -> None:
         calls[0] += torch.is_grad_enabled()
 
     def look(*_: Any) -> None:
-        called, calls[0] = calls[0], 0
+        (called, followed), calls[:] = calls, (0, 0)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gathered = [p for p in parameters if isinstance(p, DTensor)] or parameters
         gradients = [p.grad for p in gathered if p.grad is not None]
         # Collective, until a gradient has been seen that a loop has made.
-        if called and gradients and not is_by_hand[0]:
+        if called > followed and gradients and not is_by_hand[0]:
             is_by_hand[0] = any(bool(gradient.any()) for gradient in gradients)
             if not is_by_hand[0]:
                 raise StepError(f"an optimizer is to step with gradients that are all zero, {_NONE_COME}")
@@ -454,7 +458,7 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
             )
 
     module.register_forward_pre_hook(torch.compiler.disable(note))
-    follow_backward_passes(module, lambda: operator.setitem(calls, 0, 0))
+    follow_backward_passes(module, lambda: operator.setitem(calls, 1, calls[0]))
     optimizer.register_step_pre_hook(look)
 
 
