@@ -42,10 +42,10 @@ class _CheckpointHint:
         if inner is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(inner, name)
-        return partial(_call, self, inner, name) if isinstance(value, MethodType) else value
+        return partial(_call_and_send, self, inner, name) if isinstance(value, MethodType) else value
 
 
-def _call(optimizer: Any, inner: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
+def _call_and_send(optimizer: Any, inner: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
     """Calls a method of the user's, and sends what it has written to this rank's part of the weights; collective then.
 
     Raises:

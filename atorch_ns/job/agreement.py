@@ -33,6 +33,7 @@ from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import counted, first_few
 from atorch_ns.torch_compat import (
     BACKWARD_FUNCTION,
+    OPERATOR_CALLS,
     default_store,
     in_backward,
     local_box,
@@ -546,7 +547,7 @@ class SamePlace:
         codes = [found.f_code for found, _ in traceback.walk_stack(frame)]
         names = {code.co_name for code in codes}
         # torch calls its operators from a file of its own.
-        caller = next((code for code in codes if code.co_filename != torch._ops.__file__), frame.f_code)
+        caller = next((code for code in codes if code.co_filename != OPERATOR_CALLS), frame.f_code)
         waits = caller.co_filename.startswith(_COMMUNICATION)
         return (frame.f_code, frame.f_lineno), BACKWARD_FUNCTION in names, waits
 

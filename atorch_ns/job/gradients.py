@@ -430,13 +430,13 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     """Says once, on every rank, that a step updates nothing though the model was called for it.
 
     For parameters that are gathered for each pass: ``torch.autograd.grad`` asks for gradients of what the pass has not used,
-    and torch gives none.
+    and torch gives none. A step with zeros in their place raises a :class:`StepError`.
     """
-    calls, told, is_by_hand = (
+    calls, told = (
         [0, 0],
         list[bool](),
-        [False],
-    )  # calls until now, and until the last backward pass
+    )  # calls since the last step, and those of them until the last backward pass
+    is_by_hand = [False]
 
     def note(*_: Any) -> None:
         calls[0] += torch.is_grad_enabled()

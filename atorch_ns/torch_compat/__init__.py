@@ -19,6 +19,7 @@ from atorch_ns.torch_compat.compile import (
 )
 from atorch_ns.torch_compat.distributed import (
     BACKWARD_FUNCTION,
+    OPERATOR_CALLS,
     accumulate_after_backward,
     after_accumulation,
     after_backward,
@@ -94,7 +95,7 @@ from atorch_ns.torch_compat.modules import (
 )
 
 __all__ = [
-    "BACKWARD_FUNCTION", "NO_SECOND_DERIVATIVE", "CpuMemoryRecord", "DropoutOfGpus", "FlashAttention", "HookTable",
+    "BACKWARD_FUNCTION", "NO_SECOND_DERIVATIVE", "OPERATOR_CALLS", "CpuMemoryRecord", "DropoutOfGpus", "FlashAttention", "HookTable",
     "SetsInside", "TakenHook", "TorchDispatchMode", "accumulate_after_backward", "after_accumulation", "after_backward",
     "before_accumulation", "begin_root", "checkpoint_wrapper", "compile_forward", "compile_records", "count_operators", "default_store",
     "dtensor_rules", "exporting_fake_mode", "extend_dtensor_operators", "fake_tensor_mode", "fake_tensor_type", "flatten_mesh",

@@ -184,6 +184,8 @@ def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
+OPERATOR_CALLS = str(torch._ops.__file__)
+"""The file from which torch calls its operators (``torch._ops``), also those that wait for other ranks."""
 BACKWARD_FUNCTION = "_engine_run_backward"
 """The function of ``torch.autograd.graph`` that a thread is in while it runs a backward pass, as its stack names it."""
 

@@ -327,6 +327,8 @@ def _left_out(strategy: list[Any], what: str) -> None:
         loss = result.loss_func(batch, result.model(batch))
         if not (is_odd and what == "backward"):
             loss.backward()
+            if is_odd and what == "norm":
+                torch.nn.utils.clip_grad_norm_(result.model.parameters(), 1.0)
             if not (is_odd and what == "step"):
                 result.optim.step()
         if what == "backward":
@@ -339,6 +341,7 @@ def _left_out(strategy: list[Any], what: str) -> None:
         (["fsdp"], "backward", "forward, forward"),
         (["zero1"], "step", "forward, backward, forward, backward"),
         (["ddp"], "loop", "nothing"),
+        (["fsdp"], "norm", "forward, backward"),
         (["fsdp"], "evaluation", "forward without gradients"),
         (["zero2"], "export", "an export of whole weights"),
         (["zero1"], "save", "checkpoint.save"),
