@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import cache, partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -42,7 +42,8 @@ class _CheckpointHint:
         if inner is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         value = getattr(inner, name)
-        return partial(_call_and_send, self, inner, name) if isinstance(value, MethodType) else value
+        call = partial(_call_and_send, self, inner, name)
+        return wraps(value)(call) if isinstance(value, MethodType) else value
 
 
 def _call_and_send(optimizer: Any, inner: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any, Literal, final
@@ -214,6 +214,12 @@ class ReplicatedModel(SetsInside, nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Forward and backward passes inside add to this rank's gradients and communicate nothing."""
         return nullcontext() if self._reducer is None else self._reducer.no_sync()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Takes the names of :meth:`state_dict`, with ``module.`` before them, or those of the model itself."""
+        is_wrapped = any(name.startswith("module.") for name in state_dict)
+        load = super().load_state_dict if is_wrapped else self.module.load_state_dict
+        return load(state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -147,21 +147,9 @@ class Hardware:
     measured: bool = False
 
 
-_NCCL_BANDWIDTH: Final = (
-    "NCCL src/graph/topo.h: bandwidth of one NVLink in rings, times the links of a device"
-)
-_NCCL_LATENCY: Final = "NCCL src/graph/tuning.cc: hardware latency of one step of a ring, Simple protocol"
 _NCCL_OVERLAP: Final = 0.78
 """Share of a collective's time that computation hides: NCCL's 24 blocks keep 24 of an H100's 132 multiprocessors from
 products meanwhile, which take 24/108 longer (NVIDIA developer forum, topic 337991, measures that and more)."""
-_PCIE: Final = (
-    "PCI-SIG PCI Express base specification, x16, one direction; less a fifth for packets and copies"
-)
-_IB: Final = "InfiniBand Trade Association roadmap, 4x link, one adapter per device; 0.92 of the line rate"
-_ETH: Final = "IEEE 802.3 line rate, one adapter per node; 0.9 of it over TCP"
-_TCP: Final = "assumed: round trip of TCP through the kernel on one switch"
-_EFA: Final = "AWS EC2 accelerated computing instances, network bandwidth; 0.8 of it"
-_GLOO: Final = "assumed: gloo over the loopback device, one core per rank; measure with calibrate()"
 
 
 class LinkSheet(NamedTuple):
@@ -197,69 +185,29 @@ class LinkSheet(NamedTuple):
         )
 
 
-def _nvlink(num_links: int, gb_per_s: float, name: str = "") -> LinkSheet:
-    """NVLink: as its rings were measured at every size, where they are in ``links.csv``."""
-    latency, peak = Figure(3.4e-6, _NCCL_LATENCY), Figure(num_links * gb_per_s * 1e9, _NCCL_BANDWIDTH)
-    rows = [row for row in table_rows(FOLDER / "links.csv") if row["link"] == name]
-    if not rows:
-        return LinkSheet("within", latency, peak)
-    best = max(float(row["gb_per_s"]) for row in rows)
-    # Eight ranks; each message is an eighth of the tensor.
-    ramp = tuple((float(row["mib"]) * 2**20 / 8, float(row["gb_per_s"]) / best) for row in rows)
-    return LinkSheet("within", latency, Figure(best * 1e9, rows[0]["source"]), ramp=ramp)
+def _read_link(row: Mapping[str, str], measured: Iterable[Mapping[str, str]]) -> LinkSheet:
+    """A line of ``link_sheets.csv``, with the rate and the ramp of its rings where they are in ``links.csv``."""
+    peak = Figure(float(row["gb_per_s"]) * float(row["share"]) * 1e9, row["source"])
+    rings = [found for found in measured if found["link"] == row["name"]]
+    best = max((float(found["gb_per_s"]) for found in rings), default=0.0)
+    return LinkSheet(
+        row["level"],
+        Figure(float(row["latency_us"]) / 1e6, row["latency_source"]),
+        Figure(best * 1e9, rings[0]["source"]) if rings else peak,
+        shared=bool(row["shared"]),
+        overlap=float(row["overlap"] or _NCCL_OVERLAP),
+        aliases=tuple(row["aliases"].split()),
+        # Eight ranks; each message is an eighth of the tensor.
+        ramp=tuple((float(found["mib"]) * 2**20 / 8, float(found["gb_per_s"]) / best) for found in rings),
+    )
 
 
-def _xgmi(gb_per_s: float, source: str) -> LinkSheet:
-    latency = Figure(5.7e-6, "assumed: as a step over PCI Express")
-    return LinkSheet("within", latency, Figure(0.7 * (gb_per_s * 1e9), f"{source}, 0.7 of it"))
+def _read_links() -> Mapping[str, LinkSheet]:
+    measured = table_rows(FOLDER / "links.csv")
+    return MappingProxyType(
+        {row["name"]: _read_link(row, measured) for row in table_rows(FOLDER / "link_sheets.csv")}
+    )
 
 
-def _pcie(gb_per_s: float) -> LinkSheet:
-    return LinkSheet("within", Figure(5.7e-6, _NCCL_LATENCY), Figure(0.8 * gb_per_s * 1e9, _PCIE))
-
-
-def _infiniband(gbit_per_s: float, *aliases: str) -> LinkSheet:
-    rate = Figure(0.92 * gbit_per_s / 8 * 1e9, _IB)
-    return LinkSheet("between", Figure(14e-6, _NCCL_LATENCY), rate, aliases=aliases)
-
-
-def _ethernet(gbit_per_s: float) -> LinkSheet:
-    return LinkSheet("between", Figure(40e-6, _TCP), Figure(0.9 * gbit_per_s / 8 * 1e9, _ETH), shared=True)
-
-
-def _efa(gbit_per_s: float, *aliases: str) -> LinkSheet:
-    rate = Figure(0.8 * gbit_per_s / 8 * 1e9, _EFA)
-    return LinkSheet("between", Figure(25e-6, _EFA), rate, shared=True, aliases=aliases)
-
-
-_GLOO_LINK: Final = LinkSheet(
-    "both", Figure(100e-6, _GLOO), Figure(1.5e9, _GLOO), overlap=0.0, aliases=("gloo-loopback",)
-)
-
-LINKS: Final[Mapping[str, LinkSheet]] = MappingProxyType(
-    {
-        "nvlink2": _nvlink(6, 20.0),
-        "nvlink3": _nvlink(12, 20.0, "nvlink3"),
-        "nvlink4": _nvlink(18, 20.6, "nvlink4"),
-        "nvlink5": _nvlink(18, 40.1, "nvlink5"),
-        "xgmi2": _xgmi(200, "AMD Instinct MI250X data sheet: Infinity Fabric of a die"),
-        "xgmi3": _xgmi(448, "AMD Instinct MI300X data sheet: 7 Infinity Fabric links of 64 GB/s"),
-        "pcie3": _pcie(15.75),
-        "pcie4": _pcie(31.5),
-        "pcie5": _pcie(63.0),
-        "pcie6": _pcie(126.0),
-        "ib100": _infiniband(100, "edr"),
-        "ib200": _infiniband(200, "hdr"),
-        "ib400": _infiniband(400, "ndr"),
-        "ib800": _infiniband(800, "xdr"),
-        "eth10": _ethernet(10),
-        "eth25": _ethernet(25),
-        "eth100": _ethernet(100),
-        "eth200": _ethernet(200),
-        "eth400": _ethernet(400),
-        "efa400": _efa(400, "efa-p4d"),
-        "efa3200": _efa(3200, "efa", "efa-p5"),
-        "gloo": _GLOO_LINK,
-    }
-)
+LINKS: Final = _read_links()
 """Links by name."""

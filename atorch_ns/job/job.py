@@ -16,13 +16,14 @@ from atorch_ns.capture.random_states import turn_off_caches
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.cluster import Cluster, Mesh
 from atorch_ns.data import BatchRunner, split_batch
-from atorch_ns.job.agreement import SameBatch, SamePlace, SameWeights
+from atorch_ns.job.agreement import SameBatch, SameWeights
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.inputs import Inputs
 from atorch_ns.job.loss import LossFunction, MeanCheck, Precision
 from atorch_ns.job.materialise import Materialiser, is_on_meta
 from atorch_ns.job.model import ModelParts, OriginalModel
 from atorch_ns.job.randomness import SharedRandomness
+from atorch_ns.job.same_place import SamePlace
 from atorch_ns.job.states import ParameterStates, TrainingStates
 from atorch_ns.strategy import Plan
 

@@ -446,15 +446,21 @@ def _is_without_state(value: Any, seen: frozenset[Any] = frozenset()) -> bool:
         return True
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
     used: list[Any] = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    codes = [value.__code__]
-    for code in codes:
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    for code in nested_codes(value.__code__):
         for step in dis.get_instructions(code):
             if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR"):
                 return False
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 used.append(value.__globals__.get(step.argval, getattr(builtins, step.argval, None)))
     return all(_is_without_state(item, seen | {value}) for item in used)
+
+
+def nested_codes(code: CodeType | None) -> list[CodeType]:
+    """The code of a function, if it has any, and of those that are defined in it."""
+    codes = [] if code is None else [code]
+    for found in codes:
+        codes += [constant for constant in found.co_consts if isinstance(constant, CodeType)]
+    return codes
 
 
 _PLAIN: Final = (None, Ellipsis, NotImplemented)

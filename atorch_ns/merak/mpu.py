@@ -7,7 +7,7 @@ Ranks lie as Merak lays them out, the ranks that divide layers next to each othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Final, Literal, get_args
@@ -232,64 +232,30 @@ get_topo = get_grid
 """As in Merak, where the topology is an object of its own: :class:`Grid` has its methods, too."""
 
 
-def get_data_parallel_rank() -> int:
-    """This rank's place among those that see different data."""
-    return get_grid().place("data")
+def _functions_of(
+    axis: Axis,
+) -> tuple[Callable[[], int], Callable[[], int], Callable[[], dist.ProcessGroup | None]]:
+    """This rank's place along an axis, the number of its ranks, and their process group, as functions."""
+    return (
+        lambda: get_grid().place(axis),
+        lambda: get_grid().get_dim(axis),
+        lambda: get_grid().group(axis),
+    )
 
 
-def get_data_parallel_world_size() -> int:
-    """Ranks that see different data."""
-    return get_grid().get_dim("data")
+get_data_parallel_rank, get_data_parallel_world_size, get_data_parallel_group = _functions_of("data")
+"""Ranks that see different data."""
 
+get_model_parallel_rank, get_model_parallel_world_size, get_model_parallel_group = _functions_of("model")
+"""Ranks that divide layers."""
 
-def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """The process group of the ranks that see different data."""
-    return get_grid().group("data")
+get_pipe_parallel_rank, get_pipe_parallel_world_size, get_pipe_parallel_group = _functions_of("pipe")
+"""Ranks along the pipeline."""
 
-
-def get_model_parallel_rank() -> int:
-    """This rank's place among those that divide layers."""
-    return get_grid().place("model")
-
-
-def get_model_parallel_world_size() -> int:
-    """Ranks that divide layers."""
-    return get_grid().get_dim("model")
-
-
-def get_model_parallel_group() -> dist.ProcessGroup | None:
-    """The process group of the ranks that divide layers."""
-    return get_grid().group("model")
-
-
-def get_pipe_parallel_rank() -> int:
-    """This rank's place along the pipeline."""
-    return get_grid().place("pipe")
-
-
-def get_pipe_parallel_world_size() -> int:
-    """Ranks along the pipeline."""
-    return get_grid().get_dim("pipe")
-
-
-def get_pipe_parallel_group() -> dist.ProcessGroup | None:
-    """The process group along the pipeline."""
-    return get_grid().group("pipe")
-
-
-def get_sequence_parallel_rank() -> int:
-    """This rank's place among those that divide the sequence."""
-    return get_grid().place("sequence")
-
-
-def get_sequence_parallel_world_size() -> int:
-    """Ranks that divide the sequence."""
-    return get_grid().get_dim("sequence")
-
-
-def get_sequence_parallel_group() -> dist.ProcessGroup | None:
-    """The process group of the ranks that divide the sequence."""
-    return get_grid().group("sequence")
+get_sequence_parallel_rank, get_sequence_parallel_world_size, get_sequence_parallel_group = _functions_of(
+    "sequence"
+)
+"""Ranks that divide the sequence."""
 
 
 def _sizes(asked: dict[str, Degree], world_size: int) -> tuple[int, int, int, int]:

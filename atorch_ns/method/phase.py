@@ -6,36 +6,24 @@ import enum
 
 
 class Phase(enum.Enum):
-    """When a method does its part; each member says what happens then."""
+    """When a method does its part, from first to last; each member says what happens then, and its line why before the next."""
 
-    MESH = "arrange the ranks"
-    REPLACE = "replace modules"
-    FP8 = "replace linear layers by fp8 ones"
-    CUT = "cut the model into stages"
-    SHARD_SAMPLES = "divide samples"
-    SHARD_LAYERS = "shard inside layers"
-    SHARD_EXPERTS = "divide experts"
-    RECOMPUTE = "recompute activations"
-    CAST = "cast the weights"
-    COMPILE = "compile blocks"
-    SHARD_DATA = "replicate or shard over the data"
-    OPTIMIZER = "shard the optimizer"
-    STEP = "autocast and scale around the step"
+    MESH = "arrange the ranks"  # first: everything after it may ask for a group
+    REPLACE = "replace modules"  # before anything looks at module classes or wraps them
+    FP8 = "replace linear layers by fp8 ones"  # on the final modules, before their weights become shards
+    CUT = "cut the model into stages"  # a rank drops the blocks it does not own before work is spent on them
+    SHARD_SAMPLES = "divide samples"  # blocks are tested with whole layers, whose own divisions then lie inside that of samples
+    SHARD_LAYERS = "shard inside layers"  # needs whole weights of the stage's own layers
+    SHARD_EXPERTS = (
+        "divide experts"  # blocks tried in a new layout communicate nothing while experts are whole
+    )
+    RECOMPUTE = "recompute activations"  # wraps blocks, so inside what compiles, shards or replicates them
+    CAST = "cast the weights"  # before sharding, so that shards and buckets have the final dtype
+    COMPILE = "compile blocks"  # a block with its recomputation, before hooks of sharding surround it
+    SHARD_DATA = "replicate or shard over the data"  # the last change to parameters: the optimizer is built on what it leaves
+    OPTIMIZER = "shard the optimizer"  # on final parameters
+    STEP = "autocast and scale around the step"  # around everything
 
 
-ORDER: tuple[Phase, ...] = (
-    Phase.MESH,  # first: everything after it may ask for a group
-    Phase.REPLACE,  # before anything looks at module classes or wraps them
-    Phase.FP8,  # on the final modules, before their weights become shards
-    Phase.CUT,  # a rank drops the blocks it does not own before work is spent on them
-    Phase.SHARD_SAMPLES,  # blocks are tested with whole layers, whose own divisions then lie inside that of samples
-    Phase.SHARD_LAYERS,  # needs whole weights of the stage's own layers
-    Phase.SHARD_EXPERTS,  # blocks that are tried in a new layout communicate nothing while experts are whole
-    Phase.RECOMPUTE,  # wraps blocks, so inside what compiles, shards or replicates them
-    Phase.CAST,  # before sharding, so that shards and buckets have the final dtype
-    Phase.COMPILE,  # a block with its recomputation, before hooks of sharding surround it
-    Phase.SHARD_DATA,  # the last change to parameters: the optimizer is built on what it leaves
-    Phase.OPTIMIZER,  # on final parameters
-    Phase.STEP,  # around everything
-)
-"""The phases from first to last. Each line says why it stands before the next."""
+ORDER: tuple[Phase, ...] = tuple(Phase)
+"""The phases from first to last."""

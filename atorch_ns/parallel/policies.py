@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from atorch_ns.errors import InputError
 from atorch_ns.parallel.config import ComputeConfig
+from atorch_ns.system import table_rows
 from atorch_ns.text import did_you_mean, with_article
 
 POLICIES: Final = ("dp", "tp", "pp", "data", "hybrid", "autodist")
@@ -17,51 +19,17 @@ _FILES: Final = (".json", ".yaml", ".yml")
 Step = tuple[str, Any]
 
 _NUMBER = (int, float)
-_PIPELINE: Final[Mapping[str, type | tuple[type, ...]]] = {
-    "pipeline_nmicros": int,
-    "pipeline_scheduler": str,
+_TYPES: Final = {kind.__name__: kind for kind in (int, float, str, bool, list, tuple)}
+_ROWS: Final = table_rows(Path(__file__).with_name("settings.csv"))
+_SETTINGS: Final[Mapping[str, Mapping[str, tuple[type, ...]]]] = {
+    policy: {
+        row["setting"]: tuple(_TYPES[name] for name in row["types"].split())
+        for row in _ROWS
+        if policy in row["policies"].split()
+    }
+    for policy in POLICIES
 }
-_STAGES: Final[Mapping[str, type | tuple[type, ...]]] = {
-    **_PIPELINE,
-    "pipeline_nstages": (int, str),
-    "pipeline_pivots": str,
-    "pp_size": int,
-}
-_SETTINGS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
-    "dp": {},
-    "tp": {"seed": int},
-    "data": {},
-    "pp": _PIPELINE,
-    "hybrid": _STAGES,
-    "autodist": {
-        **_STAGES,
-        "update_freq": (int, list, tuple),
-        "mem_constraint": _NUMBER,
-        "task_name": str,
-        "use_fp16": bool,
-        "use_memory_efficient_fp16": bool,
-        "use_bf16": bool,
-        "use_memory_efficient_bf16": bool,
-        "use_apex_fused_adam_v2": bool,
-        "re_profile": bool,
-        "verbose": bool,
-        "load_plan_path": str,
-        "save_plan_path": str,
-        "partition_constraints_path": str,
-        "recompute_modules": str,
-        "parallel_profile": bool,
-        "max_partition_degree": int,
-        "transient_mem_coef": _NUMBER,
-    },
-}
-_REFUSED: Final[Mapping[str, str]] = {
-    "ignore_small_tensor_threshold": "every operator is priced here; none is left out for its size",
-    "topk": "one plan is returned, with the bound that no plan is faster than",
-    "solver": "there is one solver, HiGHS, and it is exact",
-    "explore_pipeline": "give pipeline_pivots or pipeline_nstages",
-    "max_pipeline_bubble_ratio": "stages are simulated; none is left out for its share of waiting",
-    "max_pipeline_unbalance_ratio": "stages are simulated; none is left out for being uneven",
-}
+_REFUSED: Final = {row["setting"]: row["refused"] for row in _ROWS if row["refused"]}
 
 
 @dataclass(frozen=True)
@@ -110,7 +78,7 @@ def check_settings(policy: str, settings: Mapping[str, Any]) -> None:
             problems.append(
                 f"{key!r} is unknown.{wanted} Keys of your own begin with '_', or stand in user_config."
             )
-        elif not isinstance(value, known[key]) or (isinstance(value, bool) and known[key] is not bool):
+        elif not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
             problems.append(f"{key} is {value!r}, {with_article(value)}.")
         elif isinstance(value, _NUMBER) and not isinstance(value, bool) and key != "seed" and value <= 0:
             problems.append(f"{key} must be positive; it is {value!r}.")
@@ -257,7 +225,7 @@ def _staged(
 ) -> Division:
     """A division into stages, whose operators may be divided too."""
     if num_stages == 1:
-        of_stages = [key for key in (*_STAGES, "update_freq") if key in settings]
+        of_stages = [key for key in (*_SETTINGS["hybrid"], "update_freq") if key in settings]
         idle = [key for key in of_stages if key != "pipeline_nstages"]
         notes = (*notes, *(f"{key}: there is one stage, so nothing uses it" for key in idle))
         return Division(operators=operators, recompute=recompute, notes=notes)

@@ -10,8 +10,7 @@ import sys
 from os import PathLike
 from pathlib import Path
 
-from atorch_ns.report.html.page import report_figures
-from atorch_ns.report.html.template import SVG_STYLE
+from atorch_ns.report.html.page import SVG_STYLE, report_figures
 from atorch_ns.report.report import TrainingReport, write_text
 
 _MARGIN = 12

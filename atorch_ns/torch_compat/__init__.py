@@ -89,6 +89,7 @@ from atorch_ns.torch_compat.modules import (
     pipeline_unit,
     plain_name,
     refusing_autograd_functions,
+    step_hooks,
     stood_for,
     take_hooks,
     unwrap_checkpoint,
@@ -107,6 +108,6 @@ __all__ = [
     "onednn_computes_in", "outside_fake_mode", "persistent_buffers", "pipeline_orders", "pipeline_unit", "plain_name",
     "process_groups", "quiet_fake_kernels", "reduce_after_backward", "reduced_parameters", "refusing_autograd_functions",
     "registered_children", "replicate", "sample_size", "send_parts", "share_memory_along", "show_gathered", "show_shards",
-    "stood_for", "take_hooks", "tensor_without_storage", "traced_modules", "unreached_parameters", "unwrap_checkpoint",
+    "step_hooks", "stood_for", "take_hooks", "tensor_without_storage", "traced_modules", "unreached_parameters", "unwrap_checkpoint",
     "without_transforms", "zero_redundancy_of_parts",
 ]  # fmt: skip

@@ -136,6 +136,11 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What it calls after its steps (``_optimizer_step_post_hooks``)."""
+    return list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values())
+
+
 def has_user_hooks(parameter: torch.Tensor) -> bool:
     """Whether a user's function waits for a parameter's gradient."""
     tables = (table for table in hook_tables(parameter) if table)

@@ -6,11 +6,13 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 
 from atorch_ns.errors import InputError
+from atorch_ns.system import table_rows
 from atorch_ns.text import error_text
 
 log = logging.getLogger("atorch_ns")
@@ -30,38 +32,7 @@ class Metric(NamedTuple):
     meaning: str
 
 
-METRICS: Final = (
-    Metric("train/loss", "of the loss function", "mean over the global batch of the step that is logged"),
-    Metric(
-        "train/grad_norm",
-        "of the gradients",
-        "norm of all gradients before they were clipped; with max_grad_norm only",
-    ),
-    Metric(
-        "train/lr",
-        "1",
-        "learning rate of the first parameter group; of the others as train/lr/1, train/lr/2, …",
-    ),
-    Metric(
-        "train/step_seconds",
-        "s",
-        "wall time of a step, data loading included; mean of the steps since the last logged one; "
-        "not at the first step",
-    ),
-    Metric(
-        "train/samples_per_second",
-        "1/s",
-        "samples of all ranks in that time; where the size of the global batch is known",
-    ),
-    Metric("train/skipped_steps", "steps", "steps skipped for infinite or NaN gradients since the run began"),
-    Metric("train/loss_scale", "1", "factor on the loss in the backward pass; under fp16 only"),
-    Metric(
-        "memory/peak_gib",
-        "GiB",
-        "most memory that rank 0 has held since its process began: of its GPU, as the allocator counts, "
-        "or the resident set of its process",
-    ),
-)
+METRICS: Final = tuple(Metric(**row) for row in table_rows(Path(__file__).with_name("metrics.csv")))
 """Metrics that :meth:`Result.track <atorch_ns.job.Result.track>` gives to trackers."""
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from atorch_ns import ComputeConfig, auto_accelerate, checkpoint, parallelize
 from atorch_ns.cluster import Mesh
 from atorch_ns.errors import InputError, StepError
-from atorch_ns.job import SameBatch, agreement
+from atorch_ns.job import SameBatch, agreement, same_place
 from atorch_ns.job.agreement import SameWeights
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 
@@ -310,7 +310,7 @@ def test_the_store_keeps_what_the_last_updates_need() -> None:
 
 
 def _left_out(strategy: list[Any], what: str) -> None:
-    agreement._POLL_S, agreement._STUCK_S = 0.2, 2.0  # type: ignore[misc]
+    same_place._POLL_S, same_place.STUCK_S = 0.2, 2.0  # type: ignore[misc]
     result = _job(strategy)
     for number, batch in enumerate(result.dataloader):
         is_odd = number == 1 and dist.get_rank() == 1
@@ -323,6 +323,8 @@ def _left_out(strategy: list[Any], what: str) -> None:
             checkpoint.export_state_dict(result)
         elif is_odd and what == "save":
             checkpoint.save("not written", result)
+        elif is_odd and what == "freeze":
+            next(result.model.parameters()).requires_grad_(False)
         result.optim.zero_grad()
         loss = result.loss_func(batch, result.model(batch))
         if not (is_odd and what == "backward"):
@@ -345,6 +347,7 @@ def _left_out(strategy: list[Any], what: str) -> None:
         (["fsdp"], "evaluation", "forward without gradients"),
         (["zero2"], "export", "an export of whole weights"),
         (["zero1"], "save", "checkpoint.save"),
+        (["fsdp"], "freeze", "a forward pass after freezing or thawing"),
         ([("parallel_mode", ([("tensor", 2)], None))], "backward", "forward, forward"),
     ],
 )
@@ -358,10 +361,34 @@ def test_a_rank_that_leaves_out_a_call_ends_all_within_seconds(
     assert f"rank 1 has called {calls}" in said or f"rank 1 {calls}" in said
 
 
+def _with_a_learned_loss(averages: bool) -> list[str]:
+    result, told = _job(["fsdp"]), list[str]()
+    other = _job(["zero1", ("half", {"dtype": "bf16", "master_weights": True})])
+    agreement.log.addFilter(lambda record: told.append(record.getMessage()) or False)
+    factor = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([factor], lr=0.1)
+    for batch in result.dataloader:
+        (factor * result.loss_func(batch, result.model(batch))).backward()
+        if averages:
+            dist.all_reduce(factor.grad, op=dist.ReduceOp.AVG)
+        result.optim.step()
+        optimizer.step()
+        other.train_step(batch)
+        dist.barrier()
+    return [message for message in told if "that auto_accelerate has not made" in message]
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_weights_outside_of_the_model_that_drift_are_said_once(averages: bool) -> None:
+    assert [len(told) for told in run_ranks(_with_a_learned_loss, 2, args=(averages,), timeout_s=60)] == [
+        not averages
+    ] * 2
+
+
 def _leaves_the_group() -> list[str]:
     errors: list[str] = []
     threading.excepthook = lambda args: errors.append(str(args.exc_value))
-    agreement._POLL_S = agreement._STUCK_S = 0.05  # type: ignore[misc]
+    same_place._POLL_S = same_place.STUCK_S = 0.05  # type: ignore[misc]
     auto_accelerate(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
         torch.optim.SGD,

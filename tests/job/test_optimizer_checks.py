@@ -139,7 +139,9 @@ class Fails(OwnRule):
 
 def _job(optim_func: Any, **optim_args: Any) -> Any:
     return SimpleNamespace(
-        inputs=SimpleNamespace(optim_func=optim_func, optim_args=optim_args, optimizer_is_trusted=False),
+        inputs=SimpleNamespace(
+            optim_func=optim_func, optim_args=optim_args, optim_param_func=None, optimizer_is_trusted=False
+        ),
         plan=SimpleNamespace(sharding=SimpleNamespace(layout="parameters")),
         mesh=object(),
         num_data_ranks=2,

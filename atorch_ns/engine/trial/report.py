@@ -8,48 +8,24 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from torch.distributed.tensor import DTensor
 
 from atorch_ns.capture.nests import tensors_of
 from atorch_ns.search import TrialStatus, TrialTask
+from atorch_ns.system import table_rows
 from atorch_ns.torch_compat import TorchDispatchMode
 
 _NAMESPACES: Final = ("c10d", "_c10d_functional")
 
 # By the operator's name without trailing underscores: the kind, and which argument (or "result") is the
 # whole tensor. https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/Ops.cpp
-_KINDS: Final[Mapping[str, tuple[str, int | str]]] = MappingProxyType(
-    {
-        "allreduce": ("all_reduce", 0),
-        "allreduce_coalesced": ("all_reduce", 0),
-        "all_reduce": ("all_reduce", 0),
-        "all_reduce_coalesced": ("all_reduce", 0),
-        "allgather": ("all_gather", 0),
-        "_allgather_base": ("all_gather", 0),
-        "allgather_coalesced": ("all_gather", 0),
-        "allgather_into_tensor_coalesced": ("all_gather", 0),
-        "all_gather_into_tensor": ("all_gather", "result"),
-        "all_gather_into_tensor_out": ("all_gather", "result"),
-        "all_gather_into_tensor_coalesced": ("all_gather", "result"),
-        "reduce_scatter": ("reduce_scatter", 1),
-        "_reduce_scatter_base": ("reduce_scatter", 1),
-        "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-        "reduce_scatter_tensor": ("reduce_scatter", 0),
-        "broadcast": ("broadcast", 0),
-        "alltoall": ("all_to_all", 1),
-        "alltoall_base": ("all_to_all", 1),
-        "all_to_all_single": ("all_to_all", 0),
-        "reduce": ("reduce", 0),
-        "gather": ("gather", 0),
-        "scatter": ("scatter", 1),
-        "send": ("send", 0),
-        "recv": ("recv", 0),
-    }
-)
-
+_KINDS: Final[Mapping[str, tuple[str, str]]] = {
+    row["operator"]: (row["kind"], row["whole"])
+    for row in table_rows(Path(__file__).with_name("collectives.csv"))
+}
 
 _RECORD_SIZES: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _ENTRY_BYTES, _FRAME_BYTES = 770, 16
@@ -91,7 +67,7 @@ class CollectiveCount(TorchDispatchMode):
         if known is None:
             return
         kind, where = known
-        whole = result if isinstance(where, str) else args[where]
+        whole = result if where == "result" else args[int(where)]
         calls, num_bytes = self.found.get(kind, (0, 0))
         num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(whole))
         self.found[kind] = (calls + 1, num_bytes)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from atorch_ns.errors import InputError, StepError
-from atorch_ns.job.agreement import SamePlace, SameWeights
+from atorch_ns.job.agreement import SameWeights
 from atorch_ns.job.gradients import clip_gradients, gradient_norm, warn_where_none_come
 from atorch_ns.job.job import OPTIMIZER, Job
 from atorch_ns.job.model import NamedGroup, parameter_groups
@@ -20,6 +20,7 @@ from atorch_ns.job.optimizer.checks import require_separable
 from atorch_ns.job.optimizer.step_optimizer import MasterWeights, StepOptimizer, inner_optimizer
 from atorch_ns.job.optimizer.user_optimizer import make_user_optimizer
 from atorch_ns.job.result import WATCH, Result
+from atorch_ns.job.same_place import SamePlace
 from atorch_ns.text import did_you_mean, with_article
 from atorch_ns.torch_compat import has_step_hooks, plain_name
 

@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.errors import BackendError, InputError
 from atorch_ns.job.job import Job, ParameterGroups
-from atorch_ns.text import error_text
+from atorch_ns.text import counted, error_text
 from atorch_ns.torch_compat import TorchDispatchMode
 
 _SHAPES: Final = ((4, 6), (6, 4))
@@ -55,6 +56,8 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
     sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
     if not sharded and not _divided(job):
         return ""
+    if _divided(job):
+        _refuse_choice(job, groups)
     for options in _kinds(groups):
         make = partial(_made, job, options)
         with random_states_kept(job.device), warnings.catch_warnings(action="ignore"):
@@ -79,6 +82,31 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
         if why is not None:
             return _untried(job, why)
     return ""
+
+
+def _refuse_choice(job: Job, groups: ParameterGroups) -> None:
+    """Refuses a function that chooses among the parameters: of the groups that it is given here it would take all."""
+    function, given = job.inputs.optim_func, [p for group in groups for p in group["params"]]
+    if job.inputs.optim_param_func is not None or not isinstance(function, FunctionType):
+        return
+    shapes = [nn.Parameter(torch.empty(p.shape, device="meta"), requires_grad=p.requires_grad) for p in given]
+    try:
+        chosen = function(shapes, **_copy_arguments(job)).param_groups
+    except Exception:  # what is wrong with the real call tells it better
+        return
+    if len(chosen) > 1 or len(chosen[0]["params"]) < len(given):
+        raise InputError(
+            f"optim_func makes {counted(len(chosen), 'group')} of {sum(len(group['params']) for group in chosen)} of the "
+            f"{counted(len(given), 'parameter')}. Under this strategy it is given groups, [{{'params': [...]}}], of which ranks hold "
+            "parts: split groups by optim_param_func=lambda model: groups, or train under ddp, fsdp or zero2."
+        )
+
+
+def _copy_arguments(job: Job) -> dict[str, Any]:
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in dict(job.inputs.optim_args or {}).items()
+    }
 
 
 def _divided(job: Job) -> bool:
@@ -149,11 +177,7 @@ def _kinds(groups: ParameterGroups) -> list[dict[str, Any]]:
 
 def _made(job: Job, options: Mapping[str, Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     assert job.inputs.optim_func is not None
-    given = {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in dict(job.inputs.optim_args or {}).items()
-    }
-    optimizer: Any = job.inputs.optim_func([{**options, "params": parameters}], **given)
+    optimizer: Any = job.inputs.optim_func([{**options, "params": parameters}], **_copy_arguments(job))
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), float) and group["lr"] == 0:  # a warm-up's beginning
             group["lr"] = 1e-3

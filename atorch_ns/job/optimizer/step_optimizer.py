@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from inspect import unwrap
 from typing import Any, Final
 from weakref import WeakMethod, finalize
 
@@ -13,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from atorch_ns.errors import StepError
 from atorch_ns.job.gradients import gradient_norm, gradient_versions
-from atorch_ns.job.loss import LossScaler
+from atorch_ns.job.loss import LossScaler, nested_codes
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.torch_compat import after_backward
 
@@ -76,16 +78,19 @@ class MasterWeights:
         self._masters[parameter] = torch.nn.Parameter(master)
 
     @torch.no_grad()
-    def take_gradients(self, *, keeps: bool = False) -> None:
+    def take_gradients(self, *, keeps: bool = False, adds: bool = False) -> None:
         """Moves the parameters' gradients to the masters, in fp32; the parameters' own are freed.
 
         ``keeps``: whether masters without a new one keep theirs, as zeros that ``zero_grad`` has left, which optimizers decay by.
+        ``adds``: whether masters have gradients of the same step, to which those of a later pass are added.
         """
         for parameter, master in self._masters.items():
             if parameter.grad is None:
-                master.grad = master.grad if keeps else None
+                master.grad = master.grad if keeps or adds else None
                 continue
-            if self._on_host:
+            if adds and master.grad is not None:
+                master.grad.add_(parameter.grad.to(master.device, torch.float32))
+            elif self._on_host:
                 if parameter not in self._gradients:
                     self._gradients[parameter] = self._host_tensor(parameter)
                 gradient = self._gradients[parameter]
@@ -206,7 +211,8 @@ class StepOptimizer(torch.optim.Optimizer):
                 "a backward pass came after the gradients had been clipped or prepared in the same step. Under fp16 add up all "
                 "passes of a step first; bf16 has no scale."
             )
-        if self._prepared:
+        is_again = self._prepared
+        if is_again and (self.masters is None or self.scaler is not None):
             return
         if self._scaled and (self._is_mixed or self._is_changed()):
             raise StepError(
@@ -221,7 +227,7 @@ class StepOptimizer(torch.optim.Optimizer):
         if self.masters is not None:
             self.masters.adopt(self.inner.param_groups)
             self.masters.take_writes()
-            self.masters.take_gradients(keeps=self._is_cleared)
+            self.masters.take_gradients(keeps=self._is_cleared, adds=is_again)
         if self.scaler is None:
             return
         if self.scaler.num_backwards == 0 and self._has_gradients():
@@ -348,7 +354,27 @@ class StepOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
             raise AttributeError(name)
-        return getattr(self.inner, name)
+        found = getattr(self.inner, name)
+        is_method = callable(found) and not hasattr(torch.optim.Optimizer, name)
+        return partial(self._call_method, found) if is_method else found
+
+    def _call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a method that the user's optimizer has beside ``step``, which may read gradients and write weights."""
+        if not {"grad", "step"}.isdisjoint(_names_in(method, type(self.inner))):
+            self.prepare_gradients()
+        if self._overflow:
+            raise StepError(
+                "gradients are infinite or NaN under the loss scale of fp16, for which step() alone skips an update. Use a smaller "
+                "init_scale, or bf16, with an optimizer of several steps."
+            )
+        if self.masters is None:
+            return method(*args, **kwargs)
+        self.masters.take_writes()
+        before = [master._version for _, master in self.masters.pairs()]
+        found = method(*args, **kwargs)
+        if [master._version for _, master in self.masters.pairs()] != before:
+            self.masters.copy_to_parameters()
+        return found
 
     def __repr__(self) -> str:
         return repr(self.inner)
@@ -366,6 +392,18 @@ class StepOptimizer(torch.optim.Optimizer):
             flag = flag.to(parameters[0].device)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         return bool(flag)
+
+
+def _names_in(method: Callable[..., Any], kind: type) -> set[str]:
+    """What the code of a method names, and that of other methods of its class that it calls."""
+    names, methods = set[str](), [method]
+    for found in methods:
+        for code in nested_codes(getattr(unwrap(found), "__code__", None)):
+            new = set(code.co_names) - names
+            names |= new
+            called = (getattr(kind, name, None) for name in new if not hasattr(torch.optim.Optimizer, name))
+            methods += [each for each in called if callable(each)]
+    return names
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atorch_ns.job import Report
@@ -15,7 +16,6 @@ from atorch_ns.report.html.bar_charts import (
     waterfall_picture,
 )
 from atorch_ns.report.html.plots import accuracy_picture, history_picture, pareto_picture
-from atorch_ns.report.html.template import PAGE, STYLE
 from atorch_ns.report.info.accuracy import QUANTITIES, ActualInfo, accuracy_info
 from atorch_ns.report.info.breakdown import TimelineInfo, memory_info, time_info
 from atorch_ns.report.info.candidates import (
@@ -43,6 +43,23 @@ from atorch_ns.search import SearchOutcome
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+
+
+def _read_file(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+_COLOURS, _PICTURES = _read_file("colours.css"), _read_file("pictures.css")
+
+STYLE = _COLOURS + _read_file("layout.css") + _PICTURES + _read_file("print.css")
+"""Style of the page."""
+
+SVG_STYLE = f"{_COLOURS}{_PICTURES}.ground {{ fill: var(--bg); }}\n"
+"""Style of a picture in a file of its own."""
+
+PAGE = _read_file("page.html")
+"""The page, a template of Jinja."""
+
 
 LONGEST_PIECE = 24
 """Characters that stay together: the width of the narrowest column of text."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atorch_ns.estimate import MemoryParts, TimeParts
-from atorch_ns.report.html.page import LONGEST_PIECE, breakable, kept_together, pieces
-from atorch_ns.report.html.template import STYLE
+from atorch_ns.report.html.page import LONGEST_PIECE, STYLE, breakable, kept_together, pieces
 
 
 @pytest.mark.parametrize(

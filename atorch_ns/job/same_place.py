@@ -1,0 +1,237 @@
+"""Places of ranks in a loop: those that wait for a call that another leaves out are ended in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from atorch_ns.job.gradients import follow_backward_passes
+from atorch_ns.torch_compat import (
+    BACKWARD_FUNCTION,
+    OPERATOR_CALLS,
+    default_store,
+    in_backward,
+    observe_gathering,
+)
+
+_COMMUNICATION: Final = (str(Path(dist.__file__).parent), str(Path(__file__).parent.parent))
+"""Where the code is that waits for other ranks: torch's and the package's."""
+_POLL_S: Final = 5.0
+STUCK_S: Final = 4 * _POLL_S
+"""A rank that four polls have found at one line tells the others where it is. A slow exchange may take longer: what ends ranks is
+that their calls differ, and this only keeps ranks that go on from writing."""
+
+_KEPT_UPDATES: Final = {False: 3, True: 1000}
+"""By whether every call is one of all, updates of which calls are kept: ranks that are stuck are at most two apart, those that go on as many as they make between
+two polls."""
+_FEW_MEETINGS: Final = 3
+_FEW_UPDATES: Final = 10
+"""Ranks meet for the first evaluations or changes of what is trained, and after so many updates without: a loop may do both in each step."""
+_MEETING_S: Final = 0.002
+
+_MOST_CALLS: Final = 1024
+"""Calls after one update that are compared; a loop that never updates would fill the memory."""
+
+
+class SamePlace:
+    """Ends ranks that are at different places of a step, where none can go on.
+
+    A thread looks now and then at what the training thread does. A rank that is stuck in a call writes its calls since the
+    last updates into the store by which ranks have met. Where all ranks stay stuck and have made other calls since the same
+    update, one has left a call out: rank 0 sees it. A rank that computes, or writes a file, is not stuck, and calls need not
+    be equal where they are of each rank alone, as accumulated micro-batches, unless every rank waits for others.
+    Ranks whose every call is one of all compare with the first of them whether they are stuck or not, since they would
+    exchange what belongs to different calls. A rank that waits cannot be woken, so the process ends, as with NCCL's watchdog.
+
+    Args:
+        name: of the job, the same on all ranks and on no other job.
+        together: the ranks whose forward and backward passes are those of this rank too, as where they divide parameters or
+            samples; empty for none.
+        evaluating: the ranks whose passes without gradients are, and whose parameters are frozen and thawed together.
+    """
+
+    def __init__(self, name: str, together: Sequence[int], evaluating: Sequence[int]) -> None:
+        self._name, self._rank, self._num_ranks = name, dist.get_rank(), dist.get_world_size()
+        self._together = sorted(together)
+        self._evaluating = sorted(evaluating)
+        self._is_meeting = False
+        self._thread = threading.get_ident()
+        self._module = 0
+        self._num_updates = 0
+        self._calls = {0: ""}
+        self._beats: dict[int, int] = {}
+        self._meetings = Counter[str]()
+        self._last_meetings: dict[str, int] = {}
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []
+
+    def follow(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Watches a model and its optimizer until the process ends."""
+        optimizer.register_step_pre_hook(lambda *_: self._add_call("U"))
+        optimizer.register_step_post_hook(self._after_update)
+        self._module = id(module)  # which lives as long as its hooks
+        self._parameters = list(module.parameters()) if self._evaluating else []
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        # First in each: fully_shard communicates in hooks of its own.
+        module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
+        follow_backward_passes(module, lambda: self._add_call("B"))
+        observe_gathering(self._before_gathering)
+        with suppress(RuntimeError):  # no room for a thread: nothing else depends on it
+            threading.Thread(target=self._watch_thread, daemon=True, name="atorch_ns same place").start()
+
+    def _add_call(self, letter: str) -> None:
+        calls = self._calls[self._num_updates]
+        if len(calls) < _MOST_CALLS:
+            self._calls[self._num_updates] = calls + letter
+
+    def _before_gathering(self, mesh: DeviceMesh) -> None:
+        if set(self._together or range(self._num_ranks)) <= set(mesh.mesh.flatten().tolist()):
+            self._add_call("R")
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        # Not of a copy, which has its hooks, nor of a block that is recomputed.
+        if id(module) != self._module or in_backward():
+            return
+        self._thread = threading.get_ident()
+        if torch.is_grad_enabled():
+            before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
+            if self._trained != before:
+                self._meet_sometimes("T")
+            self._add_call("F")
+        elif self._evaluating and not self._calls[self._num_updates].endswith("E"):
+            self._meet_sometimes("E")
+
+    def _meet_sometimes(self, letter: str) -> None:
+        passed = self._num_updates - self._last_meetings.get(letter, -_FEW_UPDATES)
+        self._last_meetings[letter] = self._num_updates
+        if self._meetings[letter] < _FEW_MEETINGS or passed >= _FEW_UPDATES:
+            self.meet(letter, self._evaluating)
+
+    def meet(self, letter: str, ranks: Sequence[int] = ()) -> None:
+        """Waits until some ranks, or all, make the call of a letter: one alone exchanges nothing with their other calls."""
+        self._add_call(letter)
+        self._meetings[letter] += 1
+        number, num_ranks = self._meetings[letter], len(ranks) or self._num_ranks
+        store, key = default_store(), f"atorch_ns/meetings/{self._name}/{letter}/{min(ranks, default='')}"
+        if store.add(f"{key}/{number}", 1) == num_ranks:
+            store.delete_key(f"{key}/{number}")
+            store.set(key, str(number))
+        self._is_meeting, pause = True, _MEETING_S
+        while not store.check([key]) or int(store.get(key)) < number:
+            if store.check([self._key("ended")]):
+                self._end_process(store.get(self._key("ended")).decode())
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S / 20)  # of a store that all ranks ask
+        self._is_meeting = False
+
+    def _after_update(self, *_: object) -> None:
+        number = self._num_updates + 1
+        self._calls[number] = ""  # before the number, which the thread reads
+        self._num_updates = number
+        self._calls.pop(number - _KEPT_UPDATES[bool(self._together)], None)
+
+    def _watch_thread(self) -> None:
+        place: tuple[Any, dict[int, str]] = None, {}
+        since, beat = 0.0, 0
+        while True:
+            time.sleep(_POLL_S)
+            line, is_backward, waits = self._find_line()
+            calls = dict(self._calls)
+            if (line, calls) != place or line is None:
+                place, since = (line, calls), time.monotonic()
+            is_stuck = time.monotonic() - since > STUCK_S
+            if not is_stuck and not self._together:
+                continue
+            beat += 1
+            last = max(calls)
+            if is_stuck and is_backward and not calls[last].endswith("B"):
+                calls = {**calls, last: calls[last] + "B"}  # it has not come to the hook yet
+            try:
+                store = default_store()
+                told = {"beat": beat, "is_stuck": is_stuck, "calls": calls, "waits": waits}
+                store.set(self._key(self._rank), json.dumps(told))
+                if self._together and self._rank != self._together[0]:
+                    self._compare_calls(told, self._read_places(self._together[:1]), only_last=False)
+                if is_stuck and self._rank == 0:
+                    others = self._read_places(range(1, self._num_ranks))
+                    if len(others) == self._num_ranks - 1 and all(
+                        other["is_stuck"] for other in others.values()
+                    ):
+                        self._compare_calls(told, others, only_last=True)
+            except (RuntimeError, ValueError):
+                # The store has gone, or the process group: nobody is left to wait for.
+                return
+
+    def _find_line(self) -> tuple[tuple[Any, int] | None, bool, bool]:
+        """The line of the training thread, whether it is in a backward pass, and whether it is one of communication, where a
+        line that takes long waits. No frame outlives this: it would keep the tensors of its function."""
+        if self._is_meeting:  # at any of its lines
+            return (SamePlace.meet, 0), False, True
+        frame = sys._current_frames().get(self._thread)
+        if frame is None:
+            return None, False, False
+        codes = [found.f_code for found, _ in traceback.walk_stack(frame)]
+        names = {code.co_name for code in codes}
+        # torch calls its operators from a file of its own.
+        caller = next((code for code in codes if code.co_filename != OPERATOR_CALLS), frame.f_code)
+        waits = caller.co_filename.startswith(_COMMUNICATION)
+        return (frame.f_code, frame.f_lineno), BACKWARD_FUNCTION in names, waits
+
+    def _read_places(self, ranks: Sequence[int]) -> dict[int, Any]:
+        """What those of the ranks have told that told it since the last time."""
+        store, found = default_store(), {}
+        for rank in ranks:
+            if store.check([self._key(rank)]):
+                told = json.loads(store.get(self._key(rank)))
+                if told["beat"] > self._beats.get(rank, told["beat"]):
+                    found[rank] = told
+                self._beats[rank] = told["beat"]
+        return found
+
+    def _compare_calls(self, told: Mapping[str, Any], others: dict[int, Any], *, only_last: bool) -> None:
+        """Ends this process where a rank has made other calls after an update, the last one that both have made or any."""
+        calls = told["calls"]
+        all_wait = only_last and all(each["waits"] for each in (told, *others.values()))
+        for rank, other in others.items():
+            theirs = {int(number): text for number, text in other["calls"].items()}
+            shared = sorted(calls.keys() & theirs.keys())
+            for number in shared[-1:] if only_last else shared:
+                one, two = calls[number], theirs[number]
+                if one != two and (all_wait or not (one.startswith(two) or two.startswith(one))):
+                    self._end_process(
+                        f"atorch_ns: the ranks are at different places, and none can go on. After update {number}, rank "
+                        f"{self._rank} has called {_in_words(one)}, and rank {rank} {_in_words(two)}. What one rank leaves out, "
+                        "such as the backward pass of a loss that is not finite, or calls alone, such as an evaluation, belongs "
+                        "to all: let them agree, by result.mean(loss) say, and write what one calls on all. This process ends.\n"
+                    )
+
+    def _key(self, who: object) -> str:
+        return f"atorch_ns/places/{self._name}/{who}"
+
+    def _end_process(self, why: str) -> None:
+        with suppress(RuntimeError):
+            default_store().set(self._key("ended"), why)  # for a rank that waits in a meeting
+        sys.stderr.write(why)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _in_words(calls: str) -> str:
+    names = {"F": "forward", "B": "backward", "U": "step", "E": "forward without gradients"}
+    names["T"] = "a forward pass after freezing or thawing"
+    names |= {"R": "a read of a divided tensor", "X": "an export of whole weights", "S": "checkpoint.save"}
+    return ", ".join(names[call] for call in calls[-8:]) or "nothing"
