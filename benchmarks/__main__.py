@@ -34,6 +34,7 @@ NAMES = (
     "search_time",
     "side_by_side",
     "speed",
+    "watch",
 )
 
 

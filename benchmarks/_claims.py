@@ -67,6 +67,21 @@ def _speed(data: Data) -> Iterator[Claim]:
     yield from _ratios(data, clock="cpu", bar=1.02, label="scenario", than="torch by hand")
 
 
+def _watch(data: Data) -> Iterator[Claim]:
+    for row in data["rows"]:
+        what, holds = (
+            f"{row['strategy']}: a step whose ranks compare what they do, over one without",
+            bool(row["holds"]),
+        )
+        yield Claim(
+            what=what,
+            asked="≤ 1.002",
+            found=f"{row['ratio']:.4f}",
+            holds=holds,
+            shortfall="" if holds else f"{what}: {row['ratio']:.4f}; at most 1.002 is asked.",
+        )
+
+
 def _model_axes(data: Data) -> Iterator[Claim]:
     yield from _ratios(data, clock="wall", bar=1.03, label="plan", than="the plan by hand")
 
@@ -557,6 +572,7 @@ def _expert_plans(data: Data) -> Iterator[Claim]:
 
 READERS: Mapping[str, Callable[[Data], Iterator[Claim]]] = {
     "speed": _speed,
+    "watch": _watch,
     "peers": _peers,
     "side_by_side": _side_by_side,
     "model_axes": _model_axes,

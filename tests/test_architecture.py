@@ -21,11 +21,11 @@ LINES = {
     "cli": 2_145,  # to be 1_700
     "trainer": 2_498,
     "merak": 2_268,
-    "parallel": 2_243,
+    "parallel": 2_244,
     "planning": 501,  # to be 850
     "doctor": 1_428,  # to be 1_000
     "report": 3_261,  # to be 3_000
-    "engine": 4_989,  # to be 3_600
+    "engine": 4_991,  # to be 3_600
     "numerics": 1_760,  # to be 1_300
     "search": 4_018,  # to be 3_550
     "estimate": 3_782,  # to be 3_300
@@ -35,9 +35,9 @@ LINES = {
     "job": 5_858,  # to be 3_100
     "operators": 4_771,  # to be 4_050
     "pipeline": 4_492,  # to be 4_100
-    "sharding": 7_843,  # to be 6_200
+    "sharding": 7_816,  # to be 6_200
     "tracking": 482,
-    "data": 1_172,  # to be 1_400
+    "data": 1_183,  # to be 1_400
     "strategy": 1_873,  # to be 1_800
     "profile": 2_848,  # to be 1_850
     "costs": 354,  # to be 650
@@ -46,7 +46,7 @@ LINES = {
     "capture": 2_207,  # to be 2_900
     "torch_compat": 1_414,
     "testing": 1_581,  # to be 1_000
-    "opt_lib": 10_061,  # to be 8_300
+    "opt_lib": 10_074,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have

@@ -126,23 +126,11 @@ def weigh(
         InputError: on all ranks, if samples are no list, weights do not fit them, are negative, or sum to nothing, a rank
             has no micro-batch, or ranks that work on the same data were given different numbers or weights.
     """
-    is_list = isinstance(samples, (list, tuple))
-    num, (place, n) = len(samples) if is_list else 0, data_ranks or (0, 1)
+    num = len(samples) if isinstance(samples, (list, tuple)) else 0
+    place, n = data_ranks or (0, 1)
     given = [1.0] * num if weights is None else _numbers(weights)
     idle = [False] * num if dummies is None else _numbers(dummies)
-    wrong = next((name for name, one in functions.items() if not (one is None or callable(one))), None)
-    if not is_list:
-        problem = f"samples is a list of micro-batches, and not {with_article(samples)}"
-    elif losses not in ("means", "sums") or reduction not in ("mean", "sum"):
-        problem = f"losses are 'means' or 'sums', and reduction is 'mean' or 'sum'; they are {losses!r} and {reduction!r}"
-    elif given is None:
-        problem = f"weights is a list of numbers, one for each sample, and is {clipped(repr(weights), 80)}"
-    elif idle is None:
-        problem = f"dummies is a list of flags, one for each sample, and is {clipped(repr(dummies), 80)}"
-    elif wrong is not None:
-        problem = f"{wrong} must be a function, and is {with_article(functions[wrong])}"
-    else:
-        problem = _misfit(num, given, None if dummies is None else idle)
+    problem = _find_problem(samples, weights, losses, reduction, dummies, functions)
     given, idle = given or [], [bool(one) for one in idle or ()]
     own = [0.0 if is_idle else weight for weight, is_idle in zip(given, idle, strict=False)]
     digest = _digest(losses, reduction, idle, [] if problem else samples)
@@ -177,6 +165,31 @@ def weigh(
         "wants_outputs": outputs,
         "askers": frozenset(rank for rank, row in enumerate(rows) if row[4]),
     }
+
+
+def _find_problem(
+    samples: Any,
+    weights: Any,
+    losses: str,
+    reduction: str,
+    dummies: Any,
+    functions: Mapping[str, Callable[..., Any] | None],
+) -> str:
+    """The problem of this rank's arguments of :func:`weigh` as a sentence; empty for none."""
+    if not isinstance(samples, (list, tuple)):
+        return f"samples is a list of micro-batches, and not {with_article(samples)}"
+    if losses not in ("means", "sums") or reduction not in ("mean", "sum"):
+        return f"losses are 'means' or 'sums', and reduction is 'mean' or 'sum'; they are {losses!r} and {reduction!r}"
+    given = [1.0] * len(samples) if weights is None else _numbers(weights)
+    if given is None:
+        return f"weights is a list of numbers, one for each sample, and is {clipped(repr(weights), 80)}"
+    idle = None if dummies is None else _numbers(dummies)
+    if dummies is not None and idle is None:
+        return f"dummies is a list of flags, one for each sample, and is {clipped(repr(dummies), 80)}"
+    for name, function in functions.items():
+        if not (function is None or callable(function)):
+            return f"{name} must be a function, and is {with_article(function)}"
+    return _misfit(len(samples), given, idle)
 
 
 def _refuse_unlike(rows: Sequence[Sequence[float]]) -> None:

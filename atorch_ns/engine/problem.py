@@ -141,18 +141,7 @@ def build_problem(
     inputs = sample.inputs
     request.observer(Profiling(type(inputs.model).__name__))
     begun = time.monotonic()
-    assert inputs.optim_func is not None
-    make_optimizer = optimizer_maker(inputs.optim_func, inputs.optim_args, [inputs.model])
-    profile = profile_model(inputs.model, sample.batch, forward_loss(inputs), make_optimizer=make_optimizer)
-    profile = with_replaced_costs(
-        profile,
-        inputs.model,
-        cluster,
-        registry,
-        lambda model: profile_model(model, sample.batch, forward_loss(inputs)),
-    )
-    if request.settings.profile_database is not None:
-        profile = _timed(profile, sample, cluster, request.settings)
+    profile = _profile(sample, cluster, registry, request.settings)
     assert profile.trace is not None
     profiled = time.monotonic()
     workload = Workload(global_batch=sample.global_batch, num_tokens=profile.trace.num_tokens)
@@ -194,6 +183,21 @@ def build_problem(
         setting=setting,
         candidates=space.candidates,
     )
+
+
+def _profile(sample: Sample, cluster: Cluster, registry: Registry, settings: SearchSettings) -> Profile:
+    inputs = sample.inputs
+    assert inputs.optim_func is not None
+    make_optimizer = optimizer_maker(inputs.optim_func, inputs.optim_args, [inputs.model])
+    profile = profile_model(inputs.model, sample.batch, forward_loss(inputs), make_optimizer=make_optimizer)
+    profile = with_replaced_costs(
+        profile,
+        inputs.model,
+        cluster,
+        registry,
+        lambda model: profile_model(model, sample.batch, forward_loss(inputs)),
+    )
+    return profile if settings.profile_database is None else _timed(profile, sample, cluster, settings)
 
 
 def _given_micro_batches(registry: Registry, count: int) -> list[tuple[str, Any]]:

@@ -100,22 +100,8 @@ def planned(
             raise
         idle = ", ".join(sorted(_OF_OPERATORS & config.pas_config.keys()))
         return Planned(steps, (*notes, f"{idle}: not looked at, for the module is not captured: {error}"))
-    settings = dict(division.operators or {})
-    found = find_plan(
-        graph,
-        degree,
-        Wanted(
-            plan=settings.get("plan"),
-            policy=settings.get("policy", "solve"),
-            seed=settings.get("seed", 1),
-            constraints=settings.get("constraints"),
-            memory_bytes=settings["memory_gib"] * 2**30 if "memory_gib" in settings else None,
-            recomputed=division.recompute is not None,
-        ),
-        Prices.of(module, cluster, degree),
-        _states(config),
-        torch.device(cluster.device),
-    )
+    prices, device = Prices.of(module, cluster, degree), torch.device(cluster.device)
+    found = find_plan(graph, degree, _wanted(division), prices, _states(config), device)
     path = config.pas_config.get("save_plan_path")
     if path is not None and not staged:  # which has been written, though one stage was best
         found.plan.write(path)
@@ -124,6 +110,18 @@ def planned(
     settings = {"plan": found.plan.as_json()}
     steps = [(name, settings if name == "operator_parallel" else own) for name, own in steps]
     return Planned(steps, (*notes, found.note, *found.warnings))
+
+
+def _wanted(division: Division) -> Wanted:
+    settings = dict(division.operators or {})
+    return Wanted(
+        plan=settings.get("plan"),
+        policy=settings.get("policy", "solve"),
+        seed=settings.get("seed", 1),
+        constraints=settings.get("constraints"),
+        memory_bytes=settings["memory_gib"] * 2**30 if "memory_gib" in settings else None,
+        recomputed=division.recompute is not None,
+    )
 
 
 def _notes_of(config: ComputeConfig) -> list[str]:

@@ -234,17 +234,32 @@ def _staged(
             f"the policy {policy} makes a pipeline of {num_stages} stages, which trains micro-batches by train_step: set "
             "use_end2end=True, for a module whose forward takes one sample and returns the loss first."
         )
+    ranks = settings.get("pp_size", num_stages)
+    if num_stages % ranks or config.plan_ngpus % ranks:
+        raise InputError(
+            f"{num_stages} stages on pp_size={ranks} of {config.plan_ngpus} ranks: pp_size must divide both."
+        )
+    divided = config.plan_ngpus // ranks > 1
+    return Division(
+        num_stages=num_stages,
+        stages_per_rank=num_stages // ranks,
+        operators=operators if divided else None,
+        pipeline=_pipeline_config(policy, config, settings, num_stages, ranks),
+        recompute=recompute,
+        notes=notes,
+    )
+
+
+def _pipeline_config(
+    policy: str, config: ComputeConfig, settings: Mapping[str, Any], num_stages: int, ranks: int
+) -> dict[str, Any]:
+    """The config of ``pipeline_parallel`` for stages on this number of ranks."""
     micros = settings.get("pipeline_nmicros")
     if micros is None and policy == "autodist":
         micros = settings.get("update_freq")
     if not isinstance(micros, int):
         raise InputError(
             f"the policy {policy} with {num_stages} stages needs pipeline_nmicros in pas_config."
-        )
-    ranks = settings.get("pp_size", num_stages)
-    if num_stages % ranks or config.plan_ngpus % ranks:
-        raise InputError(
-            f"{num_stages} stages on pp_size={ranks} of {config.plan_ngpus} ranks: pp_size must divide both."
         )
     schedule = settings.get("pipeline_scheduler", "1f1b" if num_stages == ranks else "1f1b_interleaved")
     if schedule == "1f1b_plus":
@@ -273,15 +288,7 @@ def _staged(
             f"the policy {policy} begins a stage at each of pipeline_pivots, so {num_stages} stages need {num_stages - 1}, and "
             f"there are {len(pivots)}; autodist chooses among them."
         )
-    divided = config.plan_ngpus // ranks > 1
-    return Division(
-        num_stages=num_stages,
-        stages_per_rank=num_stages // ranks,
-        operators=operators if divided else None,
-        pipeline=pipeline,
-        recompute=recompute,
-        notes=notes,
-    )
+    return pipeline
 
 
 def strategy_of(division: Division, config: ComputeConfig) -> list[Step]:

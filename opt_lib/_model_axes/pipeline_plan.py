@@ -250,25 +250,11 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
     info = get_schedule(config.schedule if config.schedule != "auto" else "1F1B")
     on_rank = config.stages_per_rank or info.usual_stages
     num = _num_micro_batches(job, config, info, num_ranks, on_rank)
-    units = find_units(
-        job.module,
-        at_least=max(num_ranks * on_rank * (1 if config.shards == "units" else 2), config.shard_count or 0),
-        starts=config.split_points,
-        leaves=config.leaf_modules,
-    )
     batch = sample_micro_batch(job, num)
-    tracer, graph = _trace(job, units, batch)
-    while graph.taken_apart:
-        units = split_units(units, graph.taken_apart, leaves=config.leaf_modules)
-        tracer, graph = _trace(job, units, batch)
+    units, tracer, graph = _trace_units(job, config, num_ranks * on_rank, batch)
     refused = refused_cuts(graph)
     blocks = {block.name for block in repeated_blocks(job.module)}
-    sizes, count = parameter_bytes(units, graph), config.shard_count or 2 * len(blocks)
-    if config.shards == "split_points":
-        starts = sorted(set(_positions(config.split_points, graph, with_first=True)) - {0, *refused})
-        shards = Shards(tuple(starts), f"{len(starts) + 1} shard(s) that begin at split_points")
-    else:
-        shards = make_shards(config.shards, graph, units, sizes, count=count, refused=refused)
+    shards = _find_shards(config, graph, units, refused, 2 * len(blocks))
     costs = call_costs(
         graph,
         units,
@@ -320,6 +306,37 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
         choice=choice,
         refused=refused,
     )
+
+
+def _trace_units(
+    job: Job, config: PipelineParallelConfig, num_stages: int, batch: Any
+) -> tuple[list[NamedModule], CallTracer | None, CallGraph]:
+    """The model's units, none of which the model takes apart, and their calls with a micro-batch."""
+    units = find_units(
+        job.module,
+        at_least=max(num_stages * (1 if config.shards == "units" else 2), config.shard_count or 0),
+        starts=config.split_points,
+        leaves=config.leaf_modules,
+    )
+    tracer, graph = _trace(job, units, batch)
+    while graph.taken_apart:
+        units = split_units(units, graph.taken_apart, leaves=config.leaf_modules)
+        tracer, graph = _trace(job, units, batch)
+    return units, tracer, graph
+
+
+def _find_shards(
+    config: PipelineParallelConfig,
+    graph: CallGraph,
+    units: Sequence[NamedModule],
+    refused: Mapping[int, str],
+    usual_count: int,
+) -> Shards:
+    if config.shards != "split_points":
+        sizes, count = parameter_bytes(units, graph), config.shard_count or usual_count
+        return make_shards(config.shards, graph, units, sizes, count=count, refused=refused)
+    starts = sorted(set(_positions(config.split_points, graph, with_first=True)) - {0, *refused})
+    return Shards(tuple(starts), f"{len(starts) + 1} shard(s) that begin at split_points")
 
 
 def _trace(job: Job, units: Sequence[NamedModule], batch: Any) -> tuple[CallTracer | None, CallGraph]:

@@ -43,108 +43,6 @@ class BlockTrace:
     kept: dict[str, str] = field(default_factory=dict)
 
 
-def follow_blocks(
-    model: nn.Module, forward: Callable[[], object], *, original: nn.Module | None = None, chains: bool = True
-) -> BlockTrace:
-    """Runs ``forward``, one undivided forward pass of ``model``, and follows its blocks.
-
-    Args:
-        model: the model whose blocks are followed.
-        forward: runs it, and the loss where there is one.
-        original: the model that ``model`` is a copy of, since a loss may use its parameters too.
-        chains: whether to look for chains of blocks.
-
-    Raises:
-        InputError: as :func:`find_chains`.
-    """
-    blocks: dict[int, tuple[str, nn.Module]] = {}
-    for block in repeated_blocks(model):
-        blocks.setdefault(id(block.module), (plain_name(block.name), block.module))
-    paths = [path for path, _ in blocks.values()]
-    watch = _BlockWatch((model,) if original is None else (model, original))
-    with call_hooks(blocks.values(), watch.enter, watch.leave, always=True), watch:
-        found: list[list[int]] = []
-        if chains:
-            found = find_chains([module for _, module in blocks.values()], forward)
-        else:
-            forward()
-    watch.look_at_buffers(model)
-    # A block that is called several times is a chain of its own each time; they count as one.
-    named = dict.fromkeys(tuple(paths[i] for i in chain) for chain in found)
-    watch.trace.chains = [list(chain) for chain in named]
-    return watch.trace
-
-
-class _BlockWatch(TorchDispatchMode):
-    """Follows the tensors computed from a block's input, by their storage."""
-
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = BlockTrace()
-        self._block = ""
-        self._given: set[int] = set()
-        self._made: dict[int, str] = {}
-        self._alive: list[Any] = []  # a freed storage's address could be reused
-        self._names: dict[int, list[str]] = {}
-        for model in models:
-            for name, parameter in model.named_parameters(remove_duplicate=False):
-                self._names.setdefault(_memory(parameter), []).append(plain_name(name))
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        memories = [_memory(tensor) for tensor in unique_tensors_of((args, kwargs))]
-        self._note(func, memories)
-        output = func(*args, **kwargs)
-        hidden = bool(self._block) and any(m in self._given or m in self._made for m in memories)
-        for tensor in (*unique_tensors_of(output), *_written(func, args, kwargs)):
-            memory = _memory(tensor)
-            if hidden and memory not in self._given:
-                self._made[memory] = self._block
-                self._alive.append(tensor.untyped_storage())
-        return output
-
-    def _note(self, func: Any, memories: list[int]) -> None:
-        for memory in memories:
-            if (
-                memory in self._names
-                and torch.is_grad_enabled()
-                and func is not torch.ops.aten.detach.default
-            ):
-                for name in self._names[memory]:
-                    self.trace.users.setdefault(name, set()).add(self._block)
-            maker = self._made.get(memory, self._block)
-            if maker != self._block:
-                where = f"in {self._block}" if self._block else "outside it"
-                self.trace.kept.setdefault(maker, f"code {where} uses what it makes and does not return")
-
-    def look_at_buffers(self, model: nn.Module) -> None:
-        """Notes buffers that hold hidden states of blocks after the pass."""
-        for name, buffer in model.named_buffers():
-            block = self._made.get(_memory(buffer))
-            if block is not None:
-                self.trace.kept.setdefault(block, f"it updates {plain_name(name)} from them")
-
-    def enter(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """The hook before a block."""
-        if not self._block:
-            self._block = path
-            stream = stream_of(args, kwargs, 0)
-            self._given = set() if stream is None else {_memory(stream)}
-
-    def leave(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
-        """The hook after a block."""
-        if self._block != path:
-            return
-        self._block, self._given = "", set()
-        tensors = unique_tensors_of(output)
-        for tensor in tensors:
-            self._made.pop(_memory(tensor), None)
-        if tensors:
-            self.trace.results.setdefault(path, tensors[0])
-
-
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The arguments that an operator changes in place; batch norm does not declare its own."""
     schema = func._schema
@@ -280,7 +178,10 @@ def _followed(
 ) -> LayerGraph:
     graph = LayerGraph()
     copy.train()
-    flow = _Flow(copy, graph)
+    flow = _Flow((copy, model), graph)
+    blocks: dict[int, tuple[str, nn.Module]] = {}
+    for block in repeated_blocks(copy):
+        blocks.setdefault(id(block.module), (plain_name(block.name), block.module))
     outputs: list[Any] = []
 
     def forward() -> None:
@@ -293,8 +194,20 @@ def _followed(
             except Exception:  # it may do what fake tensors do not support
                 _log.debug("the loss cannot be followed", exc_info=True)
 
-    with flow, flow.watching(copy):
-        graph.blocks = follow_blocks(copy, forward, original=model, chains=chains)
+    found: list[list[int]] = []
+    with (
+        flow,
+        flow.watching(copy),
+        call_hooks(blocks.values(), flow.enter_block, flow.leave_block, always=True),
+    ):
+        if chains:
+            found = find_chains([module for _, module in blocks.values()], forward)
+        else:
+            forward()
+    flow.look_at_buffers(copy)
+    # A block that is called several times is a chain of its own each time; they count as one.
+    paths = [path for path, _ in blocks.values()]
+    graph.blocks.chains = [list(chain) for chain in dict.fromkeys(tuple(paths[i] for i in c) for c in found)]
     for tensor in unique_tensors_of(outputs):
         graph.outputs |= flow.of(tensor)
         flow.note_reads([tensor])
@@ -323,9 +236,14 @@ def _with_memory(subject: Subject, sizes: tuple[int, int]) -> Iterator[tuple[nn.
 
 
 class _Flow(TorchDispatchMode):
-    """Follows the outputs of layers through the operators between them, by their storage."""
+    """Follows the outputs of layers through the operators between them, and what blocks make of their input, by their storage.
 
-    def __init__(self, model: nn.Module, graph: LayerGraph) -> None:
+    Args:
+        models: the model that runs, and the one that it is a copy of, whose parameters a loss may use too.
+        graph: is filled.
+    """
+
+    def __init__(self, models: tuple[nn.Module, nn.Module], graph: LayerGraph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._graph = graph
         self._sources: dict[int, set[str]] = {}
@@ -335,7 +253,13 @@ class _Flow(TorchDispatchMode):
         self._used_elsewhere: set[str] = set()
         self._owners: dict[int, set[str]] = {}
         self._names: dict[int, str] = {}
-        for path, module in model.named_modules():
+        self._block, self._given = "", set[int]()  # a block, and hidden states that it was called with
+        self._made: dict[int, str] = {}  # blocks that have computed something of theirs
+        self._all_names: dict[int, list[str]] = {}
+        for model in models:
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                self._all_names.setdefault(_memory(parameter), []).append(plain_name(name))
+        for path, module in models[0].named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if kind_of(module) is not None:
                     self._owners.setdefault(_memory(parameter), set()).add(path)
@@ -356,11 +280,18 @@ class _Flow(TorchDispatchMode):
             self._graph.read_by_code.update(map(_memory, inputs))
             self._alive += [tensor.untyped_storage() for tensor in inputs]
         self.note_reads(inputs)
-        for memory in map(_memory, inputs):
+        memories = list(map(_memory, inputs))
+        for memory in memories:
             self._note_use(memory, found)
         if found and _is_random(func, args, kwargs):
             self._graph.random |= found
+        self._note_block(func, memories)
         output = func(*args, **kwargs)
+        if self._block and any(memory in self._given or memory in self._made for memory in memories):
+            for tensor in (*unique_tensors_of(output), *_written(func, args, kwargs)):
+                if _memory(tensor) not in self._given:
+                    self._made[_memory(tensor)] = self._block
+                    self._alive.append(tensor.untyped_storage())
         if found:
             changed = inputs[:1] if func._schema.is_mutable else []
             for tensor in (*tensors_of(output), *changed):
@@ -380,6 +311,41 @@ class _Flow(TorchDispatchMode):
         owners = self._owners.get(memory, set())
         if owners and not owners & set(self._active):
             self._used_elsewhere |= owners
+
+    def _note_block(self, func: Any, memories: list[int]) -> None:
+        trace, where = self._graph.blocks, f"in {self._block}" if self._block else "outside it"
+        for memory in memories:
+            if torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
+                for name in self._all_names.get(memory, ()):
+                    trace.users.setdefault(name, set()).add(self._block)
+            maker = self._made.get(memory, self._block)
+            if maker != self._block:
+                trace.kept.setdefault(maker, f"code {where} uses what it makes and does not return")
+
+    def look_at_buffers(self, model: nn.Module) -> None:
+        """Notes buffers that hold hidden states of blocks after the pass."""
+        for name, buffer in model.named_buffers():
+            block = self._made.get(_memory(buffer))
+            if block is not None:
+                self._graph.blocks.kept.setdefault(block, f"it updates {plain_name(name)} from them")
+
+    def enter_block(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """The hook before a block."""
+        if not self._block:
+            self._block = path
+            stream = stream_of(args, kwargs, 0)
+            self._given = set() if stream is None else {_memory(stream)}
+
+    def leave_block(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
+        """The hook after a block."""
+        if self._block != path:
+            return
+        self._block, self._given = "", set()
+        tensors = unique_tensors_of(output)
+        for tensor in tensors:
+            self._made.pop(_memory(tensor), None)
+        if tensors:
+            self._graph.blocks.results.setdefault(path, tensors[0])
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
