@@ -177,17 +177,17 @@ def auto_accelerate(
                 ignore_dryrun_on_load_strategy=ignore_dryrun_on_load_strategy,
                 verbose=verbose,
             )
-            resolved, outcome = _strategy(inputs, cluster, request)
+            resolved, outcome = _choose_strategy(inputs, cluster, request)
             result = make_job(
                 inputs,
                 cluster,
                 resolved,
-                notes=[_compared(inputs, cluster, resolved, outcome)],
+                notes=[_numeric_note(inputs, cluster, resolved, outcome)],
                 report=partial(TrainingReport.of_job, search=outcome),
             )
             if not ignore_dryrun_on_load_strategy:
                 dry_run(result)
-            strategy = _save(result, cluster, save_strategy_to_file, outcome)
+            strategy = _save_strategy(result, cluster, save_strategy_to_file, outcome)
             if watch is not None and result.optim is not None:
                 watch.follow(result)
     except Exception as error:
@@ -199,7 +199,7 @@ def auto_accelerate(
     return True, result, strategy
 
 
-def _strategy(
+def _choose_strategy(
     inputs: Inputs, cluster: Cluster, request: SearchRequest
 ) -> tuple[Resolved, SearchOutcome | None]:
     """The strategy to apply: the given one, or the one that a search finds."""
@@ -228,7 +228,7 @@ def _strategy(
     return resolve_alike(inputs, cluster, outcome.winner.candidate.strategy), outcome
 
 
-def _compared(inputs: Inputs, cluster: Cluster, resolved: Resolved, outcome: SearchOutcome | None) -> str:
+def _numeric_note(inputs: Inputs, cluster: Cluster, resolved: Resolved, outcome: SearchOutcome | None) -> str:
     """What a comparison of the divided model with one process found; empty where none is due."""
     if all(resolved.plan.size(axis) == 1 for axis in MODEL_AXES) or (outcome and outcome.numerics_passed):
         return ""
@@ -237,7 +237,7 @@ def _compared(inputs: Inputs, cluster: Cluster, resolved: Resolved, outcome: Sea
     return check_division(inputs, cluster, resolved, load_registry())
 
 
-def _save(
+def _save_strategy(
     result: Result, cluster: Cluster, path: str | PathLike[str] | None, outcome: SearchOutcome | None
 ) -> Strategy:
     strategy = result.strategy

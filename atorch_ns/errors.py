@@ -86,9 +86,9 @@ class StrategyError(AtorchError, ValueError):
             problems = [Problem(message=problems)]
         self.problems: tuple[Problem, ...] = tuple(problems)
         self.source = source
-        super().__init__(self._text())
+        super().__init__(self._problems_text())
 
-    def _text(self) -> str:
+    def _problems_text(self) -> str:
         where = f" ({self.source})" if self.source else ""
         if len(self.problems) == 1:
             return f"{self.problems[0]}{where}"

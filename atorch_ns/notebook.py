@@ -49,7 +49,7 @@ def run(
         RankError: if a rank failed, with the traceback of the one that failed first; at the time limit; or if
             what rank 0 returned cannot be sent back.
     """
-    _check(fn, args, nproc, timeout_s)
+    _check_arguments(fn, args, nproc, timeout_s)
     with scratch_folder() as folder:
         send_call(folder, fn, tuple(args))
         ends = _run_ranks(folder, nproc, timeout_s)
@@ -64,7 +64,7 @@ def run(
     return value
 
 
-def _check(fn: object, args: object, nproc: object, timeout_s: object) -> None:
+def _check_arguments(fn: object, args: object, nproc: object, timeout_s: object) -> None:
     """Raises :class:`InputError` for arguments that make no sense, before a process is started."""
     if not callable(fn):
         raise InputError(
@@ -110,7 +110,7 @@ def _run_ranks(folder: Path, nproc: int, timeout_s: float | None) -> list[RankEn
 def _raise_failure(folder: Path, ends: Sequence[RankEnd], timeout_s: float | None) -> None:
     outcomes = {end.rank: read_outcome(folder, end.rank) for end in ends}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.problem}
-    died = {end.rank: _death(end) for end in ends if outcomes[end.rank] is None and not end.ended_by_us}
+    died = {end.rank: _exit_reason(end) for end in ends if outcomes[end.rank] is None and not end.ended_by_us}
     failures = {rank: outcome.trace for rank, outcome in raised.items()} | died
     # A rank that was killed leaves no traceback; the others then raise that they have lost it.
     first = min(died) if died else min(raised, key=lambda rank: raised[rank].when_s, default=None)
@@ -124,7 +124,7 @@ def _raise_failure(folder: Path, ends: Sequence[RankEnd], timeout_s: float | Non
         )
 
 
-def _death(end: RankEnd) -> str:
+def _exit_reason(end: RankEnd) -> str:
     if end.code < 0:
         name = signal_text(-end.code)
         how = f"it was ended by {name}"

@@ -118,7 +118,7 @@ def seconds_text(seconds: float | None) -> str:
         return UNKNOWN
     if seconds >= 120:
         return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
-    return _scaled(seconds, _SECONDS) if seconds else "0 s"
+    return _format_scaled(seconds, _SECONDS) if seconds else "0 s"
 
 
 def bytes_text(num_bytes: float | None) -> str:
@@ -128,7 +128,7 @@ def bytes_text(num_bytes: float | None) -> str:
         >>> bytes_text(3.1 * 2**30), bytes_text(0)
         ('3.10 GiB', '0 B')
     """
-    return UNKNOWN if num_bytes is None or not math.isfinite(num_bytes) else _scaled(num_bytes, _BYTES)
+    return UNKNOWN if num_bytes is None or not math.isfinite(num_bytes) else _format_scaled(num_bytes, _BYTES)
 
 
 def range_text(value: float, interval: tuple[float, float], text: Callable[[float], str]) -> str:
@@ -162,7 +162,7 @@ def count_text(count: float | None, unit: str = "") -> str:
     """
     if count is None or not math.isfinite(count):
         return UNKNOWN
-    return (_scaled(count, _COUNTS) + unit).strip()
+    return (_format_scaled(count, _COUNTS) + unit).strip()
 
 
 def percent_text(share: float | None) -> str:
@@ -238,7 +238,7 @@ def measured_text(seconds: float | None, spread: float | None) -> str:
     return f"{shown} ±{below}{least if below else scaled:.{digits}f} {unit}"
 
 
-def _scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
+def _format_scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     # Half a unit of the third digit below the next unit would be written as 1000 of this one.
     name, size = next((unit for unit in units if abs(value) >= 0.9995 * unit[1]), units[-1])
     scaled = value / size

@@ -36,10 +36,7 @@ class Context:
                 "system": f"{platform.system()} {platform.machine()}",
             },
             "versions": {"python": platform.python_version(), **_versions()},
-            "load average (1 min)": {
-                "before": round(self._load, 2),
-                "after": round(os.getloadavg()[0], 2),
-            },
+            "load average (1 min)": {"before": round(self._load, 2), "after": round(os.getloadavg()[0], 2)},
             "threads per process": os.environ.get("OMP_NUM_THREADS", "torch's default"),
         }
 

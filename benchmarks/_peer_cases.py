@@ -86,10 +86,7 @@ def peer_cases(*, quick: bool) -> tuple[SizedCase, ...]:
             num_tokens=of_llama[-1],
         ),
         SizedCase(
-            name="GPT-2",
-            case=language_case("GPT-2", gpt2, of_gpt2),
-            global_batch=8,
-            num_tokens=of_gpt2[-1],
+            name="GPT-2", case=language_case("GPT-2", gpt2, of_gpt2), global_batch=8, num_tokens=of_gpt2[-1]
         ),
         SizedCase(name="convnet", case=convnet, global_batch=32),
     )

@@ -110,11 +110,7 @@ _STYLES = {
 
 
 _BY_LAYERS = Plan(
-    name="layers",
-    axis="tensor",
-    method="tensor_parallel",
-    options={"plan": _STYLES},
-    by_hand=tensor_step,
+    name="layers", axis="tensor", method="tensor_parallel", options={"plan": _STYLES}, by_hand=tensor_step
 )
 _PLANS = (
     Plan(name="tensor", axis="tensor", method="tensor_parallel", options={}, by_hand=tensor_step),
@@ -154,11 +150,7 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
         text=_TEXT.format(target=TARGET, operators=OPERATORS_TARGET),
         columns=_COLUMNS,
         rows=rows,
-        settings={
-            "model": model.describe(),
-            "batch": batch_text(),
-            "starts": launches,
-        },
+        settings={"model": model.describe(), "batch": batch_text(), "starts": launches},
     )
 
 

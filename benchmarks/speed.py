@@ -126,10 +126,7 @@ def _ours(
     scenario: Scenario, model: Llama, batch: dict[str, torch.Tensor]
 ) -> dict[str, Callable[[], object]]:
     result = _accelerated(scenario, model)
-    return {
-        "plain loop": lambda: _plain_loop(result, batch),
-        "train_step": lambda: result.train_step(batch),
-    }
+    return {"plain loop": lambda: _plain_loop(result, batch), "train_step": lambda: result.train_step(batch)}
 
 
 def _plain_loop(result: Result, batch: dict[str, torch.Tensor]) -> None:

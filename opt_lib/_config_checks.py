@@ -27,7 +27,7 @@ def unmatched_problem(
         return []
     return [
         Problem(
-            message=f"no module of {profile.model_class} has this class or name{_namesakes(missing, profile)}",
+            message=f"no module of {profile.model_class} has this class or name{_namesake_clause(missing, profile)}",
             method=method,
             key=key,
             value=", ".join(missing),
@@ -50,7 +50,7 @@ def no_blocks_problem(method: str, key: str, purpose: str, profile: Profile | No
     ]
 
 
-def _namesakes(missing: Iterable[str], profile: Profile) -> str:
+def _namesake_clause(missing: Iterable[str], profile: Profile) -> str:
     """A clause listing requested class names that several modules define."""
     several = [found for found in map(profile.namesakes, missing) if len(found[1]) > 1]
     return "".join(
@@ -58,13 +58,13 @@ def _namesakes(missing: Iterable[str], profile: Profile) -> str:
     )
 
 
-def _reduced(name: str) -> str:
+def _refuse_float32(name: str) -> str:
     if name == "float32":
         raise ValueError("float32 is full precision; leave the method out, or use fp16 or bf16")
     return name
 
 
-ReducedDtype = Annotated[str, BeforeValidator(dtype_name), AfterValidator(_reduced)]
+ReducedDtype = Annotated[str, BeforeValidator(dtype_name), AfterValidator(_refuse_float32)]
 
 SyncBatchNorm = Annotated[
     Flag,
@@ -172,9 +172,11 @@ def one_axis_only(used: Callable[[Any], bool], backend: str) -> Conflict:
         f"{backend} shards over all processes at once, so the mesh must have no more than one axis larger than 1, "
         f"{' or '.join(sorted(_WHOLE))}. Use another backend for this mesh."
     )
-    return Conflict("parallel_mode", reason, when=lambda mine, mesh: used(mine) and not _fits(mesh.axes))
+    return Conflict(
+        "parallel_mode", reason, when=lambda mine, mesh: used(mine) and not _has_single_axis(mesh.axes)
+    )
 
 
-def _fits(axes: Iterable[tuple[str, int]]) -> bool:
+def _has_single_axis(axes: Iterable[tuple[str, int]]) -> bool:
     large = [name for name, size in axes if size > 1]
     return len(large) <= 1 and set(large) <= _WHOLE

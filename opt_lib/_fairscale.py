@@ -179,7 +179,7 @@ class _ReducedGradients:
         self._averaged: set[torch.Tensor] = set()
         self._local: set[torch.Tensor] = set()
         for parameter in self._parameters:
-            self._watch(parameter)
+            self._watch_parameter(parameter)
         model.register_forward_pre_hook(self._before_forward)
         optimizer.register_step_pre_hook(self._before_step)
 
@@ -199,7 +199,7 @@ class _ReducedGradients:
 
         return skip
 
-    def _watch(self, parameter: torch.Tensor) -> None:
+    def _watch_parameter(self, parameter: torch.Tensor) -> None:
         def before(_: torch.Tensor) -> None:
             if parameter in self._averaged and parameter.grad is not None:
                 parameter.grad.mul_(self._num_ranks)

@@ -101,24 +101,24 @@ class BufferSafeRecompute:
     def watch(self, training: bool) -> Iterator[dict[_Place, Tensor]]:
         """What the buffers that a forward pass writes were before it; filled when it is through."""
         before: dict[_Place, Tensor] = {}
-        _copy(self._written, before)
+        _save_buffers(self._written, before)
         watched = list(self._watched or ())
         compares = training and not self._compared
         values: dict[_Place, Tensor] = {}
         if compares:
-            _copy(watched, values)
-        seen = [(place, place.buffer, _version(place.buffer)) for place in watched]
+            _save_buffers(watched, values)
+        seen = [(place, place.buffer, _buffer_version(place.buffer)) for place in watched]
         yield before
         for place, buffer, version in seen:
             now = place.buffer
-            if now is not buffer or _version(now) != version or _differs(now, values.get(place)):
-                _copy([place], before)
+            if now is not buffer or _buffer_version(now) != version or _has_changed(now, values.get(place)):
+                _save_buffers([place], before)
                 if place in values:
                     before[place] = values[place]
-                self._notice(place)
+                self._mark_written(place)
         self._compared |= compares
 
-    def _notice(self, place: _Place) -> None:
+    def _mark_written(self, place: _Place) -> None:
         if place not in self._written:
             self._written.append(place)
         self._watched = [other for other in self._watched or () if other != place]
@@ -158,31 +158,31 @@ def _in_place_of(before: dict[_Place, Tensor]) -> Iterator[None]:
     buffers = {place: place.buffer for place in before}
     try:
         for place, value in before.items():
-            setattr(place.owner, place.name, _clone(value))
+            setattr(place.owner, place.name, _clone_tensor(value))
         yield
     finally:
         for place, buffer in buffers.items():
             setattr(place.owner, place.name, buffer)
 
 
-def _copy(places: list[_Place], into: dict[_Place, Tensor]) -> None:
+def _save_buffers(places: list[_Place], into: dict[_Place, Tensor]) -> None:
     for place in places:
         buffer = place.buffer
         if buffer is not None:
-            into[place] = _clone(buffer)
+            into[place] = _clone_tensor(buffer)
 
 
-def _clone(value: Tensor) -> Tensor:
+def _clone_tensor(value: Tensor) -> Tensor:
     """A copy, not by ``aten.clone``: a selective recomputation would take that for one of the module's."""
     with torch.no_grad():
         return torch.empty_like(value).copy_(value)
 
 
-def _version(buffer: Tensor | None) -> int | None:
+def _buffer_version(buffer: Tensor | None) -> int | None:
     return None if buffer is None or buffer.is_inference() else buffer._version
 
 
-def _differs(now: Tensor | None, before: Tensor | None) -> bool:
+def _has_changed(now: Tensor | None, before: Tensor | None) -> bool:
     """Whether values changed though the version did not: written through ``.data``, or by a kernel of the user's."""
     if before is None or type(now) is not Tensor or now.is_meta or now.layout != torch.strided:
         return False

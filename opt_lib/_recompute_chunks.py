@@ -72,9 +72,9 @@ class Chunk:
     def part(self, block: nn.Module) -> Callable[..., Any]:
         """What is called as ``call(block, *args, **kwargs)`` in the place of one more block."""
         self._together.blocks.append(block)
-        return self._begin if len(self) == 1 else self._go_on
+        return self._start_chunk if len(self) == 1 else self._go_on
 
-    def _begin(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _start_chunk(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return block(*args, **kwargs)
         self._together.training = self._together.blocks[0].training
@@ -83,7 +83,7 @@ class Chunk:
         self._num_called = 1
         if len(self) == 1:
             return self._handed_on()
-        self._between = between = _placeholder(self._result, self._refuse_gradient)
+        self._between = between = _make_placeholder(self._result, self._refuse_gradient)
         self._expected = _with_first(between[0] if isinstance(between, tuple) else between, args, kwargs)
         return between
 
@@ -98,11 +98,11 @@ class Chunk:
             or any(one is not other for one, other in zip(args, expected, strict=True))
             or any(value is not named[name] for name, value in kwargs.items())
         ):
-            raise self._refusal(block)
+            raise self._call_order_error(block)
         self._num_called += 1
         return self._handed_on() if self._num_called == len(self) else self._between
 
-    def _refusal(self, block: nn.Module) -> StepError:
+    def _call_order_error(self, block: nn.Module) -> StepError:
         return StepError(
             f"checkpoint: chunk={len(self)} recomputes neighbouring blocks as one, which needs each to be called with the "
             f"result of the one before it, and otherwise with the same arguments; {with_article(block)} is not. Leave "
@@ -110,7 +110,7 @@ class Chunk:
         )
 
     def _refuse_gradient(self, _: torch.Tensor) -> None:
-        raise self._refusal(self._together.blocks[self._num_called % len(self)])
+        raise self._call_order_error(self._together.blocks[self._num_called % len(self)])
 
     def _handed_on(self) -> Any:
         result, self._result, self._between, self._expected = self._result, None, None, ((), {})
@@ -126,10 +126,10 @@ def _with_first(
     return (), {**kwargs, next(iter(kwargs)): value}
 
 
-def _placeholder(result: Any, refuse: Callable[[torch.Tensor], None]) -> Any:
+def _make_placeholder(result: Any, refuse: Callable[[torch.Tensor], None]) -> Any:
     """NaNs in the shape of a block's result: a tensor, or a tuple of one and of nothing else."""
     if isinstance(result, tuple) and all(other is None for other in result[1:]):
-        return (_placeholder(result[0], refuse), *result[1:])
+        return (_make_placeholder(result[0], refuse), *result[1:])
     if not isinstance(result, torch.Tensor):
         raise StepError(
             f"checkpoint: chunk recomputes neighbouring blocks as one, which needs them to return a tensor, and they return "

@@ -103,7 +103,7 @@ class CheckpointConfig(MethodConfig):
     @classmethod
     def _operators_exist(cls, names: tuple[str, ...] | str) -> tuple[str, ...] | str:
         for name in names if isinstance(names, tuple) else ():
-            _operator(name)
+            _find_operator(name)
         return names
 
 
@@ -170,15 +170,19 @@ class Checkpoint(Method[CheckpointConfig]):
     def apply(self, job: Job, config: CheckpointConfig) -> None:
         """Wraps the modules in place."""
         wrapped: Counter[str] = Counter()
-        function = _function(config) if job.step.recompute is None else _given(job.step.recompute, config)
+        function = (
+            _make_recompute_function(config)
+            if job.step.recompute is None
+            else _check_recompute_function(job.step.recompute, config)
+        )
         if not config.preserve_rng_state:
             _warn_of_dropout(job, config)
         if config.offload:
             function = offloaded(function, job.device)
-        targets = _targets(job.module, config)
+        targets = _find_targets(job.module, config)
         if config.chunk > 1:
             _refuse_chunks(job, config)
-        for blocks in _chunks(_chosen(targets, job, config), config.chunk):
+        for blocks in _group_chunks(_select_recomputed(targets, job, config), config.chunk):
             stage = next(iter(job.parts.stages), None)
             names = [plain_name(block.name) for block in blocks]
             draw_seeds = (
@@ -215,7 +219,7 @@ def _writes_out_attention(profile: Profile) -> bool:
     return "aten._softmax" in names and not any("scaled_dot_product" in name for name in names)
 
 
-def _chosen(targets: list[NamedModule], job: Job, config: CheckpointConfig) -> list[NamedModule]:
+def _select_recomputed(targets: list[NamedModule], job: Job, config: CheckpointConfig) -> list[NamedModule]:
     """Those of the modules that are recomputed."""
     if job.step.recomputed_blocks is not None:
         return [block for block in targets if plain_name(block.name) in job.step.recomputed_blocks]
@@ -245,7 +249,7 @@ def _refuse_chunks(job: Job, config: CheckpointConfig) -> None:
         )
 
 
-def _chunks(blocks: list[NamedModule], size: int) -> list[list[NamedModule]]:
+def _group_chunks(blocks: list[NamedModule], size: int) -> list[list[NamedModule]]:
     """Neighbours of one container, so many together."""
     found: list[list[NamedModule]] = []
     for block in blocks:
@@ -268,7 +272,7 @@ class _UnlessKept:
         return module(*args, **kwargs) if self.kept.on else self.recomputed(module, *args, **kwargs)
 
 
-def _targets(model: nn.Module, config: CheckpointConfig) -> list[NamedModule]:
+def _find_targets(model: nn.Module, config: CheckpointConfig) -> list[NamedModule]:
     if config.wrap_class is None:
         return repeated_blocks(model)
     return select_modules(model, config.wrap_class, outermost=True)
@@ -278,9 +282,9 @@ def _warn_of_dropout(job: Job, config: CheckpointConfig) -> None:
     """Without the random state, the recomputation drops other activations than the loss was computed from."""
     found = {
         type(module).__name__: None
-        for block in _targets(job.module, config)
+        for block in _find_targets(job.module, config)
         for module in block.module.modules()
-        if _drops(module) and (module.training or not job.module.training)
+        if _has_dropout(module) and (module.training or not job.module.training)
     }
     if found:
         job.warn(
@@ -290,7 +294,7 @@ def _warn_of_dropout(job: Job, config: CheckpointConfig) -> None:
         )
 
 
-def _drops(module: nn.Module) -> bool:
+def _has_dropout(module: nn.Module) -> bool:
     """Whether it drops activations in training: by its class, or a probability that it hands to a function."""
     names = [name for name in vars(module) if "drop" in name]
     if "Dropout" in type(module).__name__:
@@ -301,7 +305,7 @@ def _drops(module: nn.Module) -> bool:
     )
 
 
-def _given(function: Callable[..., Any], config: CheckpointConfig) -> Callable[..., Any]:
+def _check_recompute_function(function: Callable[..., Any], config: CheckpointConfig) -> Callable[..., Any]:
     """The recomputation that another method has brought, which has no settings of its own."""
     refused = [
         key
@@ -316,9 +320,9 @@ def _given(function: Callable[..., Any], config: CheckpointConfig) -> Callable[.
     return function
 
 
-def _function(config: CheckpointConfig) -> Callable[..., Any]:
+def _make_recompute_function(config: CheckpointConfig) -> Callable[..., Any]:
     if not config.no_reentrant:
-        return functools.partial(_reentrant, preserve_rng_state=config.preserve_rng_state)
+        return functools.partial(_recompute_reentrant, preserve_rng_state=config.preserve_rng_state)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": config.preserve_rng_state}
     if config.save_operators:
         options["context_fn"] = functools.partial(_selective_contexts, config.save_operators)
@@ -327,7 +331,7 @@ def _function(config: CheckpointConfig) -> Callable[..., Any]:
 
 def _selective_contexts(saved: tuple[str, ...] | str) -> tuple[Any, Any]:
     """Contexts of one forward pass of a block and of its recomputation; products are counted anew in each."""
-    number, operators = 0, [_operator(name) for name in saved] if isinstance(saved, tuple) else None
+    number, operators = 0, [_find_operator(name) for name in saved] if isinstance(saved, tuple) else None
 
     def policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         nonlocal number
@@ -340,7 +344,7 @@ def _selective_contexts(saved: tuple[str, ...] | str) -> tuple[Any, Any]:
     return contexts
 
 
-def _reentrant(module: nn.Module, *args: Any, preserve_rng_state: bool, **kwargs: Any) -> Any:
+def _recompute_reentrant(module: nn.Module, *args: Any, preserve_rng_state: bool, **kwargs: Any) -> Any:
     """Reentrant recomputation that keeps gradients when no input requires one, and takes keywords.
 
     The reentrant implementation sees only positional tensors and, if none of them requires a gradient,
@@ -358,7 +362,7 @@ def _reentrant(module: nn.Module, *args: Any, preserve_rng_state: bool, **kwargs
     )
 
 
-def _operator(name: str) -> Any:
+def _find_operator(name: str) -> Any:
     path = name.removeprefix("torch.ops.").split(".")
     found: Any = torch.ops
     try:

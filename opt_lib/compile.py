@@ -75,7 +75,7 @@ class CompileWatch:
         finally:
             self.num_calls += 1
             if num_graphs() != graphs or num_compile_failures() != failures:
-                self._take(graphs, begun)
+                self._record_compilation(graphs, begun)
 
     def summary(self) -> str:
         """What was counted, in words: ``"1 graph, 0 graph breaks, 0 recompiles"``, with reasons."""
@@ -83,11 +83,11 @@ class CompileWatch:
             return "nothing compiled yet: blocks are compiled at their first call"
         text = (
             f"{counted(self.num_graphs, 'graph')}, {counted(self.breaks.total(), 'graph break')}"
-            f"{_reasons(self.breaks)}, {counted(self.recompiled.total(), 'recompile')}{_reasons(self.recompiled)}"
+            f"{_format_reasons(self.breaks)}, {counted(self.recompiled.total(), 'recompile')}{_format_reasons(self.recompiled)}"
         )
         return f"{text}; a function hit the recompile limit and runs uncompiled" if self.hit_limit else text
 
-    def _take(self, graphs: int, begun: int) -> None:
+    def _record_compilation(self, graphs: int, begun: int) -> None:
         self.num_graphs += num_graphs() - graphs
         breaks = Counter(graph_breaks())
         self.breaks += breaks - self._known_breaks
@@ -96,7 +96,7 @@ class CompileWatch:
             if _LIMIT in record.failed_with:
                 self._warn_of_limit(record.recompiled_for)
             elif record.recompiled_for and not record.failed_with:
-                self.recompiled[_short(record.recompiled_for)] += 1
+                self.recompiled[_shorten_guard(record.recompiled_for)] += 1
 
     def _warn_of_limit(self, reason: str) -> None:
         if self.hit_limit:
@@ -104,19 +104,19 @@ class CompileWatch:
         self.hit_limit = True
         warnings.warn(
             f"{self.method}: torch compiled one function as often as torch._dynamo.config.recompile_limit allows, "
-            f"and runs it uncompiled from now on. The last guard that failed: {_short(reason)}. If sizes change from "
+            f"and runs it uncompiled from now on. The last guard that failed: {_shorten_guard(reason)}. If sizes change from "
             "batch to batch, set dynamic=True, or pad batches to a few sizes.",
             stacklevel=2,
         )
 
 
-def _short(reason: str) -> str:
+def _shorten_guard(reason: str) -> str:
     """The guard without the number of the compilation, on one line."""
     head, _, rest = reason.partition(": ")
     return clipped(" ".join((rest if "/" in head else reason).split()), _WIDTH)
 
 
-def _reasons(found: Counter[str]) -> str:
+def _format_reasons(found: Counter[str]) -> str:
     if not found:
         return ""
     shown = [f"{count} x {reason}" if count > 1 else reason for reason, count in found.most_common()]
@@ -161,7 +161,7 @@ class Compile(Method[CompileConfig]):
 
     def unavailable(self, config: CompileConfig, cluster: Cluster) -> str | None:
         """What inductor needs here and does not find."""
-        return _missing(cluster.device_type) if config.backend == "inductor" else None
+        return _missing_requirement(cluster.device_type) if config.backend == "inductor" else None
 
     def notices(self, config: CompileConfig, cluster: Cluster) -> Iterable[str]:
         """Modes that mean nothing here, or that the backend does not know."""
@@ -181,7 +181,7 @@ class Compile(Method[CompileConfig]):
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[CompileConfig]:
         """Where inductor works: on GPUs, and on CPUs where there is a C++ compiler."""
-        if _missing(cluster.device_type) is None:
+        if _missing_requirement(cluster.device_type) is None:
             yield CompileConfig()
 
     def apply(self, job: Job, config: CompileConfig) -> None:
@@ -247,14 +247,14 @@ def _forget_earlier_graphs() -> None:
         torch.compiler.reset()
 
 
-def _missing(device_type: str) -> str | None:
+def _missing_requirement(device_type: str) -> str | None:
     """What inductor needs on this machine and does not find, as a reason to leave it out; ``None`` if all is there.
 
     It writes C++ for CPUs, and for GPUs Triton, which compiles a launcher in C. A machine that only plans for GPUs
     has none, and is not asked.
     """
     if device_type == "cpu":
-        if _compiler("CXX", "g++", "clang++") is not None:
+        if _find_compiler("CXX", "g++", "clang++") is not None:
             return None
         return (
             "inductor needs a C++ compiler on a CPU, and there is neither $CXX nor g++ nor clang++. Install g++, or "
@@ -270,12 +270,12 @@ def _missing(device_type: str) -> str | None:
         return f"inductor's Triton needs a GPU of compute capability {_TRITON_CAPABILITY}.0, and {have}"
     if importlib.util.find_spec("triton") is None:
         return "inductor needs Triton on a GPU. Install it with: pip install triton"
-    if _compiler("CC", "gcc", "clang", "cc") is None:
+    if _find_compiler("CC", "gcc", "clang", "cc") is None:
         return "Triton needs a C compiler, and there is neither $CC nor gcc nor clang. Install gcc."
     return None
 
 
-def _compiler(variable: str, *names: str) -> str | None:
+def _find_compiler(variable: str, *names: str) -> str | None:
     """The path of the compiler that ``variable`` names, or else of the first that is installed."""
     found = (shutil.which(name) for name in (os.environ.get(variable) or "", *names))
     return next((path for path in found if path is not None), None)

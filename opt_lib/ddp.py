@@ -120,10 +120,7 @@ class Ddp(Method[DdpConfig]):
         """Gradients are all-reduced."""
         return plan.changed(
             gradient_sync="all_reduce",
-            sharding={
-                "bucket_bytes": _bucket_bytes(config),
-                "bucket_views": _bucket_views(config),
-            },
+            sharding={"bucket_bytes": _bucket_bytes(config), "bucket_views": _bucket_views(config)},
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[DdpConfig]:
@@ -258,22 +255,22 @@ class _Unreached:
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._seen: dict[str, None] = {}
         self._queued = self._awaited = False
-        model.register_forward_hook(self._watch)
+        model.register_forward_hook(self._watch_outputs)
 
     def text(self) -> str:
         """What is known by now, for the report."""
         what = "parameters that some step has not used, and whose gradients are none then: "
         return what + first_few(list(self._seen)) if self._seen else ""
 
-    def _watch(self, model: DistributedDataParallel, inputs: Any, output: Any) -> None:
+    def _watch_outputs(self, model: DistributedDataParallel, inputs: Any, output: Any) -> None:
         self._queued = False  # also where the last backward pass has failed
         if torch.is_grad_enabled() and model.require_backward_grad_sync:
             self._awaited = True
             for tensor in unique_tensors_of(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._begin)
+                    tensor.register_hook(self._begin_backward)
 
-    def _begin(self, gradient: torch.Tensor) -> None:
+    def _begin_backward(self, gradient: torch.Tensor) -> None:
         if not self._queued:
             if not self._awaited and self._model.require_backward_grad_sync:
                 raise StepError(
@@ -282,9 +279,9 @@ class _Unreached:
                     "out ddp's reducer: torch."
                 )
             self._queued = True
-            after_backward(self._end)
+            after_backward(self._reduce_unreached)
 
-    def _end(self) -> None:
+    def _reduce_unreached(self) -> None:
         self._queued = self._awaited = False
         unreached: list[torch.Tensor] = []
         while places := unreached_parameters(self._model):

@@ -106,13 +106,13 @@ class Ds3dParallel(Method[Ds3dParallelConfig]):
     Config = Ds3dParallelConfig
     provides = ("axis:pipeline", "gradient_sync")
     conflicts = (
-        Conflict("parallel_mode", _WHY_PIPELINE, when=lambda _, mesh: _size(mesh, "pipeline") == 1),
-        Conflict("parallel_mode", _WHY_NO_EXPERTS, when=lambda _, mesh: _size(mesh, "expert") > 1),
+        Conflict("parallel_mode", _WHY_PIPELINE, when=lambda _, mesh: _axis_size(mesh, "pipeline") == 1),
+        Conflict("parallel_mode", _WHY_NO_EXPERTS, when=lambda _, mesh: _axis_size(mesh, "expert") > 1),
         Conflict(
             "parallel_mode",
             _WHY_PLAIN,
             when=lambda mine, mesh: (
-                mine.zero_stage > 0 and max(_size(mesh, "tensor"), _size(mesh, "sequence")) > 1
+                mine.zero_stage > 0 and max(_axis_size(mesh, "tensor"), _axis_size(mesh, "sequence")) > 1
             ),
         ),
         Conflict("half", _WHY_FP32, when=lambda mine, _: mine.zero_stage > 0),
@@ -169,6 +169,6 @@ class Ds3dParallel(Method[Ds3dParallelConfig]):
         job.explain(self.name, f"run by DeepSpeed's pipeline engine, ZeRO stage {config.zero_stage}")
 
 
-def _size(mesh: Any, axis: str) -> int:
+def _axis_size(mesh: Any, axis: str) -> int:
     size: int = dict(mesh.axes).get(axis, 1)
     return size

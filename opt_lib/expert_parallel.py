@@ -87,10 +87,10 @@ class ExpertParallel(Method[ExpertParallelConfig]):
         if degree == 1:
             job.explain(self.name, "the mesh has no expert axis larger than 1, so experts stay whole")
             return
-        found, unfit = job.cluster.agree(lambda: _find(job, config), what="finding experts")
-        job.cluster.agree(lambda: _try(job, found), what="trying experts on a small input")
+        found, unfit = job.cluster.agree(lambda: _find_local_experts(job, config), what="finding experts")
+        job.cluster.agree(lambda: _try_division(job, found), what="trying experts on a small input")
         for experts in found:
-            _divide(job, experts)
+            _divide_layer(job, experts)
         job.parts.experts = tuple(one.module for one in found if isinstance(one, FoundExperts))
         job.parts.listed_experts = tuple(
             e for one in found if isinstance(one, ListedExperts) for e in one.experts
@@ -104,7 +104,7 @@ class ExpertParallel(Method[ExpertParallelConfig]):
         job.explain(self.name, "; ".join([text, *(f"whole: {one}" for one in unfit)]))
 
 
-def _find(job: Job, config: ExpertParallelConfig) -> tuple[list[Experts], list[UnfitExperts]]:
+def _find_local_experts(job: Job, config: ExpertParallelConfig) -> tuple[list[Experts], list[UnfitExperts]]:
     """What is to be divided on this rank, and what looks like experts and stays whole.
 
     Raises:
@@ -113,7 +113,7 @@ def _find(job: Job, config: ExpertParallelConfig) -> tuple[list[Experts], list[U
     assert job.mesh is not None
     found, unfit = find_experts(job.module, config.experts)
     held = {module for root in job.roots for module in root.modules()}
-    found = [experts for experts in found if _layer(experts) in held]
+    found = [experts for experts in found if _expert_layer(experts) in held]
     if (unfit and config.experts is not None) or (not found and not job.parts.stages):
         listed = "".join(f"\n  {one}" for one in unfit[:8])
         reasons = listed or " No module takes tokens, indices and weights."
@@ -132,7 +132,7 @@ def _find(job: Job, config: ExpertParallelConfig) -> tuple[list[Experts], list[U
     return found, unfit
 
 
-def _try(job: Job, found: Iterable[Experts]) -> None:
+def _try_division(job: Job, found: Iterable[Experts]) -> None:
     """Tries one module of each kind; a stage of a pipeline may have none.
 
     Raises:
@@ -141,12 +141,12 @@ def _try(job: Job, found: Iterable[Experts]) -> None:
     assert job.mesh is not None
     tried: set[Any] = set()
     for experts in found:
-        layer = _layer(experts)
+        layer = _expert_layer(experts)
         kind = (type(layer), *(tuple(p.shape) for p in layer.parameters()))
         if kind in tried:
             continue
         tried.add(kind)
-        _place(job, experts)
+        _move_to_device(job, experts)
         if isinstance(experts, ListedExperts):
             reason = why_not_answerable(experts)
         else:
@@ -156,11 +156,11 @@ def _try(job: Job, found: Iterable[Experts]) -> None:
             raise InputError(f"the experts of {experts} cannot be divided: {reason}.{advice}")
 
 
-def _divide(job: Job, experts: Experts) -> None:
+def _divide_layer(job: Job, experts: Experts) -> None:
     """Divides one module: another one is whole on this rank's device only after this one no longer is."""
     assert job.mesh is not None
     mesh = job.mesh.axis("expert")
-    equal = _place(job, experts)
+    equal = _move_to_device(job, experts)
     if isinstance(experts, FoundExperts):
         divide_experts(experts, mesh, equal=equal)
         job.gradients.sums.add([f"{experts.name}.{name}" for name in experts.whole], mesh.get_group())
@@ -175,13 +175,13 @@ def _divide(job: Job, experts: Experts) -> None:
         job.gradients.sums.add([plain_name(name) for name, p in named if id(p) in inside], copies, mean=True)
 
 
-def _layer(experts: Experts) -> nn.Module:
+def _expert_layer(experts: Experts) -> nn.Module:
     return experts.layer if isinstance(experts, ListedExperts) else experts.module
 
 
-def _place(job: Job, experts: Experts) -> bool:
+def _move_to_device(job: Job, experts: Experts) -> bool:
     """Gives the module memory on this rank's device; whether its values are then the same on every rank."""
-    layer = _layer(experts)
+    layer = _expert_layer(experts)
     equal = is_on_meta(layer)
     job.materialiser().materialise([layer])
     layer.to(job.device)

@@ -141,9 +141,9 @@ class Fp8(Method[Fp8Config]):
 
     def apply(self, job: Job, config: Fp8Config) -> None:
         """Replaces the linears; collective, so that no rank goes on where another cannot."""
-        job.cluster.agree(lambda: self._replace(job, config), what="replacing linears by fp8")
+        job.cluster.agree(lambda: self._replace_linears(job, config), what="replacing linears by fp8")
 
-    def _replace(self, job: Job, config: Fp8Config) -> None:
+    def _replace_linears(self, job: Job, config: Fp8Config) -> None:
         backend = choose(config, job.cluster, job.plan)
         if backend is None:
             raise InputError(_why_none(config, job))
@@ -151,7 +151,7 @@ class Fp8(Method[Fp8Config]):
         selection = find_linears(
             job.module, config.include, config.exclude, degree=job.plan.size("tensor"), keep_tied=gathers
         )
-        self._tell(job, config, backend, selection)
+        self._report_selection(job, config, backend, selection)
         self._tell_unmatched(job, config)
         if not selection.replaced:
             job.warn(f"fp8 is left out: {selection.why_nothing()}")
@@ -165,7 +165,7 @@ class Fp8(Method[Fp8Config]):
         elif config.fsdp_all_gather:
             job.warn("fp8: fsdp_all_gather does nothing without fsdp or zero2, which gather weights")
 
-    def _tell(self, job: Job, config: Fp8Config, backend: Backend, selection: Selection) -> None:
+    def _report_selection(self, job: Job, config: Fp8Config, backend: Backend, selection: Selection) -> None:
         used = "Transformer Engine" if backend == "te" else f"torchao, {config.recipe}"
         emulated = ", emulated" if backend == "torchao" and config.emulate else ""
         if selection.replaced:

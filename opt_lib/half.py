@@ -82,7 +82,7 @@ class Half(Method[HalfConfig]):
     def apply(self, job: Job, config: HalfConfig) -> None:
         """Casts the model; inputs follow by themselves."""
         dtype: torch.dtype = getattr(torch, config.dtype)
-        _cast(job.module, dtype)
+        _cast_model(job.module, dtype)
         job.precision.input_dtype = dtype
         if dtype == torch.float16:
             if job.inputs.loss_func is None and job.inputs.optim_func is not None:
@@ -96,7 +96,7 @@ class Half(Method[HalfConfig]):
         return f"weights and activations in {config.dtype}, {masters}{scale}; the loss is computed in fp32"
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+def _cast_model(model: nn.Module, dtype: torch.dtype) -> None:
     kept = [
         (module, name, buffer)
         for module in model.modules()

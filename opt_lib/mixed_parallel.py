@@ -63,7 +63,7 @@ class MixedParallel(Method[MixedParallelConfig]):
         if not sizes.keys() & set(MODEL_AXES):  # an axis of size 1 is one, which divides nothing
             raise StrategyError([Problem(message=_no_axis(others, cluster))])
         given = {axis: value for axis in _METHODS if (value := getattr(config, axis)) is not None}
-        problems = [_absent(axis, others) for axis in given if axis not in sizes]
+        problems = [_absent_axis_problem(axis, others) for axis in given if axis not in sizes]
         if problems:
             raise StrategyError(problems)
         unused = [axis for axis in given if sizes[axis] == 1]
@@ -90,7 +90,7 @@ def _no_axis(others: Plan, cluster: Cluster) -> str:
     )
 
 
-def _absent(axis: str, others: Plan) -> Problem:
+def _absent_axis_problem(axis: str, others: Plan) -> Problem:
     shown = ", ".join(f"{name}={size}" for name, size in others.axes)
     return Problem(
         message=f"parallel_mode has {shown} and no axis {axis!r}. Name its degree there, as in "

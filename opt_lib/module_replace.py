@@ -93,7 +93,7 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
         known = known_replacements()
         named = [("include", name) for name in config.include or ()]
         named += [("exclude", name) for name in config.exclude]
-        problems = [_unknown(self.name, key, name, known) for key, name in named if name not in known]
+        problems = [_name_problem(self.name, key, name, known) for key, name in named if name not in known]
         for name, settings in config.configs.items():
             problems += _wrong_settings(self.name, config, name, settings, known)
         return problems
@@ -112,7 +112,7 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
         if not any(True for _ in self.options(profile, cluster)):
             return None
         made: set[nn.Module] = set()
-        for candidate in _chosen(ModuleReplaceConfig()):
+        for candidate in _select_replacements(ModuleReplaceConfig()):
             traced = candidate.traced(cluster)
             if traced is not None:
                 outcome = traced.replace(model, made)
@@ -130,26 +130,26 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
 
     def apply(self, job: Job, config: ModuleReplaceConfig) -> None:
         """Lets every chosen replacement do what it can, one after the other."""
-        chosen = _chosen(config)
-        unmet = _unmet(job, chosen)
+        chosen = _select_replacements(config)
+        unmet = _unmet_requirements(job, chosen)
         rows = []
         made: set[nn.Module] = set()
         for candidate in chosen:
             reason = unmet[candidate.name]
             if reason is None:
-                rows.append(_use(job, candidate, made))
+                rows.append(_apply_replacement(job, candidate, made))
             else:
                 found = candidate.concerns(job.module)
                 rows.append(_Row(candidate.name, reason, 0, found, candidate.by_user, left_out=True))
-        for text in _joined(row for row in rows if row.found or row.by_user or config.include is not None):
+        for text in _row_texts(row for row in rows if row.found or row.by_user or config.include is not None):
             job.explain(self.name, text)
         idle = [row for row in rows if row.num_replaced == 0]
         if len(idle) == len(rows):
             job.explain(self.name, "nothing was replaced")
-            why = "; ".join(_joined(idle)) or "every replacement is excluded"
+            why = "; ".join(_row_texts(idle)) or "every replacement is excluded"
             job.warn(f"{self.name} replaced nothing: {why}")
         elif idle and config.include is not None:
-            job.warn(f"{self.name} does without some of include: {'; '.join(_joined(idle))}")
+            job.warn(f"{self.name} does without some of include: {'; '.join(_row_texts(idle))}")
 
 
 class _Row(NamedTuple):
@@ -172,7 +172,7 @@ class _Row(NamedTuple):
     left_out: bool = False
 
 
-def _chosen(config: ModuleReplaceConfig) -> list[Replacement]:
+def _select_replacements(config: ModuleReplaceConfig) -> list[Replacement]:
     chosen = []
     for name, candidate in known_replacements().items():
         wanted = not candidate.only_by_name if config.include is None else name in config.include
@@ -182,7 +182,7 @@ def _chosen(config: ModuleReplaceConfig) -> list[Replacement]:
     return chosen
 
 
-def _unmet(job: Job, chosen: Iterable[Replacement]) -> dict[str, str | None]:
+def _unmet_requirements(job: Job, chosen: Iterable[Replacement]) -> dict[str, str | None]:
     """Why the job cannot use each replacement, by name: the same on all ranks, or an error on all."""
     dtype = _compute_dtype(job)
     divided = tuple(axis for axis in MODEL_AXES if job.plan.size(axis) > 1)
@@ -194,7 +194,7 @@ def _unmet(job: Job, chosen: Iterable[Replacement]) -> dict[str, str | None]:
     return unmet
 
 
-def _use(job: Job, candidate: Replacement, made: set[nn.Module]) -> _Row:
+def _apply_replacement(job: Job, candidate: Replacement, made: set[nn.Module]) -> _Row:
     """Lets it replace what it can but for the modules in ``made``, to which it adds its own."""
     outcome = candidate.replace(job.module, made)
     made |= outcome.made
@@ -205,7 +205,7 @@ def _use(job: Job, candidate: Replacement, made: set[nn.Module]) -> _Row:
     return _Row(candidate.name, text, outcome.replaced.total(), bool(seen), candidate.by_user)
 
 
-def _joined(rows: Iterable[_Row]) -> list[str]:
+def _row_texts(rows: Iterable[_Row]) -> list[str]:
     """What rows say; those left out for one reason share a sentence."""
     listed = list(rows)
     sharing: dict[str, list[str]] = {}
@@ -243,7 +243,7 @@ def _wrong_settings(
     """What is wrong with ``configs[name]``: nothing that it says may be dropped in silence."""
     key = f"configs.{name}"
     if name not in known:
-        return [_unknown(method, key, name, known)]
+        return [_name_problem(method, key, name, known)]
     wrong = None
     if name in config.exclude:
         wrong = "it has settings and is not used: exclude names it. Take them out, or use it."
@@ -269,7 +269,7 @@ def _wrong_settings(
     ]
 
 
-def _unknown(method: str, key: str, name: str, known: Mapping[str, Replacement]) -> Problem:
+def _name_problem(method: str, key: str, name: str, known: Mapping[str, Replacement]) -> Problem:
     hint = did_you_mean(name, known, otherwise="Call register_replace_pair before auto_accelerate.")
     return Problem(
         message=f"no such replacement.{hint}", method=method, key=key, value=name, accepted=", ".join(known)

@@ -77,7 +77,7 @@ class OperatorParallelConfig(MethodConfig):
     )
 
     @model_validator(mode="after")
-    def _used(self) -> OperatorParallelConfig:
+    def _refuse_unused_settings(self) -> OperatorParallelConfig:
         idle = [name for name in ("constraints", "memory_gib") if getattr(self, name) is not None]
         if idle and self.plan is None and self.policy != "solve":
             raise ValueError(
@@ -145,10 +145,10 @@ class OperatorParallel(Method[OperatorParallelConfig]):
             return
         group = TensorGroup(job.mesh.axis("tensor"))
         assert group.mesh is not None
-        batch = common_sample(job, self.name, rows=_rows(job))
+        batch = common_sample(job, self.name, rows=_rows_per_micro_batch(job))
         units = sorted(set().union(*job.cluster.gathered(list(own_units(job.module)))))
         found = job.cluster.on_first(
-            lambda: or_refusal(lambda: _planned(job, config, batch, group.size, units)),
+            lambda: or_refusal(lambda: _make_plan(job, config, batch, group.size, units)),
             what="finding an operator plan",
         )
         if isinstance(found, CaptureError) and config.plan is None:
@@ -194,7 +194,7 @@ def _run_by(found: _Planned, job: Job, group: TensorGroup) -> Callable[[], None]
     for path, module in units.items() or {"": job.module}.items():
         start = f"{path}." if path else ""
         summed = frozenset(name.removeprefix(start) for name in found.summed if name.startswith(start))
-        divide = functools.partial(_division, found, job, group, summed)
+        divide = functools.partial(_find_division, found, job, group, summed)
         kind = found.kinds.get(path, "")
         forward = DividedForward(module, blocks, divide, group.process_group, job.device, within=kind)
         made.append((module, forward))
@@ -206,7 +206,7 @@ def _run_by(found: _Planned, job: Job, group: TensorGroup) -> Callable[[], None]
     return attach
 
 
-def _division(
+def _find_division(
     found: _Planned, job: Job, group: TensorGroup, summed: frozenset[str], graph: OperatorGraph
 ) -> Division:
     """The division of one kind of call: by the plan, or where it does not fit, the fastest with the same parameters.
@@ -219,7 +219,7 @@ def _division(
             return division_of(found.run, graph, group.size, summed)
 
     def other() -> OperatorPlan:
-        return refitted(found.run, graph, group.size, _prices(job, group.size), job.device)
+        return refitted(found.run, graph, group.size, _job_prices(job, group.size), job.device)
 
     assert group.mesh is not None
     own: OperatorPlan | InputError | None = None
@@ -232,18 +232,18 @@ def _division(
     return division_of(made, graph, group.size, summed)
 
 
-def _prices(job: Job, degree: int) -> Prices:
+def _job_prices(job: Job, degree: int) -> Prices:
     precision = job.plan.precision
     return Prices.on(job.cluster, degree, precision.compute_dtype or precision.parameter_dtype)
 
 
-def _rows(job: Job) -> int | None:
+def _rows_per_micro_batch(job: Job) -> int | None:
     """Samples of a micro-batch, where the loader's arguments say so."""
     local = local_batch_size(job)
     return None if local is None else max(1, local // job.step.num_micro_batches)
 
 
-def _planned(
+def _make_plan(
     job: Job, config: OperatorParallelConfig, batch: Any, degree: int, units: Sequence[str]
 ) -> _Planned:
     """The plan and what it means for each parameter of the model; nothing is communicated.
@@ -256,9 +256,11 @@ def _planned(
         with contextlib.suppress(BatchSizeError):  # train_step says what is wrong with a real batch
             batch = split_batch(batch, job.num_data_ranks * job.step.num_micro_batches)[0]
     args, kwargs = call_arguments(model, batch, job.inputs.model_input_format)
-    shallow = _captured(job, model, args, kwargs, units)
-    prices = _prices(job, degree)
-    found = find_plan(shallow.graph, degree, _wanted(job, config, prices), prices, _states(job), job.device)
+    shallow = _capture_model(job, model, args, kwargs, units)
+    prices = _job_prices(job, degree)
+    found = find_plan(
+        shallow.graph, degree, _plan_request(job, config, prices), prices, _describe_states(job), job.device
+    )
     for warning in found.warnings:
         job.warn(warning)
     plan = found.plan
@@ -283,7 +285,7 @@ def _planned(
     return _Planned(plan, run, frozenset(shallow.graph.by_key), dims, summed, of_units, found.note)
 
 
-def _wanted(job: Job, config: OperatorParallelConfig, prices: Prices) -> Wanted:
+def _plan_request(job: Job, config: OperatorParallelConfig, prices: Prices) -> Wanted:
     limit = config.memory_gib * 2**30 if config.memory_gib else float(prices.device.memory_bytes)
     if job.mesh is not None:  # the graph is that of all stages, which share it
         limit *= job.mesh.size("pipeline")
@@ -297,7 +299,7 @@ def _wanted(job: Job, config: OperatorParallelConfig, prices: Prices) -> Wanted:
     )
 
 
-def _states(job: Job) -> States:
+def _describe_states(job: Job) -> States:
     sharding, num_data_ranks = job.plan.sharding, job.plan.num_data_ranks
     return States(
         shards=num_data_ranks if sharding.optimizer_over else 1,
@@ -305,7 +307,7 @@ def _states(job: Job) -> States:
     )
 
 
-def _captured(
+def _capture_model(
     job: Job, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], units: Sequence[str]
 ) -> Shallow:
     """The operators of the model as it will run: in training, with the strategy's casts and dtypes of parameters."""

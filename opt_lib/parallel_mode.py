@@ -166,9 +166,9 @@ def model_shapes(profile: Profile, cluster: Cluster) -> Iterator[tuple[tuple[str
     trace, world = profile.trace, cluster.world_size
     if trace is None:
         return
-    tensors = [size for size in _powers(cluster.local_world_size) if _divides_tensor(trace, size)]
-    sequences = [size for size in _powers(cluster.local_world_size) if _divides_sequence(trace, size)]
-    pipelines = [size for size in _powers(world) if size == 1 or 2 * size <= len(profile.blocks)]
+    tensors = [size for size in _powers_of_two(cluster.local_world_size) if _divides_tensor(trace, size)]
+    sequences = [size for size in _powers_of_two(cluster.local_world_size) if _divides_sequence(trace, size)]
+    pipelines = [size for size in _powers_of_two(world) if size == 1 or 2 * size <= len(profile.blocks)]
     experts = [size for size in range(1, world + 1) if size == 1 or _divides_experts(trace, size)]
     shapes = itertools.product(tensors, sequences, experts, pipelines)
     for tensor, sequence, expert, pipeline in sorted(shapes, key=lambda shape: (math.prod(shape), shape)):
@@ -198,7 +198,7 @@ def _within_data(data: int, in_node: int, expert: int) -> Iterator[int]:
         zero *= 8
 
 
-def _powers(most: int) -> list[int]:
+def _powers_of_two(most: int) -> list[int]:
     """1, 2, 4, … that divide ``most``."""
     return [2**power for power in range(most.bit_length()) if most % 2**power == 0]
 

@@ -74,10 +74,10 @@ class PipelineParallel(Method[PipelineParallelConfig]):
             job.explain(self.name, "nothing is cut: parallel_mode has no axis pipeline")
             return
         stage_set = cut_pipeline(job, self.name, config)
-        job.step.make_runner = partial(_runner, stage_set)
+        job.step.make_runner = partial(_make_runner, stage_set)
 
 
-def _runner(stage_set: StageSet, job: Job, loss_func: Any) -> BatchRunner:
+def _make_runner(stage_set: StageSet, job: Job, loss_func: Any) -> BatchRunner:
     assert job.mesh is not None
     num_ranks, decided = job.mesh.size("pipeline"), job.plan.pipeline
     info, on_rank = get_schedule(decided.schedule), decided.stages_per_rank

@@ -120,7 +120,7 @@ class SequenceParallel(Method[SequenceParallelConfig]):
             restore_precision=job.precision.restore,
             leave_whole=config.blocks is None and not job.parts.stages,
         )
-        sample, why = job.cluster.from_first(_sample(job) if dist.get_rank() == 0 else None)
+        sample, why = job.cluster.from_first(_take_sample(job) if dist.get_rank() == 0 else None)
         whole = WholeModel.of(job, config.blocks, sample)
         find = partial(divided_tail, job, whole, why, dim=config.sequence_dim, wanted=config.parallel_loss)
         tail = job.cluster.on_first(lambda: or_refusal(find), what="testing the loss on parts of samples")
@@ -142,7 +142,7 @@ class SequenceParallel(Method[SequenceParallelConfig]):
         note = divide_tail(job, tail, whole.blocks[-1], attached) if tail.divides else tail.note
         if later:
             join_at_first_call(job.module, attached, settings)
-        job.explain(self.name, partial(_found, job, config, attached, later))
+        job.explain(self.name, partial(_describe_division, job, config, attached, later))
         job.explain(self.name, note)
 
 
@@ -193,7 +193,7 @@ def _join_stages(job: Job, runs: list[BlockChain], find: Callable[[], dict[tuple
         run.join({place: links[pair] for place, pair in pairs if pair in links})
 
 
-def _sample(job: Job) -> tuple[Any, str]:
+def _take_sample(job: Job) -> tuple[Any, str]:
     """Two samples, and why there are none."""
     try:
         batch = sample_batch(job.inputs)
@@ -202,7 +202,7 @@ def _sample(job: Job) -> tuple[Any, str]:
     return batch, "there is no batch to look at" if batch is None else ""
 
 
-def _found(job: Job, config: SequenceParallelConfig, runs: list[BlockChain], later: str) -> str:
+def _describe_division(job: Job, config: SequenceParallelConfig, runs: list[BlockChain], later: str) -> str:
     """What is divided, and how, by what has been found so far; ``later``: why not before the first batch."""
     assert job.mesh is not None
     whole = {name: why for run in runs for name, why in run.left_whole().items()}

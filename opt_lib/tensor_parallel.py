@@ -103,22 +103,22 @@ class TensorParallel(Method[TensorParallelConfig]):
         stages = dict(ChainMap(*job.cluster.gathered(_stage_of_units(job))))
         # By one rank: one plan, however the numbers are rounded, and the others' cores are free for it.
         planned = job.cluster.on_first(
-            lambda: or_refusal(lambda: _planned(job, config, model, batch, group.size, stages)),
+            lambda: or_refusal(lambda: _make_plan(job, config, model, batch, group.size, stages)),
             what="finding and testing a tensor plan",
         )
         if isinstance(planned, InputError):  # which every rank raises
             raise planned
         chosen, loss = planned
         local = _of_this_rank(chosen, job.module, job.parts.stages)
-        _divide(job, local, group)
+        _divide_layers(job, local, group)
         divide_logits(job, loss, local.layout)
         guard_loss(job)
         job.resolved_settings[self.name] = chosen.plan.as_config()
-        self._explain(job, chosen, config)
+        self._explain_plan(job, chosen, config)
         if loss.note:
             job.explain(self.name, loss.note)
 
-    def _explain(self, job: Job, chosen: ChosenPlan, config: TensorParallelConfig) -> None:
+    def _explain_plan(self, job: Job, chosen: ChosenPlan, config: TensorParallelConfig) -> None:
         where = {"user": "the plan given", "model": "the model's own plan", "found": "found"}
         job.explain(self.name, f"{where[chosen.plan.where]}: {chosen.plan.describe()}")
         for note in chosen.notes:
@@ -126,12 +126,12 @@ class TensorParallel(Method[TensorParallelConfig]):
         if chosen.stream is not None:
             job.explain(self.name, "the sequence is divided between divided layers")
             if len(chosen.stream.chains) > 1:
-                chains = first_few([_ends(chain) for chain in chosen.stream.chains], 6)
+                chains = first_few([_chain_ends(chain) for chain in chosen.stream.chains], 6)
                 job.explain(
                     self.name, f"it is whole between chains of blocks, where other code may see it: {chains}"
                 )
         if config.asynchronous and chosen.stream is not None:
-            job.explain(self.name, _exchanged(chosen, job.plan.precision.narrow))
+            job.explain(self.name, _describe_exchange(chosen, job.plan.precision.narrow))
         if config.overlap:
             job.explain(self.name, "layers reduce the first half of a batch while they compute the second")
         if not config.self_test:
@@ -142,7 +142,7 @@ class TensorParallel(Method[TensorParallelConfig]):
             job.explain(self.name, f"whole on every rank: {shown}")
 
 
-def _exchanged(chosen: ChosenPlan, narrow: NarrowProducts | None) -> str:
+def _describe_exchange(chosen: ChosenPlan, narrow: NarrowProducts | None) -> str:
     """Which layers exchange asynchronously."""
     assert chosen.stream is not None
     joined = [spec for spec in chosen.regions if spec.one_input and chosen.stream.tight]
@@ -160,7 +160,7 @@ def _exchanged(chosen: ChosenPlan, narrow: NarrowProducts | None) -> str:
     )
 
 
-def _ends(chain: Sequence[str]) -> str:
+def _chain_ends(chain: Sequence[str]) -> str:
     return chain[0] if len(chain) == 1 else f"{chain[0]} to {chain[-1]}"
 
 
@@ -170,7 +170,7 @@ def _stage_of_units(job: Job) -> dict[str, int]:
     return {path: stage.number for stage in stages for path in own_units(stage)}
 
 
-def _planned(
+def _make_plan(
     job: Job,
     config: TensorParallelConfig,
     model: nn.Module,
@@ -179,7 +179,7 @@ def _planned(
     stages: Mapping[str, int],
 ) -> tuple[ChosenPlan, LossOnParts]:
     """A tested plan, and whether the loss is computed on parts; nothing is communicated."""
-    graph = replace(_traced(job, model, batch, degree, chains=config.sequence), stages=stages)
+    graph = replace(_trace_model(job, model, batch, degree, chains=config.sequence), stages=stages)
     chosen = choose_plan(
         model,
         degree,
@@ -199,7 +199,7 @@ def _planned(
     return chosen, loss
 
 
-def _traced(job: Job, model: nn.Module, batch: Any, degree: int, *, chains: bool) -> LayerGraph:
+def _trace_model(job: Job, model: nn.Module, batch: Any, degree: int, *, chains: bool) -> LayerGraph:
     """Traces how the layers of the whole model are connected.
 
     Raises:
@@ -242,7 +242,7 @@ def _of_this_rank(chosen: ChosenPlan, module: nn.Module, stages: Sequence[nn.Mod
         layout=replace(
             chosen.layout,
             layers=layers,
-            attributes=tuple(name for name in chosen.layout.attributes if _holder(name, local)),
+            attributes=tuple(name for name in chosen.layout.attributes if _is_local_attribute(name, local)),
             narrow_inputs=tuple(n for n in chosen.layout.narrow_inputs if n.rpartition(".")[0] in local),
         ),
         regions=tuple(spec for spec in chosen.regions if {*spec.columns, *spec.rows} <= local),
@@ -257,12 +257,12 @@ def _by_home(chain: Sequence[str], homes: Mapping[str, int]) -> list[tuple[str, 
     return [tuple(part) for home, part in parts if home is not None]
 
 
-def _holder(attribute: str, local: Iterable[str]) -> bool:
+def _is_local_attribute(attribute: str, local: Iterable[str]) -> bool:
     parts = attribute.split(".")
     return any(".".join(parts[:length]) in local for length in range(len(parts) - 1, 0, -1))
 
 
-def _divide(job: Job, chosen: ChosenPlan, group: TensorGroup) -> None:
+def _divide_layers(job: Job, chosen: ChosenPlan, group: TensorGroup) -> None:
     """Divides the layers; all that stays whole gets the values of the group's first rank."""
     assert group.mesh is not None
     ranks = group.mesh.get_group()

@@ -149,15 +149,15 @@ def _shard_optimizer(job: Job) -> None:
                 **arguments,
             )
         local_state_view(optimizer)
-        step_on_local_parts(_holder(optimizer))
+        step_on_local_parts(_inner_optimizer(optimizer))
         return optimizer
 
     job.optimizer.make = make
     # Masters come into being with the partition, which stays as it is.
     job.optimizer.takes_frozen = not (job.plan.precision.master_dtype or job.plan.offload_optimizer)
-    job.make_states = partial(ParameterStates, holder=_holder)
+    job.make_states = partial(ParameterStates, holder=_inner_optimizer)
 
 
-def _holder(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     found: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
     return found

@@ -669,11 +669,7 @@ def _train_groups(strategy: Any) -> Any:
     return Trajectory(losses=losses, initial=initial, final=snapshot(result.model)), rates
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [["ddp"], ["zero1"], ["zero2"], ["fsdp", "checkpoint"]],
-    ids=str,
-)
+@pytest.mark.parametrize("strategy", [["ddp"], ["zero1"], ["zero2"], ["fsdp", "checkpoint"]], ids=str)
 def test_parameter_groups_and_scheduler_survive(strategy: Any) -> None:
     alone, rates = _train_groups([])
     runs = run_ranks(_train_groups, 2, args=(strategy,))

@@ -18,40 +18,40 @@ FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob(
 MOST_FILES = 480
 LINES = {
     "top level": 869,
-    "cli": 2_145,  # to be 1_700
-    "trainer": 2_498,
-    "merak": 2_268,
-    "parallel": 2_244,
+    "cli": 2_120,  # to be 1_700
+    "trainer": 2_503,
+    "merak": 2_264,
+    "parallel": 2_247,
     "planning": 501,  # to be 850
-    "doctor": 1_428,  # to be 1_000
-    "report": 3_261,  # to be 3_000
-    "engine": 4_991,  # to be 3_600
-    "numerics": 1_760,  # to be 1_300
-    "search": 4_018,  # to be 3_550
-    "estimate": 3_782,  # to be 3_300
-    "checkpoint": 1_910,  # to be 1_900
+    "doctor": 1_436,  # to be 1_000
+    "report": 3_254,  # to be 3_000
+    "engine": 4_989,  # to be 3_600
+    "numerics": 1_764,  # to be 1_300
+    "search": 3_987,  # to be 3_550
+    "estimate": 3_799,  # to be 3_300
+    "checkpoint": 1_916,  # to be 1_900
     "apply": 285,
-    "method": 710,
-    "job": 5_858,  # to be 3_100
-    "operators": 4_771,  # to be 4_050
-    "pipeline": 4_492,  # to be 4_100
-    "sharding": 7_816,  # to be 6_200
+    "method": 707,
+    "job": 5_867,  # to be 3_100
+    "operators": 4_796,  # to be 4_050
+    "pipeline": 4_432,  # to be 4_100
+    "sharding": 7_856,  # to be 6_200
     "tracking": 482,
-    "data": 1_183,  # to be 1_400
+    "data": 1_179,  # to be 1_400
     "strategy": 1_873,  # to be 1_800
-    "profile": 2_848,  # to be 1_850
+    "profile": 2_863,  # to be 1_850
     "costs": 354,  # to be 650
     "processes": 587,  # to be 1_550
-    "cluster": 3_061,  # to be 2_600
-    "capture": 2_207,  # to be 2_900
-    "torch_compat": 1_414,
-    "testing": 1_581,  # to be 1_000
-    "opt_lib": 10_074,  # to be 8_300
+    "cluster": 3_055,  # to be 2_600
+    "capture": 2_211,  # to be 2_900
+    "torch_compat": 1_416,
+    "testing": 1_569,  # to be 1_000
+    "opt_lib": 10_086,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_271
+MOST_LINES = 81_267
 GENERATED = "coordinator_pb2.py"
 
 

@@ -61,10 +61,10 @@ def apply_strategy(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Resu
             can be seen before ranks communicate.
     """
     with random_states_kept(torch.device(cluster.device)):
-        return _apply(inputs, cluster, resolved)
+        return _apply_methods(inputs, cluster, resolved)
 
 
-def _apply(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
+def _apply_methods(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
     # For values that all ranks draw alike; torch's own of a script that sets none is any number of 64 bits.
     seed, name = cluster.from_first((torch.initial_seed() % 2**63, uuid.uuid4().hex))
     job = cluster.agree(

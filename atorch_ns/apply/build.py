@@ -34,13 +34,13 @@ def build(job: Job, make_report: MakeReport) -> Result:
     """
     if not job.placed and job.optimizer.take_over is None:  # such a backend places the model itself
         job.place()  # first: the optimizer is made of parameters that have their memory
-    job.precision.scaler = _scaler(job)  # the optimizer and the loss share it
+    job.precision.scaler = _build_scaler(job)  # the optimizer and the loss share it
     optimizer = make_optimizer(job)  # a backend may put its engine around the model here
     watch_first_step(job, optimizer)
     _wrap_forward(job)  # so casts and autocast surround the outermost module only now
     _agree_over_model_axes(job)  # random states of ranks that hold one model begin outside autocast
-    loader = _loader(job)  # needs the mesh alone
-    loss_func = _loss(job)  # under the same autocast and scale as the model
+    loader = _build_loader(job)  # needs the mesh alone
+    loss_func = _build_loss(job)  # under the same autocast and scale as the model
     if batch_norms := note_batch_norms(job):
         job.explain(MODEL, batch_norms)
         job.warn(batch_norms)
@@ -57,7 +57,7 @@ def build(job: Job, make_report: MakeReport) -> Result:
         dataloader=loader,
         loss_func=loss_func,
         prepare_input=prepare_input,
-        lr_scheduler=_scheduler(job, optimizer),  # may change the optimizer's rates, so last
+        lr_scheduler=_build_scheduler(job, optimizer),  # may change the optimizer's rates, so last
         args={
             "use_optim_backward": job.optimizer.use_optim_backward,
             "requires_set_gradient_accumulation_boundary": job.optimizer.requires_boundary,
@@ -68,7 +68,7 @@ def build(job: Job, make_report: MakeReport) -> Result:
     )
 
 
-def _scaler(job: Job) -> LossScaler | None:
+def _build_scaler(job: Job) -> LossScaler | None:
     if job.precision.loss_scaling is None:
         return None
     return LossScaler(job.cluster.device_type, job.precision.loss_scaling, group=job.agreeing_group)
@@ -97,7 +97,7 @@ def _wrap_forward(job: Job) -> None:
         ForwardScope(partial(torch.autocast, autocast.device_type, autocast.dtype)).attach(module)
 
 
-def _loader(job: Job) -> TrainLoader | None:
+def _build_loader(job: Job) -> TrainLoader | None:
     dataset = job.inputs.dataset
     if dataset is None:
         return None
@@ -121,7 +121,7 @@ def _loader(job: Job) -> TrainLoader | None:
     )
 
 
-def _loss(job: Job) -> LossFunction | None:
+def _build_loss(job: Job) -> LossFunction | None:
     if job.inputs.loss_func is None:
         return None
     loss_func = job.inputs.loss_func
@@ -145,7 +145,7 @@ def _no_loss(batch: Any, output: Any) -> torch.Tensor:
     return torch.zeros(())
 
 
-def _scheduler(job: Job, optimizer: torch.optim.Optimizer | None) -> Any:
+def _build_scheduler(job: Job, optimizer: torch.optim.Optimizer | None) -> Any:
     if job.inputs.lr_scheduler_cls is None:
         return None
     try:

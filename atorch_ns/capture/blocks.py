@@ -95,31 +95,31 @@ _VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
 
 def num_heads(model: nn.Module) -> int:
     """Attention heads of a layer, from the model's config or its modules' attributes; 0 if neither has them."""
-    return _first(_holders(model), _HEADS)
+    return _first_positive_int(_iter_setting_owners(model), _HEADS)
 
 
 def num_key_value_heads(model: nn.Module) -> int:
     """Heads of keys and values; as many as of queries where the model has no other number."""
-    return _first(_holders(model), _KEY_VALUE_HEADS) or num_heads(model)
+    return _first_positive_int(_iter_setting_owners(model), _KEY_VALUE_HEADS) or num_heads(model)
 
 
 def num_experts(model: nn.Module) -> int:
     """Experts of a layer, from the model's config or its modules' attributes; 0 if neither has them."""
-    return _first(_holders(model), _EXPERTS)
+    return _first_positive_int(_iter_setting_owners(model), _EXPERTS)
 
 
 def experts_per_token(model: nn.Module) -> int:
     """Experts that compute each token; 1 where the model has no number, 0 without experts."""
-    return (_first(_holders(model), _PER_TOKEN) or 1) if num_experts(model) else 0
+    return (_first_positive_int(_iter_setting_owners(model), _PER_TOKEN) or 1) if num_experts(model) else 0
 
 
 def vocabulary_size(model: nn.Module) -> int:
     """Rows of the token embedding: those of the config, else of the largest ``nn.Embedding``; 0 without one."""
     embeddings = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
-    return _first(_configs(model), _VOCABULARY) or max(embeddings, default=0)
+    return _first_positive_int(_iter_configs(model), _VOCABULARY) or max(embeddings, default=0)
 
 
-def _configs(model: nn.Module) -> Iterable[Any]:
+def _iter_configs(model: nn.Module) -> Iterable[Any]:
     config = getattr(model, "config", None)
     if config is not None:
         yield config
@@ -128,12 +128,12 @@ def _configs(model: nn.Module) -> Iterable[Any]:
             yield text
 
 
-def _holders(model: nn.Module) -> Iterable[Any]:
-    yield from _configs(model)
+def _iter_setting_owners(model: nn.Module) -> Iterable[Any]:
+    yield from _iter_configs(model)
     yield from model.modules()
 
 
-def _first(holders: Iterable[Any], names: Iterable[str]) -> int:
+def _first_positive_int(holders: Iterable[Any], names: Iterable[str]) -> int:
     wanted = tuple(names)
     for holder in holders:
         for name in wanted:
@@ -148,7 +148,7 @@ _POSITION = re.compile(r"(idx|index|id|num|number|no|i|position|depth)$")
 
 def fingerprint(module: nn.Module) -> str:
     """A digest of 16 hexadecimal digits."""
-    return _digest(_facts(module))
+    return _facts_digest(_module_facts(module))
 
 
 def fingerprints(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -159,16 +159,16 @@ def fingerprints(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for paths in by_container(blocks).values():
-        facts = [dict(_facts(blocks[path])) for path in paths]
-        places = _places(facts)
+        facts = [dict(_module_facts(blocks[path])) for path in paths]
+        places = _position_keys(facts)
         for path, own in zip(paths, facts, strict=True):
-            found[path] = _digest((key, value) for key, value in own.items() if key not in places)
+            found[path] = _facts_digest((key, value) for key, value in own.items() if key not in places)
     return {path: found[path] for path in blocks}
 
 
 def counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """Attributes that hold a block's position, as dotted paths, from the blocks of one container in order."""
-    places = _places([dict(_facts(module)) for module in modules])
+    places = _position_keys([dict(_module_facts(module)) for module in modules])
     return tuple(sorted(key.removeprefix(".") for key in places))
 
 
@@ -180,7 +180,7 @@ def by_container(blocks: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def _places(facts: list[dict[str, Any]]) -> set[str]:
+def _position_keys(facts: list[dict[str, Any]]) -> set[str]:
     """Keys whose values count the blocks."""
     if len(facts) < 2:
         return set()
@@ -194,7 +194,7 @@ def _places(facts: list[dict[str, Any]]) -> set[str]:
     return places
 
 
-def _facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _module_facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Keys and plain values of a module's structure and settings, which decide its cost."""
     tied: dict[int, str] = {}
     for path, child in module.named_modules(remove_duplicate=False):
@@ -207,11 +207,11 @@ def _facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
                     shape = "x".join(map(str, tensor.shape))
                     yield f"{path}.{name}:tensor", f"{shape} {tensor.dtype} {tensor.requires_grad} {first}"
         for name, value in own.items():
-            if name[:1] != "_" and (plain := _plain(value)) is not None:
+            if name[:1] != "_" and (plain := _setting_value(value)) is not None:
                 yield f"{path}.{name}", plain
 
 
-def _plain(value: Any) -> Any:
+def _setting_value(value: Any) -> Any:
     """A setting's value; for a float only whether it is zero (all other rates cost the same); ``None`` for what is no
     setting."""
     if value is None:
@@ -223,14 +223,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (torch.dtype, enum.Enum)):
         return str(value)
     if isinstance(value, (tuple, list)) and len(value) <= 16:
-        items = [_plain(item) for item in value]
+        items = [_setting_value(item) for item in value]
         return None if any(item is None for item in items) else str(items)
     if callable(value) and not isinstance(value, nn.Module):
         return getattr(value, "__qualname__", None)
     return None
 
 
-def _digest(facts: Any) -> str:
+def _facts_digest(facts: Any) -> str:
     text = "\n".join(f"{key}={value}" for key, value in facts)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -257,11 +257,11 @@ def repeated_blocks(model: nn.Module) -> list[NamedModule]:
         The blocks in the order of the model's modules; empty if nothing repeats.
     """
     found: list[NamedModule] = []
-    _collect(model, "", found)
+    _collect_blocks(model, "", found)
     return found
 
 
-def _collect(module: nn.Module, prefix: str, found: list[NamedModule]) -> None:
+def _collect_blocks(module: nn.Module, prefix: str, found: list[NamedModule]) -> None:
     repeated = _repeated_classes(module)
     for name, child in module.named_children():
         if is_stand_in(child):
@@ -271,7 +271,7 @@ def _collect(module: nn.Module, prefix: str, found: list[NamedModule]) -> None:
         if type(unwrap_checkpoint(child)) in repeated:
             found.append(NamedModule(path, child))
         else:
-            _collect(child, f"{path}.", found)
+            _collect_blocks(child, f"{path}.", found)
 
 
 def _repeated_classes(container: nn.Module) -> set[type[nn.Module]]:
@@ -286,7 +286,7 @@ def _repeated_classes(container: nn.Module) -> set[type[nn.Module]]:
     called = [child for child in children if can_be_called(child)]  # of others the model calls the children
     ranks: dict[type[nn.Module], int] = {}
     for child in called:
-        ranks[type(child)] = max(ranks.get(type(child), 0), _rank(child))
+        ranks[type(child)] = max(ranks.get(type(child), 0), _block_rank(child))
     counts = Counter(type(child) for child in called)
     repeated = [kind for kind in counts if counts[kind] >= 2]
     holding = {kind for kind in counts if ranks[kind] == _HOLDS_MODULES}
@@ -320,14 +320,14 @@ def can_be_called(module: nn.Module) -> bool:
 _HOLDS_MODULES = 2
 
 
-def _rank(block: nn.Module) -> int:
+def _block_rank(block: nn.Module) -> int:
     """How likely a module is a block rather than a layer: 2 with modules inside, 1 without, 0 for torch's layers."""
     if any(name != "parametrizations" for name, _ in block.named_children()):
         return _HOLDS_MODULES
-    return 0 if any(kind.__module__.startswith("torch.nn.modules.") for kind in _bases(block)) else 1
+    return 0 if any(kind.__module__.startswith("torch.nn.modules.") for kind in _module_classes(block)) else 1
 
 
-def _bases(module: nn.Module) -> list[type]:
+def _module_classes(module: nn.Module) -> list[type]:
     """The class of ``module`` and its bases, without ``nn.Module`` itself."""
     return [kind for kind in type(module).__mro__ if kind is not nn.Module]
 

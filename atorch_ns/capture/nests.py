@@ -36,7 +36,7 @@ def leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = never) -> Iterator[tup
         nest: any value; one that is no container is its own leaf, at the path ``()``.
         is_leaf: predicate of containers that are not entered.
     """
-    opened = None if is_leaf(nest) else _children(nest)
+    opened = None if is_leaf(nest) else _open_container(nest)
     if opened is None:
         yield (), nest
         return
@@ -49,15 +49,17 @@ def map_leaves(
     function: Callable[[Path, Any], Any], nest: Any, *, is_leaf: Callable[[Any], bool] = never
 ) -> Any:
     """A nest of the same structure with ``function(path, leaf)`` in place of every leaf, visited in order."""
-    return _map(function, nest, is_leaf, ())
+    return _map_with_path(function, nest, is_leaf, ())
 
 
-def _map(function: Callable[[Path, Any], Any], nest: Any, is_leaf: Callable[[Any], bool], path: Path) -> Any:
-    opened = None if is_leaf(nest) else _children(nest)
+def _map_with_path(
+    function: Callable[[Path, Any], Any], nest: Any, is_leaf: Callable[[Any], bool], path: Path
+) -> Any:
+    opened = None if is_leaf(nest) else _open_container(nest)
     if opened is None:
         return function(path, nest)
     items, rebuilt = opened
-    return rebuilt([_map(function, value, is_leaf, (*path, key)) for key, value in items])
+    return rebuilt([_map_with_path(function, value, is_leaf, (*path, key)) for key, value in items])
 
 
 def map_instances(kind: type, function: Callable[[Any], Any], nest: Any) -> Any:
@@ -82,7 +84,7 @@ def floats_to(nest: Any, dtype: torch.dtype) -> Any:
 def tensors_of(nest: Any) -> list[torch.Tensor]:
     """The tensors of a nest, in order; one in several places is repeated."""
     found: list[torch.Tensor] = []
-    _collect(nest, found)
+    _collect_tensors(nest, found)
     return found
 
 
@@ -206,19 +208,19 @@ def is_dataclass_instance(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _collect(nest: Any, found: list[torch.Tensor]) -> None:
+def _collect_tensors(nest: Any, found: list[torch.Tensor]) -> None:
     """Adds the tensors of a nest; without paths, as the most frequent walk."""
     if isinstance(nest, torch.Tensor):
         found.append(nest)
     elif isinstance(nest, (tuple, list)):
         for item in nest:
-            _collect(item, found)
-    elif (opened := _children(nest)) is not None:
+            _collect_tensors(item, found)
+    elif (opened := _open_container(nest)) is not None:
         for _, item in opened[0]:
-            _collect(item, found)
+            _collect_tensors(item, found)
 
 
-def _children(nest: Any) -> _Children | None:
+def _open_container(nest: Any) -> _Children | None:
     """The items of a container by key, and a function that rebuilds it of other items; ``None`` for a leaf."""
     if isinstance(nest, torch.Tensor):
         return None

@@ -98,7 +98,7 @@ def may_be_real(
 ) -> bool:
     """Whether a tensor of the batch keeps its values: one of integers or booleans, of at most ``largest`` elements, on a
     device that this process uses."""
-    small = not _floats(tensor.dtype) and num_elements <= largest
+    small = not _is_floating(tensor.dtype) and num_elements <= largest
     return small and not tensor.is_meta and _is_usable(device)
 
 
@@ -147,21 +147,21 @@ class RealValues(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags or (not inputs and label(func) in _WITHOUT_VALUES):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            return self._compute(func, args, kwargs)
+            return self._compute_real_values(func, args, kwargs)
         try:
             fake = func(*args, **kwargs)
         except RuntimeError:  # its shape or value depends on the tensors' values
             if not inputs:
                 raise
-            return self._compute(func, args, kwargs)
+            return self._compute_real_values(func, args, kwargs)
         outputs = tensors_of(fake)
         small = all(tensor.numel() <= self._largest for tensor in outputs)
-        has_values = bool(inputs) or not any(_floats(tensor.dtype) for tensor in outputs)
+        has_values = bool(inputs) or not any(_is_floating(tensor.dtype) for tensor in outputs)
         if not (small and has_values and all(_is_usable(tensor.device) for tensor in outputs)):
             return fake
-        return self._compute(func, args, kwargs)
+        return self._compute_real_values(func, args, kwargs)
 
-    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _compute_real_values(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         with outside_fake_mode():
             return func(*args, **kwargs)
 
@@ -171,5 +171,5 @@ def _is_usable(device: torch.device) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_initialized())
 
 
-def _floats(dtype: torch.dtype) -> bool:
+def _is_floating(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex

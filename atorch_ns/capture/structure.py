@@ -56,7 +56,7 @@ def truncate(
         if not is_list or len(holder._modules) != len(paths):
             continue
         kinds = [prints[path] for path in paths]
-        kept, stands_for = _choose(kinds)
+        kept, stands_for = _choose_kept_blocks(kinds)
         if len(kept) < len(paths):
             found[container] = Container(
                 path=container,
@@ -69,7 +69,7 @@ def truncate(
     return found
 
 
-def _choose(kinds: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _choose_kept_blocks(kinds: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     last = len(kinds) - 1
     kept = [0]
     place: dict[str, int] = {}
@@ -95,7 +95,7 @@ def copy_structure(model: nn.Module, make: MakeTensor, containers: Mapping[str, 
     for module in _modules_kept(model, shortened, containers):
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in memo:
-                memo[id(parameter)] = _parameter(parameter, make)
+                memo[id(parameter)] = _copy_parameter(parameter, make)
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in memo:
                 memo[id(buffer)] = make(name, buffer)
@@ -116,7 +116,7 @@ def copy_structure(model: nn.Module, make: MakeTensor, containers: Mapping[str, 
         made = _deep_copy(model, children, memo)
     _shorten_settings(model, made, containers.values())
     for container in containers.values():
-        _renumber(made, container)
+        _renumber_blocks(made, container)
     return made
 
 
@@ -149,10 +149,10 @@ def _shorten_settings(model: nn.Module, made: nn.Module, containers: Iterable[Co
     for container in containers:
         length = len(container.blocks)
         kept[length] = container.kept if kept.get(length, container.kept) == container.kept else None
-    originals = {id(owner) for module in model.modules() for owner in _owners(module)}
+    originals = {id(owner) for module in model.modules() for owner in _setting_owners(module)}
     seen: set[int] = set()
     for module in made.modules():
-        for owner in _owners(module):
+        for owner in _setting_owners(module):
             if id(owner) in originals or id(owner) in seen:
                 continue
             seen.add(id(owner))
@@ -162,7 +162,7 @@ def _shorten_settings(model: nn.Module, made: nn.Module, containers: Iterable[Co
                     vars(owner)[name] = type(value)(value[place] for place in places)
 
 
-def _renumber(made: nn.Module, container: Container) -> None:
+def _renumber_blocks(made: nn.Module, container: Container) -> None:
     """Sets attributes that hold a block's position to that in the shortened list."""
     for place, index in enumerate(container.kept):
         for counter in container.counters:
@@ -171,7 +171,7 @@ def _renumber(made: nn.Module, container: Container) -> None:
             setattr(owner, name, getattr(owner, name) - index + place)
 
 
-def _owners(module: nn.Module) -> list[Any]:
+def _setting_owners(module: nn.Module) -> list[Any]:
     """The objects with a module's settings: itself and its config."""
     config = vars(module).get("config")
     return [module] if config is None or not hasattr(config, "__dict__") else [module, config]
@@ -193,7 +193,7 @@ def _modules_kept(
             yield module
 
 
-def _parameter(parameter: nn.Parameter, make: MakeTensor) -> nn.Parameter:
+def _copy_parameter(parameter: nn.Parameter, make: MakeTensor) -> nn.Parameter:
     made = nn.Parameter(make("parameter", parameter), requires_grad=parameter.requires_grad)
     made.__dict__.update(vars(parameter))
     return made

@@ -63,7 +63,7 @@ def imported_file(path: Path) -> ModuleType:
     if _is_found_at(name, path):
         return importlib.import_module(name)
     digest = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()
-    return _executed(f"_{path.stem}_{digest[:12]}", path)
+    return _execute_file(f"_{path.stem}_{digest[:12]}", path)
 
 
 def _module_with(path: Path) -> ModuleType | None:
@@ -105,7 +105,7 @@ def _is_found_at(name: str, path: Path) -> bool:
     return origin is not None and _is_same(origin, path)
 
 
-def _executed(name: str, path: Path) -> ModuleType:
+def _execute_file(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
@@ -147,7 +147,7 @@ def load_object(name: str, *, option: str) -> Any:
         place, _, attribute = name.rpartition(".")
     if not place or not attribute or (name.endswith(".py") and not colon):
         raise InputError(f"{option}={name!r} {_without_name(name)}")
-    found: Any = _module(place, option)
+    found: Any = _import_user_module(place, option)
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [each for each in dir(found) if not each.startswith("_")]
@@ -276,7 +276,7 @@ def constraint(text: str) -> str | tuple[str, Any]:
         return name, config
 
 
-def _module(place: str, option: str) -> ModuleType:
+def _import_user_module(place: str, option: str) -> ModuleType:
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -72,7 +72,7 @@ def whole_tensors(
     found = {}
     for place, names in enumerate(_by_stage(job, own)):
         for name, record in names.items():
-            whole = _whole(own[name]) if group is None or group.rank() == place else None
+            whole = _full_tensor(own[name]) if group is None or group.rank() == place else None
             if group is not None and (everywhere or 0 in dist.get_process_group_ranks(group)):
                 whole = _from_stage(whole, record, place, group, job.device)
             if keeps and whole is not None:
@@ -90,7 +90,7 @@ def _by_stage(job: Job, own: Mapping[str, torch.Tensor]) -> list[dict[str, Tenso
     return sent
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -136,18 +136,20 @@ def import_state_dict(
     others = _other_names(job)
     aliases = {name: (name, *others.get(name, ())) for name in records}
     keys, unmatched = job.cluster.on_first(
-        lambda: _match(state_dict, records, aliases, strict=strict), what="comparing the names"
+        lambda: _match_keys(state_dict, records, aliases, strict=strict), what="comparing the names"
     )
     for name, key in keys.items():
         source = state_dict[key] if job.cluster.rank == 0 else None
-        _fill(targets.get(name), records[name], source, job.device, distributed=job.cluster.distributed)
+        _fill_target(
+            targets.get(name), records[name], source, job.device, distributed=job.cluster.distributed
+        )
     states.set_weights(weights)
     if job.step.same_weights is not None:
         job.step.same_weights.begin_anew()
     return unmatched
 
 
-def _match(
+def _match_keys(
     given: Mapping[str, torch.Tensor],
     targets: Mapping[str, TensorRecord],
     aliases: Mapping[str, Sequence[str]],
@@ -183,7 +185,7 @@ def _match(
 
 
 @torch.no_grad()
-def _fill(
+def _fill_target(
     target: torch.Tensor | None,
     record: TensorRecord,
     source: torch.Tensor | None,

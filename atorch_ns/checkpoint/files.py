@@ -54,7 +54,7 @@ def check_files(folder: Path, records: Mapping[str, FileRecord], names: Iterable
                 f"{name} has {found.size} bytes with CRC-32 {found.crc32}, and {wanted.size} bytes with CRC-32 "
                 f"{wanted.crc32} were written"
             )
-    _raise(folder, problems)
+    _raise_damaged(folder, problems)
 
 
 def check_sizes(folder: Path, sizes: Mapping[str, int], *, at_least: bool = False) -> None:
@@ -78,7 +78,7 @@ def check_sizes(folder: Path, sizes: Mapping[str, int], *, at_least: bool = Fals
             continue
         if found < wanted or (found > wanted and not at_least):
             problems.append(f"{name} has {found} bytes, and {least}{wanted} were written")
-    _raise(folder, problems)
+    _raise_damaged(folder, problems)
 
 
 def share_of(rank: int, needed: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
@@ -139,6 +139,6 @@ def record_of(path: Path) -> FileRecord:
     return FileRecord(size=size, crc32=f"{digest:08x}")
 
 
-def _raise(folder: Path, problems: Sequence[str]) -> None:
+def _raise_damaged(folder: Path, problems: Sequence[str]) -> None:
     if problems:
         raise DamagedError(f"{folder} is damaged: {first_few(problems, _SHOWN, '; ')}.")

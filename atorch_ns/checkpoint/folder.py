@@ -60,13 +60,13 @@ def latest(path: str | PathLike[str]) -> Path | None:
         for place in (parent / named, *sorted(parent.glob(f".old-{named}-*"))):
             if (place / MANIFEST).is_file():
                 return place
-    steps = _steps(parent)
+    steps = _complete_steps(parent)
     return steps[0] if steps else None
 
 
 def other_steps(folder: Path) -> list[Path]:
     """The complete checkpoints next to ``folder``, the highest step first."""
-    return [place for place in _steps(folder.parent) if place != folder]
+    return [place for place in _complete_steps(folder.parent) if place != folder]
 
 
 def find(path: str | PathLike[str]) -> Path:
@@ -138,7 +138,7 @@ def write_json(path: Path, document: JSON) -> None:
     _sync_folder(path.parent)
 
 
-def _steps(parent: Path) -> list[Path]:
+def _complete_steps(parent: Path) -> list[Path]:
     """The complete checkpoints below ``parent``, the highest step first."""
     inside = [place for place in parent.glob("*-*/step-*") if _OF_TRAINERS.fullmatch(place.parent.name)]
     found = list(parent.glob("step-*")) or inside

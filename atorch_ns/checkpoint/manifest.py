@@ -124,7 +124,7 @@ def record_groups(
         CheckpointError: for a hyperparameter that has no form in a checkpoint.
     """
     return tuple(
-        GroupRecord(params=tuple(own), options=_options(group, f"param_groups[{place}]"))
+        GroupRecord(params=tuple(own), options=_encode_options(group, f"param_groups[{place}]"))
         for place, (own, group) in enumerate(zip(names, groups, strict=True))
     )
 
@@ -172,31 +172,31 @@ def restore_groups(
     for own, group in zip(names, groups, strict=True):
         if own:
             for key, value in decode(options[own[0]]).items():
-                group[key] = _like(group.get(key), value)
+                group[key] = _match_form(group.get(key), value)
 
 
-def _options(group: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _encode_options(group: Mapping[str, Any], what: str) -> dict[str, Any]:
     return {
-        key: encode(_numbers(value), what=f"{what}[{key!r}]")
+        key: encode(_tensors_to_numbers(value), what=f"{what}[{key!r}]")
         for key, value in group.items()
         if key not in _NOT_SAVED
     }
 
 
-def _numbers(value: Any) -> Any:
+def _tensors_to_numbers(value: Any) -> Any:
     """Numbers in place of tensors, as learning rates and betas may be, also inside a tuple."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_numbers(item) for item in value)
+        return type(value)(_tensors_to_numbers(item) for item in value)
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _like(present: Any, value: Any) -> Any:
+def _match_form(present: Any, value: Any) -> Any:
     """``value`` in the form of the present one: a tensor keeps its identity, which kernels may have captured."""
     if isinstance(present, torch.Tensor):
         present.fill_(value)
         return present
     if isinstance(present, (tuple, list)) and isinstance(value, (tuple, list)) and len(present) == len(value):
-        return type(present)(_like(*pair) for pair in zip(present, value, strict=True))
+        return type(present)(_match_form(*pair) for pair in zip(present, value, strict=True))
     return value
 
 

@@ -50,12 +50,12 @@ def merge(
     read_tensors(tensors, folder, distributed=False)
     alone = {"world_size": 1, "rng_digests": manifest.rng_digests[:1], "files": None}
     scheduler = manifest.scheduler
-    model = _under(tensors, WEIGHT) | _under(tensors, BUFFER)
+    model = _select_prefix(tensors, WEIGHT) | _select_prefix(tensors, BUFFER)
     model |= {other: model[name] for name, others in (tied or {}).items() for other in others}
     document = {
         **(more or {}),
         "model": model,
-        "optimizer": _optimizer(manifest, tensors),
+        "optimizer": _optimizer_state(manifest, tensors),
         "lr_scheduler": None if scheduler is None else decode(scheduler.state),
         "tensors": tensors,  # the same ones, by the checkpoint's keys
         _MANIFEST: manifest.model_copy(update=alone).model_dump_json(),
@@ -86,11 +86,11 @@ def unmerge(document: Mapping[str, Any], folder: Path) -> None:
     Manifest.model_validate_json(document[_MANIFEST]).write(folder)
 
 
-def _under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def _select_prefix(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
-def _optimizer(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any] | None:
+def _optimizer_state(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any] | None:
     record = manifest.optimizer
     if record is None:
         return None
@@ -105,7 +105,7 @@ def _optimizer(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> dict[
     for name, values in record.values.items():
         if name in indices:
             state.setdefault(indices[name], {}).update({key: decode(value) for key, value in values.items()})
-    for key, tensor in _under(tensors, STATE).items():
+    for key, tensor in _select_prefix(tensors, STATE).items():
         name, _, entry = key.rpartition(".")
         if name in indices:
             state.setdefault(indices[name], {})[entry] = tensor

@@ -43,13 +43,13 @@ def export_safetensors(result: Result, folder: str | PathLike[str]) -> Path:
         CheckpointError: if the folder cannot be written.
     """
     place, job = Path(folder), result.job
-    library = job.cluster.agree(lambda: _library("safetensors.torch"), what="importing safetensors")
+    library = job.cluster.agree(lambda: _import_library("safetensors.torch"), what="importing safetensors")
     tensors = whole_tensors(result)
 
     def write() -> None:
         try:
             place.mkdir(parents=True, exist_ok=True)
-            _write(library, tensors, place)
+            _write_weights(library, tensors, place)
             _write_config(job.module, tensors, place)
         except OSError as error:
             raise CheckpointError(f"cannot write weights to {place}: {error}") from error
@@ -78,7 +78,7 @@ def import_safetensors(result: Result, folder: str | PathLike[str], strict: bool
     cluster = result.job.cluster
 
     def open_files() -> Mapping[str, torch.Tensor]:
-        return _Files(_library("safetensors"), Path(folder)) if cluster.rank == 0 else {}
+        return _Files(_import_library("safetensors"), Path(folder)) if cluster.rank == 0 else {}
 
     files = cluster.agree(open_files, what="opening the weights")
     return import_state_dict(result, files, strict)
@@ -115,7 +115,7 @@ def _files_of(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _library(name: str) -> ModuleType:
+def _import_library(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:  # a broken installation raises anything
@@ -127,7 +127,7 @@ def _library(name: str) -> ModuleType:
         ) from error
 
 
-def _write(library: ModuleType, tensors: Mapping[str, torch.Tensor], place: Path) -> None:
+def _write_weights(library: ModuleType, tensors: Mapping[str, torch.Tensor], place: Path) -> None:
     temporary = place / f".tmp-{_WEIGHTS}"
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     library.save_file(whole, temporary, metadata={"format": "pt"})

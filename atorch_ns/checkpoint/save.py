@@ -145,19 +145,19 @@ def save(
     if job.step.same_place is not None:
         job.step.same_place.meet("S")
     number = result.train_step.num_steps if step is None else step
-    part = job.cluster.agree(lambda: _read(result, number, extra, position), what="reading the states")
+    part = job.cluster.agree(lambda: _read_states(result, number, extra, position), what="reading the states")
     contents = with_all_ranks(part, job)
     parent = Path(path).absolute()
-    folder = _open(parent, number, job)
+    folder = _open_folder(parent, number, job)
     if not asynchronous:
-        _write(folder, contents, job, None)
+        _write_checkpoint(folder, contents, job, None)
         return None
     copied, group = contents.copied(), lane.group(job)
     place = parent / folder_module.step_name(number)
-    return lane.begin(PendingSave(place, lambda: _write(folder, copied, job, group)))
+    return lane.begin(PendingSave(place, lambda: _write_checkpoint(folder, copied, job, group)))
 
 
-def _read(
+def _read_states(
     result: Result, step: int, extra: Mapping[str, JSON] | None, position: Mapping[str, int] | None
 ) -> Contents:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -167,7 +167,7 @@ def _read(
     return read_contents(result, step=step, extra=given, data=None if data is None else dict(data))
 
 
-def _open(parent: Path, step: int, job: Job) -> Path:
+def _open_folder(parent: Path, step: int, job: Job) -> Path:
     """A new folder to write into, which all ranks see; collective."""
     cluster, what = job.cluster, "opening the checkpoint"
 
@@ -189,10 +189,10 @@ def _open(parent: Path, step: int, job: Job) -> Path:
     return cluster.agree(check, what=what)
 
 
-def _write(folder: Path, contents: Contents, job: Job, group: dist.ProcessGroup | None) -> None:
+def _write_checkpoint(folder: Path, contents: Contents, job: Job, group: dist.ProcessGroup | None) -> None:
     """Fills ``folder`` and makes it the latest checkpoint; collective over ``group``."""
     write_tensors(contents.tensors, folder, distributed=job.cluster.distributed, group=group)
-    files = _record(folder, job, group)
+    files = _record_written_files(folder, job, group)
 
     def complete() -> None:
         if job.cluster.rank != 0:
@@ -206,7 +206,7 @@ def _write(folder: Path, contents: Contents, job: Job, group: dist.ProcessGroup 
     job.cluster.agree(complete, what="completing the checkpoint", group=group)
 
 
-def _record(folder: Path, job: Job, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
+def _record_written_files(folder: Path, job: Job, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """Sizes and digests of what all ranks have written, each of its own files; collective over ``group``."""
     cluster = job.cluster
     own = cluster.agree(

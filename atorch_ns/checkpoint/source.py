@@ -50,9 +50,9 @@ def check_model(
         CheckpointError: naming the first few tensors that are missing, unexpected or different.
     """
     problems = [
-        *_differences("parameter", manifest.weights, weights),
-        *_differences("buffer", manifest.buffers, buffers),
-        *_names("extra state", manifest.extra_states.keys(), extra_states.keys()),
+        *_compare_records("parameter", manifest.weights, weights),
+        *_compare_records("buffer", manifest.buffers, buffers),
+        *_compare_names("extra state", manifest.extra_states.keys(), extra_states.keys()),
     ]
     if problems:
         raise CheckpointError(
@@ -145,10 +145,10 @@ def _check_data(manifest: Manifest, result: Result) -> None:
         )
 
 
-def _differences(
+def _compare_records(
     what: str, saved_records: Mapping[str, TensorRecord], records: Mapping[str, TensorRecord]
 ) -> list[str]:
-    problems = _names(what, saved_records.keys(), records.keys())
+    problems = _compare_names(what, saved_records.keys(), records.keys())
     changed = []
     for name in records.keys() & saved_records.keys():
         shape, saved_shape = records[name].shape, saved_records[name].shape
@@ -163,7 +163,7 @@ def _differences(
     return problems
 
 
-def _names(what: str, saved: Set[str], present: Set[str]) -> list[str]:
+def _compare_names(what: str, saved: Set[str], present: Set[str]) -> list[str]:
     problems = []
     if missing := present - saved:
         problems.append(f"{len(missing)} {what}(s) missing in the checkpoint: {first_few(sorted(missing))}")
@@ -219,7 +219,7 @@ class Source:
         check_model(manifest, *(held_by_stages(job, found) for found in (weights, buffers, extras)))
         check_training(manifest, states, result, data_position=data_position)
         wanted = _wanted_specs(manifest, specs, weights)
-        blank_extras = {name: _empty(specs[EXTRA_STATE + name]) for name in extras}
+        blank_extras = {name: _empty_tensor(specs[EXTRA_STATE + name]) for name in extras}
         source = cls(
             folder=folder,
             manifest=manifest,
@@ -234,7 +234,7 @@ class Source:
             data_position=data_position,
         )
         source._check_values()
-        files = files_read(source._tensors(), folder, whole_chunks=source._whole_chunks())
+        files = files_read(source._target_tensors(), folder, whole_chunks=source._whole_chunks())
         check_sizes(folder, {name: records[name].size for name in files if name in records})
         check_sizes(
             folder, {name: least for name, least in files.items() if name not in records}, at_least=True
@@ -243,7 +243,9 @@ class Source:
 
     def read(self, *, distributed: bool) -> None:
         """Fills all tensors; collective."""
-        read_tensors(self._tensors(), self.folder, distributed=distributed, whole_chunks=self._whole_chunks())
+        read_tensors(
+            self._target_tensors(), self.folder, distributed=distributed, whole_chunks=self._whole_chunks()
+        )
 
     def _check_values(self) -> None:
         """Decodes the manifest's values, so that one of unknown form is refused before anything is changed."""
@@ -253,7 +255,7 @@ class Source:
         for entries in () if record is None else record.values.values():
             decode(entries)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _target_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors to fill, by key in the checkpoint."""
         tensors = {WEIGHT + name: tensor for name, tensor in self.weights.items()}
         tensors |= {BUFFER + name: tensor for name, tensor in self.buffers.items()}
@@ -330,8 +332,10 @@ def _rng_source(manifest: Manifest, result: Result) -> int:
 
 def _blank_rng(specs: Mapping[str, StateSpec], source: int) -> dict[str, torch.Tensor]:
     prefix = f"{RNG}{source}."
-    return {key.removeprefix(prefix): _empty(spec) for key, spec in specs.items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): _empty_tensor(spec) for key, spec in specs.items() if key.startswith(prefix)
+    }
 
 
-def _empty(spec: StateSpec) -> torch.Tensor:
+def _empty_tensor(spec: StateSpec) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype)

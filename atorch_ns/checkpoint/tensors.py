@@ -43,7 +43,7 @@ class WholeChunks(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """torch's plan, with whole chunks in place of parts."""
         plan = super().create_local_plan()
-        return replace(plan, items=[self._widened(item) for item in plan.items])
+        return replace(plan, items=[self._widen_item(item) for item in plan.items])
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The tensor that torch reads into."""
@@ -60,7 +60,7 @@ class WholeChunks(DefaultLoadPlanner):
             tensor = tensor.narrow(dim, offset, length)
         super().resolve_tensor(wanted).detach().copy_(tensor)
 
-    def _widened(self, item: ReadItem) -> ReadItem:
+    def _widen_item(self, item: ReadItem) -> ReadItem:
         if item.type is not LoadItemType.TENSOR or item.dest_index.fqn not in self._names:
             return item
         sizes = self._chunk_sizes(item.storage_index)
@@ -101,7 +101,7 @@ def write_tensors(
         else:
             _write_alone(tensors, FileSystemWriter(folder))
     except CheckpointException as error:
-        raise CheckpointError(f"the checkpoint was not written: {_reasons(error)}") from error
+        raise CheckpointError(f"the checkpoint was not written: {_failure_reasons(error)}") from error
     except (OSError, RuntimeError) as error:  # a full disk; a rank that has ended
         raise CheckpointError(f"the checkpoint was not written: {error_text(error)}") from error
 
@@ -116,7 +116,7 @@ def describe_tensors(folder: Path) -> dict[str, StateSpec]:
     """
     return {
         key: StateSpec(tuple(entry.size), entry.properties.dtype)
-        for key, entry in _index(folder).state_dict_metadata.items()
+        for key, entry in _read_index(folder).state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
 
@@ -127,8 +127,8 @@ def stored_sizes(folder: Path) -> dict[str, int]:
     Raises:
         CheckpointError: if torch's index cannot be read.
     """
-    metadata = _index(folder)
-    return _sizes(metadata, metadata.storage_data or {})
+    metadata = _read_index(folder)
+    return _file_sizes(metadata, metadata.storage_data or {})
 
 
 def files_read(
@@ -139,11 +139,11 @@ def files_read(
     Raises:
         CheckpointError: if the folder does not have these tensors.
     """
-    metadata, planner = _index(folder), WholeChunks(whole_chunks)
+    metadata, planner = _read_index(folder), WholeChunks(whole_chunks)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=False)
     try:
         items = planner.create_local_plan().items
-        return _sizes(metadata, [item.storage_index for item in items])
+        return _file_sizes(metadata, [item.storage_index for item in items])
     except (KeyError, RuntimeError, ValueError) as error:
         raise DamagedError(f"{folder / INDEX} is not of this checkpoint: {error}.") from error
 
@@ -173,10 +173,10 @@ def read_tensors(
                 no_dist=not distributed,
             )
     except CheckpointException as error:
-        raise CheckpointError(f"{folder} was not read: {_reasons(error)}") from error
+        raise CheckpointError(f"{folder} was not read: {_failure_reasons(error)}") from error
 
 
-def _index(folder: Path) -> Metadata:
+def _read_index(folder: Path) -> Metadata:
     try:
         metadata: Metadata = FileSystemReader(folder).read_metadata()
     except Exception as error:  # damaged pickles raise nearly anything
@@ -184,7 +184,7 @@ def _index(folder: Path) -> Metadata:
     return metadata
 
 
-def _sizes(metadata: Metadata, indices: Iterable[MetadataIndex]) -> dict[str, int]:
+def _file_sizes(metadata: Metadata, indices: Iterable[MetadataIndex]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for index in indices:
         place = metadata.storage_data[index]
@@ -204,6 +204,6 @@ def _write_alone(tensors: Mapping[str, torch.Tensor], writer: FileSystemWriter) 
     writer.finish(metadata, [written])
 
 
-def _reasons(error: CheckpointException) -> str:
+def _failure_reasons(error: CheckpointException) -> str:
     found = [f"rank {rank}: {error_text(cause)}" for rank, (cause, _) in error.failures.items()]
     return first_few(found, 4, "; ")

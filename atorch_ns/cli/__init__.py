@@ -21,14 +21,7 @@ from atorch_ns.cli import (
     train,
     verify,
 )
-from atorch_ns.cli._failures import (
-    described,
-    exit_code,
-    failure_record,
-    split_debug,
-    usage_error,
-    wants_json,
-)
+from atorch_ns.cli._failures import described, exit_code, failure_record, split_debug, usage_error, wants_json
 
 __all__ = ["app", "exit_code", "main"]
 
@@ -58,7 +51,7 @@ app.add_typer(engine.app, name="engine")
 
 
 @app.callback(invoke_without_command=True)
-def _root(
+def _root_command(
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
     debug: bool = typer.Option(False, "--debug", help="Show the traceback of a failure. Also after a verb."),
 ) -> None:

@@ -46,12 +46,12 @@ def split_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
     if "launch" in arguments and not any(
         not one.startswith("-") for one in arguments[: arguments.index("launch")]
     ):
-        ours = _script(arguments, arguments.index("launch") + 1)
+        ours = _find_script_position(arguments, arguments.index("launch") + 1)
     kept = [one for position, one in enumerate(arguments) if one != _DEBUG or position >= ours]
     return kept, len(kept) < len(arguments)
 
 
-def _script(arguments: Sequence[str], position: int) -> int:
+def _find_script_position(arguments: Sequence[str], position: int) -> int:
     """Position of the script among the arguments of ``launch``."""
     while position < len(arguments) and arguments[position].startswith("-"):
         alone = arguments[position] in _WITHOUT_VALUE or "=" in arguments[position]

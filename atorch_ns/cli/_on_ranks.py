@@ -64,7 +64,7 @@ def on_ranks(
                 "atorch_ns.cli._rank_work", [work, str(folder)], nproc, timeout_s=timeout_s, patient=patient
             )
         except SystemExit as stopped:
-            _stop(work, int(stopped.code or 0), as_json)
+            _exit_on_signal(work, int(stopped.code or 0), as_json)
         answers = {
             rank: json.loads(path.read_text())
             for rank in range(nproc)
@@ -72,7 +72,7 @@ def on_ranks(
         }
     errors = {rank: answer for rank, answer in answers.items() if "error" in answer}
     if errors:
-        _end(errors, [end for end in ends if end.rank not in answers and not end.ended_by_us], as_json)
+        _fail_with(errors, [end for end in ends if end.rank not in answers and not end.ended_by_us], as_json)
     if 0 not in answers:
         late = [str(end.rank) for end in ends if end.ended_by_us]
         broken = [end for end in ends if end.code and not end.ended_by_us]
@@ -84,7 +84,7 @@ def on_ranks(
     return found
 
 
-def _stop(work: str, code: int, as_json: bool) -> NoReturn:
+def _exit_on_signal(work: str, code: int, as_json: bool) -> NoReturn:
     """Ends the command after a signal, with a message."""
     number = signal.Signals(code - 128)
     how = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
@@ -95,7 +95,7 @@ def _stop(work: str, code: int, as_json: bool) -> NoReturn:
     raise typer.Exit(code)
 
 
-def _end(errors: Mapping[int, Mapping[str, Any]], silent: Sequence[RankEnd], as_json: bool) -> NoReturn:
+def _fail_with(errors: Mapping[int, Mapping[str, Any]], silent: Sequence[RankEnd], as_json: bool) -> NoReturn:
     """Ends the command with the first error that is not about another rank, and the output of ranks that died."""
     own = [rank for rank, answer in errors.items() if answer.get("kind") != "RankError"]
     rank = (own or list(errors))[0]

@@ -17,8 +17,7 @@ Model = Annotated[
     typer.Option(help="The model: pkg.mod:name or file.py:name of a class or a function that builds it."),
 ]
 Sample = Annotated[
-    str | None,
-    typer.Option(help="One batch: pkg.mod:name of a batch, or of a function that returns one."),
+    str | None, typer.Option(help="One batch: pkg.mod:name of a batch, or of a function that returns one.")
 ]
 Loss = Annotated[
     str | None,
@@ -54,8 +53,7 @@ MemoryLimit = Annotated[
     ),
 ]
 ProfileFile = Annotated[
-    Path | None,
-    typer.Option(help="A profile saved with --save-profile, in place of --model and --sample."),
+    Path | None, typer.Option(help="A profile saved with --save-profile, in place of --model and --sample.")
 ]
 Objective = Annotated[str, typer.Option(help="time, memory, batch or cost.")]
 Exclude = Annotated[

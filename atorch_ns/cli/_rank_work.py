@@ -78,8 +78,8 @@ def search_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
     _, result, strategy = auto_accelerate(
         **job,
         batch_size=request["batch"] or cluster.world_size * num_samples(job["sample_batch"]),
-        excluded=_constraints(request["exclude"]),
-        included=_constraints(request["include"]),
+        excluded=_read_constraints(request["exclude"]),
+        included=_read_constraints(request["include"]),
         search=request["settings"],
         search_history=request["history"],
         search_logs=request["logs"],
@@ -98,14 +98,10 @@ def search_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
         strategy.save(request["save"])
     if request["report"] is not None:
         report.save(request["report"])
-    return {
-        "strategy": str(strategy),
-        "report": report.to_json(),
-        "stop_reason": found.stop_reason,
-    }
+    return {"strategy": str(strategy), "report": report.to_json(), "stop_reason": found.stop_reason}
 
 
-def _constraints(given: list[Any]) -> list[Any] | None:
+def _read_constraints(given: list[Any]) -> list[Any] | None:
     return [tuple(each) if isinstance(each, list) else each for each in given] or None
 
 
@@ -160,11 +156,7 @@ def script_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
             f"{script.name} made no job with an optimizer: what is compared is what auto_accelerate, parallelize, the Trainer "
             "and MerakTrainer make."
         )
-    return {
-        "strategies": watch.strategies,
-        "reduced": watch.is_reduced,
-        "dropouts": watch.num_dropouts,
-    }
+    return {"strategies": watch.strategies, "reduced": watch.is_reduced, "dropouts": watch.num_dropouts}
 
 
 def calibrate_on_rank(request: Mapping[str, Any], check: Callable[[], None] | None = None) -> dict[str, Any]:
@@ -222,15 +214,15 @@ def main() -> NoReturn:
     request = json.loads((folder / "request.json").read_text())
     if request.get("debug"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    code, answer = _attempt(WORKS[work], request)
+    code, answer = _attempt_work(WORKS[work], request)
     write_whole(folder / f"answer_{os.environ['RANK']}.json", json.dumps(answer), durable=False)
-    _leave()
+    _leave_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _attempt(
+def _attempt_work(
     work: Callable[[Mapping[str, Any]], dict[str, Any]], request: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any]]:
     try:
@@ -249,7 +241,7 @@ def _attempt(
         return code, answer
 
 
-def _leave() -> None:
+def _leave_process_group() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

@@ -48,7 +48,7 @@ def calibrate(
     Example: atorch-ns calibrate --nproc 2 --seconds 30 --output calibration.yaml
     """
     launched = _join_launcher()
-    problems = _problems(nproc, seconds, device, launched=launched)
+    problems = _option_problems(nproc, seconds, device, launched=launched)
     options.refuse(problems)
     request = {"seconds": seconds, "device": device}
     if launched:
@@ -60,10 +60,10 @@ def calibrate(
         ranks = nproc or _num_gpus() or 2
         found = on_ranks("calibrate", request, nproc=ranks, timeout_s=3 * seconds + _SPARE_S, as_json=as_json)
     if found:  # on rank 0
-        _show(found, output, as_json)
+        _show_results(found, output, as_json)
 
 
-def _show(found: Mapping[str, Any], output: Path, as_json: bool) -> None:
+def _show_results(found: Mapping[str, Any], output: Path, as_json: bool) -> None:
     from atorch_ns.cluster.measured import Comparison, write_measured
     from atorch_ns.report.text.text import comparisons_text
 
@@ -77,7 +77,7 @@ def _show(found: Mapping[str, Any], output: Path, as_json: bool) -> None:
     say(f"figures written to {output}; use: search_calibration={str(output)!r}, --cluster {output}")
 
 
-def _problems(nproc: int | None, seconds: float, device: str | None, *, launched: bool) -> list[str]:
+def _option_problems(nproc: int | None, seconds: float, device: str | None, *, launched: bool) -> list[str]:
     problems = []
     if not (seconds > 0 and math.isfinite(seconds)):
         problems.append(f"--seconds={seconds:g}: the time must be positive.")

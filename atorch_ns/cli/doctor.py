@@ -99,12 +99,12 @@ def env(as_json: AsJson = False) -> None:
         return
     for title, value in found.items():
         if title != "schema":
-            typer.echo("\n".join(_lines(title, value)))
+            typer.echo("\n".join(_item_lines(title, value)))
 
 
-def _lines(title: str, value: Any) -> list[str]:
+def _item_lines(title: str, value: Any) -> list[str]:
     if isinstance(value, list) and any(isinstance(each, dict) for each in value):
-        return [line for number, each in enumerate(value) for line in _lines(f"{title}[{number}]", each)]
+        return [line for number, each in enumerate(value) for line in _item_lines(f"{title}[{number}]", each)]
     if not isinstance(value, dict):
         return [f"{title}: {_value_text(title, value)}"]
     return [

@@ -10,7 +10,7 @@ app = typer.Typer(help="Run searches for many jobs, and remember what they found
 
 
 @app.callback()
-def _group() -> None:
+def _engine_group() -> None:
     """Keeps ``serve`` a subcommand while it is the only one."""
 
 

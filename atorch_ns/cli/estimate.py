@@ -108,7 +108,7 @@ def diff(
     priced: tuple[PricedStrategy, ...] = ()
     if model is not None or profile is not None:
         named = ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)
-        priced = _priced((old, new), named, batch)
+        priced = _price_strategies((old, new), named, batch)
     if as_json:
         print_json(differences_as_json(result, priced))
     else:
@@ -123,7 +123,7 @@ def diff(
         raise typer.Exit(1)
 
 
-def _priced(
+def _price_strategies(
     strategies: tuple[Strategy, Strategy], named: ModelOptions, batch: int | None
 ) -> tuple[PricedStrategy, ...]:
     from atorch_ns.planning.offline import price_strategy

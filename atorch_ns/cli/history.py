@@ -44,7 +44,7 @@ def history(
         print_json({"schema": 1, "studies": [_as_json(each) for each in chosen]})
         return
     for each in chosen:
-        typer.echo("\n".join(_lines(each, with_trials=study is not None or len(chosen) == 1)))
+        typer.echo("\n".join(_study_lines(each, with_trials=study is not None or len(chosen) == 1)))
     if not chosen:
         typer.echo("no search has been noted yet")
 
@@ -80,7 +80,7 @@ def _trial_as_json(trial: TrialRecord) -> dict[str, Any]:
     }
 
 
-def _lines(study: StudyRecord, *, with_trials: bool) -> list[str]:
+def _study_lines(study: StudyRecord, *, with_trials: bool) -> list[str]:
     setting = study.setting
     where = (
         f"{setting.model} on {setting.world_size} × {setting.device}, global batch {setting.global_batch}"
@@ -95,10 +95,10 @@ def _lines(study: StudyRecord, *, with_trials: bool) -> list[str]:
         )
     elif study.fastest is not None:
         lines.append(f"  fastest so far: {study.fastest.label}; no search has come to its end")
-    return lines + (["", *_table(study.trials)] if with_trials and study.trials else [])
+    return lines + (["", *_trial_table(study.trials)] if with_trials and study.trials else [])
 
 
-def _table(trials: Sequence[TrialRecord]) -> list[str]:
+def _trial_table(trials: Sequence[TrialRecord]) -> list[str]:
     head = ("trial", "search", "state", "step (measured)", "n", "peak", "strategy")
     rows = [
         (

@@ -28,7 +28,7 @@ def methods(
     registry = load_registry()
     chosen = [registry.get(name)] if name else list(registry)
     pairs = composition(registry) if name or as_json else None
-    rows = [_row(registry, method, pairs) for method in chosen]
+    rows = [_method_row(registry, method, pairs) for method in chosen]
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
         return
@@ -37,10 +37,10 @@ def methods(
         also = f" (also {', '.join(row['aliases'])})" if row["aliases"] else ""
         typer.echo(f"{row['name']:<{width}}  {row['summary']}{also}  [{row['package']}]")
     if name:
-        typer.echo("\n".join(_details(rows[0])))
+        typer.echo("\n".join(_detail_lines(rows[0])))
 
 
-def _row(registry: Registry, method: Any, pairs: Composition | None) -> dict[str, Any]:
+def _method_row(registry: Registry, method: Any, pairs: Composition | None) -> dict[str, Any]:
     row = {
         "name": method.name,
         "aliases": list(method.aliases),
@@ -48,10 +48,10 @@ def _row(registry: Registry, method: Any, pairs: Composition | None) -> dict[str
         "summary": method.summary,
         "config": method.Config.model_json_schema()["properties"] if method.Config.model_fields else {},
     }
-    return row if pairs is None else row | _partners(method.name, pairs)
+    return row if pairs is None else row | _composition_columns(method.name, pairs)
 
 
-def _partners(name: str, pairs: Composition) -> dict[str, Any]:
+def _composition_columns(name: str, pairs: Composition) -> dict[str, Any]:
     """Methods that compose with one in its default config, and those that do not, with the reason."""
     others = [
         (second if first == name else first, reason)
@@ -64,7 +64,7 @@ def _partners(name: str, pairs: Composition) -> dict[str, Any]:
     }
 
 
-def _details(row: dict[str, Any]) -> list[str]:
+def _detail_lines(row: dict[str, Any]) -> list[str]:
     written = {key: json.dumps(schema.get("default")) for key, schema in row["config"].items()}
     widths = [max(map(len, column), default=0) for column in (written.keys(), written.values())]
     lines = ["", "config, with its defaults:"] if written else ["", "no config"]

@@ -41,14 +41,12 @@ def plan(
     include: options.Include = None,
     top: Annotated[int, typer.Option(min=1, help="Candidates shown.")] = 10,
     save: Annotated[
-        Path | None,
-        typer.Option(help="Write the first strategy here, JSON or YAML by suffix."),
+        Path | None, typer.Option(help="Write the first strategy here, JSON or YAML by suffix.")
     ] = None,
     report: options.ReportFile = None,
     profile: options.ProfileFile = None,
     save_profile: Annotated[
-        Path | None,
-        typer.Option(help="Write the profile here, to plan again without the model."),
+        Path | None, typer.Option(help="Write the profile here, to plan again without the model.")
     ] = None,
     operators: Annotated[
         int | None,
@@ -102,7 +100,7 @@ def plan(
     else:
         typer.echo(search_text(outcome, top=top))
         if verbose:
-            typer.echo(_operators(known, outcome, place))
+            typer.echo(_operators_report(known, outcome, place))
     if save_profile is not None:
         write_text(save_profile, known.to_json())
         say(f"profile written to {save_profile}")
@@ -161,7 +159,7 @@ def _plan_operators(
         say(f'operator plan written to {save}; use it with ("operator_parallel", {{"plan": "{save}"}})')
 
 
-def _operators(profile: Profile, outcome: SearchOutcome, cluster: Cluster) -> str:
+def _operators_report(profile: Profile, outcome: SearchOutcome, cluster: Cluster) -> str:
     from atorch_ns.estimate import Workload
     from atorch_ns.method import load_registry, resolve
     from atorch_ns.report import operators_info, operators_text

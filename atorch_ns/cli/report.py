@@ -19,13 +19,9 @@ if TYPE_CHECKING:
 def report(
     file: Annotated[Path, typer.Argument(help="A report.json.")],
     html: Annotated[
-        Path | None,
-        typer.Option(help="Write the page here: one file that needs no network."),
+        Path | None, typer.Option(help="Write the page here: one file that needs no network.")
     ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Write the whole text here."),
-    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Write the whole text here.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print a report, or write it as a page.
@@ -48,8 +44,7 @@ def report(
 def explain(
     file: Annotated[Path, typer.Argument(help="A report.json, or a strategy file.")],
     why: Annotated[
-        str | None,
-        typer.Option(help="A method's name, or a candidate's key, number (#3) or label."),
+        str | None, typer.Option(help="A method's name, or a candidate's key, number (#3) or label.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -41,8 +41,7 @@ def show(file: File, as_json: AsJson = False) -> None:
 def validate(
     file: File,
     world_size: Annotated[
-        int | None,
-        typer.Option(help="Number of processes. Without it, what the file records, else 1."),
+        int | None, typer.Option(help="Number of processes. Without it, what the file records, else 1.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -89,7 +89,7 @@ def verify(
     found = on_ranks("verify", request, nproc=nproc, timeout_s=timeout, as_json=as_json)
     for note in found["notes"]:
         say(note)
-    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(_lines(found, top)))
+    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(_report_lines(found, top)))
     if not found["passed"]:
         raise typer.Exit(1)
 
@@ -181,7 +181,7 @@ def _script_lines(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _drift(found: dict[str, Any]) -> str:
+def _drift_verdict(found: dict[str, Any]) -> str:
     """The verdict, which names the loss if nothing else drifts."""
     drifting = any(row["state"] == "drifts" for row in found["parameters"])
     if not drifting and all("loss" in reason for reason in found["reasons"]):
@@ -189,9 +189,9 @@ def _drift(found: dict[str, Any]) -> str:
     return "✗ does not train as one process does"
 
 
-def _lines(found: dict[str, Any], top: int) -> list[str]:
+def _report_lines(found: dict[str, Any], top: int) -> list[str]:
     rows = found["parameters"]
-    verdict = "✓ trains as one process does" if found["passed"] else _drift(found)
+    verdict = "✓ trains as one process does" if found["passed"] else _drift_verdict(found)
     precision = ", in reduced precision" if found["reduced_precision"] else ""
     samples = f" of {counted(found['num_samples'], 'sample')}" if found["num_samples"] else ""
     mode = "training" if found["training"] else "evaluation"

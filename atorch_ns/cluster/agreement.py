@@ -23,7 +23,7 @@ T = TypeVar("T")
 _LOST_CONNECTION = re.compile(
     r"no longer answers|gloo/|closed by peer|reset by peer|Broken pipe|NCCL|ncclRemoteError"
 )
-"""Of :func:`_reaching`, of gloo, and of NCCL."""
+"""Of :func:`_translate_lost_connection`, of gloo, and of NCCL."""
 
 _FAIL_TOGETHER_S = 10.0
 """How long a rank that failed and goes on waits for the others to have failed as well."""
@@ -253,8 +253,8 @@ def from_first(value: T | None, *, distributed: bool, group: dist.ProcessGroup |
         return cast("T", value)
     import torch.distributed as dist
 
-    told: list[Any] = [_pickled(value) if dist.get_rank(group) == 0 else None]
-    with _reaching(group, None):
+    told: list[Any] = [_pickle_value(value) if dist.get_rank(group) == 0 else None]
+    with _translate_lost_connection(group, None):
         dist.broadcast_object_list(told, group=group, group_src=0)
     data, problem = told[0]
     if problem:
@@ -262,7 +262,7 @@ def from_first(value: T | None, *, distributed: bool, group: dist.ProcessGroup |
     return cast("T", value if dist.get_rank(group) == 0 else pickle.loads(data))  # noqa: S301  # of a rank of this job
 
 
-def _pickled(value: object) -> tuple[bytes, str]:
+def _pickle_value(value: object) -> tuple[bytes, str]:
     """The value as bytes, and what stands in the way: otherwise the ranks that read it would fail alone."""
     try:
         data = pickle.dumps(value)
@@ -279,13 +279,13 @@ def gathered(value: T, *, distributed: bool, group: dist.ProcessGroup | None = N
     import torch.distributed as dist
 
     values = [value] * dist.get_world_size(group)
-    with _reaching(group, value):
+    with _translate_lost_connection(group, value):
         dist.all_gather_object(values, value, group=group)
     return values
 
 
 @contextmanager
-def _reaching(group: dist.ProcessGroup | None, value: object) -> Iterator[None]:
+def _translate_lost_connection(group: dist.ProcessGroup | None, value: object) -> Iterator[None]:
     """Turns the backend's error about a lost connection into a :class:`RankError`; one about ``value`` passes."""
     import torch.distributed as dist
 

@@ -94,16 +94,16 @@ def measure(
         raise InputError(f"seconds={seconds}: give a positive number.")
     together = dist.is_available() and dist.is_initialized()
     table = _of_table(cluster)
-    known = cluster.hardware or table or _assumed(cluster)
-    with _levels(cluster, group, together=together) as levels:
+    known = cluster.hardware or table or _assumed_hardware(cluster)
+    with _link_groups(cluster, group, together=together) as levels:
         probes = compute_probes(cluster.device, by_size=thorough)
         for level, ranks in levels.items():
             of_level = link_probes(ranks, cluster.device, sends=thorough)
             probes |= {f"{level}/{name}": probe for name, probe in of_level.items()}
         rounds = _Rounds(seconds if thorough else seconds / 3, _THOROUGH_ROUNDS if thorough else _MAX_ROUNDS)
-        times = _measure(probes, rounds, group, together=together, device=cluster.device, say=say)
+        times = _measure_probes(probes, rounds, group, together=together, device=cluster.device, say=say)
         sizes = {level: dist.get_world_size(ranks) for level, ranks in levels.items()}
-    source = _source(cluster, known.device.name)
+    source = _source_text(cluster, known.device.name)
     speed = compute_speed(times, on_gpu=cluster.device_type != "cpu")
     links = {level: _measured_link(known, level, times, sizes[level], source) for level in sizes}
     within = links.get("within_node", known.within_node)
@@ -117,7 +117,7 @@ def measure(
     return Measurement(rounded(hardware, Hardware), table, rounded(times, dict[str, float]), sizes)
 
 
-def _source(cluster: Cluster, device: str) -> str:
+def _source_text(cluster: Cluster, device: str) -> str:
     nodes = f" on {cluster.num_nodes} nodes" if cluster.num_nodes > 1 else ""
     return f"measured on {cluster.world_size} × {device}{nodes}"
 
@@ -127,13 +127,13 @@ def rounded(value: T, kind: Any) -> T:
     from pydantic import TypeAdapter
 
     adapter = TypeAdapter(kind)
-    found: T = adapter.validate_python(_rounded(adapter.dump_python(value)))
+    found: T = adapter.validate_python(_round_floats(adapter.dump_python(value)))
     return found
 
 
-def _rounded(plain: Any) -> Any:
+def _round_floats(plain: Any) -> Any:
     if isinstance(plain, dict):
-        return {name: _rounded(each) for name, each in plain.items()}
+        return {name: _round_floats(each) for name, each in plain.items()}
     return float(f"{plain:.4g}") if isinstance(plain, float) else plain
 
 
@@ -144,7 +144,7 @@ def _of_table(cluster: Cluster) -> Hardware | None:
         return None
 
 
-def _assumed(cluster: Cluster) -> Hardware:
+def _assumed_hardware(cluster: Cluster) -> Hardware:
     """Figures of a device that the table lacks: any, as the measurement replaces them."""
     like = cpu_hardware(cluster.local_world_size, cluster.device_memory_bytes)
     device = replace(
@@ -157,7 +157,7 @@ def _assumed(cluster: Cluster) -> Hardware:
 
 
 @contextmanager
-def _levels(
+def _link_groups(
     cluster: Cluster, group: dist.ProcessGroup | None, *, together: bool
 ) -> Iterator[dict[str, dist.ProcessGroup]]:
     """The groups to measure links in, by the field of :class:`Hardware` that each is for."""
@@ -190,7 +190,7 @@ class _Rounds(NamedTuple):
     most: int
 
 
-def _measure(
+def _measure_probes(
     probes: dict[str, Probe],
     limits: _Rounds,
     group: dist.ProcessGroup | None,
@@ -208,17 +208,19 @@ def _measure(
             rounds.append(taken)
         elapsed = time.perf_counter() - started
         if together:
-            elapsed = _maximum([elapsed], group, device)[0]
+            elapsed = _maximum_over_ranks([elapsed], group, device)[0]
         if say is not None:
             what = f"round {number}" if number else "warmed up"
             say(f"{what}: {len(probes)} figures, {elapsed:.1f} s of {limits.seconds:g} s")
         if len(rounds) >= _MIN_ROUNDS and elapsed * (number + 2) / (number + 1) > limits.seconds:
             break
     medians = np.median(np.asarray(rounds), axis=0).tolist()
-    return dict(zip(probes, _maximum(medians, group, device) if together else medians, strict=True))
+    return dict(
+        zip(probes, _maximum_over_ranks(medians, group, device) if together else medians, strict=True)
+    )
 
 
-def _maximum(values: list[float], group: dist.ProcessGroup | None, device: str) -> list[float]:
+def _maximum_over_ranks(values: list[float], group: dist.ProcessGroup | None, device: str) -> list[float]:
     import torch
     import torch.distributed as dist
 

@@ -130,12 +130,12 @@ def device_named(reported: str) -> str | None:
         (sum(map(len, parts)), name)
         for name, sheet in DEVICES.items()
         for parts in sheet.reported
-        if all(_holds(reported, part) for part in parts)
+        if all(_contains_name(reported, part) for part in parts)
     ]
     return max(found)[1] if found else None
 
 
-def _holds(text: str, part: str) -> bool:
+def _contains_name(text: str, part: str) -> bool:
     """Whether ``part`` stands in ``text`` and is not merely a piece of another model's name (L4 of L40S)."""
     text, part = text.upper(), part.upper()
     at = text.find(part)

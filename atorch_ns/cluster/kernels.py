@@ -67,7 +67,7 @@ class AttentionKind(NamedTuple):
 
 def product_share(device: str, dtype: str) -> Figure | None:
     """Share of the peak that the best products reach, ``None`` for a device that the table lacks."""
-    row = _product(device, dtype)
+    row = _find_product_row(device, dtype)
     return None if row is None else Figure(float(row["tflops"]) / float(row["peak"]), row["source"])
 
 
@@ -78,38 +78,38 @@ def attention_share(device: str, library: str, kind: AttentionKind) -> float:
     Of causal attention the operations on and below the diagonal are counted. Between lengths of the table rates are
     interpolated in the logarithm; beyond them they stay.
     """
-    if _product(device, "bfloat16") is None:
+    if _find_product_row(device, "bfloat16") is None:
         return 1.0
     if library in _SLOWER:
         return attention_share(device, _FLASH, kind) / _SLOWER[library][kind.passes]
     width = min((64, _WIDTH), key=lambda each: abs(each - kind.width))
-    rate = _at(_attention(library, _CURVES, kind.passes, width, False), kind.num_tokens)
+    rate = _interpolate_rate(_kernel_rates(library, _CURVES, kind.passes, width, False), kind.num_tokens)
     if kind.is_causal:
         masked, whole = (
-            _attention(library, _CURVES, "forward", _WIDTH, is_causal) for is_causal in (True, False)
+            _kernel_rates(library, _CURVES, "forward", _WIDTH, is_causal) for is_causal in (True, False)
         )
-        rate *= _at(masked, kind.num_tokens) / _at(whole, kind.num_tokens)
-    best = max(_attention(library, _CURVES, kind.passes, _WIDTH, False).values())
-    known = _attention(library, device, kind.passes, _WIDTH, False)
-    row = _product(device if known else _CURVES, "bfloat16")
+        rate *= _interpolate_rate(masked, kind.num_tokens) / _interpolate_rate(whole, kind.num_tokens)
+    best = max(_kernel_rates(library, _CURVES, kind.passes, _WIDTH, False).values())
+    known = _kernel_rates(library, device, kind.passes, _WIDTH, False)
+    row = _find_product_row(device if known else _CURVES, "bfloat16")
     assert row is not None
     return rate * max(known.values(), default=best) / best / float(row["tflops"])
 
 
 @functools.cache
-def _product(device: str, dtype: str) -> Mapping[str, str] | None:
+def _find_product_row(device: str, dtype: str) -> Mapping[str, str] | None:
     wanted = ("product", device, dtype)
     rows = table_rows(FOLDER / "kernels.csv")
     return next((row for row in rows if (row["kernel"], row["device"], row["dtype"]) == wanted), None)
 
 
-def _at(rates: Mapping[int, float], num_tokens: int) -> float:
+def _interpolate_rate(rates: Mapping[int, float], num_tokens: int) -> float:
     lengths = sorted(rates)
     return float(np.interp(np.log(num_tokens), np.log(lengths), [rates[length] for length in lengths]))
 
 
 @functools.cache
-def _attention(library: str, device: str, passes: str, width: int, is_causal: bool) -> Mapping[int, float]:
+def _kernel_rates(library: str, device: str, passes: str, width: int, is_causal: bool) -> Mapping[int, float]:
     """TFLOP/s by tokens."""
     wanted = (f"attention {passes}", library, device, str(width), "yes" if is_causal else "no")
     return {

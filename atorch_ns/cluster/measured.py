@@ -40,14 +40,14 @@ def machine_name(cluster: Cluster) -> str:
 def measured_document(cluster: Cluster, found: Measurement) -> dict[str, Any]:
     """The file's content: all fields of the device and of the links that were measured or are taken from the table."""
     hardware = found.hardware
-    between = {"between_nodes": _link(hardware.between_nodes)} if cluster.num_nodes > 1 else {}
+    between = {"between_nodes": _link_fields(hardware.between_nodes)} if cluster.num_nodes > 1 else {}
     return {
         "devices_per_node": cluster.local_world_size,
         "nodes": cluster.num_nodes,
-        "device": _device(hardware.device),
-        "within_node": _link(hardware.within_node),
+        "device": _device_fields(hardware.device),
+        "within_node": _link_fields(hardware.within_node),
         **between,
-        "to_host": _link(hardware.to_host),
+        "to_host": _link_fields(hardware.to_host),
         "measured": {
             "machine": machine_name(cluster),
             "at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -57,19 +57,19 @@ def measured_document(cluster: Cluster, found: Measurement) -> dict[str, Any]:
     }
 
 
-def _device(device: Device) -> dict[str, Any]:
-    plain = _plain(device)
+def _device_fields(device: Device) -> dict[str, Any]:
+    plain = _dump_fields(device)
     usual = {one.name: one.default for one in fields(Device) if one.default is not MISSING}
     kept = {name: value for name, value in plain.items() if getattr(device, name) != usual.get(name, MISSING)}
     return {("memory" if name == "memory_bytes" else name): value for name, value in kept.items()}
 
 
-def _link(link: Link) -> dict[str, Any]:
-    plain = _plain(link)
+def _link_fields(link: Link) -> dict[str, Any]:
+    plain = _dump_fields(link)
     return {"name": plain.pop("name"), **plain.pop("rate"), **plain}
 
 
-def _plain(value: Device | Link) -> dict[str, Any]:
+def _dump_fields(value: Device | Link) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
     plain: dict[str, Any] = TypeAdapter[Any](type(value)).dump_python(value, mode="json")
@@ -97,10 +97,10 @@ def _as_yaml(document: Mapping[str, Any], name: str) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """With floats as ``_short`` writes them."""
+        """With floats as ``_format_float`` writes them."""
 
     Dumper.add_representer(
-        float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", _short(value))
+        float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", _format_float(value))
     )
     figures = {key: value for key, value in document.items() if key != "measured"}
     parts = [
@@ -112,7 +112,7 @@ def _as_yaml(document: Mapping[str, Any], name: str) -> str:
     return _HEADER.format(name=name) + "".join(parts)
 
 
-def _short(value: float) -> str:
+def _format_float(value: float) -> str:
     """The float with an exponent where that is shorter, in the form that YAML 1.1 knows: ``2.951e+10``."""
     text = f"{value:.4g}" if float(f"{value:.4g}") == value else repr(value)
     digits, exponent, power = text.partition("e")
@@ -140,7 +140,7 @@ def measured_for(path: Path, cluster: Cluster) -> Hardware:
     assert known is not None
     section = read_spec(path, []).get("measured")
     machine = section.get("machine") if isinstance(section, Mapping) else None
-    problems = list(_differences(there, machine, cluster))
+    problems = list(_hardware_differences(there, machine, cluster))
     if problems:
         raise InputError(
             f"the figures of {path} are not of this job's cluster: {'; '.join(problems)}. Measure here, with the launcher "
@@ -151,7 +151,7 @@ def measured_for(path: Path, cluster: Cluster) -> Hardware:
     return replace(known, device=replace(known.device, memory_bytes=memory))
 
 
-def _differences(there: Cluster, machine: str | None, here: Cluster) -> Iterator[str]:
+def _hardware_differences(there: Cluster, machine: str | None, here: Cluster) -> Iterator[str]:
     name = machine_name(here)
     if machine != name or there.device_type != here.device_type:
         yield f"they are of {there.device_type} {machine}, and this job has {here.device_type} {name}"

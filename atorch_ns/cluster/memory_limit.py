@@ -79,7 +79,7 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
         with (
             _filled_holes(device),
             _small_stacks(device),
-            _limited(before + num_bytes, num_bytes - held_bytes, device),
+            _enforce_limit(before + num_bytes, num_bytes - held_bytes, device),
         ):
             yield
     except Exception as error:
@@ -94,7 +94,7 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
 
 
 @contextmanager
-def _limited(total: int, num_bytes: int, device: torch.device) -> Iterator[None]:
+def _enforce_limit(total: int, num_bytes: int, device: torch.device) -> Iterator[None]:
     """``total`` bytes for all that counts, of which ``num_bytes`` are new."""
     if device.type == "cuda":
         device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())

@@ -63,7 +63,7 @@ def fit(axes: Iterable[tuple[str, int]], world_size: int) -> tuple[tuple[str, in
     others = [(name, size) for name, size in checked if name != "data"]
     product = math.prod(size for _, size in others)
     if world_size % product:
-        raise LayoutError(_indivisible(others, product, world_size))
+        raise LayoutError(_indivisible_message(others, product, world_size))
     data = world_size // product
     if all(name != "data" for name, _ in checked):
         return (*checked, ("data", data)) if data > 1 or not checked else checked
@@ -118,7 +118,7 @@ def mesh_ranks(
     return np.asarray(order).reshape(list(reversed(sizes)))
 
 
-def _indivisible(others: Axes, product: int, world_size: int) -> str:
+def _indivisible_message(others: Axes, product: int, world_size: int) -> str:
     shown = " × ".join(f"{name}={size}" for name, size in others)
     total = f" (= {product})" if len(others) > 1 else ""
     advice = f"Start {product * max(1, round(world_size / product))} processes"
@@ -155,11 +155,7 @@ class Mesh:
     """
 
     def __init__(
-        self,
-        axes: Iterable[tuple[str, int]],
-        *,
-        device_type: str,
-        rank_order: Sequence[int] | None = None,
+        self, axes: Iterable[tuple[str, int]], *, device_type: str, rank_order: Sequence[int] | None = None
     ) -> None:
         self.axes = check_axes(axes)
         if not {"data", "zero"} & {name for name, _ in self.axes}:
@@ -175,23 +171,19 @@ class Mesh:
             )
             return mesh_ranks(self.axes, dist.get_world_size(), rank_order)
 
-        ranks = agree(
-            arrange,
-            what="arranging the ranks",
-            distributed=True,
-        )
+        ranks = agree(arrange, what="arranging the ranks", distributed=True)
         written = [name for name, _ in reversed(self.axes)]
         names = [name for name in _MESH_ORDER if name in written]
         ranks = ranks.transpose([written.index(name) for name in names])
         self.device_mesh = DeviceMesh(device_type, torch.tensor(ranks), mesh_dim_names=tuple(names))
-        self._data = self._flat(tuple(name for name in names if name in ("data", "zero", "expert")))
-        self._copies = self._flat(tuple(name for name in names if name in ("data", "zero")))
+        self._data = self._flatten_axes(tuple(name for name in names if name in ("data", "zero", "expert")))
+        self._copies = self._flatten_axes(tuple(name for name in names if name in ("data", "zero")))
         self._replicas = tuple(name for name in names if name in ("data", "expert") and self.size(name) > 1)
         if self.size("zero") > 1 and len(self._replicas) > 1:
-            self._flat(self._replicas)
+            self._flatten_axes(self._replicas)
         sharding = ("zero",) if self.size("zero") > 1 else ("data", "zero", "expert")
         with_sequence = tuple(name for name in names if name in (*sharding, "sequence"))
-        self._unit_shard = self._flat(with_sequence) if self.size("sequence") > 1 else self.shard
+        self._unit_shard = self._flatten_axes(with_sequence) if self.size("sequence") > 1 else self.shard
 
     @property
     def divides_model(self) -> bool:
@@ -243,7 +235,7 @@ class Mesh:
             return self.device_mesh["_".join(self._replicas), sharding]
         return self._unit_shard
 
-    def _flat(self, names: tuple[str, ...]) -> DeviceMesh:
+    def _flatten_axes(self, names: tuple[str, ...]) -> DeviceMesh:
         if len(names) == 1:
             return self.device_mesh[names[0]]
         return flatten_mesh(self.device_mesh[names], "_".join(names))

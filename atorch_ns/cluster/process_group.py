@@ -46,19 +46,19 @@ def agree_on_generation(store: Store, rank: int, world_size: int, timeout_s: flo
     limit = time.monotonic() + timeout_s
     if rank == 0:
         name = uuid.uuid4().hex
-        _answer(store, name, range(1, world_size), limit)
+        _answer_ranks(store, name, range(1, world_size), limit)
         return name
     token = uuid.uuid4().hex
     store.set(f"{_PREFIX}/token/{rank}", token)
     answer = f"{_PREFIX}/answer/{token}"
     while not store.check([answer]):
-        _wait(limit, "rank 0")
+        _wait_or_time_out(limit, "rank 0")
     given: str = store.get(answer).decode()
     store.set(f"{_PREFIX}/{given}/{rank}", "")
     return given
 
 
-def _answer(store: Store, name: str, ranks: Iterable[int], limit: float) -> None:
+def _answer_ranks(store: Store, name: str, ranks: Iterable[int], limit: float) -> None:
     waiting, answered = set(ranks), set[str]()
     while waiting:
         for rank in sorted(waiting):
@@ -70,10 +70,10 @@ def _answer(store: Store, name: str, ranks: Iterable[int], limit: float) -> None
                     answered.add(token)
                     store.set(f"{_PREFIX}/answer/{token}", name)
         if waiting:
-            _wait(limit, "rank(s) " + ", ".join(map(str, sorted(waiting)[:8])))
+            _wait_or_time_out(limit, "rank(s) " + ", ".join(map(str, sorted(waiting)[:8])))
 
 
-def _wait(limit: float, whom: str) -> None:
+def _wait_or_time_out(limit: float, whom: str) -> None:
     if time.monotonic() > limit:
         raise TimeoutError(f"{whom} did not come")
     time.sleep(_POLL_S)
@@ -120,7 +120,7 @@ def join_process_group(cluster: Cluster) -> None:
             f"rank {cluster.rank} of {cluster.world_size} could not join the process group at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} with {backend}: {error}"
         ) from error
-    atexit.register(_leave)
+    atexit.register(_leave_process_group)
 
 
 def _own_store(cluster: Cluster) -> Store:
@@ -137,7 +137,7 @@ def _own_store(cluster: Cluster) -> Store:
     return PrefixStore(name, store)
 
 
-def _leave() -> None:
+def _leave_process_group() -> None:
     """Destroys the process group before the interpreter finalises."""
     import torch.distributed as dist
 

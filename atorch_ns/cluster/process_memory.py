@@ -151,7 +151,7 @@ class MemoryTracker:
         """The most that was alive at once since the start, or the last :meth:`reset_peak`."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        self._fold()
+        self._fold_record()
         return self._peak
 
     @property
@@ -159,7 +159,7 @@ class MemoryTracker:
         """What is alive now."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
-        self._fold()
+        self._fold_record()
         return self._alive
 
     def reset_peak(self) -> None:
@@ -167,7 +167,7 @@ class MemoryTracker:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        self._fold()
+        self._fold_record()
         self._peak = self._alive
 
     def start(self) -> None:
@@ -184,7 +184,7 @@ class MemoryTracker:
     def pause(self) -> None:
         """Records no peak until :meth:`resume`: what is allocated counts all the same, and operators run as fast as ever."""
         if self._record is not None and not self._is_paused:
-            self._fold()
+            self._fold_record()
             self._record.stop()
             self._is_paused = True
 
@@ -198,13 +198,13 @@ class MemoryTracker:
     def stop(self) -> None:
         """Ends; the figures stay."""
         if self._record is not None:
-            self._fold()
+            self._fold_record()
             record, self._record = self._record, None
             if not self._is_paused:
                 record.stop()
             record.count(False)
 
-    def _fold(self) -> None:
+    def _fold_record(self) -> None:
         """Takes over what has been recorded, and goes on recording."""
         if self._record is None or self._is_paused:
             return

@@ -50,7 +50,7 @@ def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str, 
 
 def read_count(value: Any, what: str, problems: list[str]) -> int:
     """A whole number of at least 1; 1 where there is a problem."""
-    count = _read(value, int)
+    count = _convert_number(value, int)
     if count is None or count < 1:
         problems.append(f"{value!r} {what}: give a whole number of at least 1.")
         return 1
@@ -59,7 +59,7 @@ def read_count(value: Any, what: str, problems: list[str]) -> int:
 
 def read_number(value: Any, what: str, problems: list[str]) -> float:
     """A number that is not negative, and above 0 where 0 would stop the estimate; 1 where there is a problem."""
-    number = _read(value, float)
+    number = _convert_number(value, float)
     least_is_positive = what.endswith("bytes_per_s") or "flops_per_s" in what or "efficienc" in what
     if number is None or not math.isfinite(number) or number < 0 or (least_is_positive and number == 0):
         problems.append(f"{what}={value!r}: give a positive number.")
@@ -71,14 +71,14 @@ def read_memory(value: Any, problems: list[str]) -> int:
     """Bytes of ``"60GiB"``; a bare number is bytes. 1 where there is a problem."""
     text = str(value).strip().lower()
     digits = text.rstrip("bgikmt ")
-    number, unit = _read(digits, float), text[len(digits) :].strip() or "b"
+    number, unit = _convert_number(digits, float), text[len(digits) :].strip() or "b"
     if number is None or number <= 0 or not math.isfinite(number) or unit not in _SIZES:
         problems.append(f"memory={value!r}: write a positive size such as 60GiB or 512MiB.")
         return 1
     return int(number * _SIZES[unit])
 
 
-def _read(value: Any, kind: Callable[[Any], Any]) -> Any:
+def _convert_number(value: Any, kind: Callable[[Any], Any]) -> Any:
     if isinstance(value, bool):
         return None
     try:
@@ -146,12 +146,12 @@ def _read_part(part: str) -> tuple[str, Any] | None:
     sheet = next((s for name, s in LINKS.items() if part.lower() in (name, *s.aliases)), None)
     if sheet is not None:
         return ("within_node" if sheet.level == "within" else "between_nodes"), part
-    if part.lower() == "cpu" or any(part.lower() in _names(name) for name in DEVICES):
+    if part.lower() == "cpu" or any(part.lower() in _device_names(name) for name in DEVICES):
         return "devices", part
     return None
 
 
-def _names(device: str) -> tuple[str, ...]:
+def _device_names(device: str) -> tuple[str, ...]:
     return tuple(name.lower() for name in (device, *DEVICES[device].aliases))
 
 
@@ -216,22 +216,22 @@ def cluster_from_spec(text_or_path: str | Path) -> Cluster:
     """
     problems: list[str] = []
     values = read_spec(text_or_path, problems)
-    per_node, wanted = _devices(values, problems)
+    per_node, wanted = _read_devices(values, problems)
     nodes = read_count(values.get("nodes", 1), "nodes", problems)
     memory = read_memory(values["memory"], problems) if "memory" in values else None
-    device = _device(wanted, per_node, problems)
+    device = _read_device(wanted, per_node, problems)
     if device is not None:
         price = read_number(values.get("price_per_hour", device.price_per_hour), "price_per_hour", problems)
         device = replace(device, memory_bytes=memory or device.memory_bytes, price_per_hour=price)
         if "power" in values:
-            device = _limited(device, read_number(values["power"], "power", problems), problems)
+            device = _limit_power(device, read_number(values["power"], "power", problems), problems)
         if "attention" in values:
-            device = replace(device, attention=_library(device, str(values["attention"]), problems))
-    hardware = None if device is None else _hardware(device, values, per_node, nodes, problems)
+            device = replace(device, attention=_attention_library(device, str(values["attention"]), problems))
+    hardware = None if device is None else _read_hardware(device, values, per_node, nodes, problems)
     if not problems and per_node * nodes > _MOST_RANKS:
         problems.append(f"{per_node} x {nodes} devices are more than any cluster has; check the counts.")
     if problems or hardware is None or device is None:
-        raise InputError(_all(problems, text_or_path))
+        raise InputError(_problems_message(problems, text_or_path))
     return Cluster(
         world_size=per_node * nodes,
         local_world_size=per_node,
@@ -246,7 +246,7 @@ def cluster_from_spec(text_or_path: str | Path) -> Cluster:
     )
 
 
-def _all(problems: list[str], source: str | Path) -> str:
+def _problems_message(problems: list[str], source: str | Path) -> str:
     shown = clipped(str(source), 120)
     if len(problems) == 1:
         return f"{problems[0]} (cluster {shown!r})"
@@ -254,7 +254,7 @@ def _all(problems: list[str], source: str | Path) -> str:
     return "\n".join(lines + [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)])
 
 
-def _devices(values: Mapping[str, Any], problems: list[str]) -> tuple[int, Any]:
+def _read_devices(values: Mapping[str, Any], problems: list[str]) -> tuple[int, Any]:
     """Number of devices of each node, and the specification of their kind."""
     if "devices" not in values and "device" not in values:
         if not problems:
@@ -272,7 +272,7 @@ def _devices(values: Mapping[str, Any], problems: list[str]) -> tuple[int, Any]:
     return read_count(count or values.get("devices_per_node", 1), "devices of a node", problems), wanted
 
 
-def _device(wanted: Any, per_node: int, problems: list[str]) -> Device | None:
+def _read_device(wanted: Any, per_node: int, problems: list[str]) -> Device | None:
     if wanted is None:
         return None
     if isinstance(wanted, str):
@@ -297,7 +297,7 @@ def _known_device(name: str, per_node: int, problems: list[str]) -> Device | Non
     return None
 
 
-def _limited(device: Device, watts: float, problems: list[str]) -> Device:
+def _limit_power(device: Device, watts: float, problems: list[str]) -> Device:
     """The device with a limit of its power: the clock goes with the cube root of the power, since the voltage goes with
     the clock. A board of 350 W with the chip of one of 700 W has 0.76 of its FLOP/s by their data sheets; this is 0.79."""
     sheet = DEVICES.get(device.name)
@@ -312,7 +312,7 @@ def _limited(device: Device, watts: float, problems: list[str]) -> Device:
     return replace(device, flops_per_s={dtype: rate * share for dtype, rate in device.flops_per_s.items()})
 
 
-def _library(device: Device, name: str, problems: list[str]) -> str:
+def _attention_library(device: Device, name: str, problems: list[str]) -> str:
     """The library of attention by its name, in any case."""
     if not device.kernels:
         problems.append(f"attention={name!r}: the table has no rates of fused attention for {device.name}.")
@@ -349,14 +349,14 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
         start,
         **read,
         name=str(given.get("name", start.name)),
-        type=_type(given.get("type", start.type), problems),
+        type=_read_device_type(given.get("type", start.type), problems),
         memory_bytes=read_memory(given["memory"], problems) if "memory" in given else start.memory_bytes,
-        flops_per_s={**start.flops_per_s, **_flops(given.get("flops_per_s", {}), start, problems)},
-        capability=_capability(given.get("capability", start.capability), problems),
+        flops_per_s={**start.flops_per_s, **_read_flops(given.get("flops_per_s", {}), start, problems)},
+        capability=_read_capability(given.get("capability", start.capability), problems),
         source=str(given.get("source", f"given{f'; else {start.source}' if start.source else ''}")),
     )
     if "attention" in given:
-        return replace(device, attention=_library(device, str(given["attention"]), problems))
+        return replace(device, attention=_attention_library(device, str(given["attention"]), problems))
     return device
 
 
@@ -387,11 +387,11 @@ def _check_numbers(value: Any, what: str, problems: list[str]) -> None:
     elif isinstance(value, (list, tuple)):
         for each in value:
             _check_numbers(each, what, problems)
-    elif _read(value, float) is not None:
+    elif _convert_number(value, float) is not None:
         read_number(value, what, problems)
 
 
-def _flops(given: Any, start: Device, problems: list[str]) -> dict[str, float]:
+def _read_flops(given: Any, start: Device, problems: list[str]) -> dict[str, float]:
     if not isinstance(given, Mapping):
         problems.append(f"device.flops_per_s={given!r} should map dtypes such as bfloat16 to FLOP/s.")
         return {}
@@ -403,13 +403,13 @@ def _flops(given: Any, start: Device, problems: list[str]) -> dict[str, float]:
     return read
 
 
-def _type(value: Any, problems: list[str]) -> str:
+def _read_device_type(value: Any, problems: list[str]) -> str:
     if value not in ("cuda", "cpu"):
         problems.append(f"device.type={value!r}; accepted: cuda, cpu.")
     return str(value)
 
 
-def _capability(value: Any, problems: list[str]) -> tuple[int, int] | None:
+def _read_capability(value: Any, problems: list[str]) -> tuple[int, int] | None:
     if value is None:
         return None
     if isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(part, int) for part in value):
@@ -418,7 +418,7 @@ def _capability(value: Any, problems: list[str]) -> tuple[int, int] | None:
     return None
 
 
-def _hardware(
+def _read_hardware(
     device: Device, values: Mapping[str, Any], per_node: int, nodes: int, problems: list[str]
 ) -> Hardware:
     if device.type == "cpu":
@@ -432,7 +432,7 @@ def _hardware(
     if nodes > 1 and "between_nodes" not in values and device.type != "cpu":
         problems.append(f"{nodes} nodes need the link between them: name one, such as ib400 or eth100.")
     links = {
-        key: _link(values[key], key, link, per_node, problems) if key in values else link
+        key: _read_link(values[key], key, link, per_node, problems) if key in values else link
         for key, link in usual.items()
     }
     if "measured" in values and nodes == 1 and "between_nodes" not in values:
@@ -440,7 +440,7 @@ def _hardware(
     return Hardware(**links, device=device, measured="measured" in values)
 
 
-def _link(wanted: Any, key: str, usual: Link, per_node: int, problems: list[str]) -> Link:
+def _read_link(wanted: Any, key: str, usual: Link, per_node: int, problems: list[str]) -> Link:
     if isinstance(wanted, str):
         return _known_link(wanted, key, per_node, problems) or usual
     if not isinstance(wanted, Mapping):

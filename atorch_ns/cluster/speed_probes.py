@@ -60,20 +60,20 @@ def compute_probes(device: str, *, by_size: bool = False) -> dict[str, Callable[
     probes: dict[str, Callable[[], float]] = {}
     for dtype in _DTYPES:
         for shape in _PRODUCTS[kind] if dtype in _FAST[kind] else _SMALL_PRODUCTS:
-            probe = _product(device, dtype, shape)
+            probe = _product_probe(device, dtype, shape)
             if probe is not None:
                 probes[f"product/{dtype}/{'x'.join(map(str, shape))}"] = probe
     probes |= dict(_element_wise(device, _ELEMENTS[kind]))
     layers, operators = _small_layers(device)
     probes[f"operators/{operators}"] = timed(layers, device)
     probes |= dict(_attention_probes(device, kind, _ATTENTION[kind] if by_size else _ATTENTION[kind][:1]))
-    return probes | (dict(_squares(device, kind)) if by_size else {})
+    return probes | (dict(_square_products(device, kind)) if by_size else {})
 
 
-def _squares(device: str, kind: str) -> Iterator[tuple[str, Callable[[], float]]]:
+def _square_products(device: str, kind: str) -> Iterator[tuple[str, Callable[[], float]]]:
     for dtype in _FAST[kind]:
         for size in _SQUARES[kind]:
-            probe = _product(device, dtype, (size, size, size))
+            probe = _product_probe(device, dtype, (size, size, size))
             if probe is not None:
                 yield f"square/{dtype}/{size}x{size}x{size}", probe
 
@@ -85,21 +85,21 @@ def _attention_probes(
         for shape in shapes:
             name = f"{dtype}/{'x'.join(map(str, shape))}"
             try:
-                forward, training = _attention(device, dtype, shape)
+                forward, training = _causal_attention_probes(device, dtype, shape)
             except (RuntimeError, NotImplementedError):  # no attention of that dtype, or no memory for it
                 continue
             yield f"attention/{name}", forward
             yield f"attention_training/{name}", training
 
 
-def _attention(
+def _causal_attention_probes(
     device: str, dtype: str, shape: tuple[int, int, int, int]
 ) -> tuple[Callable[[], float], Callable[[], float]]:
     """Causal attention: its forward pass, and forward and backward."""
     import torch
     import torch.nn.functional as F
 
-    query, key, value = (_values(shape, dtype, device).requires_grad_() for _ in range(3))
+    query, key, value = (_noise_of(shape, dtype, device).requires_grad_() for _ in range(3))
 
     def forward() -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -190,19 +190,19 @@ def wait_for(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def _product(device: str, dtype: str, shape: tuple[int, int, int]) -> Callable[[], float] | None:
+def _product_probe(device: str, dtype: str, shape: tuple[int, int, int]) -> Callable[[], float] | None:
     import torch
 
     rows, inner, columns = shape
     try:
-        left, right = _values((rows, inner), dtype, device), _values((inner, columns), dtype, device)
+        left, right = _noise_of((rows, inner), dtype, device), _noise_of((inner, columns), dtype, device)
         torch.mm(left[:1], right)
     except (RuntimeError, NotImplementedError):  # the device has no such product
         return None
     return timed(lambda: torch.mm(left, right), device)
 
 
-def _values(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
+def _noise_of(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
     """Random values: on constant ones a GPU needs less power, and is faster than in training."""
     import torch
 
@@ -299,7 +299,7 @@ def link_probes(
     probes: dict[str, Callable[[], float]] = {}
     for collective in (*_MEASURED, *(["send"] if sends else [])):
         for num_bytes, repeats in zip(_NUM_BYTES[kind], _REPEATS[kind], strict=True):
-            start = _starter(collective, num_bytes, group, device)
+            start = _collective_starter(collective, num_bytes, group, device)
             if start is not None:
                 probes[f"{collective}/{num_bytes}"] = _timed_together(start, repeats, group, device)
     return probes | _overlap_probes(_OVERLAP_BYTES[kind], group, device)
@@ -317,7 +317,7 @@ def fit_rates(times: Mapping[str, float], num_ranks: int) -> dict[str, Rate]:
         collective, _, num_bytes = name.partition("/")
         if collective in RING_STEPS and num_bytes.isdecimal():
             points.setdefault(collective, []).append((float(num_bytes), seconds))
-    return {name: _fit(*messages_of(name, num_ranks), found) for name, found in points.items()}
+    return {name: _fit_rate(*messages_of(name, num_ranks), found) for name, found in points.items()}
 
 
 def messages_of(collective: str, num_ranks: int) -> tuple[int, int]:
@@ -333,7 +333,7 @@ def measured_overlap(times: Mapping[str, float]) -> float:
     return float(np.clip((alone + computing - both) / min(alone, computing), 0.0, 1.0))
 
 
-def _fit(messages: int, num_parts: int, points: list[tuple[float, float]]) -> Rate:
+def _fit_rate(messages: int, num_parts: int, points: list[tuple[float, float]]) -> Rate:
     sizes, seconds = (np.asarray(values) for values in zip(*points, strict=True))
     columns = np.stack([np.full(len(sizes), messages), messages * sizes / num_parts], axis=1)
     weights = 1 / seconds
@@ -344,7 +344,7 @@ def _fit(messages: int, num_parts: int, points: list[tuple[float, float]]) -> Ra
     return Rate(latency, 1 / max(float(solution[1]), slowest))
 
 
-def _starter(
+def _collective_starter(
     collective: str, num_bytes: int, group: dist.ProcessGroup, device: str
 ) -> Callable[[bool], Any] | None:
     """Starts a collective on whole tensors of that size; ``None`` where the backend has none."""
@@ -407,7 +407,7 @@ def _overlap_probes(num_bytes: int, group: dist.ProcessGroup, device: str) -> di
     import torch
     import torch.distributed as dist
 
-    communicate = _starter("all_reduce", num_bytes, group, device)
+    communicate = _collective_starter("all_reduce", num_bytes, group, device)
     assert communicate is not None
     size = 256 if device == "cpu" else 2048
     left = torch.ones(size, size, device=device)

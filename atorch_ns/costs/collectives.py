@@ -69,12 +69,12 @@ def collective_seconds(
     """
     within = groups.within
     nodes = np.maximum(1, groups.size // np.maximum(1, within))
-    inside = _ring(kind, num_bytes, within, hardware.within_node, count)
-    outside = _ring(kind, num_bytes / within, nodes, hardware.between_nodes, count)
+    inside = _ring_seconds(kind, num_bytes, within, hardware.within_node, count)
+    outside = _ring_seconds(kind, num_bytes / within, nodes, hardware.between_nodes, count)
     return np.asarray(inside + outside)
 
 
-def _ring(
+def _ring_seconds(
     kind: str, num_bytes: np.ndarray | float, ranks: np.ndarray, link: Link, count: np.ndarray | float
 ) -> np.ndarray:
     messages = RING_STEPS[kind] * (ranks - 1) * count

@@ -135,7 +135,7 @@ def _below_diagonal(flops: int, num_queries: int, num_keys: int) -> int:
     return flops // (num_queries * num_keys) * pairs
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> int:
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> int:
     """Q·Kᵀ and P·V: query [B, H, T, E], key [B, G, S, E], value [B, G, S, F]."""
     batch, heads, tokens, width = query.shape
     return 2 * batch * heads * tokens * key.shape[-2] * (width + value.shape[-1])
@@ -154,7 +154,7 @@ def _once_each(tensor: torch.Tensor, *_: Any) -> int:
     return 2 * tensor.numel()
 
 
-def _grouped(first: torch.Tensor, second: torch.Tensor, *_: Any) -> int:
+def _grouped_mm_flops(first: torch.Tensor, second: torch.Tensor, *_: Any) -> int:
     """Every row, column or element of the summed dim is in one group: the whole product once."""
     if first.dim() == 3 and second.dim() == 3:
         return 2 * first.numel() * second.shape[-1]
@@ -163,10 +163,10 @@ def _grouped(first: torch.Tensor, second: torch.Tensor, *_: Any) -> int:
 
 
 _OWN: Mapping[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _aten.mv: _once_each,
     _aten.addmv: lambda _, matrix, *__: _once_each(matrix),
     _aten.dot: _once_each,
-    _aten._grouped_mm: _grouped,
+    _aten._grouped_mm: _grouped_mm_flops,
 }

@@ -21,16 +21,16 @@ def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> tuple[int, ...]
     return () if formula is None or args[1].device.type != "cpu" else formula(args, out)
 
 
-def _convolution(args: Sequence[Any], out: torch.Tensor) -> tuple[int, ...]:
+def _convolution_workspaces(args: Sequence[Any], out: torch.Tensor) -> tuple[int, ...]:
     """Input and weight in oneDNN's blocks, or the result, whichever is more; AMX copies them twice."""
     given, weight = args[0], args[1]
     if not onednn_computes_in(given.dtype):
-        return _columns(out, weight, args[3:], (_bytes(out),))
+        return _column_workspaces(out, weight, args[3:], (_tensor_bytes(out),))
     if not _in_blocks(given, weight):
         return ()
     if given.itemsize < 4 and weight.shape[1] > 1 and has_matrix_tiles():
-        return (2 * max(_bytes(given), _bytes(out)),)
-    return max((_padded(out),), (_padded(given), _bytes(weight)), key=sum)
+        return (2 * max(_tensor_bytes(given), _tensor_bytes(out)),)
+    return max((_padded_bytes(out),), (_padded_bytes(given), _tensor_bytes(weight)), key=sum)
 
 
 def _convolution_backward(args: Sequence[Any], _: Any) -> tuple[int, ...]:
@@ -38,15 +38,15 @@ def _convolution_backward(args: Sequence[Any], _: Any) -> tuple[int, ...]:
     kernel with channels last, each channel takes a block by a block, except for small kernels."""
     gradient, given, weight = args[:3]
     if not onednn_computes_in(given.dtype):
-        return _columns(gradient, weight, args[4:], (_bytes(given), _bytes(weight)))
+        return _column_workspaces(gradient, weight, args[4:], (_tensor_bytes(given), _tensor_bytes(weight)))
     if not _in_blocks(given, weight):
         depthwise = args[9] == weight.shape[0] > 1 and weight.shape[-1] > 3
         return (onednn_block() ** 2 * 4 * weight.numel(),) if depthwise else ()
     sums = 2 * 4 * weight.numel() if weight.itemsize < 4 else 0
-    return tuple(size for size in (_padded(gradient), _padded(given), sums) if size)
+    return tuple(size for size in (_padded_bytes(gradient), _padded_bytes(given), sums) if size)
 
 
-def _columns(
+def _column_workspaces(
     out: torch.Tensor, weight: torch.Tensor, options: Sequence[Any], results: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The patches of the input under each position of the kernel. In 2D, groups run one after another, and their
@@ -54,7 +54,7 @@ def _columns(
     stride, padding, dilation, transposed, _, groups = options[:6]
     if transposed or max(dilation) > 1:
         return ()  # one sample's at a time
-    patches = _bytes(out) // out.shape[1] * (weight.numel() // weight.shape[0])
+    patches = _tensor_bytes(out) // out.shape[1] * (weight.numel() // weight.shape[0])
     if max(weight.shape[2:]) == 1 and max(stride) == 1 and not any(padding):
         patches = 0  # the input itself
     if weight.dim() == 5:
@@ -72,14 +72,14 @@ def _in_blocks(given: torch.Tensor, weight: torch.Tensor) -> bool:
     return any(size > 1 for size in weight.shape[2:]) or given.itemsize < 4
 
 
-def _padded(tensor: torch.Tensor) -> int:
+def _padded_bytes(tensor: torch.Tensor) -> int:
     """Bytes in blocks; fewer channels than one block has are not copied into one."""
     block, channels = onednn_block(), tensor.shape[1]
     blocks = -(-channels // block)
-    return _bytes(tensor) if channels < block else _bytes(tensor) // channels * blocks * block
+    return _tensor_bytes(tensor) if channels < block else _tensor_bytes(tensor) // channels * blocks * block
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def _tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
@@ -87,6 +87,6 @@ def _bytes(tensor: torch.Tensor) -> int:
 # ``tests/costs/test_workspaces.py`` checks single convolutions, and the benchmark ``estimate_peers`` the
 # peak of a whole network.
 _FORMULAS: Mapping[Any, Callable[[Sequence[Any], Any], tuple[int, ...]]] = {
-    torch.ops.aten.convolution.default: _convolution,
+    torch.ops.aten.convolution.default: _convolution_workspaces,
     torch.ops.aten.convolution_backward.default: _convolution_backward,
 }

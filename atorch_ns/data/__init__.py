@@ -11,15 +11,7 @@ from atorch_ns.data.batch import (
 )
 from atorch_ns.data.build import build_dataloader
 from atorch_ns.data.loader import TrainLoader
-from atorch_ns.data.step_work import (
-    BatchRunner,
-    LossScale,
-    Passed,
-    Reduction,
-    StepOutput,
-    StepWork,
-    weigh,
-)
+from atorch_ns.data.step_work import BatchRunner, LossScale, Passed, Reduction, StepOutput, StepWork, weigh
 
 __all__ = [
     "BatchRunner", "LossScale", "Passed", "Reduction", "StepOutput", "StepWork", "TrainLoader",

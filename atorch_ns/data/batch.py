@@ -64,24 +64,24 @@ def taken_items(model: Callable[..., Any], data: Mapping[str, Any]) -> Mapping[s
 def forward_signature(model: Callable[..., Any]) -> inspect.Signature | None:
     """The signature of the user's ``forward``, without ``self``; ``None`` if it cannot be read."""
     try:
-        return inspect.signature(_forward(model))
+        return inspect.signature(_forward_callable(model))
     except (TypeError, ValueError):  # a forward that is not written in Python
         return None
 
 
 def _forward_names(model: Callable[..., Any]) -> _ForwardNames:
-    forward = _forward(model)
+    forward = _forward_callable(model)
     key = forward.func if isinstance(forward, functools.partial) else getattr(forward, "__func__", forward)
     try:
         return _FORWARD_NAMES[key]
     except (KeyError, TypeError):  # not seen before, or nothing that can be referred to weakly
-        found = _ForwardNames(_names(forward_signature(model)), set())
+        found = _ForwardNames(_parameter_names(forward_signature(model)), set())
     with contextlib.suppress(TypeError):
         _FORWARD_NAMES[key] = found
     return found
 
 
-def _names(signature: inspect.Signature | None) -> frozenset[str] | None:
+def _parameter_names(signature: inspect.Signature | None) -> frozenset[str] | None:
     if signature is None:
         return None
     parameters = signature.parameters.values()
@@ -90,7 +90,7 @@ def _names(signature: inspect.Signature | None) -> frozenset[str] | None:
     return frozenset(each.name for each in parameters if each.kind in _BY_NAME)
 
 
-def _forward(model: Callable[..., Any]) -> Callable[..., Any]:
+def _forward_callable(model: Callable[..., Any]) -> Callable[..., Any]:
     inside = user_module(model)
     return inside.forward if isinstance(inside, nn.Module) else inside
 
@@ -103,14 +103,14 @@ def user_module(model: Any) -> Any:
         if package not in _WRAPPERS or not _is_variadic(own):
             return model
         base = getattr(model, "get_base_model", None)  # peft's
-        inner = base() if callable(base) else _first(model)
+        inner = base() if callable(base) else _find_wrapped_model(model)
         if not isinstance(inner, nn.Module) or inner is model:
             return model
         model = inner
     return model
 
 
-def _first(model: nn.Module) -> Any:
+def _find_wrapped_model(model: nn.Module) -> Any:
     return next((getattr(model, name) for name in _WRAPPED_AS if name in model._modules), None)
 
 
@@ -178,14 +178,14 @@ def call_model(model: Callable[..., Any], data: Any, model_input_format: str | N
             raise
     if known != "unpack_dict":
         if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
-            raise _misfit(known, "a list or tuple", data)
+            raise _misfit_error(known, "a list or tuple", data)
         if known == "unpack_sequence":
             return model(*data)
         if not data:
-            raise _misfit(known, "a list or tuple with an item", data)
+            raise _misfit_error(known, "a list or tuple with an item", data)
         return model(data[0]) if known == "first" else call_model(model, data[0], "unpack_dict")
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-        raise _misfit(known, "a dictionary with strings as keys", data)
+        raise _misfit_error(known, "a dictionary with strings as keys", data)
     return model(**taken_items(model, data))
 
 
@@ -243,14 +243,14 @@ def split_batch(data: Any, num_micro_batches: int, *, uneven: bool = False) -> l
     return [part(begin) for begin in range(0, size, step)] if step else [data] * num
 
 
-def _misfit(model_input_format: str, wanted: str, data: Any) -> InputError:
+def _misfit_error(model_input_format: str, wanted: str, data: Any) -> InputError:
     return InputError(
         f"model_input_format={model_input_format!r} needs each batch to be {wanted}, but the data is "
-        f"{_describe(data)}. Use another model_input_format, or return {wanted} from prepare_input."
+        f"{_describe_data(data)}. Use another model_input_format, or return {wanted} from prepare_input."
     )
 
 
-def _describe(data: Any) -> str:
+def _describe_data(data: Any) -> str:
     kind = with_article(data)
     if isinstance(data, torch.Tensor):
         return f"{kind} of shape {tuple(data.shape)}"
@@ -271,7 +271,7 @@ def _is_plain_list(value: Any) -> bool:
     )
 
 
-def _access(path: Path) -> str:
+def _access_text(path: Path) -> str:
     return "batch" + "".join(f"[{key!r}]" for key in path)
 
 
@@ -281,15 +281,15 @@ def _common_size(data: Any) -> int:
     for path, leaf in leaves(data, is_leaf=is_unsplittable):
         if isinstance(leaf, torch.Tensor):
             if leaf.dim():
-                sizes.setdefault(leaf.shape[0], _access(path))
+                sizes.setdefault(leaf.shape[0], _access_text(path))
         elif is_unsplittable(leaf):
             raise InputError(
-                f"{_access(path)} is {with_article(leaf)}, which cannot be split into micro-batches. "
+                f"{_access_text(path)} is {with_article(leaf)}, which cannot be split into micro-batches. "
                 "Turn it into tensors in prepare_input, or use one micro-batch."
             )
     if not sizes:
         raise BatchSizeError(
-            f"there is no tensor to split into micro-batches: the data is {_describe(data)}."
+            f"there is no tensor to split into micro-batches: the data is {_describe_data(data)}."
         )
     if len(sizes) > 1:
         found = ", ".join(f"{path} has {size} rows" for size, path in sizes.items())

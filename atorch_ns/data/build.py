@@ -159,7 +159,7 @@ def build_dataloader(
     sampler: Iterable[Any] | None = None
     batch_sampler: Iterable[Any] | None = None
     if is_stream:
-        dataset = _stream(dataset, read)
+        dataset = _rank_stream(dataset, read)
     elif read.batch_sampler is not None:
         batch_sampler = _rank_share("batch_sampler", read.batch_sampler, read, group)
     elif read.sampler is not None:
@@ -206,7 +206,7 @@ def _is_stream(dataset: Any, num_ranks: int) -> bool:
     )
 
 
-def _stream(dataset: Any, read: LoaderArgs) -> Any:
+def _rank_stream(dataset: Any, read: LoaderArgs) -> Any:
     """The rank's share of an iterable dataset; the dataset itself where one rank reads it and needs no epochs passed on."""
     passes_epochs = read.passed.get("persistent_workers") and hasattr(dataset, "set_epoch")
     if read.num_ranks == 1 and isinstance(dataset, IterableDataset) and not passes_epochs:

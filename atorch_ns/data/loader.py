@@ -101,7 +101,7 @@ class TrainLoader(DataLoader[Any]):
         self.global_batch_size = global_batch_size
         self._steps = StepSampler(super()._index_sampler)
         self._is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
-        self._clock = EpochClock(_listener(dataset) if self._is_stream else epoch_source(self._steps))
+        self._clock = EpochClock(_epoch_listener(dataset) if self._is_stream else epoch_source(self._steps))
         self._resume: _Run | None = None  # where the next iteration starts, if its epoch is still that one
         self._run: _Run | None = None  # the latest iteration, unless it came to its end
 
@@ -112,9 +112,9 @@ class TrainLoader(DataLoader[Any]):
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises a private class
-        run, skip = self._begin()
+        run, skip = self._begin_run()
         self._steps.skip = 0 if self._is_stream else skip
-        batches = self._start(skip)
+        batches = self._start_iterator(skip)
         try:
             if self._is_stream:
                 for _ in range(skip):
@@ -122,12 +122,12 @@ class TrainLoader(DataLoader[Any]):
             for batch in batches:
                 run.batches += 1
                 yield batch
-            self._end(run)
+            self._end_run(run)
             if self._run is run:
                 self._run = None
         finally:
             if run.batches > skip:
-                self._end(run)
+                self._end_run(run)
             elif not run.over and self._run is run:  # the first batch failed to load: it comes next
                 self._run, self._resume = None, run
 
@@ -139,7 +139,7 @@ class TrainLoader(DataLoader[Any]):
         Raises:
             InputError: ``epoch`` is not an integer from 0 on.
         """
-        self._clock.set(_count("epoch", epoch))
+        self._clock.set(_check_count("epoch", epoch))
         if self._run is not None:
             self._run.over = True  # its end no longer sets the next epoch
             self._run = None
@@ -170,21 +170,23 @@ class TrainLoader(DataLoader[Any]):
                 f"{self.global_batch_size}, so the position does not carry over. Use the batch_size it was "
                 "saved with, or begin an epoch with set_epoch."
             )
-        place = _Run(epoch=_count("epoch", state["epoch"]), batches=_count("batches", state["batches"]))
+        place = _Run(
+            epoch=_check_count("epoch", state["epoch"]), batches=_check_count("batches", state["batches"])
+        )
         self.set_epoch(place.epoch)
         self._resume = place
 
-    def _begin(self) -> tuple[_Run, int]:
+    def _begin_run(self) -> tuple[_Run, int]:
         """The iteration that begins now, and the number of batches of its epoch that it skips."""
         if self._run is not None:
-            self._end(self._run)  # left early, while its iterator still exists
+            self._end_run(self._run)  # left early, while its iterator still exists
         epoch = self._clock.begin()
         place, self._resume = self._resume, None
         skip = place.batches if place is not None and place.epoch == epoch else 0
         self._run = _Run(epoch=epoch, batches=skip)
         return self._run, skip
 
-    def _start(self, skip: int) -> Iterator[Any]:
+    def _start_iterator(self, skip: int) -> Iterator[Any]:
         """Torch's iterator.
 
         It draws a seed for its workers from the global random state. The iteration that is being resumed did
@@ -198,18 +200,18 @@ class TrainLoader(DataLoader[Any]):
         finally:
             torch.set_rng_state(state)
 
-    def _end(self, run: _Run) -> None:
+    def _end_run(self, run: _Run) -> None:
         """Counts the epoch of ``run``, once."""
         if not run.over:
             run.over = True
             self._clock.end(run.epoch)
 
 
-def _listener(dataset: Any) -> Any | None:
+def _epoch_listener(dataset: Any) -> Any | None:
     return dataset if callable(getattr(dataset, "set_epoch", None)) else None
 
 
-def _count(name: str, value: object) -> int:
+def _check_count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InputError(f"{name} of the loader must be an integer from 0 on; it is {value!r}.")
     return value

@@ -71,7 +71,7 @@ def read_loader_args(
     problems = [
         *_unknown_keys(given),
         *_wrong_types(given),
-        *_conflicts(given, has_sampler_cls=has_sampler_cls),
+        *_find_conflicts(given, has_sampler_cls=has_sampler_cls),
         *(_stream_problems(given, has_sampler_cls=has_sampler_cls) if is_stream else ()),
         *_position_problems(given, position),
         *_unbatched_problems(given, num_ranks),
@@ -141,7 +141,7 @@ def _wrong_types(given: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _conflicts(given: Mapping[str, Any], *, has_sampler_cls: bool) -> list[str]:
+def _find_conflicts(given: Mapping[str, Any], *, has_sampler_cls: bool) -> list[str]:
     problems = []
     if given.get("batch_sampler") is not None:
         clashes = [key for key in ("shuffle", "sampler", "drop_last") if _is_given(given, key)]

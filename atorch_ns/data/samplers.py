@@ -66,7 +66,7 @@ def split_batches(batches: Sequence[Sequence[T]], rank: int, num_ranks: int) -> 
     return [list(batch[rank::num_ranks]) for batch in batches]
 
 
-def _layers(sampler: object) -> Iterator[object]:
+def _layers_of(sampler: object) -> Iterator[object]:
     """The sampler, the sampler that it draws from, and so on."""
     seen: set[int] = set()
     while sampler is not None and id(sampler) not in seen:
@@ -79,12 +79,12 @@ def _layers(sampler: object) -> Iterator[object]:
 
 def epoch_source(sampler: object) -> Any | None:
     """The object with ``set_epoch``: the sampler, or the first one inside it that has the method."""
-    return next((layer for layer in _layers(sampler) if callable(getattr(layer, "set_epoch", None))), None)
+    return next((layer for layer in _layers_of(sampler) if callable(getattr(layer, "set_epoch", None))), None)
 
 
 def distributed_position(sampler: object) -> tuple[int, int] | None:
     """``(num_replicas, rank)`` of the distributed sampler that this is or draws from; None if there is none."""
-    for layer in _layers(sampler):
+    for layer in _layers_of(sampler):
         num_replicas, rank = getattr(layer, "num_replicas", None), getattr(layer, "rank", None)
         if isinstance(num_replicas, int) and isinstance(rank, int):
             return num_replicas, rank
@@ -133,7 +133,9 @@ class RankSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that the collective happens once, when the first index is requested: torch's
         # loader calls `iter` on its sampler more often than it uses the result.
-        drawn = agree(self._draw, what="drawing the order of the data", distributed=True, group=self._group)
+        drawn = agree(
+            self._draw_entries, what="drawing the order of the data", distributed=True, group=self._group
+        )
         drawn = from_first(drawn, distributed=True, group=self._group)
         if self.draws_batches:
             yield from split_batches(drawn, self.rank, self.num_replicas)
@@ -141,11 +143,11 @@ class RankSampler(Sampler[Any]):
             order = even_out(drawn, self.num_replicas, drop_last=self.drop_last)
             yield from order[self.rank :: self.num_replicas]
 
-    def _draw(self) -> list[Any]:
+    def _draw_entries(self) -> list[Any]:
         return [list(entry) if self.draws_batches else entry for entry in self.sampler]
 
     def __len__(self) -> int:
-        length = _length(self.sampler)
+        length = _sampler_length(self.sampler)
         if self.draws_batches:
             return length
         return length_of_share(length, self.num_replicas, drop_last=self.drop_last)
@@ -180,10 +182,10 @@ class StepSampler(Sampler[Any]):
         return islice(iter(self.steps), self.skip, None)
 
     def __len__(self) -> int:
-        return _length(self.steps)  # of the whole epoch
+        return _sampler_length(self.steps)  # of the whole epoch
 
 
-def _length(sampler: object) -> int:
+def _sampler_length(sampler: object) -> int:
     if not isinstance(sampler, Sized):
         raise TypeError(
             f"the sampler of type {type(sampler).__name__} has no __len__, so the loader has none."

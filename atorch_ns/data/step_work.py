@@ -128,12 +128,12 @@ def weigh(
     """
     num = len(samples) if isinstance(samples, (list, tuple)) else 0
     place, n = data_ranks or (0, 1)
-    given = [1.0] * num if weights is None else _numbers(weights)
-    idle = [False] * num if dummies is None else _numbers(dummies)
+    given = [1.0] * num if weights is None else _weight_numbers(weights)
+    idle = [False] * num if dummies is None else _weight_numbers(dummies)
     problem = _find_problem(samples, weights, losses, reduction, dummies, functions)
     given, idle = given or [], [bool(one) for one in idle or ()]
     own = [0.0 if is_idle else weight for weight, is_idle in zip(given, idle, strict=False)]
-    digest = _digest(losses, reduction, idle, [] if problem else samples)
+    digest = _work_digest(losses, reduction, idle, [] if problem else samples)
     divides = functions.get("divisor") is not None
     words = [place, num, sum(own), bool(problem), bool(outputs), digest, divides]
     told = torch.tensor(words, dtype=torch.float64, device=device)
@@ -180,16 +180,16 @@ def _find_problem(
         return f"samples is a list of micro-batches, and not {with_article(samples)}"
     if losses not in ("means", "sums") or reduction not in ("mean", "sum"):
         return f"losses are 'means' or 'sums', and reduction is 'mean' or 'sum'; they are {losses!r} and {reduction!r}"
-    given = [1.0] * len(samples) if weights is None else _numbers(weights)
+    given = [1.0] * len(samples) if weights is None else _weight_numbers(weights)
     if given is None:
         return f"weights is a list of numbers, one for each sample, and is {clipped(repr(weights), 80)}"
-    idle = None if dummies is None else _numbers(dummies)
+    idle = None if dummies is None else _weight_numbers(dummies)
     if dummies is not None and idle is None:
         return f"dummies is a list of flags, one for each sample, and is {clipped(repr(dummies), 80)}"
     for name, function in functions.items():
         if not (function is None or callable(function)):
             return f"{name} must be a function, and is {with_article(function)}"
-    return _misfit(len(samples), given, idle)
+    return _find_misfit(len(samples), given, idle)
 
 
 def _refuse_unlike(rows: Sequence[Sequence[float]]) -> None:
@@ -211,7 +211,7 @@ def _refuse_unlike(rows: Sequence[Sequence[float]]) -> None:
             raise InputError(f"{both} differ in their shapes, or in losses, reduction or dummies.")
 
 
-def _misfit(num: int, weights: Sequence[float], idle: Sequence[float] | None) -> str:
+def _find_misfit(num: int, weights: Sequence[float], idle: Sequence[float] | None) -> str:
     if len(weights) != num or len(idle or weights) != num:
         flags = "" if idle is None else f" and {counted(len(idle), 'dummy flag')}"
         return f"there are {counted(num, 'sample')}, {counted(len(weights), 'weight')}{flags}"
@@ -220,7 +220,7 @@ def _misfit(num: int, weights: Sequence[float], idle: Sequence[float] | None) ->
     return "" if num else "a rank has no micro-batch, not even one to be a dummy"
 
 
-def _numbers(weights: Sequence[float]) -> list[float] | None:
+def _weight_numbers(weights: Sequence[float]) -> list[float] | None:
     """The weights; ``None`` if they are no list of numbers."""
     try:
         return [float(weight) for weight in weights]
@@ -228,7 +228,7 @@ def _numbers(weights: Sequence[float]) -> list[float] | None:
         return None
 
 
-def _digest(losses: str, reduction: str, idle: Sequence[bool], samples: Sequence[Any]) -> int:
+def _work_digest(losses: str, reduction: str, idle: Sequence[bool], samples: Sequence[Any]) -> int:
     """What ranks that work on the same data are given alike, as a number below 2^48."""
     shapes = [
         [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(sample)] for sample in samples

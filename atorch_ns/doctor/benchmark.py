@@ -48,8 +48,8 @@ def main() -> None:
             backends.append("nccl")
         figures: dict[str, Any] = {
             "num_gpus": num_gpus,
-            "backends": {backend: _sweep(who, backend, limit, steps.write) for backend in backends},
-            "clocks": _clocks(who),
+            "backends": {backend: _sweep_groups(who, backend, limit, steps.write) for backend in backends},
+            "clocks": _compare_clocks(who),
             "product_s": _product_s("cuda" if "nccl" in backends else "cpu"),
         }
         write_whole(folder / f"figures_{who.rank}", json.dumps(figures), durable=False)
@@ -57,7 +57,7 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def _sweep(who: Who, backend: str, limit: timedelta, note: Callable[[str], object]) -> dict[str, Any]:
+def _sweep_groups(who: Who, backend: str, limit: timedelta, note: Callable[[str], object]) -> dict[str, Any]:
     """The all-reduces that this rank takes part in: ``all``, ``within``, ``between``, ``links`` by node."""
 
     @functools.cache
@@ -65,7 +65,7 @@ def _sweep(who: Who, backend: str, limit: timedelta, note: Callable[[str], objec
         return dist.new_group(list(ranks), limit, backend)
 
     found: dict[str, Any] = {"links": {}}
-    for name, groups in _rounds(who):
+    for name, groups in _plan_rounds(who):
         note(f"{name} by {backend}\n")
         # Names the ranks that do not answer, while the others still can.
         dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
@@ -81,7 +81,7 @@ def _sweep(who: Who, backend: str, limit: timedelta, note: Callable[[str], objec
     return found
 
 
-def _rounds(who: Who) -> list[tuple[str, list[tuple[int, ...]]]]:
+def _plan_rounds(who: Who) -> list[tuple[str, list[tuple[int, ...]]]]:
     """Groups of ranks by round; those of one round share no rank, and are measured at the same time."""
     num_nodes = who.num_nodes
     rounds = [("all", [tuple(range(who.world_size))])]
@@ -117,7 +117,7 @@ def _all_reduce(backend: str, group: Any, gate: Any) -> dict[str, float]:
         raise RuntimeError(f"{size} ones add up to {float(total)} on {device}")
 
     def times(tensor: torch.Tensor) -> list[float]:
-        return _times(
+        return _time_repeats(
             lambda: dist.all_reduce(tensor, group=group), device, before=lambda: dist.barrier(group=gate)
         )
 
@@ -134,10 +134,12 @@ def _all_reduce(backend: str, group: Any, gate: Any) -> dict[str, float]:
 def _product_s(device: str) -> float:
     """Seconds of a matrix product in float32, the fastest of 5."""
     matrix = torch.ones(_PRODUCT_SIZES[device], _PRODUCT_SIZES[device], device=device)
-    return min(_times(lambda: matrix @ matrix, device))
+    return min(_time_repeats(lambda: matrix @ matrix, device))
 
 
-def _times(action: Callable[[], Any], device: str, before: Callable[[], Any] | None = None) -> list[float]:
+def _time_repeats(
+    action: Callable[[], Any], device: str, before: Callable[[], Any] | None = None
+) -> list[float]:
     times = []
     for _ in range(_REPEATS + 1):
         if before is not None:
@@ -150,7 +152,7 @@ def _times(action: Callable[[], Any], device: str, before: Callable[[], Any] | N
     return times[1:]
 
 
-def _clocks(who: Who) -> dict[str, Any]:
+def _compare_clocks(who: Who) -> dict[str, Any]:
     """Seconds that each node's clock is ahead of rank 0's, the uncertainty, and whether this one ran backwards.
 
     ``ahead_s`` is measured by rank 0 with the first rank of every node.

@@ -43,18 +43,18 @@ def environment() -> dict[str, Any]:
         "schema": 1,
         "atorch_ns": __version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
-        "system": _system(),
-        "cpu": _cpu(),
-        "memory": _memory(),
-        "torch": _torch(),
-        "devices": _devices(),
-        "packages": _versions(),
-        "methods": _methods(),
-        "variables": _variables(os.environ),
+        "system": _system_info(),
+        "cpu": _cpu_info(),
+        "memory": _memory_info(),
+        "torch": _torch_info(),
+        "devices": _device_info(),
+        "packages": _package_versions(),
+        "methods": _methods_by_package(),
+        "variables": _environment_variables(os.environ),
     }
 
 
-def _system() -> dict[str, Any]:
+def _system_info() -> dict[str, Any]:
     release = platform.freedesktop_os_release() if Path("/etc/os-release").exists() else {}
     return {
         "os": release.get("PRETTY_NAME", platform.system()),
@@ -66,7 +66,7 @@ def _system() -> dict[str, Any]:
     }
 
 
-def _cpu() -> dict[str, Any]:
+def _cpu_info() -> dict[str, Any]:
     return {
         "model": cpu_model(),
         "cores": os.cpu_count() or 1,
@@ -84,7 +84,7 @@ def _cgroup_cores() -> float | None:
         return None
 
 
-def _memory() -> dict[str, Any]:
+def _memory_info() -> dict[str, Any]:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -97,7 +97,7 @@ def _memory() -> dict[str, Any]:
     }
 
 
-def _torch() -> dict[str, Any]:
+def _torch_info() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
@@ -117,7 +117,7 @@ def _torch() -> dict[str, Any]:
     }
 
 
-def _devices() -> list[dict[str, Any]]:
+def _device_info() -> list[dict[str, Any]]:
     import torch
 
     if not torch.cuda.is_available():
@@ -129,7 +129,7 @@ def _devices() -> list[dict[str, Any]]:
     ]
 
 
-def _versions() -> dict[str, str]:
+def _package_versions() -> dict[str, str]:
     found = {}
     for name in sorted(set(_PACKAGES)):
         try:
@@ -139,7 +139,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _methods() -> dict[str, list[str]]:
+def _methods_by_package() -> dict[str, list[str]]:
     """Names of the methods, by the package that brings them."""
     from atorch_ns.method import load_registry  # imports every method, and torch with them
 
@@ -150,6 +150,6 @@ def _methods() -> dict[str, list[str]]:
     return found
 
 
-def _variables(given: Mapping[str, str]) -> dict[str, str]:
+def _environment_variables(given: Mapping[str, str]) -> dict[str, str]:
     shown = {name: given[name] for name in _VARIABLES if name in given}
     return {**shown, **{name: "(set)" for name in _SEEN if name in given}}

@@ -219,10 +219,10 @@ def check_versions(place: Place) -> Iterator[Finding]:
         text = f"torch {torch.__version__}; 2.11 or later is needed"
         yield failed(_VERSIONS, text, "pip install --upgrade 'torch>=2.11'")
     if not old_python and not old_torch:
-        yield _device(torch.__version__)
+        yield _check_device(torch.__version__)
 
 
-def _device(version: str) -> Finding:
+def _check_device(version: str) -> Finding:
     import torch
 
     text = f"Python {platform.python_version()}, torch {version}"

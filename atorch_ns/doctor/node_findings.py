@@ -211,7 +211,11 @@ def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Findi
         if "within" in first:
             within = [each["within"] for each in of_nodes]
             fix = "nvidia-smi topo -m; top   # on that node: how its GPUs are connected, and who else uses it"
-            found.append(_rates("within nodes", f"all-reduce within a node by {backend}", within, fix, nodes))
+            found.append(
+                _judge_bandwidths(
+                    "within nodes", f"all-reduce within a node by {backend}", within, fix, nodes
+                )
+            )
         if "between" in first:
             title = f"all-reduce between nodes by {backend}"
             found.append(all_reduce_finding("between nodes", title, first["between"]))
@@ -219,7 +223,7 @@ def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Findi
                 max(each["links"].values(), key=lambda link: link["best_bytes_per_s"]) for each in of_nodes
             ]
             fix = "ethtool eth0 | grep Speed; ibstat   # on that node"
-            found.append(_rates("links", f"best link of a node by {backend}", best, fix, nodes))
+            found.append(_judge_bandwidths("links", f"best link of a node by {backend}", best, fix, nodes))
     if who.num_nodes > 1:
         # A node is as slow as its slowest rank.
         products = [max(figures[rank]["product_s"] for rank in who.ranks_of(n)) for n in range(who.num_nodes)]
@@ -228,26 +232,28 @@ def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Findi
         text += f", at most {seconds_text(worst)} on {nodes.named([products.index(worst)])}"
         fix = "nvidia-smi -q -d PERFORMANCE; top   # on that node: is it hot, throttled, or in use by others?"
         numbers = {"seconds": usual, "slowest_seconds": worst}
-        found.append(_compared("compute", text, [1 / each for each in products], fix, numbers, nodes))
+        found.append(_judge_speeds("compute", text, [1 / each for each in products], fix, numbers, nodes))
     return found
 
 
 def all_reduce_finding(check: str, title: str, measured: Mapping[str, float]) -> Finding:
     """An all-reduce's latency and bandwidth."""
     figures = {"latency_seconds": measured["latency_s"], "bytes_per_second": measured["bytes_per_s"]}
-    return passed(check, f"{title}: {_figures(measured)}", figures=figures)
+    return passed(check, f"{title}: {_figures_text(measured)}", figures=figures)
 
 
-def _rates(check: str, title: str, by_node: list[Mapping[str, float]], fix: str, nodes: Nodes) -> Finding:
+def _judge_bandwidths(
+    check: str, title: str, by_node: list[Mapping[str, float]], fix: str, nodes: Nodes
+) -> Finding:
     """Bandwidths, judged by the fastest repeat: a machine may have been busy for a moment."""
     best = [each["best_bytes_per_s"] for each in by_node]
     usual, worst = statistics.median_high(each["bytes_per_s"] for each in by_node), best.index(min(best))
-    text = f"{title}: {bytes_text(usual)}/s in the middle, least {_figures(by_node[worst])} on "
+    text = f"{title}: {bytes_text(usual)}/s in the middle, least {_figures_text(by_node[worst])} on "
     numbers = {"bytes_per_second": usual, "least_bytes_per_second": by_node[worst]["bytes_per_s"]}
-    return _compared(check, text + nodes.named([worst]), best, fix, numbers, nodes)
+    return _judge_speeds(check, text + nodes.named([worst]), best, fix, numbers, nodes)
 
 
-def _compared(
+def _judge_speeds(
     check: str, text: str, speeds: list[float], fix: str, figures: Mapping[str, float], nodes: Nodes
 ) -> Finding:
     """A warning that names the nodes with less than half the usual speed, if there are any."""
@@ -257,7 +263,7 @@ def _compared(
     return passed(check, text, figures=figures)
 
 
-def _figures(measured: Mapping[str, float]) -> str:
+def _figures_text(measured: Mapping[str, float]) -> str:
     return (
         f"{seconds_text(measured['latency_s'])} for one number, {bytes_text(measured['bytes_per_s'])}/s for "
         f"{bytes_text(measured['num_bytes'])} (n={measured['n']})"

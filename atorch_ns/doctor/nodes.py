@@ -59,7 +59,7 @@ def examine_nodes(place: Place, who: Who, names: Sequence[str]) -> Iterator[Find
     place = replace(place, num_ranks=who.local_world_size)
     failed = False
     try:
-        for finding in _findings(values, place, who, names):
+        for finding in _iter_findings(values, place, who, names):
             failed = failed or finding.verdict == "fail"
             yield finding
         if values.from_first(failed) and who.rank:
@@ -76,7 +76,7 @@ def examine_nodes(place: Place, who: Who, names: Sequence[str]) -> Iterator[Find
         values.leave()
 
 
-def _findings(values: _Exchange, place: Place, who: Who, names: Sequence[str]) -> Iterator[Finding]:
+def _iter_findings(values: _Exchange, place: Place, who: Who, names: Sequence[str]) -> Iterator[Finding]:
     """All findings, on rank 0; others only report. Ends after a step without which the next would hang."""
     limit_s, nodes, clean = place.timeout_s, Nodes(who), True
     with contextlib.ExitStack() as stack:
@@ -109,7 +109,7 @@ def _findings(values: _Exchange, place: Place, who: Who, names: Sequence[str]) -
         if who.rank == 0:
             answers = values.gather("benchmark", range(who.world_size), timeout_s=limit_s + _SPARE_S)
             found = failures(answers, nodes)
-            yield from found or _measured({rank: each["figures"] for rank, each in answers.items()}, nodes)
+            yield from found or _judge_nodes({rank: each["figures"] for rank, each in answers.items()}, nodes)
         values.from_first(True)
     for name in (name for name in names if name not in NODE_CHECKS):
         if who.leads:
@@ -120,7 +120,7 @@ def _findings(values: _Exchange, place: Place, who: Who, names: Sequence[str]) -
         values.from_first(True)
 
 
-def _measured(figures: dict[int, dict[str, Any]], nodes: Nodes) -> list[Finding]:
+def _judge_nodes(figures: dict[int, dict[str, Any]], nodes: Nodes) -> list[Finding]:
     skew = [clocks(figures[0]["clocks"], nodes)] if nodes.who.num_nodes > 1 else []
     return [*skew, *speeds(figures, nodes)]
 

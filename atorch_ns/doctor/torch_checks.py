@@ -37,14 +37,14 @@ def check_compiler(place: Place) -> Iterator[Finding]:
     if compiler is None:
         yield warned(_COMPILER, "there is no C++ compiler, which inductor needs on CPUs", _APT)
         return
-    name, problem = Path(compiler).name, _try(compiler)
+    name, problem = Path(compiler).name, _try_compiler(compiler)
     if problem:
         yield warned(_COMPILER, f"{name} compiles no program with OpenMP: {problem}", _APT)
     else:
         yield passed(_COMPILER, f"{name} compiles programs with OpenMP, as inductor needs")
 
 
-def _try(compiler: str) -> str:
+def _try_compiler(compiler: str) -> str:
     """Reason why the compiler fails; empty if it does not."""
     with tempfile.TemporaryDirectory(prefix="atorch_ns_doctor_") as folder:
         source = Path(folder) / "program.cpp"
@@ -80,15 +80,15 @@ def check_dtypes(place: Place) -> Iterator[Finding]:
     outcome = isolated(measure_dtypes, timeout_s=max(place.timeout_s, _SHORTEST_S))
     if outcome.problem:
         text = f"matrix products cannot be computed: {outcome.problem}"
-        yield failed(_DTYPES, text, _fix("float32"))
+        yield failed(_DTYPES, text, _dtype_fix("float32"))
         return
     device, measured = outcome.value
     texts = []
     for name, product in measured.items():
-        verdict, text = _judge(name, product, measured["float32"])
+        verdict, text = _judge_dtype(name, product, measured["float32"])
         texts.append(text)
         if verdict != "pass":
-            yield Finding(check=_DTYPES, verdict=verdict, text=text, fix=_fix(name))
+            yield Finding(check=_DTYPES, verdict=verdict, text=text, fix=_dtype_fix(name))
     figures = {
         f"{name}_seconds": product.seconds for name, product in measured.items() if not product.problem
     }
@@ -101,10 +101,10 @@ def measure_dtypes() -> tuple[str, dict[str, Measured]]:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
-    return name, {dtype: _measure(dtype, device) for dtype in ("float32", "bfloat16", "float16")}
+    return name, {dtype: _measure_product(dtype, device) for dtype in ("float32", "bfloat16", "float16")}
 
 
-def _measure(dtype: str, device: str) -> Measured:
+def _measure_product(dtype: str, device: str) -> Measured:
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -130,7 +130,7 @@ def _measure(dtype: str, device: str) -> Measured:
     return Measured(statistics.median(times), error)
 
 
-def _judge(name: str, product: Measured, plain: Measured) -> tuple[Verdict, str]:
+def _judge_dtype(name: str, product: Measured, plain: Measured) -> tuple[Verdict, str]:
     if product.problem:
         return ("fail" if name == "float32" else "warn"), f"{name} does not work here: {product.problem}"
     if not product.error <= _TOLERANCE:
@@ -139,7 +139,7 @@ def _judge(name: str, product: Measured, plain: Measured) -> tuple[Verdict, str]
     return "pass", f"{name} works ({seconds_text(product.seconds)}, n={_REPEATS}{speed})"
 
 
-def _fix(name: str) -> str:
+def _dtype_fix(name: str) -> str:
     if name == "float32":
         return "pip install --force-reinstall torch"
     other = "bf16" if name == "float16" else "fp16"
@@ -176,12 +176,12 @@ def check_collectives(place: Place) -> list[Finding]:
         path = folder / "figures_0"
         figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not figures or any(end.code for end in ends):
-        return [_failed(place, ends)]
+        return [_rank_failure(place, ends)]
     summed = [
         all_reduce_finding(_NAME, f"{place.num_ranks} ranks by {name}", rounds["all"])
         for name, rounds in figures["backends"].items()
     ]
-    return [*summed, *_not_tried(place, figures["num_gpus"]), _clock(figures["clocks"]["monotonic"])]
+    return [*summed, *_not_tried(place, figures["num_gpus"]), _check_clock(figures["clocks"]["monotonic"])]
 
 
 def _not_tried(place: Place, num_gpus: int) -> list[Finding]:
@@ -192,7 +192,7 @@ def _not_tried(place: Place, num_gpus: int) -> list[Finding]:
     return [warned(_NAME, text, f"atorch-ns doctor --nproc {num_gpus}")]
 
 
-def _clock(monotonic: bool) -> Finding:
+def _check_clock(monotonic: bool) -> Finding:
     if monotonic:
         return passed("clock", "the clock does not run backwards")
     text = "the clock ran backwards while it was watched"
@@ -200,7 +200,7 @@ def _clock(monotonic: bool) -> Finding:
     return warned("clock", text, fix)
 
 
-def _failed(place: Place, ends: list[RankEnd]) -> Finding:
+def _rank_failure(place: Place, ends: list[RankEnd]) -> Finding:
     late = [end.rank for end in ends if end.ended_by_us]
     broken = [end for end in ends if end.code and not end.ended_by_us]
     if broken:

@@ -76,7 +76,7 @@ class Factors:
         float32, or the mean of the others.
         """
         device = hardware.device
-        shared = self.compute.get("float32") or _mean(self.compute.values())
+        shared = self.compute.get("float32") or _geometric_mean(self.compute.values())
         flops = {name: rate / self.compute.get(name, shared) for name, rate in device.flops_per_s.items()}
         device = replace(
             device,
@@ -88,9 +88,9 @@ class Factors:
         return replace(
             hardware,
             device=device,
-            within_node=_slower(hardware.within_node, self.communication),
-            between_nodes=_slower(hardware.between_nodes, self.communication),
-            to_host=_slower(hardware.to_host, self.communication),
+            within_node=_slow_down_link(hardware.within_node, self.communication),
+            between_nodes=_slow_down_link(hardware.between_nodes, self.communication),
+            to_host=_slow_down_link(hardware.to_host, self.communication),
         )
 
 
@@ -175,12 +175,12 @@ def computed_and_communicated(predicted: Estimate) -> tuple[float, float]:
     return predicted.step_seconds - communicated, communicated
 
 
-def _mean(values: Iterable[float]) -> float:
+def _geometric_mean(values: Iterable[float]) -> float:
     found = list(values)
     return math.exp(statistics.fmean(map(math.log, found))) if found else 1.0
 
 
-def _slower(link: Link, factor: float) -> Link:
+def _slow_down_link(link: Link, factor: float) -> Link:
     def slower(rate: Rate) -> Rate:
         return Rate(rate.latency_s * factor, rate.bytes_per_s / factor)
 
@@ -235,7 +235,7 @@ def refit(
         predicted = candidate.estimate
         if predicted is None:
             continue
-        precision = _precision(candidate, known)
+        precision = _compute_precision(candidate, known)
         if measured.succeeded and predicted.step_seconds > 0:
             parts = computed_and_communicated(predicted)
             times.append(_Observation(precision, *parts, measured.median_seconds, weight))
@@ -245,21 +245,21 @@ def refit(
         raise InputError(
             "no candidate of the search was both priced and measured, so there is nothing to learn."
         )
-    compute, communication = _fit(times)
+    compute, communication = _fit_factors(times)
     factors = Factors(
         compute=compute,
         communication=communication,
-        memory={name: _clamped(statistics.median(found)) for name, found in peaks.items()},
+        memory={name: _clamp_factor(statistics.median(found)) for name, found in peaks.items()},
         num_trials=num_trials,
         num_steps=0 if actual is None else len(actual.step_seconds),
-        error_before=_error(times, {}, 1.0),
-        error_after=_error(times, compute, communication),
+        error_before=_median_error(times, {}, 1.0),
+        error_after=_median_error(times, compute, communication),
     )
     key = Calibration.key(outcome.setting.device, outcome.setting.world_size)
     return Calibration(devices={key: factors})
 
 
-def _precision(candidate: Candidate, registry: Registry) -> str:
+def _compute_precision(candidate: Candidate, registry: Registry) -> str:
     chosen = []
     for name, config in candidate.steps:
         if name in registry:
@@ -272,7 +272,7 @@ def _precision(candidate: Candidate, registry: Registry) -> str:
     return plan.precision.compute_dtype or plan.precision.parameter_dtype
 
 
-def _fit(observed: Sequence[_Observation]) -> tuple[dict[str, float], float]:
+def _fit_factors(observed: Sequence[_Observation]) -> tuple[dict[str, float], float]:
     """Factors of computation by precision, and of communication: Gauss-Newton on their logarithms."""
     names = sorted({one.precision for one in observed})
     theta = np.zeros(len(names) + 1)
@@ -295,7 +295,9 @@ def _fit(observed: Sequence[_Observation]) -> tuple[dict[str, float], float]:
     return {name: math.exp(theta[place]) for place, name in enumerate(names)}, math.exp(theta[-1])
 
 
-def _error(observed: Sequence[_Observation], compute: Mapping[str, float], communication: float) -> float:
+def _median_error(
+    observed: Sequence[_Observation], compute: Mapping[str, float], communication: float
+) -> float:
     errors = []
     for one in observed:
         corrected = compute.get(one.precision, 1.0) * one.computed + communication * one.communicated
@@ -303,5 +305,5 @@ def _error(observed: Sequence[_Observation], compute: Mapping[str, float], commu
     return statistics.median(errors) if errors else 0.0
 
 
-def _clamped(value: float) -> float:
+def _clamp_factor(value: float) -> float:
     return min(max(value, _RANGE[0]), _RANGE[1])

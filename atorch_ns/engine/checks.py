@@ -48,10 +48,7 @@ class Check:
 
 
 def check_collectives(
-    predicted: Sequence[Collective],
-    executed: Mapping[str, tuple[int, int]] | None,
-    *,
-    unpredicted: str = "",
+    predicted: Sequence[Collective], executed: Mapping[str, tuple[int, int]] | None, *, unpredicted: str = ""
 ) -> Check:
     """Whether one step communicated what was predicted: kinds and calls exactly, bytes within 0.1%.
 
@@ -75,13 +72,15 @@ def check_collectives(
     wanted = {kind: value for kind, value in expected.items() if value[0]}
     found = {kind: value for kind, value in (executed or {}).items() if value[0]}
     wrong = [
-        f"{kind} {_calls(found.get(kind, (0, 0)))} executed, {_calls(wanted.get(kind, (0, 0)))} predicted"
+        f"{kind} {_calls_text(found.get(kind, (0, 0)))} executed, {_calls_text(wanted.get(kind, (0, 0)))} predicted"
         for kind in sorted({*wanted, *found})
         if not _same_calls(kind, wanted.get(kind, (0, 0)), found.get(kind, (0, 0)))
     ]
     if wrong:
         return Check(name, False, "; ".join(wrong))
-    return Check(name, True, "; ".join(f"{kind} {_calls(found[kind])}" for kind in sorted(found)) or "none")
+    return Check(
+        name, True, "; ".join(f"{kind} {_calls_text(found[kind])}" for kind in sorted(found)) or "none"
+    )
 
 
 def check_price(
@@ -118,7 +117,7 @@ def check_memory(predicted: Estimate, measured: Sequence[int]) -> Check:
     peak = max(measured)
     expected = predicted.allocated_bytes
     text = f"{bytes_text(peak)} measured, {bytes_text(expected)} predicted"
-    text = f"{text}: {_side(expected, peak)}"
+    text = f"{text}: {_deviation_text(expected, peak)}"
     off = abs(peak - expected)
     if off <= MEMORY_TOLERANCE * peak:
         return Check(name, True, text)
@@ -132,14 +131,14 @@ def _same_calls(kind: str, wanted: tuple[int, int], found: tuple[int, int]) -> b
     return abs(wanted[0] - found[0]) <= allowed and abs(wanted[1] - found[1]) <= BYTES_TOLERANCE * found[1]
 
 
-def _calls(value: tuple[int, int]) -> str:
+def _calls_text(value: tuple[int, int]) -> str:
     count, num_bytes = value
     # Exact below 1 MiB: what differs by a few bytes must not read alike.
     shown = f"{num_bytes} B" if num_bytes < 2**20 else bytes_text(num_bytes)
     return f"{count} × ({shown} in all)"
 
 
-def _side(predicted: float, measured: float) -> str:
+def _deviation_text(predicted: float, measured: float) -> str:
     if not measured:
         return "none was held"
     percent = (predicted / measured - 1) * 100

@@ -57,7 +57,7 @@ def find_strategy(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_kept_environment())
         measured = _with_measured_hardware(cluster, request)
-        outcome = _search(stack, sample, measured, registry, request)
+        outcome = _run_search(stack, sample, measured, registry, request)
     if outcome.best is None:
         raise SearchError(_why_nothing(outcome), outcome=outcome)
     if request.settings.memory_limit_gib is not None and cluster.device_type == "cpu":
@@ -80,18 +80,14 @@ def _with_measured_hardware(cluster: Cluster, request: SearchRequest) -> Cluster
     return replace(known, hardware=hardware)
 
 
-def _search(
-    stack: contextlib.ExitStack,
-    sample: Sample,
-    cluster: Cluster,
-    registry: Registry,
-    request: SearchRequest,
+def _run_search(
+    stack: contextlib.ExitStack, sample: Sample, cluster: Cluster, registry: Registry, request: SearchRequest
 ) -> SearchOutcome:
-    rendezvous = _rendezvous(stack, cluster)
+    rendezvous = _share_rendezvous(stack, cluster)
     carried = registry.carried()
     obstacles = cluster.gathered(describe_unpicklable(sample.inputs, carried))
     obstacle = next(filter(None, obstacles), None)
-    logs = _logs(stack, cluster, request)
+    logs = _make_log_folder(stack, cluster, request)
     # Before the profile: a worker needs seconds to import what trials need, and does so by itself.
     worker = cluster.agree(
         lambda: make_worker(
@@ -152,7 +148,7 @@ def _take_part(client: Client, worker: Worker, cluster: Cluster, request: Search
         raise RankError(f"rank 0 has failed or vanished. {reason}", failures={0: reason}) from error
 
 
-def _rendezvous(stack: contextlib.ExitStack, cluster: Cluster) -> Rendezvous | None:
+def _share_rendezvous(stack: contextlib.ExitStack, cluster: Cluster) -> Rendezvous | None:
     """The address of the store at which the ranks of a trial meet; it lives as long as ``stack``."""
     if not cluster.distributed:
         return None
@@ -165,7 +161,7 @@ def _rendezvous(stack: contextlib.ExitStack, cluster: Cluster) -> Rendezvous | N
     return address
 
 
-def _logs(stack: contextlib.ExitStack, cluster: Cluster, request: SearchRequest) -> Path:
+def _make_log_folder(stack: contextlib.ExitStack, cluster: Cluster, request: SearchRequest) -> Path:
     """The folder for the logs of trials that fail, one for all ranks of a machine; it ends with ``stack`` if empty."""
     shared, problem = cluster.on_first(
         lambda: new_log_folder(request.log_dir), what="making a folder for logs"

@@ -60,10 +60,10 @@ def chosen_format(given: InputFormat, model: nn.Module, sample: Any) -> tuple[In
         return _of_dictionary(signature, model, sample)
     if unpacked != "unpack_sequence":
         return "none", ""
-    if signature is None or _takes(signature, *sample):
+    if signature is None or _can_bind(signature, *sample):
         return "unpack_sequence", ""
-    what = f"the sample is a sequence of {len(sample)} items, and {_forward(model, signature)}"
-    if len(sample) and _takes(signature, sample[0]):
+    what = f"the sample is a sequence of {len(sample)} items, and {_forward_text(model, signature)}"
+    if len(sample) and _can_bind(signature, sample[0]):
         return "first", f"{what}: only the first item is passed to the model (input format first)"
     raise InputError(f"{what}. {_REMEDY}")
 
@@ -82,20 +82,22 @@ def _of_dictionary(
     signature: inspect.Signature | None, model: nn.Module, sample: Mapping[Any, Any]
 ) -> tuple[InputFormat, str]:
     names = all(isinstance(key, str) for key in sample)
-    if signature is None or (names and _takes(signature, **sample)):
+    if signature is None or (names and _can_bind(signature, **sample)):
         return "unpack_dict", ""
-    what = f"the sample is a dictionary of {', '.join(map(repr, sample))}, and {_forward(model, signature)}"
+    what = (
+        f"the sample is a dictionary of {', '.join(map(repr, sample))}, and {_forward_text(model, signature)}"
+    )
     known = {key: value for key, value in sample.items() if key in signature.parameters}
-    if names and known and _takes(signature, **known):
+    if names and known and _can_bind(signature, **known):
         left_out = [repr(key) for key in sample if key not in known]
         verb = "is" if len(left_out) == 1 else "are"
         return "unpack_dict", f"{what}: {', '.join(left_out)} {verb} for the loss alone"
-    if not set(sample) & set(signature.parameters) and _takes(signature, sample):
+    if not set(sample) & set(signature.parameters) and _can_bind(signature, sample):
         return "none", f"{what}: it is passed whole (input format none)"
     raise InputError(f"{what}. {_REMEDY}")
 
 
-def _takes(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
+def _can_bind(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
     try:
         signature.bind(*args, **kwargs)
     except TypeError:
@@ -103,6 +105,6 @@ def _takes(signature: inspect.Signature, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-def _forward(model: nn.Module, signature: inspect.Signature) -> str:
+def _forward_text(model: nn.Module, signature: inspect.Signature) -> str:
     names = ", ".join(signature.parameters) or "nothing"
     return f"forward of {type(model).__name__} takes {names}"

@@ -55,15 +55,15 @@ def with_replaced_costs(
     trace = profile.trace
     assert trace is not None
     try:
-        rewritten = _rewritten(profile, model, cluster, registry)
+        rewritten = _edit_copy(profile, model, cluster, registry)
         if rewritten is None:
             return profile
         other = trace_of(rewritten).trace
     except Exception as error:  # a replacement is the user's code
         reason = " ".join(error_text(error, 160).split())
-        return _noted(profile, f"With modules replaced the model could not be profiled ({reason})")
-    if other is None or not _alike(trace, other):
-        return _noted(profile, "With modules replaced the model is divided otherwise")
+        return _add_note(profile, f"With modules replaced the model could not be profiled ({reason})")
+    if other is None or not _has_same_segments(trace, other):
+        return _add_note(profile, "With modules replaced the model is divided otherwise")
     segments = tuple(
         replace(mine, replaced_costs=theirs.costs)
         for mine, theirs in zip(trace.segments, other.segments, strict=True)
@@ -71,7 +71,7 @@ def with_replaced_costs(
     return replace(profile, trace=replace(trace, segments=segments))
 
 
-def _rewritten(profile: Profile, model: nn.Module, cluster: Cluster, registry: Registry) -> nn.Module | None:
+def _edit_copy(profile: Profile, model: nn.Module, cluster: Cluster, registry: Registry) -> nn.Module | None:
     for method in registry:
         if isinstance(method, ReplacesModules):
             copy = copy_structure(model, lambda _, tensor: tensor, {})
@@ -81,14 +81,14 @@ def _rewritten(profile: Profile, model: nn.Module, cluster: Cluster, registry: R
     return None
 
 
-def _alike(one: Trace, other: Trace) -> bool:
+def _has_same_segments(one: Trace, other: Trace) -> bool:
     def shape(segment: Segment) -> tuple[str, tuple[str, ...]]:
         return segment.name, segment.paths
 
     return [shape(segment) for segment in one.segments] == [shape(segment) for segment in other.segments]
 
 
-def _noted(profile: Profile, what: str) -> Profile:
+def _add_note(profile: Profile, what: str) -> Profile:
     assert profile.trace is not None
     note = f"{what}: what it saves is not predicted, and such strategies are priced as without."
     return replace(profile, trace=replace(profile.trace, notes=(*profile.trace.notes, note)))
@@ -141,11 +141,11 @@ def build_problem(
     inputs = sample.inputs
     request.observer(Profiling(type(inputs.model).__name__))
     begun = time.monotonic()
-    profile = _profile(sample, cluster, registry, request.settings)
+    profile = _build_profile(sample, cluster, registry, request.settings)
     assert profile.trace is not None
     profiled = time.monotonic()
     workload = Workload(global_batch=sample.global_batch, num_tokens=profile.trace.num_tokens)
-    fingerprint = _fingerprint(profile, sample, cluster, registry, request)
+    fingerprint = _search_fingerprint(profile, sample, cluster, registry, request)
     space = explore(
         profile,
         cluster,
@@ -185,7 +185,7 @@ def build_problem(
     )
 
 
-def _profile(sample: Sample, cluster: Cluster, registry: Registry, settings: SearchSettings) -> Profile:
+def _build_profile(sample: Sample, cluster: Cluster, registry: Registry, settings: SearchSettings) -> Profile:
     inputs = sample.inputs
     assert inputs.optim_func is not None
     make_optimizer = optimizer_maker(inputs.optim_func, inputs.optim_args, [inputs.model])
@@ -197,7 +197,7 @@ def _profile(sample: Sample, cluster: Cluster, registry: Registry, settings: Sea
         registry,
         lambda model: profile_model(model, sample.batch, forward_loss(inputs)),
     )
-    return profile if settings.profile_database is None else _timed(profile, sample, cluster, settings)
+    return profile if settings.profile_database is None else _time_blocks(profile, sample, cluster, settings)
 
 
 def _given_micro_batches(registry: Registry, count: int) -> list[tuple[str, Any]]:
@@ -216,7 +216,7 @@ def _given_micro_batches(registry: Registry, count: int) -> list[tuple[str, Any]
     return []
 
 
-def _timed(profile: Profile, sample: Sample, cluster: Cluster, settings: SearchSettings) -> Profile:
+def _time_blocks(profile: Profile, sample: Sample, cluster: Cluster, settings: SearchSettings) -> Profile:
     """The profile with measured times of its blocks, from the database where it has them."""
     assert settings.profile_database is not None
     trace = measure_blocks(
@@ -253,7 +253,7 @@ _ASKED_FOR = {"objective", "memory_limit_gib", "memory_reserve", "max_micro_batc
 """The settings that decide which strategies are looked for."""
 
 
-def _fingerprint(
+def _search_fingerprint(
     profile: Profile, sample: Sample, cluster: Cluster, registry: Registry, request: SearchRequest
 ) -> str:
     """The same for the same model, optimizer, data, devices, methods and wishes, whatever the weights and whatever was

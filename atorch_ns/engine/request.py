@@ -24,7 +24,7 @@ TOKEN_VARIABLE = "ATORCH_NS_ENGINE_TOKEN"
 """The environment variable that holds the token of a standalone engine."""
 
 
-def _silent(event: object) -> None:
+def _ignore_event(event: object) -> None:
     """Nobody watches."""
 
 
@@ -86,7 +86,7 @@ class SearchRequest:
     batch_size: int | None = None
     ignore_dryrun_on_load_strategy: bool = True
     verbose: bool = False
-    observer: Observer = _silent
+    observer: Observer = _ignore_event
 
     @property
     def searches(self) -> bool:

@@ -51,7 +51,7 @@ def with_chosen_schedules(
             if sizes.pipeline[place] > 1:
                 only = sizes.take(np.asarray([place]))
                 context = PricingContext.of(plan, only, trace, cluster, workload, Memo())
-                chosen = _chosen(context, one.pipeline, memo)
+                chosen = _choose_schedule(context, one.pipeline, memo)
             if not by_share[index]:
                 chosen = chosen._replace(recomputed=())
             new = one._replace(pipeline=replace(one.pipeline, **chosen._asdict()))
@@ -59,7 +59,7 @@ def with_chosen_schedules(
         named = np.flatnonzero(by_share[index] & (sizes.pipeline > 1) & ~is_auto)
         if len(named):
             context = PricingContext.of(plan, sizes.take(named), trace, cluster, workload, Memo())
-            for place, shares in zip(named.tolist(), _shares(context, memo), strict=True):
+            for place, shares in zip(named.tolist(), _recomputed_shares(context, memo), strict=True):
                 given = int(use[rows[place]])
                 if (given, shares) not in with_shares:
                     one = table.uses[given]
@@ -69,7 +69,7 @@ def with_chosen_schedules(
     return replace(table, use=use, uses=tuple(known))
 
 
-def _shares(context: PricingContext, memo: Memo) -> list[tuple[float, ...]]:
+def _recomputed_shares(context: PricingContext, memo: Memo) -> list[tuple[float, ...]]:
     """The share of its blocks that each stage recomputes, for every row of a context, as of ranks: the stages of one are
     alike. Cuts are those that the row is priced with."""
     recompute, sizes = RecomputeShare.of(context.plan.recomputation), context.sizes
@@ -120,9 +120,9 @@ class _Chosen(NamedTuple):
     recomputed: tuple[float, ...]
 
 
-def _chosen(context: PricingContext, pipeline: PipelineParallelism, memo: Memo) -> _Chosen:
+def _choose_schedule(context: PricingContext, pipeline: PipelineParallelism, memo: Memo) -> _Chosen:
     """What is chosen for the one row of a context."""
-    numbers = (_costs(context), int(context.sizes.pipeline[0]), int(context.micro_batches[0]))
+    numbers = (_block_costs(context), int(context.sizes.pipeline[0]), int(context.micro_batches[0]))
     options: dict[str, Any] = {
         "stages_per_rank": pipeline.stages_per_rank or None,
         "whole_backward": context.plan.whole_backward,
@@ -140,7 +140,7 @@ def _chosen(context: PricingContext, pipeline: PipelineParallelism, memo: Memo) 
     return memo.get(("auto", *numbers, *options.values()), choose)
 
 
-def _costs(context: PricingContext) -> BlockCosts:
+def _block_costs(context: PricingContext) -> BlockCosts:
     """The costs of every piece of the model, for the one plan of a context."""
     segments, exchanges = segments_of(context), exchanges_of(context)
     costs = tuple(cost_of(context.plan, segment) for segment in context.trace.segments)
@@ -148,13 +148,13 @@ def _costs(context: PricingContext) -> BlockCosts:
     link = context.hardware.within_node
     columns = []
     for s, (one, other, segment) in enumerate(zip(segments, exchanges, context.trace.segments, strict=True)):
-        moved = _first(other.seconds) / 3.0
-        output = _first(costs[s].output.at(context.num_samples, context.num_tokens))
+        moved = _first_value(other.seconds) / 3.0
+        output = _first_value(costs[s].output.at(context.num_samples, context.num_tokens))
         column = (
-            _first(one.forward) + moved,
-            _first(one.backward) + 2 * moved,
-            _first(one.recompute) * context.plan.recomputation.every,
-            _first(_state_bytes(context, s)),
+            _first_value(one.forward) + moved,
+            _first_value(one.backward) + 2 * moved,
+            _first_value(one.recompute) * context.plan.recomputation.every,
+            _first_value(_state_bytes(context, s)),
             float(every[s, 0]),
             float(kept[s, 0]),
             output,
@@ -191,5 +191,5 @@ def _state_bytes(context: PricingContext, s: int) -> np.ndarray:
     return np.broadcast_to(own * copies * context.parts.of_parameters(s), context.num_samples.shape)
 
 
-def _first(value: np.ndarray | float) -> float:
+def _first_value(value: np.ndarray | float) -> float:
     return float(np.asarray(value).reshape(-1)[0])

@@ -100,15 +100,15 @@ def units_of(plan: Plan, trace: Trace) -> tuple[Unit, ...]:
     chosen = [
         position
         for position, segment in enumerate(trace.segments)
-        if segment.is_block and _is_unit(plan, segment) and not _shares(trace, position)
+        if segment.is_block and _is_unit(plan, segment) and not _has_shared_parameters(trace, position)
     ]
     rest = tuple(
         parameter
         for position, segment in enumerate(trace.segments)
         if position not in chosen
-        for parameter in _own(segment.parameters) * segment.count
+        for parameter in _untied_specs(segment.parameters) * segment.count
     )
-    units = [Unit(p, trace.segments[p].count, _own(trace.segments[p].parameters)) for p in chosen]
+    units = [Unit(p, trace.segments[p].count, _untied_specs(trace.segments[p].parameters)) for p in chosen]
     return tuple(unit for unit in (Unit(-1, 1, rest), *units) if unit.parameters)
 
 
@@ -174,11 +174,13 @@ def reported_bytes(plan: Plan, trace: Trace) -> int:
 
 def _gradient_sizes(plan: Plan, trace: Trace) -> list[tuple[str, int]]:
     """Dtype and bytes of each gradient, as they arrive."""
-    found = [(stored_dtype(plan, parameter, None), parameter.num_elements) for parameter in _arriving(trace)]
+    found = [
+        (stored_dtype(plan, parameter, None), parameter.num_elements) for parameter in _gradient_order(trace)
+    ]
     return [(dtype, num * DTYPE_BYTES[dtype]) for dtype, num in found]
 
 
-def _arriving(trace: Trace) -> Iterator[ParameterSpec]:
+def _gradient_order(trace: Trace) -> Iterator[ParameterSpec]:
     """Trainable parameters in the order in which their gradients are complete; a tied one at its first use."""
     for segment in reversed(trace.segments):
         own = [p for p in reversed(segment.parameters) if p.tied_to is None and p.trainable]
@@ -186,7 +188,7 @@ def _arriving(trace: Trace) -> Iterator[ParameterSpec]:
             yield from own
 
 
-def _own(parameters: Iterable[ParameterSpec]) -> tuple[ParameterSpec, ...]:
+def _untied_specs(parameters: Iterable[ParameterSpec]) -> tuple[ParameterSpec, ...]:
     return tuple(parameter for parameter in parameters if parameter.tied_to is None)
 
 
@@ -220,7 +222,7 @@ def saved_results(plan: Plan, cost: SegmentCost) -> list[ForwardResult]:
     return [each for each in cost.results if is_saved(again.saved_operators, each.name, each.number)]
 
 
-def _shares(trace: Trace, position: int) -> bool:
+def _has_shared_parameters(trace: Trace, position: int) -> bool:
     """Whether a block of the segment uses a parameter of another place, or lends one."""
     segment = trace.segments[position]
     if any(parameter.tied_to is not None for parameter in segment.parameters):

@@ -55,9 +55,9 @@ class Stages:
         """[p] micro-batches whose activations live on a rank at one time, in units of all its stages'."""
         p, v = self.numbers.shape
         key = ("live", self.info.name, p, v, num_micro_batches)
-        return memo.get(key, lambda: self._live(p, v, num_micro_batches))
+        return memo.get(key, lambda: self._live_micro_batches(p, v, num_micro_batches))
 
-    def _live(self, p: int, v: int, num_micro_batches: int) -> np.ndarray:
+    def _live_micro_batches(self, p: int, v: int, num_micro_batches: int) -> np.ndarray:
         if self.info.name == "GPipe":
             return np.full(p, float(num_micro_batches))
         if self.info.name == "1F1B":
@@ -90,10 +90,10 @@ class Owners(NamedTuple):
 def staged(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]:
     """Every rank of a pipeline that differs from the others, as a row of its own: the parts of R' such ranks, and the
     plans of the R ``sizes`` that these rows belong to."""
-    return memo.get(("staged", sizes), lambda: _staged(trace, sizes, memo))
+    return memo.get(("staged", sizes), lambda: _divide_into_stages(trace, sizes, memo))
 
 
-def _staged(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]:
+def _divide_into_stages(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]:
     if not (sizes.pipeline > 1).any():
         every = np.arange(len(sizes))
         return ModelShard.whole(trace, sizes), Owners(every, every)
@@ -101,7 +101,7 @@ def _staged(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]
     for (num_ranks, passes, place), rows in groups(sizes.pipeline, sizes.micro_batches, sizes.pipelined):
         pipeline = sizes.pipelines[place]
         key = ("distinct ranks", pipeline, num_ranks, passes)
-        ranks = memo.get(key, partial(_distinct, trace, pipeline, num_ranks, passes, memo))
+        ranks = memo.get(key, partial(_distinct_ranks, trace, pipeline, num_ranks, passes, memo))
         owner.append(np.tile(rows, len(ranks)))
         counts.append(np.repeat([one.counts for one in ranks], len(rows), axis=0))
         live.append(np.repeat([one.live for one in ranks], len(rows)))
@@ -126,7 +126,7 @@ class _Rank(NamedTuple):
     recomputed: float
 
 
-def _distinct(
+def _distinct_ranks(
     trace: Trace, pipeline: PipelineParallelism, num_ranks: int, micro_batches: int, memo: Memo
 ) -> list[_Rank]:
     """The ranks of a pipeline that differ; of those with equal blocks the one with most micro-batches alive."""
@@ -193,12 +193,14 @@ def stages_of(
 def _blocks_of_stages(pipeline: PipelineParallelism, trace: Trace, num_stages: int) -> np.ndarray:
     """[stages, S] blocks of each segment in each stage."""
     owner = np.repeat(np.arange(len(trace.segments)), [segment.count for segment in trace.segments])
-    cuts = _cuts(pipeline, trace, owner, num_stages)
+    cuts = _choose_cuts(pipeline, trace, owner, num_stages)
     in_stages = [owner[list(blocks)] for blocks in stage_ranges(cuts, len(owner))]
     return np.stack([np.bincount(blocks, minlength=len(trace.segments)) for blocks in in_stages])
 
 
-def _cuts(pipeline: PipelineParallelism, trace: Trace, owner: np.ndarray, num_stages: int) -> tuple[int, ...]:
+def _choose_cuts(
+    pipeline: PipelineParallelism, trace: Trace, owner: np.ndarray, num_stages: int
+) -> tuple[int, ...]:
     if pipeline.split_method == "custom" and pipeline.split_points:
         paths = [path for segment in trace.segments for path in (segment.paths or (segment.name,))]
         cuts = tuple(paths.index(point) for point in pipeline.split_points if point in paths)

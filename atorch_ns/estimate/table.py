@@ -95,7 +95,7 @@ class PlanTable:
             passes[row] = usual_micro_batches(self.uses[use[row]].pipeline, int(pipeline[row]), num_samples)
         columns = np.column_stack([self.data[rows], self.zero[rows], passes, use, model])
         key = ("sizes", self._axis_uses, columns.shape, columns.tobytes())
-        return rows, memo.get(key, lambda: _sizes(columns, self._axis_uses))
+        return rows, memo.get(key, lambda: _build_sizes(columns, self._axis_uses))
 
     @cached_property
     def _axis_uses(self) -> AxisUses:
@@ -109,7 +109,7 @@ class PlanTable:
         axes = tuple((name, sizes[name]) for name, _ in template.axes if name in sizes)
         axes += tuple((name, size) for name, size in sizes.items() if size > 1 and name not in dict(axes))
         plan: Plan = replace(template, axes=axes, num_micro_batches=int(self.micro_batches[row]))
-        return _sharded(plan, plan.unit_axes if plan.sharding.layout == "rows" else plan.shard_axes)
+        return _shard_over_axes(plan, plan.unit_axes if plan.sharding.layout == "rows" else plan.shard_axes)
 
 
 def with_chosen_reductions(table: PlanTable, num_trainable: int, memory_bytes: float) -> PlanTable:
@@ -125,7 +125,7 @@ def with_chosen_reductions(table: PlanTable, num_trainable: int, memory_bytes: f
     return table.reducing_each(chosen)
 
 
-def _sizes(columns: np.ndarray, uses: AxisUses) -> Sizes:
+def _build_sizes(columns: np.ndarray, uses: AxisUses) -> Sizes:
     data, zero, micro_batches, use, *model = columns.T
     axes = dict(zip(MODEL_AXES, model, strict=True))
     return Sizes(data=data, zero=zero, micro_batches=micro_batches, use=use, uses=uses, **axes)
@@ -137,10 +137,10 @@ def template_of(plan: Plan, **changes: Any) -> Plan:
     States that are sharded are divided over :meth:`Sizes.shards` ranks, whatever axes the template was made for.
     """
     changes = {"axes": tuple((name, 0) for name, _ in plan.axes), "num_micro_batches": 1, **changes}
-    return _sharded(plan, ("data",), **changes)
+    return _shard_over_axes(plan, ("data",), **changes)
 
 
-def _sharded(plan: Plan, over: tuple[str, ...], **changes: Any) -> Plan:
+def _shard_over_axes(plan: Plan, over: tuple[str, ...], **changes: Any) -> Plan:
     """The plan with all that it shards divided over the axes ``over``, and with other changes."""
     names = ("parameters_over", "gradients_over", "optimizer_over")
     sharded = {name: over if getattr(plan.sharding, name) else () for name in names}

@@ -24,13 +24,7 @@ from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.same_place import STUCK_S
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.text import counted, first_few
-from atorch_ns.torch_compat import (
-    default_store,
-    local_box,
-    plain_name,
-    step_hooks,
-    without_transforms,
-)
+from atorch_ns.torch_compat import default_store, local_box, plain_name, step_hooks, without_transforms
 
 log = logging.getLogger("atorch_ns")
 
@@ -90,14 +84,14 @@ class SameBatch:
         self._counts[trains] += 1
         if self._counts[trains] % _EVERY != 1 or not self._axes:
             return
-        told = [(dist.get_rank(), list(_leaves(samples)))]
+        told = [(dist.get_rank(), list(_sample_leaves(samples)))]
         for name in self._axes:
             every = gathered(told, distributed=True, group=self._mesh.axis(name).get_group())
             told = list(chain.from_iterable(every))
         told.sort(key=lambda one: one[0])
         first, expected = told[0]
         for rank, found in told[1:]:
-            problem = _difference(expected, found)
+            problem = _describe_difference(expected, found)
             if problem is not None:
                 axes = ", ".join(f"{name}={self._mesh.size(name)}" for name in self._axes)
                 raise InputError(
@@ -107,7 +101,7 @@ class SameBatch:
                 )
 
 
-def _leaves(samples: Any) -> Iterator[_Leaf]:
+def _sample_leaves(samples: Any) -> Iterator[_Leaf]:
     for path, leaf in leaves(samples):
         where = "batch" + "".join(f"[{key!r}]" for key in path)
         if isinstance(leaf, torch.Tensor):
@@ -129,9 +123,9 @@ def _some_values(tensor: torch.Tensor) -> torch.Tensor:
     return flat[places.to(flat.device)].cpu().double()
 
 
-def _difference(expected: list[_Leaf], found: list[_Leaf]) -> str | None:
+def _describe_difference(expected: list[_Leaf], found: list[_Leaf]) -> str | None:
     if [leaf[:2] for leaf in expected] != [leaf[:2] for leaf in found]:
-        return f"they are {_kinds(expected)} and {_kinds(found)}"
+        return f"they are {_kinds_text(expected)} and {_kinds_text(found)}"
     for one, other in zip(expected, found, strict=True):
         rounding = _TOLERANCE if one.kind.startswith(("float", "bfloat", "complex")) else 0.0
         largest = float(one.values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if len(one.values) else 0.0
@@ -143,7 +137,7 @@ def _difference(expected: list[_Leaf], found: list[_Leaf]) -> str | None:
     return None
 
 
-def _kinds(told: list[_Leaf]) -> str:
+def _kinds_text(told: list[_Leaf]) -> str:
     return first_few([f"{where} {kind}" for where, kind, _ in told], 8) or "empty"
 
 
@@ -265,7 +259,7 @@ class SameWeights:
         late = self._waiting.get(number := self._number - 2)
         if late is not None:
             with suppress(RuntimeError):  # where updates exchange nothing, others may be behind
-                keys = [self._key(rank, "samples", number) for rank in self._others]
+                keys = [self._store_key(rank, "samples", number) for rank in self._others]
                 default_store().wait(keys, timedelta(seconds=STUCK_S))
             self._compare_copies(number)
         if late is not None and number in self._waiting:
@@ -276,13 +270,13 @@ class SameWeights:
         named: dict[torch.Tensor, str] = {p: path for path, p in self._named_parameters()}
         written = self._record_parts(named | options, self._gradients)
         store = default_store()
-        store.set(self._key(self._rank, "sums"), written.sums.tobytes())
-        store.set(self._key(self._rank, "samples"), written.samples.tobytes())
+        store.set(self._store_key(self._rank, "sums"), written.sums.tobytes())
+        store.set(self._store_key(self._rank, "samples"), written.samples.tobytes())
         self._waiting[self._number] = written
         for what in ("sums", "samples"):  # all have read those: a rank that is two behind ends the others
-            store.delete_key(self._key(self._rank, what, self._number - 3))
+            store.delete_key(self._store_key(self._rank, what, self._number - 3))
 
-    def _key(self, rank: int, what: str, number: int | None = None) -> str:
+    def _store_key(self, rank: int, what: str, number: int | None = None) -> str:
         return f"atorch_ns/weights/{self._name}/{self._number if number is None else number}/{rank}/{what}"
 
     def _compare_copies(self, number: int) -> None:
@@ -292,12 +286,12 @@ class SameWeights:
             StepError: if an element differs by more than rounding.
         """
         store, own = default_store(), self._waiting[number]
-        if not store.check([self._key(rank, "samples", number) for rank in self._others]):
+        if not store.check([self._store_key(rank, "samples", number) for rank in self._others]):
             return
         del self._waiting[number]
         for rank in self._others:
-            sums = np.frombuffer(store.get(self._key(rank, "sums", number)), np.int64).reshape(2, -1)
-            samples = np.frombuffer(store.get(self._key(rank, "samples", number)), np.float32)
+            sums = np.frombuffer(store.get(self._store_key(rank, "sums", number)), np.int64).reshape(2, -1)
+            samples = np.frombuffer(store.get(self._store_key(rank, "samples", number)), np.float32)
             _, here, there = np.intersect1d(own.sums[0], sums[0], return_indices=True)
             differ = own.sums[1][here] != sums[1][there]
             if differ.any():
@@ -347,15 +341,15 @@ class OutsideWeights:
         self._waiting: dict[str, bytes] = {}
         self._known = tuple(known)
         for optimizer in self._known:
-            optimizer.register_step_post_hook(self._know)
-        look = WeakMethod(self._look)
+            optimizer.register_step_post_hook(self._mark_as_known)
+        look = WeakMethod(self._check_update)
         handle = register_optimizer_step_post_hook(lambda *given: (found := look()) and found(*given))
         finalize(self, handle.remove)
 
-    def _know(self, *_: object) -> None:
+    def _mark_as_known(self, *_: object) -> None:
         """Is among the hooks of optimizers that need no look."""
 
-    def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _check_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer))
         if any(isinstance(owner, OutsideWeights) for owner in owners):
             return
@@ -369,7 +363,7 @@ class OutsideWeights:
             if store.check([f"{key}/{rank}" for rank in self._others]):
                 del self._waiting[key]
                 if any(store.get(f"{key}/{rank}") != written for rank in self._others):
-                    self._warn(optimizer)
+                    self._warn_about_weights(optimizer)
         self._updates[optimizer] = number = self._updates.get(optimizer, 0) + 1
         if number in _FIRST_UPDATES:
             values = [p.detach() for group in optimizer.param_groups for p in group["params"]]
@@ -378,8 +372,8 @@ class OutsideWeights:
             self._waiting[key] = sums.numpy().tobytes()
             store.set(f"{key}/{dist.get_rank()}", self._waiting[key])
 
-    def _warn(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.register_step_post_hook(self._know)  # no job says it again
+    def _warn_about_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_post_hook(self._mark_as_known)  # no job says it again
         log.warning(
             "the updates of an optimizer (%s) that auto_accelerate has not made give ranks other weights: nothing averages the "
             "gradients of parameters outside of the model, such as those of a loss. Make them part of the model before "

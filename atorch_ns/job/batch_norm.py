@@ -40,7 +40,7 @@ def synchronise_batch_norms(job: Job) -> None:
                 if job.device.type == "cuda" and type(child) in get_args(BatchNorm):
                     setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(child, group))
                 else:
-                    child.forward = partial(_forward, child, _Shared(group))  # type: ignore[method-assign]
+                    child.forward = partial(_run_norm, child, _Shared(group))  # type: ignore[method-assign]
     job.step.shares_batch_norms = True
 
 
@@ -62,7 +62,7 @@ def note_batch_norms(job: Job) -> str:
     )
 
 
-def _forward(norm: nn.Module, shared: _Shared, *args: Any, **kwargs: Any) -> Any:
+def _run_norm(norm: nn.Module, shared: _Shared, *args: Any, **kwargs: Any) -> Any:
     with shared if norm.training else nullcontext():
         return type(norm).forward(norm, *args, **kwargs)
 

@@ -81,7 +81,7 @@ class Census:
             )
         tensors = dict(_named_tensors(job.module))
         for first, second in self._shared:
-            if not _overlap(tensors.get(first), tensors.get(second)):
+            if not _has_overlap(tensors.get(first), tensors.get(second)):
                 raise InputError(
                     f"{first} and {second} are two tensors with the same memory, so that an update of one changes the other, and "
                     "under this strategy they would have memory of their own. Make them one parameter (module.b = module.a), or "
@@ -236,19 +236,19 @@ class ForwardChanges:
         if self._marks is not None:
             self._marks[root] += 1
             if self._marks[root] == 3:  # before its second pass
-                self._before = self._state()
+                self._before = self._snapshot_values()
             elif self._marks[root] == 4:
-                before, now = self._before, self._state()
-                self._found |= {_name(*key) for key in before.keys() & now if before[key] != now[key]}
+                before, now = self._before, self._snapshot_values()
+                self._found |= {_dotted_name(*key) for key in before.keys() & now if before[key] != now[key]}
 
-    def _state(self) -> dict[tuple[Any, ...], object]:
+    def _snapshot_values(self) -> dict[tuple[Any, ...], object]:
         """What stands for each value in the modules of others, by their paths; batch norms have a note of their own."""
         return {
             (plain_name(path), *keys): found
             for path, module in self._job.module.named_modules()
             if not isinstance(module, BatchNorm) and not type(module).__module__.startswith(_OURS)
             for keys, value in leaves(vars(module))
-            if keys[0] not in _package_attributes(module) and (found := _comparable(value)) is not None
+            if keys[0] not in _package_attributes(module) and (found := _comparable_value(value)) is not None
         }
 
 
@@ -261,11 +261,11 @@ def _package_attributes(module: nn.Module) -> set[str]:
     return set().union(*(vars(kind).get("__annotations__", ()) for kind in ours))
 
 
-def _name(path: str, *keys: Any) -> str:
+def _dotted_name(path: str, *keys: Any) -> str:
     return f"{path}.{next(key for key in keys if key not in ('_buffers', '_parameters'))}".removeprefix(".")
 
 
-def _comparable(value: Any) -> object:
+def _comparable_value(value: Any) -> object:
     """What is equal where a value is; ``None`` for what is not looked at. Frozen parameters may be large, and are added up."""
     if isinstance(value, (int, float, complex, str)):
         return repr(value)  # for NaN too
@@ -418,7 +418,7 @@ def _shared_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
         memory, name, tensor = entry
         other = tensor if before is None else before[2]
         trains = isinstance(other, nn.Parameter) or isinstance(tensor, nn.Parameter)
-        if before is not None and other is not tensor and trains and _overlap(other, tensor):
+        if before is not None and other is not tensor and trains and _has_overlap(other, tensor):
             yield before[1], name
         if before is None or before[0][0] != memory[0] or before[0][2] < memory[2]:
             before = entry
@@ -445,7 +445,7 @@ def _memory_of(tensor: torch.Tensor | None) -> tuple[int, int, int] | None:
     return storage, begin, begin + (span + 1) * tensor.element_size()
 
 
-def _overlap(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+def _has_overlap(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     memories = _memory_of(first), _memory_of(second)
     if memories[0] is None or memories[1] is None:
         return False

@@ -67,7 +67,7 @@ def gradient_norm(
     everything = list(parameters)
     left_out = {id(parameter) for parameter in uncounted}
     groups = _by_mesh(parameter for parameter in everything if id(parameter) not in left_out)
-    norms = [_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
+    norms = [_group_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
     if norms:
         total = torch.linalg.vector_norm(torch.stack([_at_least_float32(norm) for norm in norms]), norm_type)
     else:
@@ -102,16 +102,18 @@ def _at_least_float32(norm: torch.Tensor) -> torch.Tensor:
     return norm if norm.dtype is torch.float64 else norm.float()
 
 
-def _norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _group_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The norm of gradients of one mesh and of the same placements; collective where they are divided."""
     first = grads[0]
     if not isinstance(first, DTensor):
-        return torch.nn.utils.get_total_norm([piece for grad in grads for piece in _pieces(grad)], norm_type)
+        return torch.nn.utils.get_total_norm(
+            [piece for grad in grads for piece in _split_gradient(grad)], norm_type
+        )
     # Summands, or in another order.
     if not all(isinstance(one, (Shard, Replicate)) for one in first.placements):
         norm = torch.nn.utils.get_total_norm(grads, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    norm = _at_least_float32(_norm([_local(grad) for grad in grads], norm_type))
+    norm = _at_least_float32(_group_norm([_local_part(grad) for grad in grads], norm_type))
     for dim, placement in enumerate(first.placements):
         if isinstance(placement, Shard):
             norm = norm_over(norm, norm_type, first.device_mesh.get_group(dim))
@@ -122,7 +124,7 @@ _PIECE = 2**15
 """Elements of which torch's norm on CPUs is right to 1e-7 (2.13, fp32; of 4 million it is 8e-5 off, of 20 million 1e-3)."""
 
 
-def _pieces(grad: torch.Tensor) -> Sequence[torch.Tensor]:
+def _split_gradient(grad: torch.Tensor) -> Sequence[torch.Tensor]:
     """Parts of a gradient whose norms, taken one by one and together, are exact to rounding."""
     if grad.device.type != "cpu" or grad.numel() <= _PIECE or not grad.is_contiguous():
         return (grad,)
@@ -228,7 +230,7 @@ class GradientHooks:
 def gradient_versions(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[int, int, int]]:
     """Which gradient each parameter has, and how often it and this rank's part of it were written."""
     found = ((parameter, parameter.grad) for parameter in parameters)
-    return {p: (id(grad), grad._version, _local(grad)._version) for p, grad in found if grad is not None}
+    return {p: (id(grad), grad._version, _local_part(grad)._version) for p, grad in found if grad is not None}
 
 
 class GradientSums:
@@ -292,12 +294,12 @@ class GradientSums:
     def watch(self, module: nn.Module) -> None:
         """Notices forward passes of ``module``, after which there is something to sum, and gradients that come without one."""
         # First: fully_shard puts gathered weights, which have no gradients, in the place of its shards.
-        module.register_forward_pre_hook(self._note, prepend=True)
+        module.register_forward_pre_hook(self._note_forward, prepend=True)
         names = frozenset().union(*(entry.names for entry in self._sums))
         self._shards = WeakValueDictionary(_by_name(module))  # memory of what is replaced later is free
         self._tables = sparse_tables(module)
         self._is_watching = True
-        self._watch_gradients([*_parameters(module, names), *(hooks.parameter for hooks in self._hooks)])
+        self._watch_gradients([*_pick_parameters(module, names), *(hooks.parameter for hooks in self._hooks)])
         for hooks in self._hooks:
             hooks.watch()
 
@@ -321,11 +323,13 @@ class GradientSums:
         self._summed, self._divided = False, True
         for entry in (entry for entry in self._sums if not entry.mean):
             for parameter in {
-                *_parameters(module, entry.names),
+                *_pick_parameters(module, entry.names),
                 *(self._shards.get(name) for name in entry.names),
             }:
                 if parameter is not None and parameter.requires_grad and parameter.grad is not None:
-                    _local(parameter.grad).data.div_(entry.group.size())  # versions tell what a loop writes
+                    _local_part(parameter.grad).data.div_(
+                        entry.group.size()
+                    )  # versions tell what a loop writes
 
     @torch.no_grad()
     def run(self, module: nn.Module) -> None:
@@ -334,11 +338,11 @@ class GradientSums:
             return
         self._pending, self._summed, self._divided = False, True, False
         for entry in self._sums:
-            summed = list(_parameters(module, entry.names))
+            summed = list(_pick_parameters(module, entry.names))
             for table in (parameter for parameter in summed if parameter in self._tables):
                 add_rows(table, entry.group, 1 / entry.group.size() if entry.mean else 1.0)
-            for parameters in _together(one for one in summed if one not in self._tables):
-                _sum(parameters, entry)
+            for parameters in _bucket_parameters(one for one in summed if one not in self._tables):
+                _sum_bucket(parameters, entry)
         late, self._has_added = self._has_added or not self._is_followed, False
         for hooks in self._hooks:
             hooks.call(late=late)
@@ -348,7 +352,7 @@ class GradientSums:
         for hooks in () if self._has_added else self._hooks:
             hooks.forget_replaced()
 
-    def _note(self, module: nn.Module, inputs: Any) -> None:
+    def _note_forward(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
             self.expect(module)
 
@@ -378,7 +382,7 @@ class GradientSums:
         return changed
 
 
-def _sum(parameters: list[torch.Tensor], entry: _Sum) -> None:
+def _sum_bucket(parameters: list[torch.Tensor], entry: _Sum) -> None:
     """Sums the gradients of ``parameters``, whose parts travel as one tensor.
 
     It takes along which of them any rank has: an optimizer decays a parameter whose gradient is zero, and leaves alone
@@ -388,7 +392,7 @@ def _sum(parameters: list[torch.Tensor], entry: _Sum) -> None:
     for parameter in parameters:
         if parameter.grad is None:  # no token of this rank used it, but one of another rank's may have
             parameter.grad = torch.zeros_like(parameter)
-    grads = [_local(parameter.grad) for parameter in parameters]
+    grads = [_local_part(parameter.grad) for parameter in parameters]
     pieces = [grad.reshape(-1) for grad in grads]
     pieces.append(grads[0].new_ones(len(used)) if all(used) else grads[0].new_tensor(used))
     flat = torch.cat(pieces)
@@ -402,12 +406,12 @@ def _sum(parameters: list[torch.Tensor], entry: _Sum) -> None:
                 parameter.grad = None
 
 
-def _local(grad: torch.Tensor | None) -> torch.Tensor:
+def _local_part(grad: torch.Tensor | None) -> torch.Tensor:
     assert grad is not None
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def _parameters(module: nn.Module, names: frozenset[str]) -> Iterator[torch.Tensor]:
+def _pick_parameters(module: nn.Module, names: frozenset[str]) -> Iterator[torch.Tensor]:
     """The trainable parameters of ``names``, each once, in the order of the names, so that all ranks agree."""
     parameters = _by_name(module)
     found = dict.fromkeys(parameters[name] for name in sorted(names) if name in parameters)
@@ -418,10 +422,10 @@ def _by_name(module: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
 
 
-def _together(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _bucket_parameters(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Parameters whose gradients travel as one tensor: of one dtype, and about a bucket of DDP's."""
     found = list(parameters)
-    sizes = [(str(parameter.dtype), _local(parameter).nbytes) for parameter in found]
+    sizes = [(str(parameter.dtype), _local_part(parameter).nbytes) for parameter in found]
     for bucket in gradient_buckets(sizes, DEFAULT_BUCKET_BYTES):
         yield [found[place] for place in bucket]
 

@@ -106,7 +106,7 @@ class Inputs:
     def _type_problems(self) -> list[str]:
         problems = []
         if not isinstance(self.model, nn.Module):
-            problems.append(f"model must be a torch.nn.Module; it is {_kind(self.model)}.")
+            problems.append(f"model must be a torch.nn.Module; it is {_describe_kind(self.model)}.")
         elif _is_distributed(self.model):
             problems.append(
                 f"model is already distributed ({type(self.model).__qualname__}). Pass the plain model; the "
@@ -119,14 +119,14 @@ class Inputs:
         for name in functions:
             value = getattr(self, name)
             if value is not None and not callable(value):
-                problems.append(f"{name} must be callable; it is {_kind(value)}.")
+                problems.append(f"{name} must be callable; it is {_describe_kind(value)}.")
         for name in ("optim_args", "dataloader_args", "lr_scheduler_args"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
-                problems.append(f"{name} must be a dictionary; it is {_kind(value)}.")
+                problems.append(f"{name} must be a dictionary; it is {_describe_kind(value)}.")
         cls = self.distributed_sampler_cls
         if cls is not None and not isinstance(cls, type):
-            problems.append(f"distributed_sampler_cls must be a class; it is {_kind(cls)}.")
+            problems.append(f"distributed_sampler_cls must be a class; it is {_describe_kind(cls)}.")
         steps = self.gradient_accumulation_steps
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             problems.append(f"gradient_accumulation_steps must be a positive integer; it is {steps!r}.")
@@ -156,7 +156,7 @@ class Inputs:
             problems.append("dataloader_args and distributed_sampler_cls need dataset; it is None.")
         if self.dataset is not None and not _is_dataset(self.dataset):
             problems.append(
-                f"dataset must have __getitem__ and __len__, or __iter__; it is {_kind(self.dataset)}. "
+                f"dataset must have __getitem__ and __len__, or __iter__; it is {_describe_kind(self.dataset)}. "
                 "To bring a DataLoader of your own, pass dataset=None and iterate over yours."
             )
         return problems
@@ -186,7 +186,7 @@ def _is_distributed(model: nn.Module) -> bool:
     return wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def _kind(value: Any) -> str:
+def _describe_kind(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__qualname__}; make an instance"
     return with_article(value)

@@ -87,11 +87,7 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and the counters, with torch's names where its ``GradScaler`` has them."""
-        return {
-            "scale": self.value,
-            "_growth_tracker": self._good_steps,
-            "hysteresis_left": self._tolerated,
-        }
+        return {"scale": self.value, "_growth_tracker": self._good_steps, "hysteresis_left": self._tolerated}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state, which may be of a ``GradScaler``; how the scale adapts stays, and so does a static one."""
@@ -146,15 +142,15 @@ class ForwardScope:
 
     def attach(self, module: nn.Module) -> None:
         """Surrounds the module's forward passes, also what its other hooks do before and after them."""
-        module.register_forward_pre_hook(self._enter, prepend=True)
-        module.register_forward_hook(self._leave, always_call=True)
+        module.register_forward_pre_hook(self._enter_context, prepend=True)
+        module.register_forward_hook(self._exit_context, always_call=True)
 
-    def _enter(self, *_: Any) -> None:
+    def _enter_context(self, *_: Any) -> None:
         context = self.make()
         context.__enter__()
         self._entered.append(context)
 
-    def _leave(self, *_: Any) -> None:
+    def _exit_context(self, *_: Any) -> None:
         if self._entered:
             self._entered.pop().__exit__(None, None, None)
 
@@ -356,12 +352,12 @@ class MeanCheck:
             is_due = self.num_left > 0 if self.num_left is not None else is_power_of_ten(self._num_calls)
             if is_due and not self.finding and tensors_of(batch):
                 with torch.no_grad(), random_states_kept(self._device):
-                    self._test(loss_func, batch, output, first_loss(value))
+                    self._test_mean(loss_func, batch, output, first_loss(value))
             return value
 
         return tested
 
-    def _test(self, loss_func: LossFunction, batch: Any, output: Any, whole: torch.Tensor) -> None:
+    def _test_mean(self, loss_func: LossFunction, batch: Any, output: Any, whole: torch.Tensor) -> None:
         value = float(whole)
         try:
             (size,) = batch_sizes((batch, output))

@@ -34,7 +34,7 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     for axis, placement in (*plain, *strided):
         dim = getattr(placement, "dim", None)
         if dim is not None:
-            part = _chunk(part, mesh.size(axis), dim, coordinate[axis])
+            part = _take_chunk(part, mesh.size(axis), dim, coordinate[axis])
     return part
 
 
@@ -43,7 +43,7 @@ def divided_like(whole: torch.Tensor, like: DTensor) -> DTensor:
     return laid_out(local_part(whole, like).contiguous().clone(), like)
 
 
-def _chunk(tensor: torch.Tensor, count: int, dim: int, index: int) -> torch.Tensor:
+def _take_chunk(tensor: torch.Tensor, count: int, dim: int, index: int) -> torch.Tensor:
     """Piece ``index`` of ``torch.chunk``, which may be empty."""
     pieces = tensor.chunk(count, dim)
     return pieces[index] if index < len(pieces) else tensor.narrow(dim, tensor.size(dim), 0)
@@ -84,7 +84,7 @@ class Materialiser:
         self._device = device
         self._is_on_meta = is_on_meta(model)  # else such a tensor is the user's, to know a shape by
         self._seed = seed
-        self._init = init or _initialiser(model)
+        self._init = init or _find_initialiser(model)
         self._names = {module: plain_name(name) for name, module in model.named_modules()}
         # Only tied parameters are looked up again. A strong reference would keep every full parameter alive
         # after its shard has taken its place.
@@ -103,7 +103,7 @@ class Materialiser:
                 for name, value in vars(module).items() if self._is_on_meta else ():
                     if name not in ("_parameters", "_buffers") and any(t.is_meta for t in tensors_of(value)):
                         raise InputError(
-                            f"the model is on the meta device, and {self._path(module)} has a tensor there in its plain attribute "
+                            f"the model is on the meta device, and {self._describe_module(module)} has a tensor there in its plain attribute "
                             f"{name}, to which nothing gives values. Register it by register_buffer({name!r}, ..., persistent=False) "
                             "and set it in reset_parameters, or build the model on a device."
                         )
@@ -115,7 +115,7 @@ class Materialiser:
         divided = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
         buffers = {id(buffer): name for name, buffer in module.named_buffers(recurse=False)}
         aliases = {name: buffers[id(value)] for name, value in vars(module).items() if id(value) in buffers}
-        fresh = self._allocate(module)
+        fresh = self._allocate_tensors(module)
         vars(module).update({name: module._buffers[buffer] for name, buffer in aliases.items()})
         if not fresh:
             return
@@ -127,7 +127,7 @@ class Materialiser:
         unset = [name for name, tensor in fresh.items() if is_poisoned(tensor)]
         if unset:
             raise InputError(
-                f"the model is on the meta device, and initialising {self._path(module)} leaves "
+                f"the model is on the meta device, and initialising {self._describe_module(module)} leaves "
                 f"{', '.join(unset)} unset. Set them in its reset_parameters, or build the model on a device."
             )
         for name, parameter in divided.items():
@@ -138,7 +138,7 @@ class Materialiser:
         for name in made:
             tied = module._parameters[name]
             assert tied is not None
-            data = _poison(torch.empty(tied.shape, dtype=tied.dtype, device=self._device))
+            data = _poison_tensor(torch.empty(tied.shape, dtype=tied.dtype, device=self._device))
             module._parameters[name] = nn.Parameter(data, requires_grad=tied.requires_grad)
 
     @torch.no_grad()
@@ -160,7 +160,7 @@ class Materialiser:
             module._parameters[name] = self._made[like] = nn.Parameter(part, requires_grad=like.requires_grad)
 
     @torch.no_grad()
-    def _allocate(self, module: nn.Module) -> dict[str, torch.Tensor]:
+    def _allocate_tensors(self, module: nn.Module) -> dict[str, torch.Tensor]:
         fresh: dict[str, torch.Tensor] = {}
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta:
@@ -168,20 +168,22 @@ class Materialiser:
             made = self._made.get(parameter)
             if made is None:
                 size, stride, dtype = parameter.size(), parameter.stride(), parameter.dtype
-                data = _poison(torch.empty_strided(size, stride, dtype=dtype, device=self._device))
+                data = _poison_tensor(torch.empty_strided(size, stride, dtype=dtype, device=self._device))
                 made = self._made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 fresh[name] = data
             module._parameters[name] = made
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                fresh[name] = module._buffers[name] = _poison(torch.empty_like(buffer, device=self._device))
+                fresh[name] = module._buffers[name] = _poison_tensor(
+                    torch.empty_like(buffer, device=self._device)
+                )
         return fresh
 
-    def _path(self, module: nn.Module) -> str:
+    def _describe_module(self, module: nn.Module) -> str:
         return f"{self._names.get(module) or 'the model'} ({type(module).__qualname__})"
 
 
-def _initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
+def _find_initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
     from_model = getattr(model, "_init_weights", None)
     if callable(from_model):
         without_grad: Callable[[nn.Module], object] = torch.no_grad()(from_model)
@@ -200,7 +202,7 @@ def _initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
     return reset
 
 
-def _poison(tensor: torch.Tensor) -> torch.Tensor:
+def _poison_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Fills a tensor with a value that no initialisation leaves behind everywhere."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))

@@ -63,15 +63,15 @@ def state_bytes(result: Result) -> StateBytes:
         [] if result.optim is None else [p for group in result.optim.param_groups for p in group["params"]]
     )
     states = [] if result.optim is None else _state_tensors(result.optim)
-    kept = _storages(own)
-    gradients = _storages(tensor.grad for tensor in (*own, *updated) if tensor.grad is not None)
+    kept = _storage_bytes(own)
+    gradients = _storage_bytes(tensor.grad for tensor in (*own, *updated) if tensor.grad is not None)
     # Masters are updated in the place of parameters, and so are flat partitions of their own memory.
-    of_optimizer = {key: size for key, size in _storages((*updated, *states)).items() if key not in kept}
+    of_optimizer = {key: size for key, size in _storage_bytes((*updated, *states)).items() if key not in kept}
     return StateBytes(
         parameters=sum(kept.values()),
         gradients=sum(gradients.values()),
         optimizer=sum(of_optimizer.values()),
-        buffers=sum(_storages(result.model.buffers()).values()),
+        buffers=sum(_storage_bytes(result.model.buffers()).values()),
     )
 
 
@@ -82,7 +82,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Bytes of the memory behind ``tensors`` on this rank, whole storages, by address."""
     storages: dict[int, int] = {}
     for part in itertools.chain.from_iterable(map(plain_tensors, tensors)):

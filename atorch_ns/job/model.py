@@ -121,7 +121,7 @@ def name_groups(inputs: Inputs) -> tuple[NamedGroup, ...] | None:
     if inputs.optim_param_func is None:
         return None
     names = {id(parameter): name for name, parameter in inputs.model.named_parameters()}
-    return tuple(_named(group, names) for group in _as_groups(inputs.optim_param_func(inputs.model)))
+    return tuple(_name_group(group, names) for group in _as_groups(inputs.optim_param_func(inputs.model)))
 
 
 def parameter_groups(
@@ -164,7 +164,7 @@ def parameter_groups(
     ]
 
 
-def _named(group: dict[str, Any], names: dict[int, str]) -> NamedGroup:
+def _name_group(group: dict[str, Any], names: dict[int, str]) -> NamedGroup:
     for parameter in group["params"]:
         if id(parameter) not in names:
             raise InputError(
@@ -183,17 +183,17 @@ def _as_groups(given: Iterable[Any]) -> list[dict[str, Any]]:
             f"optim_param_func returned {with_article(given)}; it must return parameters or groups of them."
         ) from None
     if all(isinstance(entry, dict) for entry in entries):
-        return [{**entry, "params": _listed(entry)} for entry in entries]
-    return [{"params": _plain(entries)}]
+        return [{**entry, "params": _list_parameters(entry)} for entry in entries]
+    return [{"params": _strip_names(entries)}]
 
 
-def _listed(group: dict[str, Any]) -> list[Any]:
+def _list_parameters(group: dict[str, Any]) -> list[Any]:
     if "params" not in group:
         raise InputError(f"optim_param_func gave a group without 'params'; it has {sorted(group)}.")
     params = group["params"]
-    return _plain([params] if isinstance(params, torch.Tensor) else list(params))
+    return _strip_names([params] if isinstance(params, torch.Tensor) else list(params))
 
 
-def _plain(entries: list[Any]) -> list[Any]:
+def _strip_names(entries: list[Any]) -> list[Any]:
     """Parameters, of which some may come as ``(name, parameter)``."""
     return [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]

@@ -50,21 +50,21 @@ class SharedRandomness:
     def attach(self, modules: Iterable[nn.Module]) -> None:
         """Surrounds the forward passes of ``modules``; of those that run inside each other, the outermost."""
         for module in dict.fromkeys(modules):
-            module.register_forward_pre_hook(self._begin, prepend=True)
-            module.register_forward_hook(self._end, always_call=True)
+            module.register_forward_pre_hook(self._seed_forward, prepend=True)
+            module.register_forward_hook(self._restore_generators, always_call=True)
 
     def give_way(self) -> None:
         """Seeds nothing from now on: another one surrounds the modules that this one does."""
         self._depth += 1  # so none of them is the outermost
 
-    def _begin(self, module: nn.Module, inputs: Any) -> None:
+    def _seed_forward(self, module: nn.Module, inputs: Any) -> None:
         self._depth += 1
         if self._depth > 1 or not (module.training and torch.is_grad_enabled()):
             return
         self._restore = save_generators(self._device)
         seed_generators(self.next_seed(), self._device)
 
-    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _restore_generators(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth == 0 and self._restore is not None:
             self._restore()

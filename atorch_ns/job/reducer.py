@@ -116,7 +116,7 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._before, self._after = 1.0 / first, first / group.size()
         self._hooks: dict[str, list[BucketHook]] = {"before": [], "after": []}
-        self._lay_out(self._trained())
+        self._lay_out(self._trained_flags())
         self._unused: list[nn.Parameter] = []
         self._next = 0
         self._sync = True
@@ -133,9 +133,9 @@ class GradientReducer:
         self._late_report: _LateNumbers | None = None
         self.synchronised = False
         self._handles = [
-            after_accumulation(parameter, partial(self._arrived, parameter)) for parameter in floating
+            after_accumulation(parameter, partial(self._take_gradient, parameter)) for parameter in floating
         ]
-        self._handles.append(module.register_forward_pre_hook(self._announced))
+        self._handles.append(module.register_forward_pre_hook(self._begin_forward))
         self._handles.append(module.register_forward_hook(self._watch_outputs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
@@ -189,13 +189,13 @@ class GradientReducer:
     def sync_grad(self) -> None:
         """Reduces what the last backward pass has left and waits for all; nothing if that is done. Collective."""
         if not self._expected and self._local:  # all passes since the last reduction were under no_sync
-            self._expect()
+            self._expect_gradients()
         if not self._expected:
             return
         # This rank's losses have not reached the module, and so nothing follows its forward passes.
         if not self._queued:
             self._num_open = 0
-        self._reduce()
+        self._reduce_buckets()
         for table in self._tables:
             if table.requires_grad:
                 add_rows(table, self._group, self._before * self._after)
@@ -223,14 +223,14 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
 
-    def _trained(self) -> _Trained:
+    def _trained_flags(self) -> _Trained:
         return tuple([parameter.requires_grad for parameter in self._parameters])
 
     def _lay_out(self, trained: _Trained) -> None:
         """Makes buckets of the parameters that are trained."""
         self._layout = trained
         chosen = [p for p, is_trained in zip(self._parameters, trained, strict=True) if is_trained]
-        self._buckets = _buckets(chosen, self._bucket_bytes, self._like)
+        self._buckets = _make_buckets(chosen, self._bucket_bytes, self._like)
         self._places = {
             parameter: (bucket, place)
             for bucket in self._buckets
@@ -238,7 +238,7 @@ class GradientReducer:
         }
         self._number = {parameter: number for number, parameter in enumerate(self._places)}
 
-    def _announced(self, *_: Any) -> None:
+    def _begin_forward(self, *_: Any) -> None:
         """A rank whose loss reaches no parameter takes part too."""
         if torch.is_grad_enabled() and not is_transformed():
             # Of what is summed each rank keeps its share, for the next sum.
@@ -248,7 +248,7 @@ class GradientReducer:
             self.synchronised = False
             self._local = True
             if self._sync:
-                self._expect()
+                self._expect_gradients()
 
     def _watch_outputs(self, _: nn.Module, inputs: Any, output: Any) -> None:
         """Has the reduction end with the whole backward pass, and not with that of a block that is recomputed inside it."""
@@ -273,7 +273,7 @@ class GradientReducer:
     def _end_with_pass(self) -> None:
         if self._sync and not self._queued:
             if not self._expected:  # a further backward pass after one forward pass
-                self._expect()
+                self._expect_gradients()
             self._queued, self._reached = True, False
             after_backward(self._end_pass)
 
@@ -284,15 +284,15 @@ class GradientReducer:
             self._reached = False
             self.sync_grad()
 
-    def _expect(self) -> None:
+    def _expect_gradients(self) -> None:
         if self._late_report is not None:
             report, self._late_report = self._late_report, None
             self._require_alike(report.read())
         self._expected, self._queued = True, False
-        self._changed = self._trained() != self._layout
-        self._begin()
+        self._changed = self._trained_flags() != self._layout
+        self._reset_buckets()
 
-    def _begin(self) -> None:
+    def _reset_buckets(self) -> None:
         """Makes the buckets ready for gradients, whose versions tell what a loop writes."""
         self._next = 0
         self._unused.clear()
@@ -301,7 +301,7 @@ class GradientReducer:
         self._buckets[-1].flags.data[: len(self._number)].fill_(1.0)
 
     @torch.no_grad()
-    def _arrived(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
+    def _take_gradient(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
         known = self._places.get(parameter)
         # Thawed a moment ago, this pass ends with buckets that have it; or its gradient is sparse.
         if known is None:
@@ -311,7 +311,7 @@ class GradientReducer:
             return
         bucket, place = known
         if not self._sync:
-            self._move(bucket, place, 1.0)
+            self._move_to_bucket(bucket, place, 1.0)
             return
         self._end_with_pass()
         self._reached = True
@@ -326,20 +326,20 @@ class GradientReducer:
                 "way to the other ranks, which no pass before has done. A block that is recomputed with use_reentrant=True "
                 "shares it with another: pass use_reentrant=False, or choose ('ddp', {'reducer': 'torch'})."
             )
-        self._take(bucket, place)
+        self._prepare_gradient(bucket, place)
         while self._next < len(self._buckets) and self._buckets[self._next].is_full:
-            self._launch()
+            self._launch_bucket()
 
-    def _take(self, bucket: _Bucket, place: int) -> None:
+    def _prepare_gradient(self, bucket: _Bucket, place: int) -> None:
         """Makes a gradient ready to be summed, whether this backward pass has reached its parameter or not."""
         parameter = bucket.parameters[place]
         if parameter.grad is None:
             self._unused.append(parameter)
             self._buckets[-1].flags[self._number[parameter]] = 0.0
-        self._move(bucket, place, self._before)
+        self._move_to_bucket(bucket, place, self._before)
         bucket.ready.add(place)
 
-    def _move(self, bucket: _Bucket, place: int, factor: float) -> None:
+    def _move_to_bucket(self, bucket: _Bucket, place: int, factor: float) -> None:
         """Makes a gradient, times a factor, a view of its bucket."""
         parameter, view = bucket.parameters[place], bucket.views[place]
         gradient = None if parameter.grad is None else local_part(parameter.grad)
@@ -365,11 +365,11 @@ class GradientReducer:
             view.mul_(factor)
         parameter.grad = bucket.placed[place]
 
-    def _launch(self) -> None:
+    def _launch_bucket(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
         for place in set(range(len(bucket.parameters))) - bucket.ready:
-            self._take(bucket, place)
+            self._prepare_gradient(bucket, place)
         for hook in tuple(self._hooks["before"]):
             hook(self, bucket.gradients)
         if bucket is self._buckets[-1]:
@@ -379,10 +379,10 @@ class GradientReducer:
             bucket.flags[len(self._number) :].copy_(torch.tensor(report), non_blocking=True)
         bucket.work = dist.all_reduce(bucket.whole, group=self._group, async_op=True)
 
-    def _reduce(self) -> None:
+    def _reduce_buckets(self) -> None:
         """Sends what is not on its way, and waits for all."""
         while self._next < len(self._buckets):
-            self._launch()
+            self._launch_bucket()
         for bucket in self._buckets:
             bucket.work.wait()
             if self._after != 1.0:
@@ -420,23 +420,23 @@ class GradientReducer:
     def _follow_change(self) -> None:
         """Makes buckets of what is trained by now, and reduces the gradients of what is new; collective."""
         trained: list[_Trained] = [()] * self._group.size()
-        dist.all_gather_object(trained, self._trained(), group=self._group)
+        dist.all_gather_object(trained, self._trained_flags(), group=self._group)
         for parameter, states in zip(self._parameters, zip(*trained, strict=True), strict=True):
             if len(set(states)) > 1:
                 raise StepError(
                     f"{self._names[parameter]} is trained on some ranks and frozen on others, so it would not stay the same on "
                     "all. Call requires_grad_ on all ranks, before the same step."
                 )
-        now, before = self._trained(), self._layout
+        now, before = self._trained_flags(), self._layout
         self._lay_out(tuple([new and not old for new, old in zip(now, before, strict=True)]))
         self._changed = False
-        self._begin()
-        self._reduce()
+        self._reset_buckets()
+        self._reduce_buckets()
         self._lay_out(now)
         for bucket in self._buckets:
             for place, parameter in enumerate(bucket.parameters):
                 if parameter.grad is not None:
-                    self._move(bucket, place, 1.0)
+                    self._move_to_bucket(bucket, place, 1.0)
 
 
 def sparse_tables(module: nn.Module) -> dict[torch.Tensor, str]:
@@ -516,7 +516,7 @@ class _LateNumbers:
         return list(self._host.tolist())
 
 
-def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int, like: torch.Tensor) -> list[_Bucket]:
+def _make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int, like: torch.Tensor) -> list[_Bucket]:
     """The parameters from the last one to the first, as backward passes reach them; at least one bucket.
 
     The last bucket ends with a number for every parameter of all buckets, on how many ranks it has a gradient, and with

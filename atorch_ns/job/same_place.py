@@ -132,8 +132,8 @@ class SamePlace:
             store.set(key, str(number))
         self._is_meeting, pause = True, _MEETING_S
         while not store.check([key]) or int(store.get(key)) < number:
-            if store.check([self._key("ended")]):
-                self._end_process(store.get(self._key("ended")).decode())
+            if store.check([self._store_key("ended")]):
+                self._end_process(store.get(self._store_key("ended")).decode())
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S / 20)  # of a store that all ranks ask
         self._is_meeting = False
@@ -163,7 +163,7 @@ class SamePlace:
             try:
                 store = default_store()
                 told = {"beat": beat, "is_stuck": is_stuck, "calls": calls, "waits": waits}
-                store.set(self._key(self._rank), json.dumps(told))
+                store.set(self._store_key(self._rank), json.dumps(told))
                 if self._together and self._rank != self._together[0]:
                     self._compare_calls(told, self._read_places(self._together[:1]), only_last=False)
                 if is_stuck and self._rank == 0:
@@ -195,8 +195,8 @@ class SamePlace:
         """What those of the ranks have told that told it since the last time."""
         store, found = default_store(), {}
         for rank in ranks:
-            if store.check([self._key(rank)]):
-                told = json.loads(store.get(self._key(rank)))
+            if store.check([self._store_key(rank)]):
+                told = json.loads(store.get(self._store_key(rank)))
                 if told["beat"] > self._beats.get(rank, told["beat"]):
                     found[rank] = told
                 self._beats[rank] = told["beat"]
@@ -219,12 +219,12 @@ class SamePlace:
                         "to all: let them agree, by result.mean(loss) say, and write what one calls on all. This process ends.\n"
                     )
 
-    def _key(self, who: object) -> str:
+    def _store_key(self, who: object) -> str:
         return f"atorch_ns/places/{self._name}/{who}"
 
     def _end_process(self, why: str) -> None:
         with suppress(RuntimeError):
-            default_store().set(self._key("ended"), why)  # for a rank that waits in a meeting
+            default_store().set(self._store_key("ended"), why)  # for a rank that waits in a meeting
         sys.stderr.write(why)
         sys.stderr.flush()
         os._exit(1)

@@ -71,7 +71,7 @@ def sample_inputs(
     Raises:
         InputError: if there is no data to sample, or the user's functions fail on it.
     """
-    _require(inputs, sample_batch)
+    _require_inputs(inputs, sample_batch)
     with random_states_kept():
         if sample_batch is not None:
             return _from_batch(inputs, sample_batch, batch_size)
@@ -129,7 +129,7 @@ def read_samples(dataset: Any) -> Iterator[Any] | None:
     return (dataset[index] for index in range(len(dataset)))
 
 
-def _require(inputs: Inputs, sample_batch: Any) -> None:
+def _require_inputs(inputs: Inputs, sample_batch: Any) -> None:
     if not any(parameter.requires_grad for parameter in inputs.model.parameters()):
         raise InputError(
             "the model has no parameter that requires a gradient, so there is nothing to optimize."
@@ -152,7 +152,7 @@ def _from_batch(inputs: Inputs, batch: Any, batch_size: int | None) -> Sample:
     trial = _trial_inputs(inputs, pieces, {"batch_size": wanted, "collate_fn": join_batches}, wanted)
     return Sample(
         inputs=trial,
-        batch=_prepared(inputs, join_batches(pieces[:kept])),
+        batch=_prepare_batch(inputs, join_batches(pieces[:kept])),
         num_samples=kept,
         global_batch=wanted,
     )
@@ -162,12 +162,14 @@ def _from_dataset(inputs: Inputs, num_data_ranks: int, batch_size: int | None) -
     args = dict(inputs.dataloader_args or {})
     collate = args.get("collate_fn")
     if "batch_size" in args and args["batch_size"] is None:  # every item is a batch already
-        items = _take(inputs.dataset, 2)
+        items = _take_samples(inputs.dataset, 2)
         rows = num_samples(items[0])
         trial = _trial_inputs(inputs, items, {"batch_size": None}, 1)
-        return Sample(inputs=trial, batch=_prepared(inputs, items[0]), num_samples=rows, global_batch=rows)
+        return Sample(
+            inputs=trial, batch=_prepare_batch(inputs, items[0]), num_samples=rows, global_batch=rows
+        )
     wanted = batch_size or args.get("batch_size") or _batch_sampler_size(args) or num_data_ranks
-    samples = _take(inputs.dataset, 2 * wanted)
+    samples = _take_samples(inputs.dataset, 2 * wanted)
     loader_args = {"batch_size": wanted, **({} if collate is None else {"collate_fn": collate})}
     kept = samples[: min(wanted, _PROFILED_SAMPLES)]
     try:
@@ -179,7 +181,7 @@ def _from_dataset(inputs: Inputs, num_data_ranks: int, batch_size: int | None) -
         ) from error
     return Sample(
         inputs=_trial_inputs(inputs, samples, loader_args, wanted),
-        batch=_prepared(inputs, batch),
+        batch=_prepare_batch(inputs, batch),
         num_samples=len(kept),
         global_batch=wanted,
     )
@@ -196,7 +198,7 @@ def _trial_inputs(inputs: Inputs, samples: Sequence[Any], args: Mapping[str, Any
     )
 
 
-def _take(dataset: Any, wanted: int) -> list[Any]:
+def _take_samples(dataset: Any, wanted: int) -> list[Any]:
     """Up to ``wanted`` samples, fewer where the dataset is short or its samples are large."""
     samples: list[Any] = []
     held = 0
@@ -209,7 +211,7 @@ def _take(dataset: Any, wanted: int) -> list[Any]:
             )
         for sample in itertools.islice(stream, wanted):
             samples.append(sample)
-            held += sum(tensor.numel() * tensor.element_size() for tensor in _tensors(sample))
+            held += sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(sample))
             if held > _MAX_BYTES:
                 break
     except InputError:
@@ -229,7 +231,7 @@ def _batch_sampler_size(args: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _prepared(inputs: Inputs, batch: Any) -> Any:
+def _prepare_batch(inputs: Inputs, batch: Any) -> Any:
     prepare = inputs.prepare_input or default_prepare_input
     try:
         return prepare(batch, torch.device("cpu"))
@@ -239,7 +241,7 @@ def _prepared(inputs: Inputs, batch: Any) -> Any:
 
 def num_samples(batch: Any) -> int:
     """Samples in a batch; raises InputError if its tensors do not say."""
-    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    sizes = {tensor.shape[0] for tensor in _find_tensors(batch) if tensor.dim()}
     if not sizes:
         raise InputError(f"the sample batch, {with_article(batch)}, holds no tensor with a batch dimension.")
     if len(sizes) != 1:
@@ -249,7 +251,7 @@ def num_samples(batch: Any) -> int:
     return int(sizes.pop())
 
 
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
+def _find_tensors(value: Any) -> Iterable[torch.Tensor]:
     for _, leaf in leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf

@@ -187,14 +187,14 @@ class ParameterStates:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors that the optimizer updates: masters where there are any. Collective for fused ones."""
-        return {name: self._unpacked(name, tensor.detach()) for name, tensor in self._trained.items()}
+        return {name: self._unpack_value(name, tensor.detach()) for name, tensor in self._trained.items()}
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Takes over ``weights``, and rounds masters into the parameters they stand for."""
         for name, value in weights.items():
             trained, parameter = self._trained[name], self._parameters[name]
-            trained.copy_(self._packed(name, value))
+            trained.copy_(self._pack_value(name, value))
             if parameter is not trained:
                 parameter.copy_(trained)
 
@@ -223,16 +223,16 @@ class ParameterStates:
         for key, state in ((key, state) for each in holders for key, state in each.state.items()):
             name = self._names.get(key) if isinstance(key, torch.Tensor) else None
             if name is None or not isinstance(state, Mapping):
-                raise self._unsupported(f"it keeps {type(state).__name__} under {str(key)[:80]!r}")
+                raise self._unsupported_error(f"it keeps {type(state).__name__} under {str(key)[:80]!r}")
             if name in tensors or name in values:
-                raise self._unsupported(f"two of the optimizers that it holds have states of {name}")
+                raise self._unsupported_error(f"two of the optimizers that it holds have states of {name}")
             for entry, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    tensors.setdefault(name, {})[entry] = self._unpacked(name, value.detach())
+                    tensors.setdefault(name, {})[entry] = self._unpack_value(name, value.detach())
                 elif value is None or isinstance(value, (bool, int, float, str)):
                     values.setdefault(name, {})[entry] = value
                 else:
-                    raise self._unsupported(f"its state {entry!r} of {name} is {with_article(value)}")
+                    raise self._unsupported_error(f"its state {entry!r} of {name} is {with_article(value)}")
         return OptimizerStates(tensors, values)
 
     def blank_states(
@@ -240,8 +240,10 @@ class ParameterStates:
     ) -> dict[str, dict[str, torch.Tensor]]:
         """Tensors laid out like the parameters that this rank's optimizer updates."""
         return {
-            name: {entry: self._blank(tensor, options, entry, spec) for entry, spec in specs[name].items()}
-            for name, tensor, options in self._held()
+            name: {
+                entry: self._blank_state(tensor, options, entry, spec) for entry, spec in specs[name].items()
+            }
+            for name, tensor, options in self._updated_parameters()
             if name in specs
         }
 
@@ -253,22 +255,22 @@ class ParameterStates:
         for holder in (self._holder, *self._inner):  # those inside update what they have
             holder.state.clear()
             owners |= dict.fromkeys((p for group in holder.param_groups for p in group["params"]), holder)
-        for name, tensor, _ in self._held():
+        for name, tensor, _ in self._updated_parameters():
             filled = {
-                entry: _like_its_parameter(self._packed(name, value), tensor)
+                entry: _like_its_parameter(self._pack_value(name, value), tensor)
                 for entry, value in states.tensors.get(name, {}).items()
             }
             if state := {**filled, **states.values.get(name, {})}:
                 owners[tensor].state[tensor] = state
 
-    def _unpacked(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _unpack_value(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """``value`` in the user's order: itself, or a copy with the same placements."""
         packing = self._packing_of(name, value)
         if packing is None or not isinstance(value, DTensor):
             return value
         return divided_like(packing.unpack(value.full_tensor()), value)
 
-    def _packed(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _pack_value(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """The reverse."""
         packing = self._packing_of(name, value)
         if packing is None or not isinstance(value, DTensor):
@@ -279,21 +281,23 @@ class ParameterStates:
         """Packing of a parameter, for values of its shape."""
         return self._packings.get(name) if value.shape == self._parameters[name].shape else None
 
-    def _held(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:
+    def _updated_parameters(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:
         """Name, tensor and group options of each parameter that this rank's optimizer updates."""
         for group in () if self._holder is None else self._holder.param_groups:
             for tensor in group["params"]:
                 yield self._names[tensor], tensor, group
 
     @staticmethod
-    def _blank(tensor: torch.Tensor, options: Mapping[str, Any], entry: str, spec: StateSpec) -> torch.Tensor:
+    def _blank_state(
+        tensor: torch.Tensor, options: Mapping[str, Any], entry: str, spec: StateSpec
+    ) -> torch.Tensor:
         if spec.shape == tuple(tensor.shape) and tensor.dim() > 0:
             return torch.empty_like(tensor.detach(), dtype=spec.dtype)
         # As in torch's own load_state_dict: the step counter stays on the CPU unless a kernel reads it.
         on_device = entry != "step" or options.get("capturable") or options.get("fused")
         return torch.empty(spec.shape, dtype=spec.dtype, device=tensor.device if on_device else "cpu")
 
-    def _unsupported(self, what: str) -> CheckpointError:
+    def _unsupported_error(self, what: str) -> CheckpointError:
         return CheckpointError(
             f"the state of {type(self._holder).__name__} cannot be saved: {what}. Checkpoints hold tensors, "
             "numbers and texts that belong to one parameter each."
@@ -360,7 +364,7 @@ class WeightAverage:
         states = self._states()
         weights = states.weights()
         kept = {name: local_part(weight).clone() for name, weight in weights.items()}
-        _fill(weights, self._averages)
+        _fill_weights(weights, self._averages)
         states.set_weights(weights)
         try:
             yield
@@ -371,11 +375,11 @@ class WeightAverage:
                 average, value = local_part(self._averages[name]), local_part(weight)
                 if not torch.equal(average.to(value.dtype), value):  # rounded values are not taken back
                     average.copy_(value)
-            _fill(weights, kept)
+            _fill_weights(weights, kept)
             states.set_weights(weights)
 
 
-def _fill(weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+def _fill_weights(weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name, weight in weights.items():
             local_part(weight).copy_(local_part(values[name]))

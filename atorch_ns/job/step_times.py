@@ -66,7 +66,7 @@ class StepTimes:
 
     def start(self) -> None:
         """A step begins."""
-        self._begun = self._event() if self._uses_events else self._clock()
+        self._begun = self._record_event() if self._uses_events else self._clock()
 
     def stop(self) -> None:
         """The step that began last has ended."""
@@ -76,7 +76,7 @@ class StepTimes:
         if self._skip:
             self._skip -= 1
         elif self._uses_events:
-            self._events.append((begun, self._event()))
+            self._events.append((begun, self._record_event()))
         else:
             self._seconds.append(self._clock() - begun)
 
@@ -100,7 +100,7 @@ class StepTimes:
             p75_seconds=quarters[2],
         )
 
-    def _event(self) -> torch.cuda.Event:
+    def _record_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

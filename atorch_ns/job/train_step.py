@@ -137,7 +137,7 @@ class TrainStep:
             BatchSizeError: if the micro-batches do not divide the batch.
             RankError: if another rank has failed.
         """
-        return self._step(lambda: self._mean_of(batch)).loss
+        return self._run_step(lambda: self._mean_of(batch)).loss
 
     def micro_steps(
         self,
@@ -176,7 +176,7 @@ class TrainStep:
             StepError: if the job has no optimizer or no loss function.
         """
         work = partial(
-            self._weighed,
+            self._weigh_samples,
             samples,
             weights=weights,
             losses=losses,
@@ -185,7 +185,7 @@ class TrainStep:
             functions={"scale_fn": scale_fn, "divisor": divisor},
             outputs=outputs,
         )
-        return self._step(work, divisor)
+        return self._run_step(work, divisor)
 
     def micro_gradients(
         self,
@@ -203,7 +203,7 @@ class TrainStep:
         """
         with self.sharing_failures():
             self.zero()
-            work = self._weighed(
+            work = self._weigh_samples(
                 samples,
                 weights=None,
                 losses="means",
@@ -212,12 +212,12 @@ class TrainStep:
                 functions={"scale_fn": scale_fn},
                 outputs=outputs,
             )
-            return _arrived(self._forward_backward(work))
+            return _wait_for_loss(self._forward_backward(work))
 
-    def _step(
+    def _run_step(
         self, work: Callable[[], StepWork], divisor: Callable[[StepOutput], float] | None = None
     ) -> StepOutput:
-        self._require()
+        self._require_optimizer()
         with self.sharing_failures():
             self.times.start()
             self.zero()
@@ -238,41 +238,41 @@ class TrainStep:
 
     def zero(self) -> None:
         """Clears the gradients."""
-        optimizer, _ = self._require()
-        with self._phase("zero"):
+        optimizer, _ = self._require_optimizer()
+        with self._observed_phase("zero"):
             optimizer.zero_grad()
 
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Adds the gradients of ``batch``, in micro-batches, and returns the loss as :meth:`__call__` does."""
         with self.sharing_failures():
-            return _arrived(self._forward_backward(self._mean_of(batch))).loss
+            return _wait_for_loss(self._forward_backward(self._mean_of(batch))).loss
 
     def reduce(self) -> None:
         """Completes the gradients over all ranks; most are reduced while the last backward pass runs."""
-        with self._phase("reduce"), self._in_scale():
+        with self._observed_phase("reduce"), self._in_scale():
             self._job.gradients.complete(self._job.module)
 
     def scale(self, factor: float | None = None) -> None:
         """Multiplies all gradients by a number; ``None`` leaves them."""
-        with self._phase("scale"), self._in_scale():
+        with self._observed_phase("scale"), self._in_scale():
             if factor is not None and factor != 1.0:
                 if isinstance(self.optimizer, StepOptimizer):
                     self.optimizer.prepare_gradients()  # of masters, too
                 with torch.no_grad():
-                    for parameter in self._parameters():
+                    for parameter in self._optimizer_parameters():
                         if parameter.grad is not None:
                             parameter.grad.mul_(factor)
 
     def clip(self) -> None:
         """Clips the gradients, where the job has a ``max_grad_norm``."""
-        with self._phase("clip"):
+        with self._observed_phase("clip"):
             if self._job.inputs.max_grad_norm is not None:
                 self.grad_norm = self.clip_grad_norm_(self._job.inputs.max_grad_norm)
 
     def update(self) -> None:
         """Steps the optimizer."""
-        optimizer, _ = self._require()
-        with self._phase("update"):
+        optimizer, _ = self._require_optimizer()
+        with self._observed_phase("update"):
             optimizer.step()
             self.num_steps += 1
 
@@ -292,7 +292,7 @@ class TrainStep:
         if isinstance(self.optimizer, StepOptimizer):
             self.optimizer.prepare_gradients()
         self._job.gradients.complete(self._job.module)
-        return self._job.gradients.clip(self._parameters(), max_norm, norm_type)
+        return self._job.gradients.clip(self._optimizer_parameters(), max_norm, norm_type)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss on ``batch`` without training on it, as :meth:`__call__` returns it: a mean over the rows of all ranks.
@@ -305,7 +305,7 @@ class TrainStep:
         """
         if self._loss_func is None:
             raise StepError("evaluate needs loss_func; pass it to auto_accelerate.")
-        return self._evaluated(lambda: self._mean_of(batch, uneven=True)).loss
+        return self._run_evaluation(lambda: self._mean_of(batch, uneven=True)).loss
 
     def infer(
         self, samples: Sequence[Any], *, dummies: Sequence[bool] | None = None, outputs: bool = True
@@ -316,7 +316,7 @@ class TrainStep:
         losses are zero.
         """
         work = partial(
-            self._weighed,
+            self._weigh_samples,
             samples,
             weights=None,
             losses="means",
@@ -325,10 +325,10 @@ class TrainStep:
             functions={},
             outputs=outputs,
         )
-        return self._evaluated(work)
+        return self._run_evaluation(work)
 
     @contextmanager
-    def _phase(self, phase: Phase) -> Iterator[None]:
+    def _observed_phase(self, phase: Phase) -> Iterator[None]:
         with self.sharing_failures():
             for observer in tuple(self._watching.get(("before", phase), ())):
                 observer()
@@ -351,25 +351,30 @@ class TrainStep:
 
     def _forward_backward(self, work: StepWork) -> _Arriving:
         num = max(self._job.step.num_micro_batches, len(work.micro_batches))  # the same on all ranks
-        with self._phase("forward_backward"), self._in_scale(), self._context(work), self._changes.look(num):
+        with (
+            self._observed_phase("forward_backward"),
+            self._in_scale(),
+            self._step_context(work),
+            self._changes.look(num),
+        ):
             if self._runner is None:
-                return self._output(work, self._accumulate(work))
-            optimizer, _ = self._require()
+                return self._build_output(work, self._accumulate_gradients(work))
+            optimizer, _ = self._require_optimizer()
             self._job.gradients.sums.expect(self._job.module)
             passed = self._runner.forward_backward(work)
             if isinstance(optimizer, StepOptimizer) and optimizer.scaler is not None:
                 optimizer.scaler.expect_scaled_gradients(self._job.device)
-            return self._output(work, passed)
+            return self._build_output(work, passed)
 
     def _in_scale(self) -> AbstractContextManager[object]:
         return self.optimizer.in_scale() if isinstance(self.optimizer, StepOptimizer) else nullcontext()
 
-    def _context(self, work: StepWork) -> AbstractContextManager[object]:
+    def _step_context(self, work: StepWork) -> AbstractContextManager[object]:
         """What surrounds a step; outputs that some rank wants leave the model whole."""
         return nullcontext() if work.askers else self._job.step.context()
 
-    def _accumulate(self, work: StepWork) -> Passed:
-        optimizer, _ = self._require()
+    def _accumulate_gradients(self, work: StepWork) -> Passed:
+        optimizer, _ = self._require_optimizer()
         job, last = self._job, len(work.micro_batches) - 1
         losses, outputs = [], []
         with job.gradients.as_parts():
@@ -380,7 +385,7 @@ class TrainStep:
                 with nullcontext() if number == last else job.gradients.skip_sync():
                     with buffers_lent(job.module) if is_dummy else nullcontext():
                         self._changes.mark(job.module)
-                        output, loss = self._forward(micro_batch)
+                        output, loss = self._forward_micro_batch(micro_batch)
                         self._changes.mark(job.module)
                     losses.append(loss.detach())
                     if work.wants_outputs and not is_dummy:
@@ -395,42 +400,42 @@ class TrainStep:
                         optimizer.backward(share)  # type: ignore[attr-defined]
                     else:
                         share.backward()
-        return _passed(losses, outputs, work)
+        return _collect_results(losses, outputs, work)
 
     @torch.no_grad()
-    def _evaluated(self, make_work: Callable[[], StepWork]) -> StepOutput:
+    def _run_evaluation(self, make_work: Callable[[], StepWork]) -> StepOutput:
         job = self._job
         roots = (job.model, *job.parts.stages)
         modes = {module: module.training for root in roots for module in root.modules()}
         for root in roots:
             root.eval()
         try:
-            with self.sharing_failures(), self._context(work := make_work()):
-                passed = self._inferred(work) if self._runner is None else self._runner.forward(work)
-                return _arrived(self._output(work, passed))
+            with self.sharing_failures(), self._step_context(work := make_work()):
+                passed = self._run_inference(work) if self._runner is None else self._runner.forward(work)
+                return _wait_for_loss(self._build_output(work, passed))
         finally:
             for root in roots:
                 root.train(modes[root])
             for module, training in modes.items():  # a part may have been in another mode than the whole
                 module.training = training
 
-    def _inferred(self, work: StepWork) -> Passed:
-        pairs = [self._forward(micro_batch) for micro_batch in work.micro_batches]
+    def _run_inference(self, work: StepWork) -> Passed:
+        pairs = [self._forward_micro_batch(micro_batch) for micro_batch in work.micro_batches]
         kept = [output for number, (output, _) in enumerate(pairs) if number not in work.dummies]
-        return _passed([loss for _, loss in pairs], kept if work.wants_outputs else [], work)
+        return _collect_results([loss for _, loss in pairs], kept if work.wants_outputs else [], work)
 
-    def _forward(self, micro_batch: Any) -> tuple[Any, torch.Tensor]:
+    def _forward_micro_batch(self, micro_batch: Any) -> tuple[Any, torch.Tensor]:
         output = call_model(self._job.model, micro_batch, self._job.inputs.model_input_format)
         if self._loss_func is None:
             return output, torch.zeros((), device=self._job.device)
         return output, first_loss(self._loss_func(micro_batch, output))
 
-    def _output(self, work: StepWork, passed: Passed) -> _Arriving:
+    def _build_output(self, work: StepWork, passed: Passed) -> _Arriving:
         """With the loss of the step, on its way to the sum over all data ranks."""
         job = self._job
         # One number after the other: a tensor of them would be a copy from the host, which waits for the device.
         weighted = [loss * count for loss, count in zip(passed.losses.unbind(), work.counts, strict=True)]
-        loss, arrives = torch.stack(weighted).sum(), _nothing
+        loss, arrives = torch.stack(weighted).sum(), _do_nothing
         if job.mesh is not None and job.num_data_ranks > 1:
             arrives = dist.all_reduce(loss, group=job.mesh.data_group, async_op=True).wait
         real = [number for number in range(len(work.counts)) if number not in work.dummies]
@@ -463,7 +468,7 @@ class TrainStep:
     def _mean_of(self, batch: Any, *, uneven: bool = False) -> StepWork:
         job = self._job
         data = self._prepare_input(batch, job.device)
-        self._compare(data)
+        self._check_same_batch(data)
         parts = job.step.micro_batches(data, uneven=uneven)
         weights = None if job.inputs.weight_func is None else [self._weight_of(part) for part in parts]
         if weights is None and job.inputs.loss_reduction == "mean":
@@ -503,7 +508,7 @@ class TrainStep:
                 f"weight_func must return one number for a micro-batch, and returned {with_article(value)}."
             ) from error
 
-    def _weighed(
+    def _weigh_samples(
         self, samples: Sequence[Any], *, functions: Mapping[str, Callable[..., Any] | None], **weights: Any
     ) -> StepWork:
         job = self._job
@@ -514,18 +519,18 @@ class TrainStep:
             samples, data_ranks=data_ranks, device=job.device, functions=functions, **weights
         )
         prepared = [self._prepare_input(sample, job.device) for sample in given]
-        self._compare(prepared)
+        self._check_same_batch(prepared)
         return StepWork(micro_batches=prepared, scale_fn=functions.get("scale_fn"), **fields)
 
-    def _compare(self, samples: Any) -> None:
+    def _check_same_batch(self, samples: Any) -> None:
         if self._job.step.same_batch is not None:
             self._job.step.same_batch.check(samples)
 
-    def _parameters(self) -> list[torch.Tensor]:
+    def _optimizer_parameters(self) -> list[torch.Tensor]:
         assert self.optimizer is not None
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def _require(self) -> tuple[torch.optim.Optimizer, LossFunction]:
+    def _require_optimizer(self) -> tuple[torch.optim.Optimizer, LossFunction]:
         if self.optimizer is None or self._loss_func is None:
             if self.optimizer is None:
                 raise StepError(
@@ -539,18 +544,18 @@ class TrainStep:
         return self.optimizer, self._loss_func
 
 
-def _passed(losses: Sequence[torch.Tensor], outputs: Sequence[Any], work: StepWork) -> Passed:
+def _collect_results(losses: Sequence[torch.Tensor], outputs: Sequence[Any], work: StepWork) -> Passed:
     rows = torch.stack([loss.detach().to(torch.float32).reshape(()) for loss in losses])
     if work.dummies:  # whose losses may be anything
         rows[sorted(work.dummies)] = 0.0
     return Passed(losses=rows, outputs=tuple(outputs))
 
 
-def _arrived(arriving: _Arriving) -> StepOutput:
+def _wait_for_loss(arriving: _Arriving) -> StepOutput:
     found, arrives = arriving
     arrives()
     return found
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """A loss of one data rank is there at once."""

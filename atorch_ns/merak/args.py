@@ -227,7 +227,7 @@ class MerakArguments(TrainingArguments):
     adapter_name: str = field(default="default", metadata={"help": "Name of the adapter."})
 
     def __post_init__(self) -> None:
-        self._check()
+        self._check_fields()
         if self.save_total_limit is not None and self.save_total_limit < 0:
             self.save_total_limit = None
         if isinstance(self.custom_split_points, str):
@@ -247,13 +247,13 @@ class MerakArguments(TrainingArguments):
         given = self.activation_checkpoint_ratio
         if given is None:
             return None
-        shares = tuple(float(part) for part in _parts(given))
+        shares = tuple(float(part) for part in _split_numbers(given))
         return shares[0] if len(shares) == 1 else shares
 
     @property
     def partition(self) -> tuple[int, ...]:
         """``custom_partition`` as numbers."""
-        return tuple(int(part) for part in _parts(self.custom_partition or ()))
+        return tuple(int(part) for part in _split_numbers(self.custom_partition or ()))
 
     def lora(self) -> dict[str, Any] | None:
         """The contents of ``lora_config``.
@@ -282,7 +282,7 @@ class MerakArguments(TrainingArguments):
             if getattr(self, name) != defaults[name].default
         ]
 
-    def _check(self) -> None:
+    def _check_fields(self) -> None:
         problems = [
             f"{name}={value!r}:{did_you_mean(str(value), [str(one) for one in choices])} one of {', '.join(map(str, choices))}"
             for name, choices in _CHOICES.items()
@@ -336,7 +336,7 @@ class MerakArguments(TrainingArguments):
         return problems
 
 
-def _parts(given: Any) -> list[str]:
+def _split_numbers(given: Any) -> list[str]:
     """The numbers of a list, of which texts may hold several, as Merak's command lines do: ``["0,6,12"]``."""
     items = given if isinstance(given, (list, tuple)) else [given]
     return [part for item in items for part in str(item).replace(",", " ").split()]

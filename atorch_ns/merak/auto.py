@@ -98,7 +98,7 @@ def search(
         excluded=[
             *(() if mixed else ("precision",)),
             *(() if args.torch_compile else ("compile",)),
-            *_unwanted(asked, cluster.world_size),
+            *_unwanted_meshes(asked, cluster.world_size),
         ],
         sample_batch=dict(sample),
         batch_size=batch_size,
@@ -114,7 +114,7 @@ def search(
     with view if cluster.rank == 0 else nullcontext():
         outcome = find_strategy(inputs, cluster, registry, replace(request, observer=view))
     assert outcome.winner is not None
-    return _of(outcome.winner.candidate.strategy, cluster, outcome)
+    return _resolve_strategy(outcome.winner.candidate.strategy, cluster, outcome)
 
 
 def read_file(path: str, asked: Mapping[str, Degree], batch_size: int) -> Found:
@@ -124,7 +124,7 @@ def read_file(path: str, asked: Mapping[str, Degree], batch_size: int) -> Found:
         InputError: if it has other degrees than were given to ``init``, or they do not divide the samples.
         StrategyFileError: if it cannot be read.
     """
-    found = _of(Strategy.load(path), Cluster.detect(), None)
+    found = _resolve_strategy(Strategy.load(path), Cluster.detect(), None)
     degrees = dict(zip(("pp", "dp", "sp", "tp"), found.sizes, strict=True))
     for name, degree in asked.items():
         if isinstance(degree, int) and degree != degrees[name]:
@@ -139,7 +139,7 @@ def read_file(path: str, asked: Mapping[str, Degree], batch_size: int) -> Found:
     return found
 
 
-def _of(strategy: Strategy, cluster: Cluster, outcome: SearchOutcome | None) -> Found:
+def _resolve_strategy(strategy: Strategy, cluster: Cluster, outcome: SearchOutcome | None) -> Found:
     plan = resolve(strategy, cluster, load_registry()).plan
     sizes = (
         plan.size("pipeline"),
@@ -150,11 +150,11 @@ def _of(strategy: Strategy, cluster: Cluster, outcome: SearchOutcome | None) -> 
     return Found(strategy, sizes, plan.num_micro_batches, outcome)
 
 
-def _unwanted(asked: Mapping[str, Degree], world_size: int) -> Iterator[Any]:
+def _unwanted_meshes(asked: Mapping[str, Degree], world_size: int) -> Iterator[Any]:
     """Meshes without the degrees that were given as numbers, and those that divide experts."""
     fixed = {name: degree for name, degree in asked.items() if isinstance(degree, int)}
     wanted = 0
-    for sizes in _factors(world_size, len(_AXES)):
+    for sizes in _list_factorizations(world_size, len(_AXES)):
         of = dict(zip(_AXES, sizes, strict=True))
         degrees = {
             "dp": of["data"] * of["zero"],
@@ -171,11 +171,11 @@ def _unwanted(asked: Mapping[str, Degree], world_size: int) -> Iterator[Any]:
         raise InputError(f"init: {given} fit no mesh of {world_size} process(es).")
 
 
-def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+def _list_factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
     """All ordered products of so many factors."""
     if count == 1:
         yield (number,)
         return
     for first in range(1, number + 1):
         if number % first == 0:
-            yield from ((first, *rest) for rest in _factors(number // first, count - 1))
+            yield from ((first, *rest) for rest in _list_factorizations(number // first, count - 1))

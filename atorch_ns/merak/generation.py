@@ -47,9 +47,9 @@ def continued(
     texts = [list(prompt) for prompt in prompts]
     open_ = {row for row, text in enumerate(texts) if len(text) < length}
     while open_:
-        logits = _logits(forward(_batch(texts, length, device)))
+        logits = _output_logits(forward(_pad_batch(texts, length, device)))
         last = torch.stack([logits[row, len(text) - 1] for row, text in enumerate(texts)]).float()
-        drawn = agree(_draw(last, temperature, top_p))
+        drawn = agree(_draw_tokens(last, temperature, top_p))
         for row in sorted(open_):
             texts[row].append(drawn[row])
             if drawn[row] in ends or len(texts[row]) >= length:
@@ -85,7 +85,7 @@ def ends_of(model: nn.Module) -> frozenset[int]:
     return frozenset(given if isinstance(given, (list, tuple)) else () if given is None else (given,))
 
 
-def _batch(texts: list[list[int]], length: int, device: torch.device) -> dict[str, torch.Tensor]:
+def _pad_batch(texts: list[list[int]], length: int, device: torch.device) -> dict[str, torch.Tensor]:
     longest = max(map(len, texts))
     width = max(longest, min(length, -(-longest // _ROUND) * _ROUND))
     rows = [text + [text[-1]] * (width - len(text)) for text in texts]
@@ -96,12 +96,12 @@ def _batch(texts: list[list[int]], length: int, device: torch.device) -> dict[st
     }
 
 
-def _logits(outputs: Any) -> torch.Tensor:
+def _output_logits(outputs: Any) -> torch.Tensor:
     logits: torch.Tensor = outputs["logits"] if hasattr(outputs, "keys") else outputs[0]
     return logits
 
 
-def _draw(logits: torch.Tensor, temperature: float, top_p: float) -> list[int]:
+def _draw_tokens(logits: torch.Tensor, temperature: float, top_p: float) -> list[int]:
     if temperature == 0:
         return [int(token) for token in logits.argmax(-1)]
     likely, order = torch.softmax(logits / temperature, -1).sort(dim=-1, descending=True)

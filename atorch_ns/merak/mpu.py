@@ -57,7 +57,7 @@ class Grid:
 
     def get_rank(self, **places: int) -> int:
         """The rank at a place along every axis that is larger than 1."""
-        self._check(places)
+        self._check_coords(places)
         rank = 0
         for axis, size in zip(AXES, self.sizes, strict=True):
             rank = rank * size + places.get(axis, 0)
@@ -115,7 +115,7 @@ class Grid:
         places |= {} if model is None else {"model": model}
         return self.get_rank(**places)
 
-    def _check(self, places: dict[str, int]) -> None:
+    def _check_coords(self, places: dict[str, int]) -> None:
         for axis, place in places.items():
             if axis not in AXES or not 0 <= place < self.get_dim(axis):
                 sizes = ", ".join(f"{one}={self.get_dim(one)}" for one in AXES)
@@ -176,11 +176,11 @@ def init(
     open_ = "auto" in asked.values() or (cluster.world_size > 1 and not any(asked.values()))
     if not open_:
         agree(
-            lambda: _sizes(asked, cluster.world_size),
+            lambda: _axis_sizes(asked, cluster.world_size),
             what="laying out the ranks",
             distributed=cluster.distributed,
         )
-        decide(_sizes(asked, cluster.world_size), cluster)
+        decide(_axis_sizes(asked, cluster.world_size), cluster)
     _WORLD.asked = asked
 
 
@@ -236,11 +236,7 @@ def _functions_of(
     axis: Axis,
 ) -> tuple[Callable[[], int], Callable[[], int], Callable[[], dist.ProcessGroup | None]]:
     """This rank's place along an axis, the number of its ranks, and their process group, as functions."""
-    return (
-        lambda: get_grid().place(axis),
-        lambda: get_grid().get_dim(axis),
-        lambda: get_grid().group(axis),
-    )
+    return (lambda: get_grid().place(axis), lambda: get_grid().get_dim(axis), lambda: get_grid().group(axis))
 
 
 get_data_parallel_rank, get_data_parallel_world_size, get_data_parallel_group = _functions_of("data")
@@ -258,7 +254,7 @@ get_sequence_parallel_rank, get_sequence_parallel_world_size, get_sequence_paral
 """Ranks that divide the sequence."""
 
 
-def _sizes(asked: dict[str, Degree], world_size: int) -> tuple[int, int, int, int]:
+def _axis_sizes(asked: dict[str, Degree], world_size: int) -> tuple[int, int, int, int]:
     """The size of each of :data:`AXES`."""
     numbers = {name: degree for name, degree in asked.items() if isinstance(degree, int)}
     shared = numbers.get("tp", 1) * numbers.get("pp", 1) * numbers.get("sp", 1)
@@ -267,20 +263,20 @@ def _sizes(asked: dict[str, Degree], world_size: int) -> tuple[int, int, int, in
         product_text = " × ".join(f"{name}={numbers.get(name, 1)}" for name in ("tp", "pp", "sp"))
         raise InputError(
             f"init: dp={numbers.get('dp', 'the rest')} × {product_text} are not the {world_size} process(es) that were started. "
-            f"{_fitting(world_size)}"
+            f"{_suggest_degrees(world_size)}"
         )
     return numbers.get("pp", 1), data, numbers.get("sp", 1), numbers.get("tp", 1)
 
 
-def _fitting(world_size: int) -> str:
+def _suggest_degrees(world_size: int) -> str:
     """Degrees that would fit, as an advice."""
     if world_size == 1:
         return "Start more with torchrun --nproc-per-node N."
-    shown = ", ".join(f"(dp={dp}, tp={tp}, pp={pp})" for dp, tp, pp in list(_divisions(world_size))[:4])
+    shown = ", ".join(f"(dp={dp}, tp={tp}, pp={pp})" for dp, tp, pp in list(_list_degrees(world_size))[:4])
     return f"Such as {shown} would be."
 
 
-def _divisions(world_size: int) -> Iterator[tuple[int, int, int]]:
+def _list_degrees(world_size: int) -> Iterator[tuple[int, int, int]]:
     for tp, pp in product(range(1, world_size + 1), repeat=2):
         if world_size % (tp * pp) == 0:
             yield world_size // (tp * pp), tp, pp

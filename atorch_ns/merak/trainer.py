@@ -200,7 +200,7 @@ class MerakTrainer(Trainer):
         self._waiting = []
         if self._goes_on_from is not None:
             kwargs["resume_from_checkpoint"] = self._goes_on_from
-        with self._divide(self._train_sample).train_step.sharing_failures():
+        with self._ensure_job(self._train_sample).train_step.sharing_failures():
             return super()._inner_training_loop(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -223,7 +223,7 @@ class MerakTrainer(Trainer):
         with random_states_kept():
             return next(iter(self.get_train_dataloader()))
 
-    def _divide(self, batch_of: Callable[[], Mapping[str, Any]]) -> Result:
+    def _ensure_job(self, batch_of: Callable[[], Mapping[str, Any]]) -> Result:
         """The job of the present model, made at its first use; collective."""
         if self._result is not None and self._divided_model is self.model:
             return self._result
@@ -239,7 +239,7 @@ class MerakTrainer(Trainer):
             self.create_optimizer()  # of a subclass, which makes it of the whole model
         self._decays = frozenset(self.get_decay_parameter_names(self.model))
         self._given_options = None if self.optimizer is None else options_by_name(self.optimizer, self.model)
-        found = self._found(cluster, sample)
+        found = self._find_strategy(cluster, sample)
         read = partial(
             strategy_of, self.args, mpu.get_grid(), self.model, self.leaf_modules, recomputes=self._recomputes
         )
@@ -265,15 +265,15 @@ class MerakTrainer(Trainer):
             log.info("%s", self._result.applied)
         return self._result
 
-    def _found(self, cluster: Cluster, sample: Sample) -> Found | None:
+    def _find_strategy(self, cluster: Cluster, sample: Sample) -> Found | None:
         """The strategy of a file, or what is found where ``init`` left degrees open; collective."""
         path = self.args.strategy_file
         if path is None:
-            return None if mpu.is_decided() else self._search(cluster, sample)
+            return None if mpu.is_decided() else self._search_degrees(cluster, sample)
         given = partial(read_file, path, mpu.asked_degrees(), self._global_batch_size(cluster))
         return self._lay_out(cluster.agree(given, what="reading the strategy"), cluster)
 
-    def _search(self, cluster: Cluster, sample: Sample) -> Found:
+    def _search_degrees(self, cluster: Cluster, sample: Sample) -> Found:
         """Finds the degrees that ``init`` left open; collective."""
         if not self.is_in_train:
             raise InputError(
@@ -435,7 +435,7 @@ class MerakTrainer(Trainer):
             with random_states_kept():
                 return next(iter(dataloader))
 
-        result = self._divide(first)
+        result = self._ensure_job(first)
         batches: Any = dataloader if self._draws is None else Batches(dataloader, self._draws)
         with result.train_step.sharing_failures():
             return super().evaluation_loop(batches, *args, **kwargs)
@@ -540,7 +540,7 @@ class MerakTrainer(Trainer):
         if warmth < 0:
             raise InputError(f"generate: temperature is at least 0, and is {warmth}.")
         tokens = tokens_of(prompts, self.processing_class)
-        result = self._divide(partial(tokens_alone, tokens[0]))
+        result = self._ensure_job(partial(tokens_alone, tokens[0]))
         longest = min(
             out_seq_length or self.args.out_seq_length,
             getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize,

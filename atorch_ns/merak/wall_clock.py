@@ -69,8 +69,8 @@ class WallClock(TrainerCallback):
         self._seconds: dict[str, float] = {}
         self._began: dict[str, float] = {}
         for phase in PHASES:
-            result.train_step.observe(phase, partial(self._begin, phase), when="before")
-            result.train_step.observe(phase, partial(self._end, phase))
+            result.train_step.observe(phase, partial(self._begin_phase, phase), when="before")
+            result.train_step.observe(phase, partial(self._end_phase, phase))
 
     def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Gathers and logs the times of the last step; collective."""
@@ -100,13 +100,13 @@ class WallClock(TrainerCallback):
         )
         return RankTimes(dict(self._seconds), passes)
 
-    def _begin(self, phase: str) -> None:
-        self._began[phase] = self._now()
+    def _begin_phase(self, phase: str) -> None:
+        self._began[phase] = self._read_clock()
 
-    def _end(self, phase: str) -> None:
-        self._seconds[phase] = self._now() - self._began[phase]
+    def _end_phase(self, phase: str) -> None:
+        self._seconds[phase] = self._read_clock() - self._began[phase]
 
-    def _now(self) -> float:
+    def _read_clock(self) -> float:
         if self._result.device.type == "cuda":
             torch.cuda.synchronize(self._result.device)
         return time.perf_counter()

@@ -70,7 +70,11 @@ def named_as_here(chosen: Iterable[Chosen], profile: Profile) -> tuple[list[Chos
                 continue
             changes[key] = new
             notes += [
-                Note("fitted", item.method.name, f"{item.method.name}.{key}: {_said(before, after, profile)}")
+                Note(
+                    "fitted",
+                    item.method.name,
+                    f"{item.method.name}.{key}: {_renaming_text(before, after, profile)}",
+                )
                 for before, after in zip(old, new, strict=True)
                 if before != after and profile.unmatched([before])
             ]
@@ -85,6 +89,6 @@ def _name_here(selector: str, profile: Profile) -> str:
     return name if len(classes) == 1 and name not in profile.module_classes else selector
 
 
-def _said(before: str, after: str, profile: Profile) -> str:
+def _renaming_text(before: str, after: str, profile: Profile) -> str:
     (full,) = profile.namesakes(before)[1]
     return f"{before} is not in this model; taken as {after}, the one class of that name here ({full})"

@@ -92,13 +92,7 @@ def selector_keys(config: type[BaseModel]) -> list[str]:
     return [key for key, field in config.model_fields.items() if selects(field)]
 
 
-_DTYPES = {
-    "fp32": "float32",
-    "float": "float32",
-    "fp16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-}
+_DTYPES = {"fp32": "float32", "float": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 _KNOWN_DTYPES = ("float16", "bfloat16", "float32")
 
 

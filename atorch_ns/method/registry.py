@@ -120,7 +120,6 @@ def load_registry() -> Registry:
             raise
         except Exception as error:  # a broken plug-in must not take the built-in methods with it
             warnings.warn(
-                f"the method {point.name!r} of {origin} was not loaded: {error_text(error)}",
-                stacklevel=2,
+                f"the method {point.name!r} of {origin} was not loaded: {error_text(error)}", stacklevel=2
             )
     return registry

@@ -58,7 +58,7 @@ def expand(
             continue
         own, wrong = validate(Strategy(expansion.steps), registry)
         problems += wrong + _given_twice(item, own, beside=[*others, *result])
-        notes += _notes(item, own, expansion)
+        notes += _expansion_notes(item, own, expansion)
         result += own
     return result, notes, problems
 
@@ -69,7 +69,7 @@ def _given_twice(item: Chosen, own: list[Chosen], *, beside: list[Chosen]) -> li
     return [Problem(message=text, method=one.method.name) for one in own if one.method.name in taken]
 
 
-def _notes(item: Chosen, own: list[Chosen], expansion: Expansion) -> list[Note]:
+def _expansion_notes(item: Chosen, own: list[Chosen], expansion: Expansion) -> list[Note]:
     name = item.method.name
     methods = ", ".join(one.method.name for one in own) or "methods that are added by default"
     return [
@@ -125,18 +125,18 @@ def resolve(
     """
     chosen, problems = validate(strategy, registry)
     if problems:
-        raise _error(problems)
+        raise _make_error(problems)
     chosen, expanded, problems = expand(chosen, cluster, registry)
     if problems:
-        raise _error(problems)
+        raise _make_error(problems)
     if profile is not None:
         chosen, renamed = named_as_here(chosen, profile)
         expanded += renamed
     chosen, left_out, notes = _leave_out(chosen, cluster)
-    chosen, fitted, problems = _fit(chosen, cluster)
-    chosen, added, unfilled = _complete(chosen, cluster, registry)
+    chosen, fitted, problems = _fit_configs(chosen, cluster)
+    chosen, added, unfilled = _add_defaults(chosen, cluster, registry)
     # What is left out here must fit as well: a conflict must not wait for the machine with more processes.
-    problems += unfilled + _clashes([*chosen, *left_out])
+    problems += unfilled + _find_clashes([*chosen, *left_out])
     if not problems:
         for item in chosen:
             problems += item.method.check(item.config, cluster, profile)
@@ -145,7 +145,7 @@ def resolve(
     if not problems:
         problems = [p for item in final for p in item.method.check_plan(item.config, plan, cluster)]
     if problems:
-        raise _error(problems)
+        raise _make_error(problems)
     saved = _as_strategy(ordered([*chosen, *left_out]), cluster, strategy.provenance)
     return Resolved(final, plan, saved, (*expanded, *notes, *fitted, *added))
 
@@ -170,7 +170,7 @@ def _leave_out(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], li
     return kept, left_out, notes
 
 
-def _fit(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Note], list[Problem]]:
+def _fit_configs(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Note], list[Problem]]:
     fitted: list[Chosen] = []
     notes: list[Note] = []
     problems: list[Problem] = []
@@ -187,7 +187,7 @@ def _fit(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Not
     return fitted, notes, problems
 
 
-def _complete(
+def _add_defaults(
     chosen: list[Chosen], cluster: Cluster, registry: Registry
 ) -> tuple[list[Chosen], list[Note], list[Problem]]:
     """Adds the default method for every role that is needed and not filled."""
@@ -196,7 +196,7 @@ def _complete(
     problems: list[Problem] = []
     tried: set[str] = set()
     while True:
-        need = next((need for need in _unfilled(complete, cluster) if need.role not in tried), None)
+        need = next((need for need in _unfilled_needs(complete, cluster) if need.role not in tried), None)
         if need is None:
             return complete, notes, problems
         tried.add(need.role)
@@ -211,7 +211,7 @@ def _complete(
         notes.append(Note("added", method.name, f"{method.name} is added because {need.reason}"))
 
 
-def _unfilled(chosen: list[Chosen], cluster: Cluster) -> list[Need]:
+def _unfilled_needs(chosen: list[Chosen], cluster: Cluster) -> list[Need]:
     filled = {role for item in chosen for role in item.method.roles(item.config)}
     needs = [need for item in chosen for need in item.method.needs(item.config, cluster)]
     if cluster.distributed:
@@ -219,7 +219,7 @@ def _unfilled(chosen: list[Chosen], cluster: Cluster) -> list[Need]:
     return [need for need in needs if need.role not in filled]
 
 
-def _clashes(chosen: list[Chosen]) -> list[Problem]:
+def _find_clashes(chosen: list[Chosen]) -> list[Problem]:
     problems: list[Problem] = []
     for position, first in enumerate(chosen):
         for second in chosen[position + 1 :]:
@@ -249,7 +249,7 @@ def _as_strategy(ordered: tuple[Chosen, ...], cluster: Cluster, provenance: Mapp
     return Strategy(steps, requires=requires, provenance=provenance)
 
 
-def _error(problems: list[Problem]) -> StrategyError:
+def _make_error(problems: list[Problem]) -> StrategyError:
     if all(problem.message.startswith("unknown method") for problem in problems):
         return MethodNotFoundError(problems)
     return StrategyError(problems)

@@ -51,14 +51,14 @@ def check_division(inputs: Inputs, cluster: Cluster, resolved: Resolved, registr
             result differs. Also if the model fails where it is divided, and if code reads parameters by a closure, where ranks hold or compute different parts.
     """
     axes = [axis for axis in MODEL_AXES if resolved.plan.size(axis) > 1]
-    strategy = _dividing(resolved, registry)
+    strategy = _dividing_strategy(resolved, registry)
     uncompared = f"the model as a whole, divided over {' and '.join(axes)}, was not compared with one process"
     # What a comparison frees is not all given back, and training may need it.
     if room_bytes(torch.device(cluster.device)) is not None:
         return f"{uncompared}: a limit of memory is enforced, which training alone must keep to"
     with random_states_kept(torch.device(cluster.device)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the job itself warns of the same
-        found = _compare(inputs, cluster, strategy, registry)
+        found = _compare_small_run(inputs, cluster, strategy, registry)
         gc.collect()  # hooks hold the small job in cycles
         if isinstance(found, str):
             return f"{uncompared}: {found}"
@@ -75,7 +75,7 @@ def check_division(inputs: Inputs, cluster: Cluster, resolved: Resolved, registr
     )
 
 
-def _dividing(resolved: Resolved, registry: Registry) -> Strategy:
+def _dividing_strategy(resolved: Resolved, registry: Registry) -> Strategy:
     """The steps of a strategy that arrange ranks and divide the model over them."""
     roles = {item.method.name: item.method.roles(item.config) for item in resolved.chosen}
 
@@ -86,7 +86,9 @@ def _dividing(resolved: Resolved, registry: Registry) -> Strategy:
     return Strategy([step for step in resolved.strategy if divides(step.name)])
 
 
-def _compare(inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry) -> ProbeResult | str:
+def _compare_small_run(
+    inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry
+) -> ProbeResult | str:
     """The comparison, or why there is none; the same on every rank.
 
     The model has run in one process before. What it raises divided passes through, as it would from the first step: the
@@ -153,17 +155,17 @@ def _first_difference(inputs: Inputs, cluster: Cluster, strategy: Strategy, regi
     alone = {
         id(inside) for experts in (*parts.experts, *parts.listed_experts) for inside in experts.modules()
     }
-    with _recorded(result.job.module, alone) as divided:
+    with _record_results(result.job.module, alone) as divided:
         train_step(result, batch)
     expected = _reference_results(whole, prepared, result, batch)
     ranks = cluster.gathered(
-        {name: _difference(divided[name], value) for name, value in expected.items() if name in divided}
+        {name: _find_difference(divided[name], value) for name, value in expected.items() if name in divided}
     )
     # Stages run the code between their units on stand-ins, so that one rank alone has its right results.
     one_is_enough = prepared.resolved.plan.size("pipeline") > 1
     for name in expected:
         rows = [rank[name] for rank in ranks if name in rank]
-        if rows and (error := _combined(rows, one_is_enough=one_is_enough)) > _DIFFERS:
+        if rows and (error := _combine_errors(rows, one_is_enough=one_is_enough)) > _DIFFERS:
             return f"the first module whose result differs is {name or 'the model itself'} (off by {error:.1g} of its largest value)"
     return ""
 
@@ -174,13 +176,13 @@ def _reference_results(
     whole.train(prepared.training)
     prepare = prepared.inputs.prepare_input or default_prepare_input
     micro_batches = result.job.step.micro_batches(prepare(batch, result.job.device))
-    with _recorded(whole) as results:
+    with _record_results(whole) as results:
         forward_loss(prepared.inputs)(whole, micro_batches[0])
     return results
 
 
 @contextmanager
-def _recorded(model: nn.Module, alone: Collection[int] = ()) -> Iterator[dict[str, torch.Tensor]]:
+def _record_results(model: nn.Module, alone: Collection[int] = ()) -> Iterator[dict[str, torch.Tensor]]:
     """The first floating tensor of what each module returns at its first call, by its path.
 
     Modules whose identities are in ``alone``, such as experts, which are called with the samples of all ranks, are left
@@ -202,7 +204,7 @@ def _recorded(model: nn.Module, alone: Collection[int] = ()) -> Iterator[dict[st
         yield found
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> _Difference:
+def _find_difference(found: torch.Tensor, expected: torch.Tensor) -> _Difference:
     if found.shape == expected.shape:
         return _Difference(distance(found, expected) / max(largest(expected), 1e-12))
     if found.dim() != expected.dim():
@@ -212,7 +214,7 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> _Difference:
     return _Difference(math.nan, found.double().sum(dims), share * expected.double().sum(dims))
 
 
-def _combined(rows: list[_Difference], *, one_is_enough: bool) -> float:
+def _combine_errors(rows: list[_Difference], *, one_is_enough: bool) -> float:
     """The error of a module over the ranks. Parts are summed over them, in whichever way they were divided."""
     errors = [row.error for row in rows if not math.isnan(row.error)]
     if errors:

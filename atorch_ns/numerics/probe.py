@@ -102,13 +102,13 @@ def probe(
     """
     begin = time.perf_counter()
     with random_states_kept(torch.device(cluster.device)):
-        found = cluster.from_first(_probe(inputs, cluster, strategy, registry, shallow=shallow))
+        found = cluster.from_first(_run_probe(inputs, cluster, strategy, registry, shallow=shallow))
     if found.caution and cluster.rank == 0:
         warnings.warn(found.caution, stacklevel=2)
     return replace(found, seconds=time.perf_counter() - begin)
 
 
-def _probe(
+def _run_probe(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, *, shallow: bool
 ) -> ProbeResult:
     prepared = prepare_small(inputs, cluster, strategy, registry, shallow=shallow)
@@ -163,10 +163,12 @@ def run_small(prepared: Prepared, cluster: Cluster) -> StrategyRun:
 
 def judge_run(prepared: Prepared, inputs: Inputs, cluster: Cluster, run: StrategyRun) -> ProbeResult:
     """Holds every parameter to its tolerance; collective."""
-    return cluster.on_first(lambda: _judge(prepared, inputs, cluster, run), what="judging a run in small")
+    return cluster.on_first(
+        lambda: _judge_parameters(prepared, inputs, cluster, run), what="judging a run in small"
+    )
 
 
-def _judge(prepared: Prepared, inputs: Inputs, cluster: Cluster, run: StrategyRun) -> ProbeResult:
+def _judge_parameters(prepared: Prepared, inputs: Inputs, cluster: Cluster, run: StrategyRun) -> ProbeResult:
     reference, noise = prepared.reference, prepared.noise
     if run.num_micro_batches != prepared.num_micro_batches:
         reference = reference_in(run.num_micro_batches, prepared, inputs, cluster)

@@ -145,8 +145,8 @@ def run_reference(
     Raises:
         InputError: if the loss changes from one evaluation to the next, or nothing gets a gradient.
     """
-    copied = _snapshot(model) if initial is None else {}
-    training = _mode(model, inputs, batches[0][0], device) if like is None else like.training
+    copied = _copy_parameters(model) if initial is None else {}
+    training = _needs_training_mode(model, inputs, batches[0][0], device) if like is None else like.training
     model.train(training)
     groups = bare_groups(inputs)
     parameters = list(model.parameters() if groups is None else groups(model))
@@ -158,11 +158,11 @@ def run_reference(
         optimizer.zero_grad()
         weighted = list(zip(batch, weights, strict=True))
         losses.append(
-            _accumulate(model, inputs, weighted, num_micro_batches, device, compute_dtype, len(parts))
+            _add_gradients(model, inputs, weighted, num_micro_batches, device, compute_dtype, len(parts))
         )
         if inputs.max_grad_norm is not None:
-            clip(_trained(optimizer), inputs.max_grad_norm)
-        rate = rate or _learning_rate(_trained(optimizer))
+            clip(_optimizer_parameters(optimizer), inputs.max_grad_norm)
+        rate = rate or _learning_rate(_optimizer_parameters(optimizer))
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
@@ -233,7 +233,7 @@ def measure(reference: Reference, final: Mapping[str, torch.Tensor], losses: Seq
     )
 
 
-def _accumulate(
+def _add_gradients(
     model: nn.Module,
     inputs: Inputs,
     parts: Sequence[tuple[Any, float]],
@@ -258,13 +258,13 @@ def _accumulate(
     total = 0.0
     for (micro_batch, _), factor in zip(micro_batches, shares, strict=True):
         if factor:
-            share = _loss(model, inputs, micro_batch, dtype) * factor
+            share = _loss_of(model, inputs, micro_batch, dtype) * factor
             share.backward()
             total += float(share.detach())
     return total
 
 
-def _loss(model: nn.Module, inputs: Inputs, batch: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _loss_of(model: nn.Module, inputs: Inputs, batch: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     forward: Callable[..., Any] = model if dtype is None else _in_dtype(model, dtype)
     return forward_loss(inputs)(forward, batch).reshape(())
 
@@ -274,7 +274,7 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # Running statistics must have the dtype of what they normalise; other buffers stay as they are.
-        weights = floats_to({**dict(model.named_parameters()), **_statistics(model)}, dtype)
+        weights = floats_to({**dict(model.named_parameters()), **_running_statistics(model)}, dtype)
         output = torch.func.functional_call(model, weights, floats_to(args, dtype), floats_to(kwargs, dtype))
         return floats_to(output, torch.float32)
 
@@ -282,7 +282,7 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
     return forward
 
 
-def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+def _running_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
     """The running means and variances of normalisations."""
     return {
         name: buffer
@@ -291,7 +291,7 @@ def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _mode(model: nn.Module, inputs: Inputs, part: Any, device: torch.device) -> bool:
+def _needs_training_mode(model: nn.Module, inputs: Inputs, part: Any, device: torch.device) -> bool:
     """Whether to train in training mode: only where the model's loss cannot be computed in the other.
 
     Evaluation mode takes the chance out of dropout, and normalises by running statistics.
@@ -301,7 +301,7 @@ def _mode(model: nn.Module, inputs: Inputs, part: Any, device: torch.device) -> 
     for training in (False, True):
         model.train(training)
         try:
-            losses = [float(_repeatable(model, inputs, prepare(part, device), seed)) for seed in (1, 2)]
+            losses = [float(_seeded_loss(model, inputs, prepare(part, device), seed)) for seed in (1, 2)]
         except Exception as error:
             failure = failure or error
             continue
@@ -317,13 +317,13 @@ def _mode(model: nn.Module, inputs: Inputs, part: Any, device: torch.device) -> 
     )
 
 
-def _repeatable(model: nn.Module, inputs: Inputs, batch: Any, seed: int) -> torch.Tensor:
+def _seeded_loss(model: nn.Module, inputs: Inputs, batch: Any, seed: int) -> torch.Tensor:
     with torch.no_grad():
         torch.manual_seed(seed)
-        return _loss(model, inputs, batch)
+        return _loss_of(model, inputs, batch)
 
 
-def _trained(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -339,7 +339,7 @@ def _learning_rate(parameters: Iterable[torch.Tensor]) -> float:
     return LARGEST_STEP / steepest
 
 
-def _snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+def _copy_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
 
 

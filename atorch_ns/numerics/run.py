@@ -84,7 +84,7 @@ def run_strategy(
         num_micro_batches=len(result.job.step.micro_batches(batches[0][part])),
         last=last,
         losses=tuple(losses),
-        differing=_differing(last if everywhere else _undivided_weights(result), cluster),
+        differing=_differing_weights(last if everywhere else _undivided_weights(result), cluster),
         notes=() if result.job.precision.restore is None else (_UNROUNDED,),
     )
 
@@ -142,7 +142,7 @@ def _undivided_weights(result: Result) -> dict[str, torch.Tensor]:
     return {name: weight for name, weight in weights.items() if not isinstance(weight, DTensor)}
 
 
-def _differing(weights: Mapping[str, torch.Tensor], cluster: Cluster) -> tuple[str, ...]:
+def _differing_weights(weights: Mapping[str, torch.Tensor], cluster: Cluster) -> tuple[str, ...]:
     """Names of weights whose bits differ among the ranks that have them; collective."""
     own = {name: bit_sum(weight) for name, weight in weights.items()}
     of_ranks = cluster.gathered(own)

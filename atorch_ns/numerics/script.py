@@ -109,16 +109,16 @@ class ScriptWatch:
         def step(stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._end_if_enough(number)
             if self._rounding:
-                self._disturb(stepped)
+                self._disturb_gradients(stepped)
             found = (
                 type(stepped).step(stepped, *args, **kwargs) if update is None else update(*args, **kwargs)
             )
             self._counts[number] += 1
-            self._write(result, number)
+            self._write_record(result, number)
             return found
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        self._write(result, number)
+        self._write_record(result, number)
 
     def _end_if_enough(self, number: int) -> None:
         if self._counts[number] < self._num_steps:
@@ -135,7 +135,7 @@ class ScriptWatch:
                     self.num_dropouts += 1
 
     @torch.no_grad()
-    def _disturb(self, optimizer: torch.optim.Optimizer) -> None:
+    def _disturb_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.numel():
@@ -144,7 +144,7 @@ class ScriptWatch:
                     gradient.add_(noise * gradient.abs().max() * self._rounding)
 
     @torch.no_grad()
-    def _write(self, result: Result, number: int) -> None:
+    def _write_record(self, result: Result, number: int) -> None:
         job = result.job
         states = job.make_states(job, result.optim)
         tensors = {("weight", name): weight for name, weight in states.weights().items()}
@@ -191,9 +191,9 @@ def compare_runs(
     largest: list[Difference] = []
     begins: dict[int, Mapping[Any, torch.Tensor]] = {}
     runs = [folder / name for name in ("one", "ranks", "rounding")]
-    for moment in sorted(_moments(runs[0]) | _moments(runs[1])):
+    for moment in sorted(_list_moments(runs[0]) | _list_moments(runs[1])):
         _, job, step = moment
-        plain, ranks, rounded = (_read(run, moment) for run in runs)
+        plain, ranks, rounded = (_read_records(run, moment) for run in runs)
         left_out = [f"rank {rank}" for rank in range(num_ranks) if rank not in ranks]
         if not plain or left_out:
             who = "one process" if not plain else "the ranks" if not ranks else left_out[0]
@@ -205,7 +205,7 @@ def compare_runs(
         found = [
             Difference(job=job, step=step, where=held["where"], rank=rank, **fields)
             for rank, held in ranks.items()
-            for fields in _compared(whole, held, noisy, begin, reduced)
+            for fields in _compare_tensors(whole, held, noisy, begin, reduced)
         ]
         for kind, name in whole.keys() - {key for held in ranks.values() for key in held["tensors"]}:
             found.append(Difference(job=job, step=step, where=ranks[0]["where"], kind=kind, name=name))
@@ -221,12 +221,12 @@ _Moment = tuple[int, int, int]
 """Number of a record in the order of the script, its job, and the updates of that."""
 
 
-def _moments(folder: Path) -> set[_Moment]:
+def _list_moments(folder: Path) -> set[_Moment]:
     names = [path.stem.split("-") for path in folder.glob("*.pt")]
     return {(int(order), int(job), int(step)) for order, job, step, _ in names}
 
 
-def _read(folder: Path, moment: _Moment) -> dict[int, Any]:
+def _read_records(folder: Path, moment: _Moment) -> dict[int, Any]:
     """The records of a moment by rank."""
     order, job, step = moment
     return {
@@ -235,7 +235,7 @@ def _read(folder: Path, moment: _Moment) -> dict[int, Any]:
     }
 
 
-def _compared(
+def _compare_tensors(
     plain: Mapping[Any, torch.Tensor],
     record: Mapping[str, Mapping[Any, Any]],
     noisy: Mapping[Any, torch.Tensor],

@@ -103,10 +103,10 @@ def fill(model: nn.Module, originals: Originals, device: torch.device, *, seed: 
                 data = original.detach().to(device, copy=True)
                 copies[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             module._parameters[name] = copies[parameter]
-    Materialiser(model, device, seed=seed, init=_initialiser(model)).materialise([model])
+    Materialiser(model, device, seed=seed, init=_make_initialiser(model)).materialise([model])
     model.to(device)
     for name, parameter in model.named_parameters():
-        _unsettle(name, parameter)
+        _perturb_constant(name, parameter)
 
 
 @torch.no_grad()
@@ -117,7 +117,7 @@ def round_to(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.copy_(parameter.to(dtype))
 
 
-def _initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
+def _make_initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
     """What the model offers, and small random values for whatever that leaves unset."""
     from_model = getattr(model, "_init_weights", None)
 
@@ -139,7 +139,7 @@ def _initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
 
 
 @torch.no_grad()
-def _unsettle(name: str, parameter: nn.Parameter) -> None:
+def _perturb_constant(name: str, parameter: nn.Parameter) -> None:
     if parameter.numel() < 2 or not parameter.is_floating_point() or not parameter.requires_grad:
         return
     if bool(parameter.amin() != parameter.amax()):
@@ -238,7 +238,7 @@ def prepare(
         return again
 
     small, batches, reference, noise = agreed(
-        lambda: _reference(small, make_again, cluster, resolved, num_micro_batches, rows, closed)
+        lambda: _train_reference(small, make_again, cluster, resolved, num_micro_batches, rows, closed)
     )
     found = tuple(closed.found)
     on_first = None if reference is None else (batches, reference.learning_rate, reference.training, found)
@@ -262,7 +262,7 @@ def reference_in(num_micro_batches: int, prepared: Prepared, inputs: Inputs, clu
 
     A mean over tokens of which some do not count is another one for other micro-batches.
     """
-    small, parts, device = _again(prepared, inputs, cluster)
+    small, parts, device = _rebuild_inputs(prepared, inputs, cluster)
     like = prepared.reference
     return run_reference(small.model, small, prepared.batches, parts, num_micro_batches, device, like=like)
 
@@ -270,7 +270,7 @@ def reference_in(num_micro_batches: int, prepared: Prepared, inputs: Inputs, clu
 def parts_reason(prepared: Prepared, inputs: Inputs, cluster: Cluster) -> tuple[str | None, tuple[str, ...]]:
     """Why the losses of the parts that ranks and micro-batches compute have another mean than the loss of a whole
     batch, ``None`` if they have not; and why that could not be told, as sentences. On rank 0."""
-    small, parts, device = _again(prepared, inputs, cluster)
+    small, parts, device = _rebuild_inputs(prepared, inputs, cluster)
     number, like = prepared.num_micro_batches, prepared.reference
     assert like is not None
     batches = prepared.batches[:1]
@@ -281,7 +281,7 @@ def parts_reason(prepared: Prepared, inputs: Inputs, cluster: Cluster) -> tuple[
     return judge_parts(found, whole, prepared.noise), ()
 
 
-def _again(
+def _rebuild_inputs(
     prepared: Prepared, inputs: Inputs, cluster: Cluster
 ) -> tuple[Inputs, tuple[int, ...], torch.device]:
     """The inputs of a small job with its first values, the part of each data rank, and the device."""
@@ -316,7 +316,7 @@ def _require_memory(model: nn.Module, cluster: Cluster) -> None:
         )
 
 
-def _reference(
+def _train_reference(
     small: Inputs,
     make_again: Callable[[], Inputs],
     cluster: Cluster,

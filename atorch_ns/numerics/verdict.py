@@ -137,7 +137,7 @@ def judge(
         if last_noise is None
         else REDUCED_LOSS_TOLERANCE + NOISE_FACTOR * last_noise.loss_error
     )
-    return tuple(rows), loss_tolerance, _reasons(rows, last, loss_tolerance, differing)
+    return tuple(rows), loss_tolerance, _failure_reasons(rows, last, loss_tolerance, differing)
 
 
 def judge_parts(parts: Reference, whole: Reference, noise: Deviation | None) -> str | None:
@@ -162,7 +162,7 @@ def judge_parts(parts: Reference, whole: Reference, noise: Deviation | None) -> 
     )
 
 
-def _reasons(
+def _failure_reasons(
     rows: list[ParameterVerdict], last: Deviation, loss_tolerance: float, differing: tuple[str, ...]
 ) -> list[str]:
     reasons = []

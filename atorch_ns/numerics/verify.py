@@ -66,7 +66,7 @@ def explained_errors(run: str, *, rank: int, remedy: str) -> Iterator[None]:
         what = f"{run} failed on rank {rank}: {error_text(error)}".rstrip(".")
         if _is_broken_connection(error):
             raise RankError(f"{what}. Another rank has gone.") from error
-        raise InputError(f"{what}. {_where(error)} {remedy}") from error
+        raise InputError(f"{what}. {_error_origin(error)} {remedy}") from error
 
 
 def _is_broken_connection(error: Exception) -> bool:
@@ -76,7 +76,7 @@ def _is_broken_connection(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and ("closed by peer" in text or "reset by peer" in text)
 
 
-def _where(error: Exception) -> str:
+def _error_origin(error: Exception) -> str:
     last = user_frame(error)
     if last is not None:
         return f"It is raised by your code or what that calls: {last.filename}, line {last.lineno}, in {last.name}."
@@ -123,17 +123,17 @@ def verify(
     """
     began = time.perf_counter()
     with random_states_kept(torch.device(cluster.device)):
-        found = _verify(inputs, cluster, strategy, registry, num_steps)
+        found = _run_verification(inputs, cluster, strategy, registry, num_steps)
     return replace(found, seconds=time.perf_counter() - began)
 
 
-def _verify(
+def _run_verification(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, num_steps: int
 ) -> Verification:
     own, resolved = cluster.agree(
-        lambda: _prepared(inputs, cluster, strategy, registry, num_steps), what="preparing the comparison"
+        lambda: _plain_inputs(inputs, cluster, strategy, registry, num_steps), what="preparing the comparison"
     )
-    cluster.same_everywhere({"the model's values": _digest(own)})
+    cluster.same_everywhere({"the model's values": _weights_digest(own)})
     batches, truth = cluster.agree(
         lambda: _explained_truth(own, cluster, resolved, num_steps) if cluster.rank == 0 else ([], None),
         what="training in one process",
@@ -156,11 +156,11 @@ def _verify(
             training=training,
             everywhere=True,
         )
-    found = _compare(truth, run, cluster, resolved) if truth is not None else None
+    found = _compare_to_truth(truth, run, cluster, resolved) if truth is not None else None
     return cluster.from_first(found)
 
 
-def _prepared(
+def _plain_inputs(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, num_steps: int
 ) -> tuple[Inputs, Resolved]:
     """The inputs with plain SGD, a few samples and a model rounded as the strategy rounds it; and the strategy."""
@@ -190,10 +190,10 @@ def _explained_truth(
         remedy=f"Correct the model, the loss or the batch; the batch is passed as {passed!r} (--input-format, "
         "model_input_format).",
     ):
-        return _truth(inputs, cluster, resolved, num_steps)
+        return _compute_truth(inputs, cluster, resolved, num_steps)
 
 
-def _truth(
+def _compute_truth(
     inputs: Inputs, cluster: Cluster, resolved: Resolved, num_steps: int
 ) -> tuple[list[list[Any]], _Truth]:
     num_micro_batches = max(resolved.plan.num_micro_batches, inputs.gradient_accumulation_steps)
@@ -222,13 +222,13 @@ def _truth(
         last=last,
         first_noise=noises[0],
         last_noise=noises[1],
-        num_samples=_count(batches[0], parts),
+        num_samples=_count_samples(batches[0], parts),
         parts_reason=None if whole is None else judge_parts(first, whole, noises[0]),
         notes=notes,
     )
 
 
-def _count(batch: list[Any], parts: tuple[int, ...]) -> int:
+def _count_samples(batch: list[Any], parts: tuple[int, ...]) -> int:
     """Samples of one step over all ranks; 0 if a part does not tell how many it has."""
     try:
         return sum(num_samples(batch[part]) for part in parts)
@@ -236,7 +236,7 @@ def _count(batch: list[Any], parts: tuple[int, ...]) -> int:
         return 0
 
 
-def _compare(truth: _Truth, run: StrategyRun, cluster: Cluster, resolved: Resolved) -> Verification:
+def _compare_to_truth(truth: _Truth, run: StrategyRun, cluster: Cluster, resolved: Resolved) -> Verification:
     last = measure(truth.last, run.last, run.losses)
     rows, loss_tolerance, reasons = judge(
         measure(truth.first, run.first, run.losses[:1]),
@@ -264,6 +264,6 @@ def _compare(truth: _Truth, run: StrategyRun, cluster: Cluster, resolved: Resolv
     )
 
 
-def _digest(inputs: Inputs) -> str:
+def _weights_digest(inputs: Inputs) -> str:
     sums = [(name, bit_sum(weight)) for name, weight in inputs.model.named_parameters()]
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]

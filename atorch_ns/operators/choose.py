@@ -126,7 +126,7 @@ def legal_rules(graph: OperatorGraph, degree: int, allow: Allow | None = None) -
     for key, operators in graph.by_key.items():
         legal: tuple[Rule, ...] | None = None
         for one in operators:
-            rules = (whole_rule(one.call),) if graph.is_between(one) else _rules(one, degree, known)
+            rules = (whole_rule(one.call),) if graph.is_between(one) else _operator_rules(one, degree, known)
             if allow is not None:
                 rules = allow(one, rules)
             legal = rules if legal is None else tuple(rule for rule in legal if rule in rules)
@@ -134,7 +134,7 @@ def legal_rules(graph: OperatorGraph, degree: int, allow: Allow | None = None) -
     return found
 
 
-def _rules(one: Operator, degree: int, known: dict[object, tuple[Rule, ...]]) -> tuple[Rule, ...]:
+def _operator_rules(one: Operator, degree: int, known: dict[object, tuple[Rule, ...]]) -> tuple[Rule, ...]:
     if one.pinned:
         return (whole_rule(one.call),)
     likeness = (one.call.name, repr(one.call.args), repr(one.call.kwargs), one.call.outputs)
@@ -186,7 +186,9 @@ def batch_plan(graph: OperatorGraph, degree: int) -> OperatorPlan:
     def choose(key: str, legal: Sequence[Rule]) -> Rule:
         (one, *_) = graph.by_key[key]
         wanted = [_batch_dim(node) for node in (*one.results, *one.inputs) if node is not None]
-        return next((rule for rule in legal if rule.divides and _follows(rule, one, wanted)), legal[0])
+        return next(
+            (rule for rule in legal if rule.divides and _divides_samples(rule, one, wanted)), legal[0]
+        )
 
     return planned(graph, degree, choose, "the batch")
 
@@ -257,7 +259,7 @@ def _batch_dim(node: fx.Node) -> int | None:
     return next((dim for dim, size in enumerate(value.shape) if not isinstance(size, int)), None)
 
 
-def _follows(rule: Rule, one: Operator, wanted: Sequence[int | None]) -> bool:
+def _divides_samples(rule: Rule, one: Operator, wanted: Sequence[int | None]) -> bool:
     """Whether a rule divides each result and argument along its samples."""
     results = [node for node in one.results if node is not None]
     placements = [rule.outputs[one.results.index(node)] for node in results] + list(rule.inputs)
@@ -312,7 +314,7 @@ def division_of(
     rules = {}
     for one in graph.operators:
         wanted = plan.operators.get(one.key)
-        rules[one] = whole_rule(one.call) if wanted is None else _equal(wanted, legal[one.key])
+        rules[one] = whole_rule(one.call) if wanted is None else _find_legal_rule(wanted, legal[one.key])
     parameters = {
         origin.name: plan.parameters[key]
         for node, origin in graph.origins.items()
@@ -341,7 +343,7 @@ def check_plan(plan: OperatorPlan, graph: OperatorGraph, degree: int) -> None:
         raise InputError(f"the operator plan does not fit this model:\n{misfit.strip()}")
 
 
-def _equal(wanted: Rule, legal: Iterable[Rule]) -> Rule:
+def _find_legal_rule(wanted: Rule, legal: Iterable[Rule]) -> Rule:
     """The legal rule that a plan means: it has the kernel, which plans do not name."""
     return next(rule for rule in legal if rule == wanted)
 

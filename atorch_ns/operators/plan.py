@@ -101,7 +101,7 @@ class OperatorPlan:
         """
         problems: list[str] = []
         try:
-            document = json.loads(text, object_pairs_hook=lambda pairs: _mapping(pairs, problems))
+            document = json.loads(text, object_pairs_hook=lambda pairs: _read_pairs(pairs, problems))
         except (ValueError, RecursionError) as error:
             raise InputError(f"the operator plan {source} is not readable as JSON: {error}.") from error
         return cls.from_json(document, source=source, problems=problems)
@@ -128,7 +128,7 @@ class OperatorPlan:
             raise InputError(
                 f'the operator plan {source} holds {held}. This version reads {{"schema": {SCHEMA}, …}}.'
             )
-        plan = _checked(document, found)
+        plan = _read_document(document, found)
         if found:
             shown = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(found, 1))
             raise InputError(f"{counted(len(found), 'problem')} in the operator plan {source}:\n{shown}")
@@ -171,8 +171,8 @@ class OperatorPlan:
         divided = {key: rule for key, rule in self.operators.items() if rule.divides}
         stored = {key: value for key, value in self.parameters.items() if placement_text(value) != "R"}
         rows = [
-            *_grouped({key: (_short_name(key), str(rule)) for key, rule in divided.items()}),
-            *_grouped({key: ("parameter", placement_text(value)) for key, value in stored.items()}),
+            *_group_rows({key: (_short_name(key), str(rule)) for key, rule in divided.items()}),
+            *_group_rows({key: ("parameter", placement_text(value)) for key, value in stored.items()}),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         over = f" over {self.degree} ranks" if self.degree is not None else ""
@@ -185,7 +185,7 @@ def _short_name(key: str) -> str:
     return key.rpartition("/")[2].partition("#")[0]
 
 
-def _grouped(kinds: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, str, str]]:
+def _group_rows(kinds: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, str, str]]:
     """Rows of name, division, number of keys and first keys, of those that are alike."""
     groups: dict[tuple[str, str], list[str]] = {}
     for key, kind in kinds.items():
@@ -193,7 +193,7 @@ def _grouped(kinds: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, str, 
     return [(*kind, f"{len(keys)}×", first_few(keys, 3)) for kind, keys in sorted(groups.items())]
 
 
-def _mapping(pairs: Iterable[tuple[str, Any]], problems: list[str]) -> dict[str, Any]:
+def _read_pairs(pairs: Iterable[tuple[str, Any]], problems: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -202,7 +202,7 @@ def _mapping(pairs: Iterable[tuple[str, Any]], problems: list[str]) -> dict[str,
     return found
 
 
-def _checked(document: Mapping[str, Any], problems: list[str]) -> OperatorPlan:
+def _read_document(document: Mapping[str, Any], problems: list[str]) -> OperatorPlan:
     """The plan, as far as it could be read; what could not is added to the problems."""
     problems += [
         f"unknown field {key!r}.{did_you_mean(key, _FIELDS)}" for key in document if key not in _FIELDS
@@ -214,12 +214,12 @@ def _checked(document: Mapping[str, Any], problems: list[str]) -> OperatorPlan:
         )
     if not isinstance(note, str):
         problems.append(f"note is {with_article(note)}. Write text.")
-    operators = _entries(document, "operators", _operator_rule, problems)
-    parameters = _entries(document, "parameters", _parameter_placement, problems)
+    operators = _read_entries(document, "operators", _operator_rule, problems)
+    parameters = _read_entries(document, "parameters", _parameter_placement, problems)
     return OperatorPlan(operators=operators, parameters=parameters, degree=degree, note=note)
 
 
-def _entries(
+def _read_entries(
     document: Mapping[str, Any], name: str, read: Callable[[str], V], problems: list[str]
 ) -> dict[str, V]:
     given = document.get(name, {})

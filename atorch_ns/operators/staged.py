@@ -97,14 +97,14 @@ def staged_plan(
     """
     kinds = {segment.path: segment.kind for segment in shallow.graph.segments}
     kind_of = [kinds.get(shallow.copy_name(unit), "") for unit in units]
-    borders = _borders(units, pivots)
+    borders = _segment_borders(units, pivots)
     wanted = task(len(borders) - 1)
     wanted = replace(wanted, send=(_send_seconds(shallow, prices(1)),) * (wanted.num_segments - 1))
     priced: dict[tuple[int, bool], list[_Priced]] = {}
 
     def plans(degree: int, recompute: bool) -> list[_Priced]:
         if (degree, recompute) not in priced:
-            priced[degree, recompute] = _plans(
+            priced[degree, recompute] = _solve_plans(
                 shallow, prices(degree), states, device, recomputed=recompute, allow=allow
             )
         return priced[degree, recompute]
@@ -114,7 +114,7 @@ def staged_plan(
         found = [
             _stage_cost(one, own, in_flight, stop == len(borders) - 1) for one in plans(degree, recompute)
         ]
-        return _fastest(found, wanted.memory_limit)
+        return _fastest_cost(found, wanted.memory_limit)
 
     chosen = plan_stages(cost, wanted)
     degree = chosen.stages[0].degree
@@ -124,7 +124,7 @@ def staged_plan(
         starts=tuple(units[borders[stage.start]] for stage in chosen.stages[1:]),
         degree=degree,
         recomputed=recomputed,
-        operators=_common(
+        operators=_common_plan(
             plans(degree, any(recomputed)), chosen.stages, kind_of, borders, wanted.memory_limit
         )
         if degree > 1
@@ -150,7 +150,7 @@ def _send_seconds(shallow: Shallow, prices: Prices) -> float:
     return float(prices.hardware.within_node.message_seconds("send", middle))
 
 
-def _borders(units: Sequence[str], pivots: Sequence[str]) -> list[int]:
+def _segment_borders(units: Sequence[str], pivots: Sequence[str]) -> list[int]:
     """The positions among units where segments begin, and the end."""
     if not pivots:
         return list(range(len(units) + 1))
@@ -166,7 +166,7 @@ def _borders(units: Sequence[str], pivots: Sequence[str]) -> list[int]:
     return sorted(found)
 
 
-def _plans(
+def _solve_plans(
     shallow: Shallow,
     prices: Prices,
     states: States,
@@ -261,14 +261,14 @@ def _stage_cost(priced: _Priced, kinds: Sequence[str], in_flight: int, is_last: 
     )
 
 
-def _fastest(costs: Sequence[StageCost], limit: float | None) -> StageCost | None:
+def _fastest_cost(costs: Sequence[StageCost], limit: float | None) -> StageCost | None:
     fitting = [cost for cost in costs if limit is None or cost.memory <= limit]
     return (
         min(fitting, key=lambda cost: cost.seconds) if fitting else min(costs, key=lambda cost: cost.memory)
     )
 
 
-def _common(
+def _common_plan(
     plans: Sequence[_Priced],
     stages: Sequence[Stage],
     kind_of: Sequence[str],

@@ -116,7 +116,7 @@ class PolicyGraph:
 
     def replicate(self, node: PolicyNode, times: int) -> list[SubNode]:
         """Leaves an operator whole on every rank."""
-        self._choose(node, whole_rule(node.operator.call))
+        self._choose_rule(node, whole_rule(node.operator.call))
         return [SubNode(node, number, times) for number in range(times)]
 
     def partition(
@@ -129,13 +129,13 @@ class PolicyGraph:
         """
         found = self.rules_for(node, idx, dim, num)
         if not found:
-            legal = [str(rule) for rule in self._rules(num)[node.operator.key] if rule.divides]
+            legal = [str(rule) for rule in self._cached_rules(num)[node.operator.key] if rule.divides]
             raise InputError(
                 f"{node} cannot be divided along dimension {dim} of its input {idx} by {num}. "
                 f"{'Its rules are ' + '; '.join(legal) if legal else 'It stays whole'}."
             )
         self._degrees.add(num)
-        self._choose(node, found[0])
+        self._choose_rule(node, found[0])
         return [SubNode(node, number, num) for number in range(num)]
 
     def rules_for(self, node: PolicyNode, idx: int, dim: int, num: int) -> list[Rule]:
@@ -149,7 +149,7 @@ class PolicyGraph:
         if not -size <= dim < size:
             raise InputError(f"input {idx} of {node} has {size} dimensions, so there is no dimension {dim}.")
         wanted = Shard(dim % size)
-        return [rule for rule in self._rules(num)[node.operator.key] if rule.inputs[idx] == wanted]
+        return [rule for rule in self._cached_rules(num)[node.operator.key] if rule.inputs[idx] == wanted]
 
     def assign(self, node: SubNode | PolicyNode, device: int) -> None:
         """Places the part of an operator on a rank of the scale unit: part ``i`` on the ``i``-th rank of its stage."""
@@ -220,7 +220,7 @@ class PolicyGraph:
             pipeline = {
                 "schedule": self._config.pas_config.get("pipeline_scheduler", "1f1b"),
                 "num_micro_batches": micros,
-                "split_points": [self._border(node) for node in self._starts],
+                "split_points": [self._split_point(node) for node in self._starts],
             }
         return Division(
             num_stages=num_stages,
@@ -229,7 +229,7 @@ class PolicyGraph:
             recompute={"wrap_class": self._recomputed} if self._recomputed else None,
         )
 
-    def _border(self, node: PolicyNode) -> str:
+    def _split_point(self, node: PolicyNode) -> str:
         path = self._graph.segments[node.operator.segment].path or node.fqn
         if not path:
             raise InputError(
@@ -248,12 +248,12 @@ class PolicyGraph:
                     f"ranks {stage * degree} to {(stage + 1) * degree - 1}, in order."
                 )
 
-    def _rules(self, num: int) -> Any:
+    def _cached_rules(self, num: int) -> Any:
         if num not in self._legal:
             self._legal[num] = legal_rules(self._graph, num)
         return self._legal[num]
 
-    def _choose(self, node: PolicyNode, rule: Rule) -> None:
+    def _choose_rule(self, node: PolicyNode, rule: Rule) -> None:
         key = node.operator.key
         known = self._chosen.get(key)
         if known is not None and known[0] != rule:

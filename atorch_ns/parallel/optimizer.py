@@ -65,7 +65,7 @@ def build_optimizer(
             raise InputError(f"optimizer_fn returned {optimizer!r}, which is no torch.optim.Optimizer.")
     if not isinstance(optimizer, ParallelOptimizer):
         optimizer.__class__ = class_above(ParallelOptimizer, type(optimizer))
-    cast("ParallelOptimizer", optimizer)._join(module, tuple(parts.values()), config, reducer)
+    cast("ParallelOptimizer", optimizer)._attach_modules(module, tuple(parts.values()), config, reducer)
     return optimizer
 
 
@@ -82,7 +82,7 @@ class ParallelOptimizer(Optimizer):
     _non_parallel_module_reducer: GradientReducer | None
     _synchronised: bool
 
-    def _join(
+    def _attach_modules(
         self,
         module: nn.Module,
         parts: tuple[ParallelModule, ...],
@@ -93,7 +93,7 @@ class ParallelOptimizer(Optimizer):
         self._non_parallel_module_reducer = reducer
         self._synchronised = False
         for called in {module, *parts}:
-            called.register_forward_pre_hook(self._begins)
+            called.register_forward_pre_hook(self._begin_forward)
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Updates, after :meth:`sync_shard_grad`; of a closure's gradients too. Collective."""
@@ -108,7 +108,7 @@ class ParallelOptimizer(Optimizer):
 
         return super().step(synchronised, **kwargs)
 
-    def _begins(self, *_: Any) -> None:
+    def _begin_forward(self, *_: Any) -> None:
         """A forward pass after gradients are synchronised: more of them come."""
         _refuse_gradient_hooks(self._parts)
         if torch.is_grad_enabled() and self._synchronised:
@@ -116,7 +116,7 @@ class ParallelOptimizer(Optimizer):
             self._multiply_means(1 / self._config.num_units)
 
     @property
-    def _means(self) -> list[ParallelModule]:
+    def _mean_parts(self) -> list[ParallelModule]:
         """The parts whose backward passes leave means over the units, which are to be sums."""
         if self._config.use_end2end:
             return []
@@ -144,7 +144,7 @@ class ParallelOptimizer(Optimizer):
         """
         if not self._synchronised:
             raise StepError("scale_grads needs gradients of all units: call sync_shard_grad() first.")
-        self._multiply(self._parameters(), scale)
+        self._scale_gradients(self._list_parameters(), scale)
 
     def clip_gnorm(self, max_norm: float | None = None) -> torch.Tensor:
         """Clips the gradients by their norm over all ranks, after synchronising them; collective.
@@ -160,8 +160,8 @@ class ParallelOptimizer(Optimizer):
             raise InputError(f"clip_gnorm needs a positive norm, or None to clip nothing; it got {max_norm}.")
         self.sync_shard_grad()
         if isinstance(self._module, ParallelModule):
-            return self._module.result.job.gradients.clip(self._parameters(), limit, 2.0)
-        return clip_gradients(self._parameters(), limit)
+            return self._module.result.job.gradients.clip(self._list_parameters(), limit, 2.0)
+        return clip_gradients(self._list_parameters(), limit)
 
     def register_reducer_pre_hook(self, fn: BucketHook) -> None:
         """Calls ``fn(reducer, gradients)`` with each bucket, 1-d, before it is summed over the units.
@@ -169,12 +169,12 @@ class ParallelOptimizer(Optimizer):
         Raises:
             InputError: with ``use_zero``, where torch's ``fully_shard`` sums the gradients.
         """
-        for reducer in self._reducers():
+        for reducer in self._find_reducers():
             reducer.before(fn)
 
     def register_reducer_post_hook(self, fn: BucketHook) -> None:
         """Calls ``fn(reducer, gradients)`` with each bucket, 1-d, once it is summed; else as the other."""
-        for reducer in self._reducers():
+        for reducer in self._find_reducers():
             reducer.after(fn)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -185,9 +185,9 @@ class ParallelOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, in plain tensors, with names and places."""
         state = super().state_dict()
-        names = self._names()
+        names = self._parameter_names()
         flat = [name for group in names for name in group]
-        pieces = self._pieces()
+        pieces = self._build_pieces()
         found: dict[int, dict[str, Any]] = {}
         for index, values in state["state"].items():
             found[index] = {
@@ -200,7 +200,7 @@ class ParallelOptimizer(Optimizer):
         if not {"state", "param_groups"} <= set(state_dict):
             raise InputError("this is no state dict of an optimizer: it needs 'state' and 'param_groups'.")
         given = state_dict.get(PIECES)
-        names = self._names()
+        names = self._parameter_names()
         whole = given is None or given.get("rank") is None
         like = dict(named_parameters(self._module))
         indices = {name: index for index, name in enumerate(name for group in names for name in group)}
@@ -223,7 +223,7 @@ class ParallelOptimizer(Optimizer):
 
     def _source_of(self, groups: Sequence[Mapping[str, Any]], own: list[str]) -> list[str]:
         """The names that a plain optimizer's numbers stand for."""
-        count, order = sum(len(group["params"]) for group in groups), list(self._pieces().order)
+        count, order = sum(len(group["params"]) for group in groups), list(self._build_pieces().order)
         if count == len(own):
             return own
         if count == len(order) and len(groups) == 1:
@@ -234,31 +234,31 @@ class ParallelOptimizer(Optimizer):
         )
 
     def _multiply_means(self, factor: float) -> None:
-        for part in self._means:
-            self._multiply(part.parameters(), factor)
+        for part in self._mean_parts:
+            self._scale_gradients(part.parameters(), factor)
 
     @staticmethod
     @torch.no_grad()
-    def _multiply(parameters: Iterable[torch.Tensor], factor: float) -> None:
+    def _scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
         for parameter in parameters:
             if parameter.grad is not None and factor != 1:
                 parameter.grad.mul_(factor)
 
-    def _parameters(self) -> list[torch.Tensor]:
+    def _list_parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _names(self) -> list[list[str]]:
+    def _parameter_names(self) -> list[list[str]]:
         """The names of the parameters of each group."""
         known = {id(parameter): name for name, parameter in named_parameters(self._module)}
         return [[known[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
 
-    def _pieces(self) -> Pieces:
+    def _build_pieces(self) -> Pieces:
         if isinstance(self._module, ParallelModule):
             return Pieces.of(self._config, self._module.result.job)
         order = [name for name, _ in named_parameters(self._module)]
         return Pieces(dist.get_rank() if dist.is_initialized() else 0, self._config.as_json(), order)
 
-    def _reducers(self) -> Iterable[GradientReducer]:
+    def _find_reducers(self) -> Iterable[GradientReducer]:
         if self._config.use_zero and self._config.num_units > 1:
             raise InputError(
                 "with use_zero gradients are summed by torch's fully_shard, which has no hooks around it: scale them by "

@@ -86,7 +86,7 @@ def parallelize(
 
     def checked() -> tuple[_Source, PlanFolder, ReuseType]:
         is_joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-        sharing = _member(BroadcastGenFilesStrategy, broadcast_strategy, "broadcast_strategy")
+        sharing = _enum_member(BroadcastGenFilesStrategy, broadcast_strategy, "broadcast_strategy")
         if sharing is not BroadcastGenFilesStrategy.NONE and not is_joined:
             raise InputError(
                 f"broadcast_strategy={sharing.value!r} needs a process group: start the script by torchrun, or leave it 'none'."
@@ -98,11 +98,11 @@ def parallelize(
                 "torchrun, or plan alone with load_module=False."
             )
         folder = PlanFolder.of(gen_savedir, type(source.module), instance_name)
-        return source, folder, _member(ReuseType, reuse, "reuse")
+        return source, folder, _enum_member(ReuseType, reuse, "reuse")
 
     source, folder, reusing = cluster.agree(checked, what="checking the arguments of parallelize")
     found = cluster.on_first(
-        lambda: or_refusal(lambda: _plan(source, folder, reusing, cluster)), what="planning a module"
+        lambda: or_refusal(lambda: _obtain_plan(source, folder, reusing, cluster)), what="planning a module"
     )
     if isinstance(found, InputError):
         raise found
@@ -155,7 +155,7 @@ class _Source:
             )
         if not (isinstance(policy, str) or callable(policy)):
             raise InputError(f"pas_policy is a name or a function; it is {with_article(policy)}.")
-        module = _made(given, module_fn) if is_class else given
+        module = _make_module(given, module_fn) if is_class else given
         if module_fn is not None and not is_class:
             raise InputError("module_fn makes modules of a class; a module is there already.")
         if parallel_modules(module):
@@ -179,12 +179,12 @@ class _Source:
                     f"module_dtype must be a floating dtype, such as torch.bfloat16; it is {dtype!r}."
                 )
             module.to(dtype)
-        sample = _sample(module, dummies, config)
+        sample = _build_sample(module, dummies, config)
         whole = config.use_end2end and len(dummies) == 1
         return cls(module, is_class, config, dummies, policy, sample, None if whole else "unpack_dict")
 
 
-def _made(kind: type[nn.Module], module_fn: Callable[[], nn.Module] | None) -> nn.Module:
+def _make_module(kind: type[nn.Module], module_fn: Callable[[], nn.Module] | None) -> nn.Module:
     try:
         module = kind() if module_fn is None else module_fn()
     except TypeError as error:
@@ -198,7 +198,7 @@ def _made(kind: type[nn.Module], module_fn: Callable[[], nn.Module] | None) -> n
     return module
 
 
-def _sample(module: nn.Module, dummies: Mapping[str, Any], config: ComputeConfig) -> Any:
+def _build_sample(module: nn.Module, dummies: Mapping[str, Any], config: ComputeConfig) -> Any:
     """What the module is called with: a dictionary of arguments, or for an end-to-end module with one its sample."""
     if not isinstance(dummies, Mapping):
         raise InputError(
@@ -233,7 +233,7 @@ def _sample(module: nn.Module, dummies: Mapping[str, Any], config: ComputeConfig
     return dummies[first.name]
 
 
-def _plan(source: _Source, folder: PlanFolder, reuse: ReuseType, cluster: Cluster) -> Planned:
+def _obtain_plan(source: _Source, folder: PlanFolder, reuse: ReuseType, cluster: Cluster) -> Planned:
     """The plan of the folder, or a new one, which is written there."""
     made = Made.of(source.module, source.dummies, source.policy, source.config)
     known = folder.reused(made, reuse)
@@ -261,7 +261,7 @@ def _parallel_class(
             module = plain
         used.append(True)
         vars(module)[_DIVIDED] = True
-        result = _applied(module, source, cluster, plan, init_params)
+        result = _divide_module(module, source, cluster, plan, init_params)
         if cluster.rank == 0 and len(used) == 1:
             folder.keep_resolved(resolved_steps(result, plan.steps))
         return result
@@ -282,7 +282,7 @@ def _parallel_class(
     return type(f"Parallel{name}", (ParallelModule,), body)
 
 
-def _applied(
+def _divide_module(
     module: nn.Module, source: _Source, cluster: Cluster, plan: Planned, init_params: bool
 ) -> Result:
     config = source.config
@@ -335,7 +335,7 @@ def own_loss(name: str, _: Any, output: Any) -> Any:
     return loss
 
 
-def _member(kind: type[E], value: Any, name: str) -> E:
+def _enum_member(kind: type[E], value: Any, name: str) -> E:
     if isinstance(value, kind):
         return value
     known = [one.value for one in kind]

@@ -34,14 +34,7 @@ from atorch_ns.operators.choose import allowed_by
 from atorch_ns.operators.rules.constraints import read_constraints
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.graph import PolicyGraph
-from atorch_ns.parallel.policies import (
-    Division,
-    Step,
-    division_by,
-    is_strategy_file,
-    pivots_of,
-    strategy_of,
-)
+from atorch_ns.parallel.policies import Division, Step, division_by, is_strategy_file, pivots_of, strategy_of
 from atorch_ns.pipeline import find_units
 from atorch_ns.strategy import Strategy
 from atorch_ns.system import write_whole
@@ -94,14 +87,14 @@ def planned(
     if "pipeline_parallel" in methods or not ("operator_parallel" in methods or limited):
         return Planned(steps, notes)
     try:
-        graph = _captured(module, sample, input_format, cluster).graph
+        graph = _capture_module(module, sample, input_format, cluster).graph
     except CaptureError as error:
         if degree > 1:
             raise
         idle = ", ".join(sorted(_OF_OPERATORS & config.pas_config.keys()))
         return Planned(steps, (*notes, f"{idle}: not looked at, for the module is not captured: {error}"))
     prices, device = Prices.of(module, cluster, degree), torch.device(cluster.device)
-    found = find_plan(graph, degree, _wanted(division), prices, _states(config), device)
+    found = find_plan(graph, degree, _plan_request(division), prices, _build_states(config), device)
     path = config.pas_config.get("save_plan_path")
     if path is not None and not staged:  # which has been written, though one stage was best
         found.plan.write(path)
@@ -112,7 +105,7 @@ def planned(
     return Planned(steps, (*notes, found.note, *found.warnings))
 
 
-def _wanted(division: Division) -> Wanted:
+def _plan_request(division: Division) -> Wanted:
     settings = dict(division.operators or {})
     return Wanted(
         plan=settings.get("plan"),
@@ -138,7 +131,7 @@ def _notes_of(config: ComputeConfig) -> list[str]:
     return notes
 
 
-def _captured(
+def _capture_module(
     module: nn.Module,
     sample: Any,
     input_format: str | None,
@@ -150,7 +143,7 @@ def _captured(
         return capture_shallow(module.train(), args, kwargs, device=torch.device(cluster.device), units=units)
 
 
-def _states(config: ComputeConfig) -> States:
+def _build_states(config: ComputeConfig) -> States:
     shards = config.num_units // config.zero_ngroups if config.use_zero else 1
     return States(shards=shards, gradients_stay=True)
 
@@ -169,7 +162,7 @@ def _in_stages(
         return _read_stages(settings["load_plan_path"], asked)
     pivots = pivots_of(settings)
     units = [unit.name for unit in find_units(module, at_least=asked.num_stages, starts=pivots)]
-    shallow = _captured(module, sample, input_format, cluster, units)
+    shallow = _capture_module(module, sample, input_format, cluster, units)
     called = {segment.path: place for place, segment in reversed(list(enumerate(shallow.graph.segments)))}
     units = sorted(
         (unit for unit in units if shallow.copy_name(unit) in called),
@@ -198,7 +191,7 @@ def _in_stages(
         units,
         task,
         lambda degree: Prices.of(module, cluster, degree),
-        _states(config),
+        _build_states(config),
         torch.device(cluster.device),
         pivots=pivots,
         allow=allowed_by(read_constraints(constraints)) if constraints else None,

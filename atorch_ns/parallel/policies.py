@@ -101,7 +101,7 @@ def division_by(policy: str, config: ComputeConfig) -> Division:
     return _RULES[policy](config, config.pas_config)
 
 
-def _dp(config: ComputeConfig, _: Mapping[str, Any]) -> Division:
+def _dp_division(config: ComputeConfig, _: Mapping[str, Any]) -> Division:
     if config.plan_ngpus != 1:
         raise InputError(
             f"the policy dp divides nothing, so plan_ngpus must be 1; it is {config.plan_ngpus}."
@@ -109,23 +109,25 @@ def _dp(config: ComputeConfig, _: Mapping[str, Any]) -> Division:
     return Division()
 
 
-def _tp(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
+def _tp_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
     return Division(operators={"policy": "random", "seed": settings.get("seed", 1)})
 
 
-def _data(config: ComputeConfig, _: Mapping[str, Any]) -> Division:
+def _data_division(config: ComputeConfig, _: Mapping[str, Any]) -> Division:
     return Division(operators={"policy": "batch"})
 
 
-def _pp(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
-    return _staged("pp", config, settings, config.plan_ngpus, operators=None)
+def _pp_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
+    return _staged_division("pp", config, settings, config.plan_ngpus, operators=None)
 
 
-def _hybrid(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
-    return _staged("hybrid", config, settings, _num_stages(config, settings), operators={"policy": "batch"})
+def _hybrid_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
+    return _staged_division(
+        "hybrid", config, settings, _num_stages(config, settings), operators={"policy": "batch"}
+    )
 
 
-def _autodist(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
+def _autodist_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
     operators: dict[str, Any] = {}
     if "mem_constraint" in settings:
         operators["memory_gib"] = settings["mem_constraint"] * 1e9 / 2**30
@@ -151,7 +153,7 @@ def _autodist(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
         raise InputError(
             "pp_size: autodist puts one stage on each rank, so it is the number of stages; leave it out."
         )
-    return _staged(
+    return _staged_division(
         "autodist", config, settings, num_stages, operators, recompute, tuple(_autodist_notes(settings))
     )
 
@@ -183,12 +185,12 @@ def _autodist_notes(settings: Mapping[str, Any]) -> list[str]:
 
 
 _RULES: Final[Mapping[str, Callable[[ComputeConfig, Mapping[str, Any]], Division]]] = {
-    "dp": _dp,
-    "tp": _tp,
-    "pp": _pp,
-    "data": _data,
-    "hybrid": _hybrid,
-    "autodist": _autodist,
+    "dp": _dp_division,
+    "tp": _tp_division,
+    "pp": _pp_division,
+    "data": _data_division,
+    "hybrid": _hybrid_division,
+    "autodist": _autodist_division,
 }
 
 
@@ -214,7 +216,7 @@ def _num_stages(config: ComputeConfig, settings: Mapping[str, Any]) -> int:
     return wanted
 
 
-def _staged(
+def _staged_division(
     policy: str,
     config: ComputeConfig,
     settings: Mapping[str, Any],

@@ -46,18 +46,22 @@ class Made:
         config: ComputeConfig,
     ) -> Made:
         """Of the arguments of ``parallelize``."""
-        named = policy if isinstance(policy, str) else f"{_name(policy)} {_source(policy)} {_bound(policy)}"
+        named = (
+            policy
+            if isinstance(policy, str)
+            else f"{_qualified_name(policy)} {_source_digest(policy)} {_bound_values(policy)}"
+        )
         return cls(
             {
                 "policy": named,
                 "compute_config": json.loads(json.dumps(config.as_json(), sort_keys=True, default=str)),
-                "structure of the module": _structures(module),
-                "source of the module": _sources(module),
-                "dummy_forward_args": _shapes(dummies),
+                "structure of the module": _structure_digests(module),
+                "source of the module": _source_digests(module),
+                "dummy_forward_args": _describe_arguments(dummies),
                 "files of pas_config": {
-                    key: _content(value) for key, value in config.pas_config.items() if key in _READ
+                    key: _file_digest(value) for key, value in config.pas_config.items() if key in _READ
                 },
-                **({"strategy file": _content(policy)} if is_strategy_file(policy) else {}),
+                **({"strategy file": _file_digest(policy)} if is_strategy_file(policy) else {}),
             }
         )
 
@@ -151,11 +155,11 @@ class PlanFolder:
         draft.replace(self.path / _FILE)
 
 
-def _name(value: Any) -> str:
+def _qualified_name(value: Any) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
-def _source(value: Any) -> str:
+def _source_digest(value: Any) -> str:
     try:
         return hashlib.sha256(inspect.getsource(value).encode()).hexdigest()[:16]
     except (OSError, TypeError):  # of a console, or of C
@@ -171,20 +175,20 @@ def _source(value: Any) -> str:
 _READ = ("load_plan_path", "partition_constraints_path")
 
 
-def _content(path: Any) -> str:
+def _file_digest(path: Any) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     except (OSError, TypeError):
         return "no file"
 
 
-def _bound(policy: Any) -> str:
+def _bound_values(policy: Any) -> str:
     """What a function is given besides its arguments: by partial, from around it, or as attributes of an object."""
     if isinstance(policy, functools.partial):
-        return f"{_source(policy.func)} {_bound(policy.func)} {policy.args!r} {sorted(policy.keywords.items())!r}"
+        return f"{_source_digest(policy.func)} {_bound_values(policy.func)} {policy.args!r} {sorted(policy.keywords.items())!r}"
     closed = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
     own = {} if inspect.isroutine(policy) or isinstance(policy, type) else vars(policy)
-    source = "" if inspect.isroutine(policy) else _source(type(policy))
+    source = "" if inspect.isroutine(policy) else _source_digest(type(policy))
     text = f"{source} {closed!r} {getattr(policy, '__defaults__', None)!r} {sorted(own.items())!r}"
     return re.sub(r" at 0x[0-9a-f]+", "", text)  # another in each process
 
@@ -192,19 +196,23 @@ def _bound(policy: Any) -> str:
 _DIGESTS = ("structure of the module", "source of the module")
 
 
-def _structures(module: nn.Module) -> dict[str, str]:
+def _structure_digests(module: nn.Module) -> dict[str, str]:
     """A digest of each part of a module, three levels deep, by path; a part's own counts what is in it."""
     parts = module.named_modules(remove_duplicate=False)
-    return {path or _name(type(module)): fingerprint(part) for path, part in parts if path.count(".") < 3}
+    return {
+        path or _qualified_name(type(module)): fingerprint(part)
+        for path, part in parts
+        if path.count(".") < 3
+    }
 
 
-def _sources(module: nn.Module) -> dict[str, str]:
+def _source_digests(module: nn.Module) -> dict[str, str]:
     """A digest of the source of each class of modules, by its name."""
-    kinds = {_name(type(child)): type(child) for child in module.modules()}
-    return {name: _source(kinds[name]) for name in sorted(kinds)}
+    kinds = {_qualified_name(type(child)): type(child) for child in module.modules()}
+    return {name: _source_digest(kinds[name]) for name in sorted(kinds)}
 
 
-def _shapes(dummies: Mapping[str, Any]) -> str:
+def _describe_arguments(dummies: Mapping[str, Any]) -> str:
     def text(leaf: Any) -> str:
         return f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 

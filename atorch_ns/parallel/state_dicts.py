@@ -42,7 +42,7 @@ def merge_state_dicts(
             f"{'one alone' if module_state_dicts else 'none'}."
         )
     module_state_dicts = list(module_state_dicts)
-    ranks = [_marks(state) for state in module_state_dicts]
+    ranks = [_pieces_by_prefix(state) for state in module_state_dicts]
     numbers = [next(iter(marks.values()))["rank"] for marks in ranks]
     if len(set(numbers)) < len(numbers):
         raise InputError(f"the state dicts are of the ranks {numbers}: one of each rank, please.")
@@ -138,10 +138,10 @@ def load_merged_state_dict(
     """
     if (optimizer is None) != (optimizer_state_dict is None):
         raise InputError("optimizer and optimizer_state_dict go together.")
-    module.load_state_dict(_on(module_state_dict, device))
+    module.load_state_dict(_to_device(module_state_dict, device))
     if optimizer is not None:
         assert optimizer_state_dict is not None
-        optimizer.load_state_dict(_on(optimizer_state_dict, device))
+        optimizer.load_state_dict(_to_device(optimizer_state_dict, device))
 
 
 load_merged_state_dicts = load_merged_state_dict
@@ -157,8 +157,8 @@ def deduped_state_dict(
         The module's and the optimizer's; ``None`` for none.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    keeps = rank < _stride(module)
-    inside = {path for path, _ in _inside(module)}
+    keeps = rank < _rank_stride(module)
+    inside = {path for path, _ in _find_parallel_modules(module)}
     state = module.state_dict()
     kept = {
         name: value
@@ -186,9 +186,9 @@ def load_deduped_state_dict(
         InputError: on all ranks, if one's state dicts lack what that rank has to give.
     """
     state = module.state_dict()
-    given = _on(module_state_dict or {}, device)
-    inside = {path for path, _ in _inside(module)}
-    stride = _stride(module)
+    given = _to_device(module_state_dict or {}, device)
+    inside = {path for path, _ in _find_parallel_modules(module)}
+    stride = _rank_stride(module)
 
     def checked() -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -224,7 +224,7 @@ def load_deduped_state_dict(
     if optimizer is None:
         return
     assert optimizer_state_dict is not None
-    optimizer.load_state_dict(_optimizer_states(optimizer, _on(optimizer_state_dict, device), stride))
+    optimizer.load_state_dict(_optimizer_states(optimizer, _to_device(optimizer_state_dict, device), stride))
 
 
 def _optimizer_states(optimizer: torch.optim.Optimizer, given: StateDict, stride: int) -> StateDict:
@@ -269,7 +269,7 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     """
     if not dist.is_initialized():
         return
-    stride = stride_size or next(part.compute_config.plan_ngpus for _, part in _inside(module))
+    stride = stride_size or next(part.compute_config.plan_ngpus for _, part in _find_parallel_modules(module))
     if not isinstance(stride, int) or stride < 1 or dist.get_world_size() % stride:
         raise InputError(f"stride_size={stride} does not divide the {dist.get_world_size()} ranks.")
     if any(
@@ -279,7 +279,7 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     broadcast_in_strides([*module.parameters(), *module.buffers()], stride)
 
 
-def _marks(state: Mapping[str, Any]) -> dict[str, Any]:
+def _pieces_by_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
     """What a state dict says of the parallel modules in it, by their prefix."""
     found = {name.removesuffix(PIECES): value for name, value in state.items() if name.endswith(PIECES)}
     if not found:
@@ -289,7 +289,7 @@ def _marks(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _inside(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _find_parallel_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
     found = parallel_modules(module)
     if not found:
         raise InputError("there is no parallel module in this module.")
@@ -301,20 +301,20 @@ def _is_inside(name: str, paths: set[str]) -> bool:
 
 
 def _is_sharded_over_units(module: nn.Module) -> bool:
-    return any(part.compute_config.use_zero for _, part in _inside(module))
+    return any(part.compute_config.use_zero for _, part in _find_parallel_modules(module))
 
 
-def _stride(module: nn.Module) -> int:
+def _rank_stride(module: nn.Module) -> int:
     """The ranks that hold different pieces: of one unit, or with ``use_zero`` of one group of units."""
-    _, part = next(_inside(module))
+    _, part = next(_find_parallel_modules(module))
     config: ComputeConfig = part.compute_config
     return config.runtime_ngpus // config.zero_ngroups if config.use_zero else config.plan_ngpus
 
 
-def _on(state: Any, device: str | torch.device | None) -> Any:
+def _to_device(state: Any, device: str | torch.device | None) -> Any:
     """A nest with its tensors on a device."""
     if isinstance(state, torch.Tensor):
         return state if device is None else state.to(device)
     if isinstance(state, Mapping):
-        return {key: _on(value, device) for key, value in state.items()}
-    return [_on(value, device) for value in state] if isinstance(state, list) else state
+        return {key: _to_device(value, device) for key, value in state.items()}
+    return [_to_device(value, device) for value in state] if isinstance(state, list) else state

@@ -106,7 +106,7 @@ def estimate(
         True
     """
     wanted, place = Strategy.load(strategy), cluster_of(cluster)
-    known = _known(model, place, sample, loss, optimizer, input_format)
+    known = _obtain_profile(model, place, sample, loss, optimizer, input_format)
     priced = price_strategy(wanted, known, place, global_batch=batch)
     return replace(priced.estimate, notes=priced.notes)
 
@@ -143,7 +143,7 @@ def plan(
     request = SearchRequest(search=search, excluded=excluded, included=included)
     request.check(registry, place)
     began = time.perf_counter()
-    known = _known(model, place, sample, loss, optimizer, input_format)
+    known = _obtain_profile(model, place, sample, loss, optimizer, input_format)
     outcome = plan_offline(
         known,
         place,
@@ -157,7 +157,7 @@ def plan(
     return TrainingReport(search=outcome)
 
 
-def _known(
+def _obtain_profile(
     model: nn.Module | Profile | str | PathLike[str],
     cluster: Cluster,
     sample: Any,

@@ -57,12 +57,12 @@ class AssumedLoss:
 
     def __call__(self, batch: Any, output: Any) -> torch.Tensor:
         """The loss; raises InputError if the output holds no tensor of floats."""
-        loss, what = _find(output)
+        loss, what = _find_loss(output)
         self.assumed = f"No loss function was given; the loss is taken to be {what}."
         return loss
 
 
-def _find(output: Any) -> tuple[torch.Tensor, str]:
+def _find_loss(output: Any) -> tuple[torch.Tensor, str]:
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
         return named, "the output's own loss"
@@ -91,7 +91,7 @@ def offline_rows(
         chosen, reason = prefer(usable, Objective(settings), limit_bytes, plain)
         rows = [Row(candidate=chosen, fate="won", reason=reason or _GOALS[settings.objective])]
         rows += [
-            Row(candidate=one, fate="untried", reason=_reason(one, chosen, limit_bytes))
+            Row(candidate=one, fate="untried", reason=_untried_reason(one, chosen, limit_bytes))
             for one in usable
             if one is not chosen
         ]
@@ -111,7 +111,7 @@ _GOALS = {
 }
 
 
-def _reason(candidate: Candidate, chosen: Candidate, limit_bytes: int) -> str:
+def _untried_reason(candidate: Candidate, chosen: Candidate, limit_bytes: int) -> str:
     mine, other = candidate.estimate, chosen.estimate
     if mine is None or other is None or not other.step_seconds:
         return "not priced"
@@ -270,7 +270,7 @@ def plan_offline(
     workload = workload_of(profile, cluster, global_batch)
     known = registry or load_registry()
     asked = read_constraints(known, included=included, excluded=excluded, cluster=cluster, profile=profile)
-    unpriced = _unpriced(profile, known, asked)
+    unpriced = _unpriced_methods(profile, known, asked)
     space = explore(
         profile,
         cluster,
@@ -293,11 +293,11 @@ def plan_offline(
         batch = workload.global_batch
         notes += (f"No batch size was given: the sample's on every rank, {batch} samples in all.",)
     return SearchOutcome(
-        setting=_setting(profile, cluster, workload, settings, (profile_seconds, took), notes),
+        setting=_build_setting(profile, cluster, workload, settings, (profile_seconds, took), notes),
         settings=settings,
         rows=rows,
         best=best,
-        stop_reason=f"planned offline: {_listed(space.num_priced, len(rows))}",
+        stop_reason=f"planned offline: {_describe_listing(space.num_priced, len(rows))}",
         num_trials=0,
         seconds=profile_seconds + took,
         pareto=pareto(rows),
@@ -327,16 +327,16 @@ def price_strategy(
     priced = estimate(resolved.plan, profile, cluster, workload)
     limit = memory_limit(cluster, settings or SearchSettings()).num_bytes
     notes = tuple(note.text for note in resolved.notes)
-    if resolved.plan.replaced and not any(each.replaced_costs for each in _segments(profile)):
+    if resolved.plan.replaced and not any(each.replaced_costs for each in _profile_segments(profile)):
         notes += (
             "What replaced modules save is predicted by a search on the devices, and not here: priced as without.",
         )
     return PricedStrategy(resolved.strategy, priced, limit, notes)
 
 
-def _unpriced(profile: Profile, registry: Registry, asked: Constraints) -> list[str]:
+def _unpriced_methods(profile: Profile, registry: Registry, asked: Constraints) -> list[str]:
     """Methods whose gain the profile does not tell, and which the user does not speak of."""
-    if any(each.replaced_costs for each in _segments(profile)):
+    if any(each.replaced_costs for each in _profile_segments(profile)):
         return []
     spoken = {name for each in (*asked.included, *asked.excluded) for name in each.methods}
     return [
@@ -346,7 +346,7 @@ def _unpriced(profile: Profile, registry: Registry, asked: Constraints) -> list[
     ]
 
 
-def _segments(profile: Profile) -> Sequence[Segment]:
+def _profile_segments(profile: Profile) -> Sequence[Segment]:
     return () if profile.trace is None else profile.trace.segments
 
 
@@ -362,7 +362,7 @@ def _check_batch(plan: Plan, global_batch: int) -> None:
     )
 
 
-def _setting(
+def _build_setting(
     profile: Profile,
     cluster: Cluster,
     workload: Workload,
@@ -388,7 +388,7 @@ def _setting(
     )
 
 
-def _listed(num_priced: int, num_rows: int) -> str:
+def _describe_listing(num_priced: int, num_rows: int) -> str:
     """How many of the strategies are rows; the baseline is one, be it among the best or not."""
     if num_priced <= num_rows:
         return f"{num_rows} strategies were priced"

@@ -73,7 +73,7 @@ def send_call(folder: Path, function: Callable[..., Any], arguments: tuple[Any, 
 
 def read_outcome(folder: Path, rank: int) -> Outcome | None:
     """A rank's outcome; ``None`` if it ended without one."""
-    path = _path(folder, rank)
+    path = _outcome_path(folder, rank)
     if not path.is_file():
         return None
     return Outcome(**cloudpickle.loads(path.read_bytes()))
@@ -87,19 +87,19 @@ def main(folder: Path) -> int:
         sys.path[:] = [*search_path, *(place for place in sys.path if place not in search_path)]
         function, arguments = cloudpickle.loads(data)
         value = function(*arguments)
-        outcome = Outcome(data=_pickled(value) if rank == 0 else b"", when_s=time.monotonic())
+        outcome = Outcome(data=_pickle_value(value) if rank == 0 else b"", when_s=time.monotonic())
     except BaseException as error:
         trace = "".join(traceback.format_exception(error)).rstrip()
         outcome = Outcome(problem=error_text(error), trace=trace, when_s=time.monotonic())
-    write_whole(_path(folder, rank), cloudpickle.dumps(asdict(outcome)), durable=False)
+    write_whole(_outcome_path(folder, rank), cloudpickle.dumps(asdict(outcome)), durable=False)
     return 1 if outcome.problem else 0
 
 
-def _path(folder: Path, rank: int) -> Path:
+def _outcome_path(folder: Path, rank: int) -> Path:
     return folder / f"outcome_{rank}"
 
 
-def _pickled(value: object) -> bytes:
+def _pickle_value(value: object) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(value)
     except Exception as error:  # whatever an object's own code raises

@@ -123,7 +123,7 @@ class Ranks:
 
     def __enter__(self) -> Ranks:
         try:
-            self._start()
+            self._start_job()
         except BaseException:
             self.close()
             raise
@@ -163,12 +163,12 @@ class Ranks:
             on_poll: called some times a second while ranks run.
         """
         limit = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while any(code is None for code in self._codes()):
+        while any(code is None for code in self._exit_codes()):
             now = time.monotonic()
             if now > min(limit, self._stop_at):
                 self.close_ranks()
                 break
-            if failed := [code for code in self._codes() if code]:
+            if failed := [code for code in self._exit_codes() if code]:
                 grace_s = _STOPPING_S if min(failed) < 0 else self._grace_s
                 limit = min(limit, now + grace_s)
             if on_poll is not None:
@@ -204,7 +204,7 @@ class Ranks:
             file.close()
         self._stack.close()
 
-    def _start(self) -> None:
+    def _start_job(self) -> None:
         folder = self._stack.enter_context(scratch_folder())
         port = self._stack.enter_context(reserve_port())
         reading, held = os.pipe()
@@ -228,13 +228,13 @@ class Ranks:
                     stdin=subprocess.DEVNULL,
                     stdout=stream,
                     stderr=stream,
-                    env={**os.environ, **self._variables(rank, port)},
+                    env={**os.environ, **self._rank_environment(rank, port)},
                     pass_fds=(reading,),
                     process_group=0,
                 )
             )
 
-    def _variables(self, rank: int, port: int) -> dict[str, str]:
+    def _rank_environment(self, rank: int, port: int) -> dict[str, str]:
         number = str(self._num_ranks)
         threads = str(threads_of_rank(num_usable_cores(), self._num_ranks))
         path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
@@ -250,7 +250,7 @@ class Ranks:
             **self._given,
         }
 
-    def _codes(self) -> list[int | None]:
+    def _exit_codes(self) -> list[int | None]:
         return [process.poll() for process in self._processes]
 
 

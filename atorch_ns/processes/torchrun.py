@@ -46,7 +46,7 @@ class Launch:
     module: bool = False
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
+        problems = list(self._find_problems())
         if problems:
             raise InputError("\n".join(problems))
 
@@ -96,7 +96,7 @@ class Launch:
             f"--nproc-per-node={self.nproc}",
             *restarts,
             *(["--module"] if self.module else []),
-            *self._separator(),
+            *self._script_separator(),
             script,
             *rest,
         ]
@@ -110,7 +110,7 @@ class Launch:
             meeting = [f"--node-rank={self.node_rank}", f"--master-addr={host}", f"--master-port={port}"]
         return [f"--nnodes={self.nnodes}", *meeting]
 
-    def _separator(self) -> list[str]:
+    def _script_separator(self) -> list[str]:
         """``--``, without which torchrun takes an option of the script for an abbreviation of its own."""
         return ["--"] if any(argument.startswith("-") for argument in self.target[1:]) else []
 
@@ -143,7 +143,7 @@ class Launch:
             problems.append(f"--node-rank={rank} must be less than --nnodes={self.nnodes}.")
         return problems
 
-    def _problems(self) -> list[str]:
+    def _find_problems(self) -> list[str]:
         problems = []
         if not self.target:
             problems.append("there is nothing to launch. Give a script, or --module with a module's name.")

@@ -57,7 +57,7 @@ def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -
         return total
 
     columns, rows = per_stretch(step.division.columns), per_stretch(step.division.rows)
-    attentions = per_stretch(_attentions(step))
+    attentions = per_stretch(_count_attentions(step))
     fused = _fused_attentions(step, merged)
     inside = tuple({f"{one.block}." for one in step.occurrences if one.block})
     found = []
@@ -96,7 +96,7 @@ def _fused_attentions(step: RecordedStep, merged: Sequence[int]) -> dict[int, li
     return found
 
 
-def _attentions(step: RecordedStep) -> dict[int, int]:
+def _count_attentions(step: RecordedStep) -> dict[int, int]:
     """The number of attentions, by forward phase: fused ones, else softmaxes over the last of four dims."""
     forward = [
         (phase, step.recording.labels[event]) for event, phase in step.recording.operators() if phase % 2 == 0
@@ -146,11 +146,11 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
     recording = measured.recording
     num = max(merged) + 1
     kinds = np.asarray(recording.kinds)
-    phases = _phases(recording, merged)
-    alive = _in_three(_alive, measured)
+    phases = _event_phases(recording, merged)
+    alive = _in_three(_alive_bytes, measured)
     kept = _in_three(lambda *both: _gradients_alive(*both)[0], measured)
     passing = _in_three(lambda *both: _gradients_alive(*both)[1], measured)
-    held = _in_three(partial(_held, phases=phases), measured)
+    held = _in_three(partial(_held_bytes, phases=phases), measured)
     costs = []
     for stretch in range(num):
         forward = _Span(measured, alive, kinds, np.flatnonzero(phases == forward_of(stretch)))
@@ -162,13 +162,13 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
             SegmentCost(
                 forward=forward.cost(),
                 backward=of_backward,
-                saved=_growth(forward.net, measured.at),
+                saved=_growth_of_rows(forward.net, measured.at),
                 output=growth(measured.outputs[merged.index(stretch)]),
-                held=_growth(held[:, phases == forward_of(stretch)].sum(axis=1), measured.at),
-                kept=_growth(forward.net + backward.net, measured.at),
+                held=_growth_of_rows(held[:, phases == forward_of(stretch)].sum(axis=1), measured.at),
+                kept=_growth_of_rows(forward.net + backward.net, measured.at),
                 cast_parameters=_cast_bytes(recording, measured.sizes, forward.events),
-                operators=_operators(measured, np.concatenate([forward.events, backward.events])),
-                results=_results(measured, forward.events),
+                operators=_operator_costs(measured, np.concatenate([forward.events, backward.events])),
+                results=_forward_results(measured, forward.events),
             )
         )
     return costs
@@ -206,7 +206,7 @@ class _Span:
             moved=bytes_of(other, moved),
             fused=bytes_of(other, measured.fused[own]),
             num_operators=len(self._operators),
-            peak=self._peak(),
+            peak=self._peak_growth(),
             peaks=self.peaks(),
         )
 
@@ -229,9 +229,9 @@ class _Span:
             for num_samples in _MANY_BATCHES
             for length in lengths
         }
-        return tuple(_growth(added[:, index], self._measured.at) for index in worst)
+        return tuple(_growth_of_rows(added[:, index], self._measured.at) for index in worst)
 
-    def _peak(self) -> Growth:
+    def _peak_growth(self) -> Growth:
         """The most that is alive beyond what was before.
 
         It is the larger of several moments, each growing on its own line. Where only B is known, the line
@@ -243,7 +243,7 @@ class _Span:
         whole, part, words = self._added
         worst = int(values_at(whole, num_samples, num_tokens).argmax())
         if whole[:, 2:].any():
-            return _growth(self._added[:, worst], self._measured.at)
+            return _growth_of_rows(self._added[:, worst], self._measured.at)
         far = max(num_samples, 2)
         at_one = max(float(values_at(whole, 1, 1).max()), 0.0)
         at_far = max(float(values_at(whole, far, 1).max()), 0.0)
@@ -259,14 +259,15 @@ def divided_operands(recording: Recording, division: Division) -> list[tuple[boo
         if label == "aten._to_copy" and recording.reads[event][0] in found:
             found.update(recording.writes[event])
     return [
-        tuple(mark in found for mark in _marks(recording, event)) for event in range(len(recording.kinds))
+        tuple(mark in found for mark in _event_marks(recording, event))
+        for event in range(len(recording.kinds))
     ]
 
 
 def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
     """Of each event the tensors, inputs first, that move to or from memory where what runs between two products, or to
     the end of a phase, is one kernel: what it has not made itself, once, and what others read."""
-    regions, readers = _regions(recording), defaultdict(set)
+    regions, readers = _kernel_regions(recording), defaultdict(set)
     for event, region in regions.items():
         for mark in recording.reads[event]:
             readers[mark].add(region)
@@ -292,7 +293,7 @@ def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
     return found
 
 
-def _regions(recording: Recording) -> dict[int, int]:
+def _kernel_regions(recording: Recording) -> dict[int, int]:
     """The number of the kernel that each operator is part of; a product is one by itself."""
     regions, region = {}, 0
     for event, kind in enumerate(recording.kinds):
@@ -304,11 +305,11 @@ def _regions(recording: Recording) -> dict[int, int]:
     return regions
 
 
-def _marks(recording: Recording, event: int) -> tuple[int, ...]:
+def _event_marks(recording: Recording, event: int) -> tuple[int, ...]:
     return (*recording.reads.get(event, ()), *recording.writes.get(event, ()))
 
 
-def _phases(recording: Recording, merged: Sequence[int]) -> np.ndarray:
+def _event_phases(recording: Recording, merged: Sequence[int]) -> np.ndarray:
     """[E] the phase of each event, of the stretches that they are counted to."""
     phases = np.empty(len(recording.kinds), dtype=np.int64)
     current = 0
@@ -332,12 +333,12 @@ def _in_three(of: Callable[[Recording, np.ndarray], np.ndarray], measured: Measu
     return np.stack(found)
 
 
-def _growth(rows: np.ndarray, at: tuple[float, float]) -> Growth:
+def _growth_of_rows(rows: np.ndarray, at: tuple[float, float]) -> Growth:
     """[3, 4] coefficients of all, of what is divided and of what is between the head and the loss."""
     return growth(rows[0], rows[1], at, rows[2])
 
 
-def _alive(recording: Recording, sizes: np.ndarray) -> np.ndarray:
+def _alive_bytes(recording: Recording, sizes: np.ndarray) -> np.ndarray:
     """[E, 4] bytes alive after each event, without gradients of parameters and casts of them."""
     left_out = recording.gradients | recording.casts
     change = np.zeros_like(sizes)
@@ -353,7 +354,7 @@ def _alive(recording: Recording, sizes: np.ndarray) -> np.ndarray:
     return np.cumsum(change, axis=0)
 
 
-def _held(recording: Recording, sizes: np.ndarray, *, phases: np.ndarray) -> np.ndarray:
+def _held_bytes(recording: Recording, sizes: np.ndarray, *, phases: np.ndarray) -> np.ndarray:
     """[E, 4] bytes made in one forward stretch and let go in a later one that does not read them, at the making, and less
     these bytes where they are let go."""
     held = np.zeros_like(sizes)
@@ -396,7 +397,7 @@ def _cast_bytes(recording: Recording, sizes: np.ndarray, events: np.ndarray) -> 
     return int(sizes[made, 0].sum()) if made else 0
 
 
-def _operators(measured: Measured, events: np.ndarray) -> tuple[OperatorCost, ...]:
+def _operator_costs(measured: Measured, events: np.ndarray) -> tuple[OperatorCost, ...]:
     recording = measured.recording
     by_name: dict[str, list[int]] = {}
     for index in events:
@@ -419,7 +420,7 @@ def _operators(measured: Measured, events: np.ndarray) -> tuple[OperatorCost, ..
     return tuple(sorted(costs, key=dearness, reverse=True))
 
 
-def _results(measured: Measured, events: np.ndarray) -> tuple[ForwardResult, ...]:
+def _forward_results(measured: Measured, events: np.ndarray) -> tuple[ForwardResult, ...]:
     """What a forward pass makes: products with weights one by one, other operators by name."""
     recording, division = measured.recording, measured.division
     made = {recording.keys[index]: index for index in events if recording.kinds[index] == Event.ALLOCATE}

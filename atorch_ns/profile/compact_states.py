@@ -59,13 +59,13 @@ def compact_states(
 
     What several parameters share is counted for none of them. Functions that the optimizer compiles run as they are.
     """
-    found, shared = _tried(make_optimizer, _SIZES)
+    found, shared = _measure_states(make_optimizer, _SIZES)
     per_element = (found[_SIZES[1]] - found[_SIZES[0]]) / (_SIZES[1] - _SIZES[0])
     constant = found[_SIZES[0]] - per_element * _SIZES[0]
     compact = [n for n in _SIZES if found[n] < per_element * n + constant]
     if not compact or _LARGE not in compact:
         return None
-    smallest = _smallest(make_optimizer, min(compact), per_element, constant)
+    smallest = _smallest_compact(make_optimizer, min(compact), per_element, constant)
     multiple = min(n - _LARGE for n in compact if n > _LARGE and n != 2 * _LARGE)
     slope = (found[2 * _LARGE] - found[_LARGE]) / _LARGE
     fixed = round(found[_LARGE] - slope * _LARGE - constant)
@@ -100,7 +100,7 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from plain_tensors(part)
 
 
-def _smallest(
+def _smallest_compact(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     compact: int,
     per_element: float,
@@ -109,11 +109,11 @@ def _smallest(
     """The smallest of the sizes between half of ``compact`` and it that is compact, in sixteenths of the half."""
     half = compact // 2
     sizes = sorted({half + half * part // 16 for part in range(1, 16)} - {half})
-    found, _ = _tried(make, sizes) if sizes else ({}, 0)
+    found, _ = _measure_states(make, sizes) if sizes else ({}, 0)
     return min((n for n in sizes if found[n] < per_element * n + constant), default=compact)
 
 
-def _tried(
+def _measure_states(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], sizes: Sequence[int]
 ) -> tuple[dict[int, int], int]:
     """Bytes of the states that belong to one parameter alone, by its number of elements; bytes of all others."""
@@ -123,7 +123,7 @@ def _tried(
         parameter.grad = torch.ones_like(parameter)
     with torch.compiler.set_stance("force_eager"):
         optimizer.step()
-    storages = [_storages(optimizer.state[parameter].values()) for parameter in parameters]
+    storages = [_storage_bytes(optimizer.state[parameter].values()) for parameter in parameters]
     owners = Counter(key for own in storages for key in own)
     of_one = {
         size: sum(num_bytes for key, num_bytes in own.items() if owners[key] == 1)
@@ -133,7 +133,7 @@ def _tried(
     return of_one, sum(shared.values())
 
 
-def _storages(values: Iterable[object]) -> dict[int, int]:
+def _storage_bytes(values: Iterable[object]) -> dict[int, int]:
     """Bytes of the memory behind all tensors of ``values``, by address."""
     tensors = (part for value in values if isinstance(value, torch.Tensor) for part in plain_tensors(value))
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

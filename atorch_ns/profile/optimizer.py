@@ -114,17 +114,17 @@ class _Trial:
             for group in groups:
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = True
-        self._step(optimizer, parameters)
-        self.temporary_bytes = self._step(optimizer, parameters)
+        self._measure_step(optimizer, parameters)
+        self.temporary_bytes = self._measure_step(optimizer, parameters)
         self.state_dtypes: tuple[str, ...] = ()
         self.factored_dtypes: tuple[str, ...] = ()
         self.fixed_bytes = 0
         for part in (optimizer, *self._parts):
             for state in part.state.get(parameters[0], {}).values():
                 if isinstance(state, torch.Tensor):
-                    self._sort(state)
+                    self._classify_state(state)
 
-    def _sort(self, state: torch.Tensor) -> None:
+    def _classify_state(self, state: torch.Tensor) -> None:
         dtype = "same" if state.dtype == torch.float32 else str(state.dtype).removeprefix("torch.")
         rows, columns = self._shape
         if state.numel() == rows * columns:
@@ -134,7 +134,7 @@ class _Trial:
         else:
             self.fixed_bytes += state.numel() * state.itemsize
 
-    def _step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> int:
+    def _measure_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> int:
         """Bytes that the step holds beyond what it leaves behind; 0 where it cannot be followed."""
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
@@ -148,10 +148,10 @@ class _Trial:
         recorder = Recorder([*parameters, *gradients, *states], parameters)
         with recorder.running():
             optimizer.step()
-        return _peak(recorder)
+        return _peak_bytes(recorder)
 
 
-def _peak(recorder: Recorder) -> int:
+def _peak_bytes(recorder: Recorder) -> int:
     alive = peak = 0
     sizes: dict[int, int] = {}
     recording = recorder.recording

@@ -122,7 +122,7 @@ _T = TypeVar("_T")
 
 def dumps(value: Any) -> str:
     """A dataclass instance as JSON with its schema; equal instances give equal text."""
-    return json.dumps({"schema": SCHEMA, **_plain(value)}, sort_keys=True, separators=(",", ":"))
+    return json.dumps({"schema": SCHEMA, **_to_plain_data(value)}, sort_keys=True, separators=(",", ":"))
 
 
 def loads(kind: type[_T], text: str | bytes) -> _T:
@@ -157,11 +157,11 @@ def loads(kind: type[_T], text: str | bytes) -> _T:
         ) from error
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_data(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+        return {entry.name: _to_plain_data(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_plain_data(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [_to_plain_data(item) for item in value]
     return value

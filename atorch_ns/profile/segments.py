@@ -58,14 +58,18 @@ def merge_stretches(
     merged: list[int] = []
     firsts: list[int] = []
     for index, occurrence in enumerate(occurrences):
-        joins = not occurrence.block and firsts and (not worked[index] or _within(occurrences, index, used))
+        joins = (
+            not occurrence.block
+            and firsts
+            and (not worked[index] or _is_between_siblings(occurrences, index, used))
+        )
         if not joins and (occurrence.block or worked[index] or len(occurrences) == 1):
             firsts.append(index)
         merged.append(max(len(firsts) - 1, 0))
     return merged, firsts
 
 
-def _within(occurrences: Sequence[Occurrence], index: int, used: Sequence[bool]) -> bool:
+def _is_between_siblings(occurrences: Sequence[Occurrence], index: int, used: Sequence[bool]) -> bool:
     if used[index] or not 0 < index < len(occurrences) - 1:
         return False
     before, after = (occurrences[index + step].block.rpartition(".")[0] for step in (-1, 1))
@@ -113,7 +117,7 @@ def unfold(
     return stretches
 
 
-def _divisible(segment: Segment, kind: Divisible, num_experts: int) -> Segment:
+def _mark_divisible(segment: Segment, kind: Divisible, num_experts: int) -> Segment:
     """The segment with what of it can be divided."""
     specs = []
     layers: set[str] = set()
@@ -154,7 +158,7 @@ def _with_incoming(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     return tuple(reversed(found))
 
 
-def _same(first: Segment, second: Segment) -> bool:
+def _is_same_block(first: Segment, second: Segment) -> bool:
     return first.is_block and replace(first, name="", paths=()) == replace(second, name="", paths=())
 
 
@@ -186,9 +190,9 @@ class _Maker:
     def make(self, index: int) -> Segment:
         """The segment of one stretch."""
         path = self._stretches[index].block
-        return self._block(path) if path else self._between(index)
+        return self._block_segment(path) if path else self._segment_between_blocks(index)
 
-    def _block(self, path: str) -> Segment:
+    def _block_segment(self, path: str) -> Segment:
         module = self._model.get_submodule(path)
         again = path in self._called
         self._called.add(path)
@@ -196,7 +200,7 @@ class _Maker:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             first = self._names[id(parameter)][0]
             tied = None if first == f"{path}.{name}" and not again else first
-            specs.append(_spec(name, parameter, tied))
+            specs.append(_parameter_spec(name, parameter, tied))
         return Segment(
             name=path,
             paths=(path,),
@@ -206,7 +210,7 @@ class _Maker:
             buffer_bytes=0 if again else _num_bytes(module.buffers()),
         )
 
-    def _between(self, index: int) -> Segment:
+    def _segment_between_blocks(self, index: int) -> Segment:
         recorded = self._stretches[index].recorded
         specs = []
         for first, places in self._uses.items():
@@ -216,21 +220,21 @@ class _Maker:
             known = self._names[id(self._parameters[first])]
             name = known[min(order.index(recorded), len(known) - 1)]
             again = order.index(recorded) > 0 or first != known[0]
-            specs.append(_spec(name, self._parameters[first], known[0] if again else None))
+            specs.append(_parameter_spec(name, self._parameters[first], known[0] if again else None))
         buffers = 0
         if index == self._home:
-            specs += self._unused()
+            specs += self._unused_specs()
             inside = {
                 id(b) for name in self._in_blocks for b in self._model.get_submodule(name[:-1]).buffers()
             }
             buffers = _num_bytes(b for b in self._model.buffers() if id(b) not in inside)
-        return Segment(name=_name(self._stretches, index), parameters=tuple(specs), buffer_bytes=buffers)
+        return Segment(name=_make_name(self._stretches, index), parameters=tuple(specs), buffer_bytes=buffers)
 
-    def _unused(self) -> list[ParameterSpec]:
+    def _unused_specs(self) -> list[ParameterSpec]:
         recorded = {stretch.recorded for stretch in self._stretches}
         used = {name for name, places in self._uses.items() if recorded.intersection(places)}
         return [
-            _spec(names[0], self._parameters[names[0]], None)
+            _parameter_spec(names[0], self._parameters[names[0]], None)
             for names in self._names.values()
             if not used.intersection(names) and not any(name.startswith(self._in_blocks) for name in names)
         ]
@@ -240,7 +244,7 @@ def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-def _name(stretches: Sequence[Stretch], index: int) -> str:
+def _make_name(stretches: Sequence[Stretch], index: int) -> str:
     before = next((s.block for s in reversed(stretches[:index]) if s.block), "")
     after = next((s.block for s in stretches[index + 1 :] if s.block), "")
     before, after = (path.rpartition(".")[0] or path for path in (before, after))
@@ -249,7 +253,7 @@ def _name(stretches: Sequence[Stretch], index: int) -> str:
     return f"after {before}" if before else f"before {after}" if after else "model"
 
 
-def _spec(name: str, parameter: nn.Parameter, tied_to: str | None) -> ParameterSpec:
+def _parameter_spec(name: str, parameter: nn.Parameter, tied_to: str | None) -> ParameterSpec:
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
@@ -287,7 +291,7 @@ def segments_of(
     stretches = unfold(firsts_of_each[0].occurrences, firsts, containers)
     if stretches is None:
         raise DifferentEventsError("blocks of one kind did not run once each, in order, with equal shapes")
-    costs = {key: costs_of(_measured(own, subject.at), merged) for key, own in steps.items()}
+    costs = {key: costs_of(_combine_steps(own, subject.at), merged) for key, own in steps.items()}
     uses = {name: [merged[place] for place in places] for name, places in firsts_of_each[0].uses.items()}
     kinds = kinds_of(firsts_of_each[0], merged, firsts)
     maker = _Maker(subject.model, stretches, subject.fingerprints, uses)
@@ -295,15 +299,15 @@ def segments_of(
     segments: list[Segment] = []
     for index, stretch in enumerate(stretches):
         own = {key: values[stretch.recorded] for key, values in costs.items()}
-        segment = _divisible(replace(maker.make(index), costs=own), kinds[stretch.recorded], experts)
-        if segments and _same(segments[-1], segment):
+        segment = _mark_divisible(replace(maker.make(index), costs=own), kinds[stretch.recorded], experts)
+        if segments and _is_same_block(segments[-1], segment):
             segments[-1] = replace(segments[-1], paths=segments[-1].paths + segment.paths)
         else:
             segments.append(segment)
     return _with_incoming(segments)
 
 
-def _measured(steps: Sequence[RecordedStep], at: tuple[int, int]) -> Measured:
+def _combine_steps(steps: Sequence[RecordedStep], at: tuple[int, int]) -> Measured:
     first = steps[0]
     if not all(first.recording.same_events(step.recording) for step in steps[1:]):
         raise DifferentEventsError("the steps with other sizes ran other operators")
@@ -311,16 +315,22 @@ def _measured(steps: Sequence[RecordedStep], at: tuple[int, int]) -> Measured:
     return Measured(
         recording=first.recording,
         division=first.division,
-        sizes=_coefficients([recording.sizes for recording in recordings], steps, at[0]),
-        moved=_sums([recording.moved for recording in recordings], steps, at[0]),
-        divided=_sums(_chosen(recordings, divided_operands(first.recording, first.division)), steps, at[0]),
-        fused=_sums(_chosen(recordings, kernel_operands(first.recording)), steps, at[0]),
-        outputs=_sums([[one.outputs for one in step.occurrences] for step in steps], steps, at[0]),
+        sizes=_fit_coefficients([recording.sizes for recording in recordings], steps, at[0]),
+        moved=_sum_coefficients([recording.moved for recording in recordings], steps, at[0]),
+        divided=_sum_coefficients(
+            _masked_bytes(recordings, divided_operands(first.recording, first.division)), steps, at[0]
+        ),
+        fused=_sum_coefficients(_masked_bytes(recordings, kernel_operands(first.recording)), steps, at[0]),
+        outputs=_sum_coefficients(
+            [[one.outputs for one in step.occurrences] for step in steps], steps, at[0]
+        ),
         at=at,
     )
 
 
-def _chosen(recordings: Sequence[Recording], masks: Sequence[Sequence[bool]]) -> list[list[tuple[int, ...]]]:
+def _masked_bytes(
+    recordings: Sequence[Recording], masks: Sequence[Sequence[bool]]
+) -> list[list[tuple[int, ...]]]:
     """The bytes of each operator's tensors that a mask chooses, in each recording."""
     return [
         [tuple(compress(sizes, mask)) for sizes, mask in zip(recording.moved, masks, strict=True)]
@@ -328,16 +338,18 @@ def _chosen(recordings: Sequence[Recording], masks: Sequence[Sequence[bool]]) ->
     ]
 
 
-def _coefficients(values: Sequence[Sequence[int]], steps: Sequence[RecordedStep], at: int) -> np.ndarray:
+def _fit_coefficients(values: Sequence[Sequence[int]], steps: Sequence[RecordedStep], at: int) -> np.ndarray:
     if len({step.sizes[0] for step in steps}) > 1:
         return by_samples(values, [step.sizes[0] for step in steps])
     each = [by_divisor(own, steps[0].sizes[0], at) for own in values]
     return each[0] if len(steps) == 1 else by_lengths(each, [step.sizes[1] for step in steps])
 
 
-def _sums(values: Sequence[Sequence[tuple[int, ...]]], steps: Sequence[RecordedStep], at: int) -> np.ndarray:
+def _sum_coefficients(
+    values: Sequence[Sequence[tuple[int, ...]]], steps: Sequence[RecordedStep], at: int
+) -> np.ndarray:
     """Coefficients of sums, found term by term: some terms grow and some do not."""
-    terms = _coefficients([[size for group in own for size in group] for own in values], steps, at)
+    terms = _fit_coefficients([[size for group in own for size in group] for own in values], steps, at)
     owners = np.repeat(np.arange(len(values[0])), [len(group) for group in values[0]])
     sums = np.zeros((len(values[0]), 4))
     np.add.at(sums, owners, terms)

@@ -77,7 +77,7 @@ class ProfileDatabase:
 
     def get(self, key: BlockKey) -> BlockSeconds | None:
         """The times of a block; ``None`` if they were not measured."""
-        found = self._read().get(key.text())
+        found = self._read_entries().get(key.text())
         return None if found is None else BlockSeconds(*found)
 
     def update(self, times: Mapping[BlockKey, BlockSeconds]) -> None:
@@ -85,13 +85,13 @@ class ProfileDatabase:
         if not times:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock():
-            entries = self._read()
+        with self._lock_database():
+            entries = self._read_entries()
             entries.update({key.text(): (value.forward, value.backward) for key, value in times.items()})
             document = {"schema": _SCHEMA, "entries": dict(sorted(entries.items()))}
             write_whole(self.path, json.dumps(document, indent=1), durable=False)
 
-    def _read(self) -> dict[str, tuple[float, float]]:
+    def _read_entries(self) -> dict[str, tuple[float, float]]:
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             if data["schema"] != _SCHEMA:
@@ -108,7 +108,7 @@ class ProfileDatabase:
             return {}
 
     @contextmanager
-    def _lock(self) -> Iterator[None]:
+    def _lock_database(self) -> Iterator[None]:
         with self.path.with_name(f"{self.path.name}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -242,7 +242,9 @@ class _Measurement:
     def known(self, database: ProfileDatabase) -> dict[BlockKey, BlockSeconds]:
         """The times that the database holds."""
         keys = [
-            self._key(name, precision) for name, block in self._blocks.items() for precision in block.costs
+            self._block_key(name, precision)
+            for name, block in self._blocks.items()
+            for precision in block.costs
         ]
         return {key: times for key in keys if (times := database.get(key)) is not None}
 
@@ -254,25 +256,25 @@ class _Measurement:
             missing = {
                 name: block.paths[0]
                 for name, block in self._blocks.items()
-                if precision.key in block.costs and self._key(name, precision.key) not in skip
+                if precision.key in block.costs and self._block_key(name, precision.key) not in skip
             }
             if not missing:
                 continue
             calls = captured_calls(self._subject, precision, missing, self._how)
             for name, call in calls.items():
-                times = self._try(missing[name], call, precision)
+                times = self._try_block(missing[name], call, precision)
                 if times is not None:
-                    found[self._key(name, precision.key)] = times
+                    found[self._block_key(name, precision.key)] = times
         return found
 
-    def _key(self, name: str, precision: str) -> BlockKey:
+    def _block_key(self, name: str, precision: str) -> BlockKey:
         num_samples, num_tokens = self._subject.sizes
         flops = self._blocks[name].costs[precision].forward.flops.at(num_samples, num_tokens)
         return BlockKey(
             self._name, torch.__version__, name, precision, num_samples, num_tokens, round(float(flops))
         )
 
-    def _try(self, path: str, call: ModuleCall, precision: Precision) -> BlockSeconds | None:
+    def _try_block(self, path: str, call: ModuleCall, precision: Precision) -> BlockSeconds | None:
         try:
             return _time_block(self._subject.blocks[path], call, precision, self._device)
         except Exception as error:  # the user's block, perhaps without what it needs of the model around it
@@ -293,12 +295,12 @@ def _time_block(
 
     module = copy_structure(block, make, {})
     precision.install(module, {})
-    args, kwargs = _inputs(call, device)
+    args, kwargs = _real_inputs(call, device)
     inputs = [tensor for tensor in unique_tensors_of((args, kwargs)) if tensor.requires_grad]
     runs: list[BlockSeconds] = []
     deadline = time.perf_counter() + _SECONDS
     while len(runs) < _LEAST + 1 or (len(runs) < _MOST + 1 and time.perf_counter() < deadline):
-        runs.append(_run(module, args, kwargs, precision, device))
+        runs.append(_time_passes(module, args, kwargs, precision, device))
         for tensor in (*module.parameters(), *inputs):
             tensor.grad = None
     # The first run warms caches up.
@@ -306,7 +308,7 @@ def _time_block(
     return BlockSeconds(statistics.median(forward), statistics.median(backward))
 
 
-def _run(
+def _time_passes(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -314,16 +316,16 @@ def _run(
     device: torch.device,
 ) -> BlockSeconds:
     with torch.enable_grad(), precision.context(device.type):
-        forward, output = _timed(lambda: module(*args, **kwargs), device)
+        forward, output = _time_call(lambda: module(*args, **kwargs), device)
     roots = [tensor for tensor in unique_tensors_of(output) if tensor.requires_grad]
     if not roots:
         return BlockSeconds(forward, 0.0)
     gradients = [torch.ones_like(tensor) for tensor in roots]
-    backward, _ = _timed(lambda: torch.autograd.backward(roots, gradients), device)
+    backward, _ = _time_call(lambda: torch.autograd.backward(roots, gradients), device)
     return BlockSeconds(forward, backward)
 
 
-def _timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+def _time_call(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -333,7 +335,7 @@ def _timed(function: Callable[[], Any], device: torch.device) -> tuple[float, An
     return time.perf_counter() - start, result
 
 
-def _inputs(call: ModuleCall, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _real_inputs(call: ModuleCall, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Real inputs of the shapes, dtypes and needs of gradients of a captured call."""
 
     def real(tensor: torch.Tensor) -> torch.Tensor:

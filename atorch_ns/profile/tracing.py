@@ -80,11 +80,11 @@ class TraceFallbacks:
             InputError: if the model or the loss raises in a real step too, or the model has no values to
                 take one with.
         """
-        prime, own = self._prime(), self._subject.sizes[0]
+        prime, own = self._prime_batch_size(), self._subject.sizes[0]
         reason: Exception | None = None
         for truncated, num_samples in ((True, prime), (False, prime), (False, own)):
             try:
-                traced = self._fake(truncated, num_samples, self._lengths(1))
+                traced = self._trace_fake_steps(truncated, num_samples, self._sequence_lengths(1))
             except Exception as error:  # whatever the user's code raises on fake tensors
                 reason = reason or error
                 continue
@@ -92,9 +92,9 @@ class TraceFallbacks:
                 traced = replace(traced, notes=(*traced.notes, _fixed_batch(own)))
             return self._with_lengths(traced, truncated, num_samples, sequence)
         assert reason is not None
-        return self._real(reason)
+        return self._trace_real_steps(reason)
 
-    def _fake(self, truncated: bool, num_samples: int, lengths: Sequence[int]) -> Traced:
+    def _trace_fake_steps(self, truncated: bool, num_samples: int, lengths: Sequence[int]) -> Traced:
         subject = self._subject
         containers = truncate(subject.model, subject.blocks, subject.fingerprints) if truncated else {}
         fakes = FakeSteps(subject, containers, self._device)
@@ -120,28 +120,28 @@ class TraceFallbacks:
         return steps, tuple(notes)
 
     def _with_lengths(self, traced: Traced, truncated: bool, num_samples: int, wanted: bool) -> Traced:
-        lengths = self._lengths(3)
+        lengths = self._sequence_lengths(3)
         if not wanted or self._subject.sizes[1] == 1:
             return traced
         try:
-            return self._fake(truncated, num_samples, lengths)
+            return self._trace_fake_steps(truncated, num_samples, lengths)
         except Exception as error:  # the user's code again
             note = f"Costs hold for {lengths[0]} tokens only: other lengths cannot be traced ({error_line(error)})."
             return replace(traced, notes=(*traced.notes, note))
 
-    def _lengths(self, count: int) -> tuple[int, ...]:
+    def _sequence_lengths(self, count: int) -> tuple[int, ...]:
         """The batch's own T, a half and a quarter of it: no model runs more tokens than the user gave it."""
         tokens = self._subject.sizes[1]
         if count == 1:
             return (tokens,)
         return (tokens, tokens // 2, tokens // 4) if tokens >= 8 else (tokens, tokens + 1, tokens + 2)
 
-    def _real(self, reason: Exception) -> Traced:
+    def _trace_real_steps(self, reason: Exception) -> Traced:
         subject = self._subject
         model = subject.model
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise InputError(
-                f"the model cannot be traced on fake tensors ({error_line(reason)}){_place(reason)}, and it is on "
+                f"the model cannot be traced on fake tensors ({error_line(reason)}){_error_location(reason)}, and it is on "
                 "the meta device, so no real step can be taken. Build it on a device."
             ) from reason
         num_samples = subject.sizes[0]
@@ -154,7 +154,7 @@ class TraceFallbacks:
             raise
         except Exception as error:
             raise InputError(
-                f"the model or the loss raises on the sample batch: {error_line(error)}{_place(error)}. A training "
+                f"the model or the loss raises on the sample batch: {error_line(error)}{_error_location(error)}. A training "
                 "step would raise the same."
             ) from error
         note = (
@@ -167,7 +167,7 @@ class TraceFallbacks:
             other = f"Sizes are taken to grow with the batch where {num_samples} divides them: {error}."
             return Traced(segments_of(subject, single, {}), "real", (note, *notes, other))
 
-    def _prime(self) -> int:
+    def _prime_batch_size(self) -> int:
         """A B that divides a size only if that size grows with B: no dim of the model or the batch, nor its
         neighbours (a sequence without its last token), is a multiple of it."""
         model, batch = self._subject.model, unique_tensors_of(self._subject.batch)
@@ -181,7 +181,7 @@ def _fixed_batch(num_samples: int) -> str:
     return f"The model runs with batches of {num_samples} only, so {grows}."
 
 
-def _place(error: BaseException) -> str:
+def _error_location(error: BaseException) -> str:
     """The place where the user's code raised: the innermost frame that is neither torch's nor this package's."""
     inner = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inner)]
@@ -249,7 +249,7 @@ def profile_model(
     with caches_off(model), random_states_kept(*{parameter.device for parameter in model.parameters()}):
         traced = TraceFallbacks(subject, [Precision.parse(key) for key in precisions], usable).best(sequence)
         spec, optimizer_notes = optimizer_spec(make_optimizer, torch.device(device).type)
-    trace = _trace(subject, traced)
+    trace = _build_trace(subject, traced)
     if usable != device:
         optimizer_notes += (f"The CPU's kernels stand for those of {device}, which is not in use here.",)
     return replace(
@@ -262,7 +262,7 @@ def _is_unused(device: str) -> bool:
     return kind != "cpu" and not (kind == "cuda" and torch.cuda.is_initialized())
 
 
-def _trace(subject: Subject, traced: Traced) -> Trace:
+def _build_trace(subject: Subject, traced: Traced) -> Trace:
     num_samples, num_tokens = subject.sizes
     rows = [t for t in unique_tensors_of(subject.batch) if t.dim() and t.shape[0] == num_samples]
     others = [t for t in unique_tensors_of(subject.batch) if not t.dim() or t.shape[0] != num_samples]

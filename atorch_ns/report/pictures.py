@@ -34,12 +34,12 @@ def save_pictures(report: TrainingReport, folder: str | PathLike[str]) -> list[P
     paths = []
     for figure in report_figures(report.search, report.timeline_info):
         path = place / f"{figure.name}.svg"
-        write_text(path, _alone(str(figure.picture)))
+        write_text(path, _standalone_picture(str(figure.picture)))
         paths.append(path)
     return paths
 
 
-def _alone(picture: str) -> str:
+def _standalone_picture(picture: str) -> str:
     """The picture with the page's style in it, on the page's ground, with a margin."""
     first, _, rest = picture.partition("\n")
     width, height = (int(size) for size in re.findall(r'(?<= )(?:width|height)="(\d+)"', first))

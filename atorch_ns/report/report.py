@@ -95,52 +95,52 @@ class TrainingReport:
     def strategy(self) -> Strategy:
         """The strategy as it is saved: the one applied, or the one that the search chose."""
         if self.applied is None and self.search is not None and self.search.winner is not None:
-            return _chosen(self.search, self.search.winner)
-        return self._applied.strategy
+            return _chosen_strategy(self.search, self.search.winner)
+        return self._applied_report.strategy
 
     @property
     def rows(self) -> tuple[MethodRow, ...]:
         """One row for every method, in order of application."""
-        return self._applied.rows
+        return self._applied_report.rows
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Methods added, left out and fitted, each a sentence."""
-        return self._applied.notes
+        return self._applied_report.notes
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self._applied.world_size
+        return self._applied_report.world_size
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The mesh, innermost first."""
-        return self._applied.axes
+        return self._applied_report.axes
 
     @property
     def device(self) -> str:
         """This rank's device."""
-        return self._applied.device
+        return self._applied_report.device
 
     @property
     def num_parameters(self) -> int:
         """Parameter elements of the whole model."""
-        return self._applied.num_parameters
+        return self._applied_report.num_parameters
 
     @property
     def parameter_bytes_per_rank(self) -> int:
         """Bytes of parameters that this rank keeps between steps (measured)."""
-        return self._applied.parameter_bytes_per_rank
+        return self._applied_report.parameter_bytes_per_rank
 
     @property
-    def _applied(self) -> Report:
+    def _applied_report(self) -> Report:
         if self.applied is None:
             raise InputError("nothing was applied: this is the report of a plan that was made offline.")
         return self.applied
 
     def __str__(self) -> str:
-        return self._text(_SHOWN)
+        return self._render_text(_SHOWN)
 
     def to_json(self) -> str:
         """The text of report.json."""
@@ -171,7 +171,7 @@ class TrainingReport:
         writers: dict[str, Callable[[], str]] = {
             ".json": self.to_json,
             ".html": self.to_html,
-            ".txt": lambda: self._text(None) + "\n",
+            ".txt": lambda: self._render_text(None) + "\n",
         }
         writer = writers.get(path.suffix.lower())
         if writer is None:
@@ -249,7 +249,7 @@ class TrainingReport:
         """Timeline of the pipeline's step; ``None`` without a pipeline."""
         return None if self.pipeline is None else timeline_info(self.pipeline)
 
-    def _text(self, top: int | None) -> str:
+    def _render_text(self, top: int | None) -> str:
         return report_text(self.applied, self.search, self.actual_info, self.timeline_info, top=top)
 
     def refit(self, path: str | PathLike[str] | None = None) -> Calibration:
@@ -298,7 +298,7 @@ def _device_type(name: str) -> str | None:
     return "cpu" if name == "cpu" else "cuda" if name == "cuda" or name in DEVICES else None
 
 
-def _chosen(search: SearchOutcome, winner: Row) -> Strategy:
+def _chosen_strategy(search: SearchOutcome, winner: Row) -> Strategy:
     """The winner with what it was chosen for."""
     time, memory = seconds(winner), peak(winner)
     return Strategy(

@@ -4,13 +4,7 @@ Everything here is pure but for the file of :class:`History`: no process, socket
 :meth:`Search.tell`.
 """
 
-from atorch_ns.search.history.history import (
-    History,
-    StudyRecord,
-    TrialRecord,
-    read_history,
-    tried_strategies,
-)
+from atorch_ns.search.history.history import History, StudyRecord, TrialRecord, read_history, tried_strategies
 from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.outcome import (
     Ended,

@@ -108,11 +108,7 @@ class TimeBudget:
     """
 
     def __init__(
-        self,
-        setting: Setting,
-        settings: SearchSettings,
-        clock: Callable[[], float],
-        has_single: bool = False,
+        self, setting: Setting, settings: SearchSettings, clock: Callable[[], float], has_single: bool = False
     ) -> None:
         self._spent = setting.profile_seconds + setting.estimate_seconds
         self._settings, self.is_short = settings, False

@@ -42,7 +42,7 @@ def conclude(
     if cut_short and winner is None and not knowledge.ledger.rejected:
         unmeasured = _best_predicted(knowledge)
     reasons = Reasons(knowledge, stop_reason, batch=setting.global_batch, unmeasured=unmeasured)
-    rows = _rows(knowledge, reasons)
+    rows = _build_rows(knowledge, reasons)
     best = winner.candidate if winner is not None else unmeasured and unmeasured.candidate
     bound = None
     if knowledge.objective.counts_time:
@@ -56,7 +56,7 @@ def conclude(
     return SearchOutcome(
         setting=setting,
         settings=settings,
-        rows=tuple(sorted(rows, key=_order)),
+        rows=tuple(sorted(rows, key=_row_order)),
         best=best.key if best is not None else None,
         stop_reason=stop_reason,
         num_trials=knowledge.ledger.num_run,
@@ -117,7 +117,7 @@ def _without_a_fault(entry: Entry | None) -> bool:
     return entry is None or (not entry.outcomes and all(one.status == "cancelled" for one in entry.lost))
 
 
-def _rows(knowledge: Knowledge, reasons: Reasons) -> list[Row]:
+def _build_rows(knowledge: Knowledge, reasons: Reasons) -> list[Row]:
     tried = len(knowledge.ledger) > 0
     sizes = knowledge.bytes if tried else None
     rows = []
@@ -141,7 +141,7 @@ def _rows(knowledge: Knowledge, reasons: Reasons) -> list[Row]:
     return rows
 
 
-def _order(row: Row) -> tuple[float | str, ...]:
+def _row_order(row: Row) -> tuple[float | str, ...]:
     seconds = row.corrected_seconds
     if row.trial is not None and row.trial.succeeded:
         seconds = row.trial.median_seconds
@@ -163,7 +163,7 @@ def pareto(rows: Iterable[Row]) -> tuple[str, ...]:
     points = [
         (*figures, row.candidate.key)
         for row in rows
-        if row.fate in ("won", "lost", "untried") and (figures := _figures(row)) is not None
+        if row.fate in ("won", "lost", "untried") and (figures := _seconds_and_bytes(row)) is not None
     ]
     front: list[str] = []
     least = np.inf
@@ -174,7 +174,7 @@ def pareto(rows: Iterable[Row]) -> tuple[str, ...]:
     return tuple(front)
 
 
-def _figures(row: Row) -> tuple[float, float] | None:
+def _seconds_and_bytes(row: Row) -> tuple[float, float] | None:
     """Seconds and bytes; ``None`` where one of them is unknown."""
     seconds = row.corrected_seconds or row.candidate.predicted_seconds
     memory = row.corrected_bytes or row.candidate.predicted_bytes

@@ -89,9 +89,9 @@ class Knowledge:
         predicted = [self.objective.predicted(one) for one in self.candidates]
         rows = [
             (index, self.objective.measured(one, entry.merged), self.objective.noise(entry.merged))
-            for index, one, entry in self._tried()
+            for index, one, entry in self._ok_entries()
         ]
-        return self._fit(self._features, predicted, rows)
+        return self._fit_posterior(self._features, predicted, rows)
 
     @functools.cached_property
     def seconds(self) -> Posterior:
@@ -99,8 +99,8 @@ class Knowledge:
         if self.objective.counts_time:
             return self.posterior
         predicted = [one.predicted_seconds for one in self.candidates]
-        rows = [(index, entry.merged.median_seconds, 0.0) for index, _, entry in self._tried()]
-        return self._fit(self._features, predicted, rows)
+        rows = [(index, entry.merged.median_seconds, 0.0) for index, _, entry in self._ok_entries()]
+        return self._fit_posterior(self._features, predicted, rows)
 
     @functools.cached_property
     def bytes(self) -> Posterior | None:
@@ -110,7 +110,7 @@ class Knowledge:
             return None
         predicted = [(value or 0.0) + self.unpredicted_bytes for value in tensors]
         rows = []
-        for index, entry in self._entries:
+        for index, entry in self._indexed_entries:
             estimate = self.candidates[index].estimate
             beyond = estimate.peak_bytes - estimate.allocated_bytes if estimate is not None else 0.0
             if entry.merged.while_applying:
@@ -122,14 +122,14 @@ class Knowledge:
                 peak = OVER * max(peak, predicted[index] or 0.0, float(self.limit_bytes))
             if peak > 0:
                 rows.append((index, peak, 0.0))
-        return self._fit(replace(self._features, shares=self._memory_shares), predicted, rows)
+        return self._fit_posterior(replace(self._features, shares=self._memory_shares), predicted, rows)
 
     @functools.cached_property
     def beside(self) -> BesideTensors | None:
         """What the trials so far needed beside tensors; ``None`` where none has shown it."""
         found = sorted(
             entry.merged.beside_bytes
-            for _, _, entry in self._tried()
+            for _, _, entry in self._ok_entries()
             if entry.merged.beside_bytes is not None
         )
         if not found:
@@ -169,7 +169,7 @@ class Knowledge:
         """
         refusals: dict[tuple[str, str], str] = {}
         ran: set[tuple[str, str]] = set()
-        for index, entry in self._entries:
+        for index, entry in self._indexed_entries:
             one, end = self.candidates[index], entry.merged
             if not entry.judged:
                 continue
@@ -193,7 +193,7 @@ class Knowledge:
         """Candidates, with reasons, that would run out of memory as another one did."""
         # Where tensors as large had room, it was something else that a candidate ran out with, such as its planning.
         ran = max(
-            (self.candidates[index].predicted_bytes or 0.0 for index, _, _ in self._tried()), default=0.0
+            (self.candidates[index].predicted_bytes or 0.0 for index, _, _ in self._ok_entries()), default=0.0
         )
         failed = [
             one
@@ -234,7 +234,7 @@ class Knowledge:
         nor by what ran out while it was applied, as by planning.
         """
         found = set()
-        for index, entry in self._entries:
+        for index, entry in self._indexed_entries:
             one = self.candidates[index]
             predicted = one.predicted_bytes
             needed = max(math.inf if predicted is None else predicted, float(entry.merged.max_needed_bytes))
@@ -255,7 +255,7 @@ class Knowledge:
         A failure is blamed in equal parts on the methods of the candidate that never worked anywhere.
         """
         methods = self._features.methods
-        ends = [(index, entry.merged) for index, entry in self._entries if entry.judged]
+        ends = [(index, entry.merged) for index, entry in self._indexed_entries if entry.judged]
         works = frozenset[str]().union(*(methods[index] for index, end in ends if end.succeeded))
         blame: dict[str, float] = {}
         for index, end in ends:
@@ -270,7 +270,7 @@ class Knowledge:
         """The chance that any open candidate beats the best by more than ``margin`` of it."""
         if not self.open or not self.ranked:
             return 1.0 if self.open else 0.0
-        drawn, best = self._drawn(seed)
+        drawn, best = self._draw_samples(seed)
         return float(np.mean(drawn.min(axis=1) < best + math.log1p(-margin)))
 
     def lower_bound(self, probability: float, seed: int) -> float | None:
@@ -280,10 +280,10 @@ class Knowledge:
         reached = self.ranked[0].value
         if not self.open:
             return reached
-        drawn, _ = self._drawn(seed)
+        drawn, _ = self._draw_samples(seed)
         return min(reached, float(np.exp(np.quantile(drawn.min(axis=1), probability))))
 
-    def _drawn(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    def _draw_samples(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """[S, M] draws of the open candidates, infinite where they fail, and [S] of the best one."""
         best = self.candidates.index(self.ranked[0].candidate)
         samples = self.posterior.samples(seed)
@@ -292,22 +292,19 @@ class Knowledge:
         return drawn, samples[:, best]
 
     @functools.cached_property
-    def _entries(self) -> list[tuple[int, Entry]]:
+    def _indexed_entries(self) -> list[tuple[int, Entry]]:
         found = ((index, self.ledger.get(one.key)) for index, one in enumerate(self.candidates))
         return [(index, entry) for index, entry in found if entry is not None]
 
-    def _tried(self) -> list[tuple[int, Candidate, Entry]]:
+    def _ok_entries(self) -> list[tuple[int, Candidate, Entry]]:
         return [
             (index, self.candidates[index], entry)
-            for index, entry in self._entries
+            for index, entry in self._indexed_entries
             if entry.judged and entry.merged.succeeded
         ]
 
-    def _fit(
-        self,
-        features: Features,
-        predicted: Sequence[float | None],
-        rows: Sequence[tuple[int, float, float]],
+    def _fit_posterior(
+        self, features: Features, predicted: Sequence[float | None], rows: Sequence[tuple[int, float, float]]
     ) -> Posterior:
         usable = [row for row in rows if row[1] > 0 and math.isfinite(row[1])]
         logs = np.asarray([math.log(value) if value else math.nan for value in predicted])

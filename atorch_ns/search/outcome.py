@@ -209,7 +209,7 @@ _WRITER: TypeAdapter[Any] = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan=
 def to_json(value: Any) -> str:
     """A dataclass or model of this package, or a tuple of them, as compact JSON."""
     plain = _WRITER.dump_python(value, mode="json")
-    return json.dumps(_finite(plain), allow_nan=False, separators=(",", ":"))
+    return json.dumps(_encode_nonfinite(plain), allow_nan=False, separators=(",", ":"))
 
 
 def from_json(kind: type[T], text: str | bytes) -> T:
@@ -219,7 +219,7 @@ def from_json(kind: type[T], text: str | bytes) -> T:
         InputError: if the text is no such thing; it says where and what was expected.
     """
     try:
-        value: T = _adapter(cast("Hashable", kind)).validate_json(text)
+        value: T = _type_adapter(cast("Hashable", kind)).validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the top"
@@ -256,16 +256,16 @@ def outcome_from_json(text: str | bytes) -> SearchOutcome:
 
 
 @functools.cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+def _type_adapter(kind: Hashable) -> TypeAdapter[Any]:
     return TypeAdapter(cast("Any", kind))
 
 
-def _finite(value: Any) -> Any:
+def _encode_nonfinite(value: Any) -> Any:
     """The value with NaN and infinities as the strings that pydantic reads as such."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _encode_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [_encode_nonfinite(item) for item in value]
     return value

@@ -115,7 +115,7 @@ def choose(ranked: list[RankedCandidate], objective: Objective) -> RankedCandida
         return plain
     if objective.kind == "batch":
         return min(tied, key=lambda one: (one.outcome.median_seconds, one.candidate.key))
-    return min(tied, key=_complexity)
+    return min(tied, key=_measured_complexity)
 
 
 def noise(ranked: Iterable[RankedCandidate]) -> float:
@@ -131,7 +131,7 @@ def step_noise(ranked: Iterable[RankedCandidate]) -> float:
     return statistics.median(known) if known else 0.0
 
 
-def _complexity(one: RankedCandidate) -> tuple[float, ...]:
+def _measured_complexity(one: RankedCandidate) -> tuple[float, ...]:
     steps = one.candidate.steps
     settings = sum(len(config) for _, config in steps if isinstance(config, Mapping))
     peak = one.outcome.max_peak_bytes
@@ -171,7 +171,7 @@ def prefer(
     if not objective.counts_time or first.estimate is None:
         return Preferred(first)
     sure = [one for one in usable if fits_surely(one, limit_bytes)]
-    if sure and sure[0] is not first and _seconds(sure[0])[0] <= _seconds(first)[1]:
+    if sure and sure[0] is not first and _predicted_interval(sure[0])[0] <= _predicted_interval(first)[1]:
         best, usable = sure[0], sure
     elif sure and sure[0] is first:
         usable = sure
@@ -184,7 +184,7 @@ def prefer(
     reasons = [] if best is first else [_sure_reason(simplest, first, limit_bytes)]
     if simplest is not best:
         reasons.append(
-            f"simpler than {best.label}, which is predicted {_against(best, simplest)}: between plans so different a "
+            f"simpler than {best.label}, which is predicted {_speedup_text(best, simplest)}: between plans so different a "
             f"gain up to {percent_text(margins[simplest.key] - 1)} is not believed, by {known.num_pairs} pairs of runs"
         )
     return Preferred(simplest, "; ".join(reasons))
@@ -212,17 +212,17 @@ def _sure_reason(chosen: Candidate, first: Candidate, limit_bytes: int) -> str:
     peak = interval_text(first.estimate.peak_bytes, first.estimate.peak_bytes_interval, bytes_text)
     return (
         f"fits for sure, which {first.label} does not with {peak} of {bytes_text(limit_bytes)}, predicted "
-        f"{_against(first, chosen)}"
+        f"{_speedup_text(first, chosen)}"
     )
 
 
-def _against(one: Candidate, other: Candidate) -> str:
+def _speedup_text(one: Candidate, other: Candidate) -> str:
     """How much faster one is predicted to be than another: ``"1.10× as fast (2.64 ms against 2.90 ms)"``."""
     mine, theirs = one.predicted_seconds or math.inf, other.predicted_seconds or math.inf
     return f"{compared_text(theirs / mine)} ({seconds_text(mine)} against {seconds_text(theirs)})"
 
 
-def _seconds(one: Candidate) -> tuple[float, float]:
+def _predicted_interval(one: Candidate) -> tuple[float, float]:
     return (math.inf, math.inf) if one.estimate is None else one.estimate.step_seconds_interval
 
 

@@ -20,7 +20,7 @@ STATES = ("parameters", "gradients", "optimizer")
 def nearest_miss(knowledge: Knowledge) -> str:
     """One sentence: what came nearest, what it lacks, what to do. Empty if there are no candidates."""
     ledger, limit_bytes = knowledge.ledger, knowledge.limit_bytes
-    found = (_over(one, knowledge) for one in knowledge.candidates)
+    found = (_bytes_over_limit(one, knowledge) for one in knowledge.candidates)
     over = [miss for miss in found if miss is not None]
     other = [
         (one, entry)
@@ -39,7 +39,7 @@ def nearest_miss(knowledge: Knowledge) -> str:
         if excess < 1:  # it was ended when it asked for what was too much
             need = f"needs more on {where} than {bytes_text(limit_bytes)}"
         part = f" ({largest_part(nearest.estimate)})" if nearest.estimate is not None else ""
-        return f"{nearest.label} comes nearest: it {need}{part}; {_advice(nearest, knowledge)}"
+        return f"{nearest.label} comes nearest: it {need}{part}; {_memory_advice(nearest, knowledge)}"
     if other:
         one, entry = other[0]
         why = entry.merged.reason or entry.merged.status
@@ -51,7 +51,7 @@ def nearest_miss(knowledge: Knowledge) -> str:
     return ""
 
 
-def _over(one: Candidate, knowledge: Knowledge) -> tuple[float, int | None, Candidate] | None:
+def _bytes_over_limit(one: Candidate, knowledge: Knowledge) -> tuple[float, int | None, Candidate] | None:
     """The bytes by which a candidate misses the limit, and on which rank; ``None`` if that is not its trouble."""
     entry, limit_bytes = knowledge.ledger.get(one.key), knowledge.limit_bytes
     predicted = one.predicted_bytes or 0.0
@@ -67,7 +67,7 @@ def _over(one: Candidate, knowledge: Knowledge) -> tuple[float, int | None, Cand
     return None
 
 
-def _advice(nearest: Candidate, knowledge: Knowledge) -> str:
+def _memory_advice(nearest: Candidate, knowledge: Knowledge) -> str:
     if nearest.pruned is not None and nearest.pruned.hint:
         return nearest.pruned.hint
     has = {name for name, _ in nearest.steps}
@@ -114,24 +114,24 @@ class Reasons:
     def of(self, index: int) -> tuple[Fate, str]:
         """Fate and reason of the candidate with that index in the knowledge."""
         entry = self._knowledge.ledger.get(self._knowledge.candidates[index].key)
-        fate, reason = self._of(index, entry)
+        fate, reason = self._fate_and_reason(index, entry)
         if entry is None or not entry.lost or not entry.outcomes:
             return fate, reason
         last = entry.lost[-1]
         why = f"{last.status}: {last.reason}" if last.reason else last.status
         return fate, f"{reason}; after {counted(len(entry.lost), 'failed attempt')}: {why}"
 
-    def _of(self, index: int, entry: Entry | None) -> tuple[Fate, str]:
+    def _fate_and_reason(self, index: int, entry: Entry | None) -> tuple[Fate, str]:
         candidate = self._knowledge.candidates[index]
         if candidate.key in self._rejected:
             return "failed", self._rejected[candidate.key]
         ranked = self._ranked.get(candidate.key)
         if ranked is not None:
             if self._winner is not None and candidate.key == self._winner.candidate.key:
-                return "won", self._won(ranked)
-            return "lost", self._lost(ranked)
+                return "won", self._reason_for_win(ranked)
+            return "lost", self._reason_for_loss(ranked)
         if entry is not None and entry.judged:
-            return "failed", self._failed(entry, candidate)
+            return "failed", self._failure_reason(entry, candidate)
         if self._unmeasured is not None and candidate is self._unmeasured.candidate:
             begun = f"; its trial: {entry.merged.reason or entry.merged.status}" if entry is not None else ""
             return "won", self._chosen_unmeasured(*self._unmeasured) + begun
@@ -141,34 +141,34 @@ class Reasons:
         if candidate.key in self._knowledge.learned:
             return "pruned", self._knowledge.learned[candidate.key]
         if entry is not None and self._stop_reason:
-            return "failed", f"{self._failed(entry, candidate)}; not tried again: {self._stop_reason}"
-        return "untried", self._untried(index, candidate)
+            return "failed", f"{self._failure_reason(entry, candidate)}; not tried again: {self._stop_reason}"
+        return "untried", self._reason_for_skip(index, candidate)
 
-    def _won(self, one: RankedCandidate) -> str:
-        text = self._shown(one)
+    def _reason_for_win(self, one: RankedCandidate) -> str:
+        text = self._value_text(one)
         if self._objective.kind != "batch":
             text += f", measured over {len(one.outcome.step_seconds)} steps"
         ranked = self._knowledge.ranked
         if ranked[0].candidate.key != one.candidate.key:
             better = ranked[0]
             why = f"this {self._why_preferred(one)}"
-            return f"{text}; {better.candidate.label} ({self._shown(better)}) is not better beyond the noise, and {why}"
+            return f"{text}; {better.candidate.label} ({self._value_text(better)}) is not better beyond the noise, and {why}"
         plain = next((other for other in ranked if other.candidate.is_baseline), None)
         if plain is not None and plain is not one:
-            return f"{text}; the baseline {self._worse(plain, one)} ({self._shown(plain)})"
+            return f"{text}; the baseline {self._worse_text(plain, one)} ({self._value_text(plain)})"
         return text
 
-    def _lost(self, one: RankedCandidate) -> str:
+    def _reason_for_loss(self, one: RankedCandidate) -> str:
         winner = self._winner
         if winner is None:
-            return self._shown(one)
-        shown = f"{self._shown(one)} against {self._shown(winner)}"
+            return self._value_text(one)
+        shown = f"{self._value_text(one)} against {self._value_text(winner)}"
         if self._objective.kind != "batch":
             shown = f"measured {shown}"
         if one in tied_with_best(self._knowledge.ranked):
             why = f"{winner.candidate.label} {self._why_preferred(winner)}"
             return f"not better beyond the noise ({shown}), and {why}"
-        return f"{self._worse(one, winner)} ({shown})".removeprefix("is ").removeprefix("takes ")
+        return f"{self._worse_text(one, winner)} ({shown})".removeprefix("is ").removeprefix("takes ")
 
     def _why_preferred(self, winner: RankedCandidate) -> str:
         """Why it is taken where noise cannot tell it from the best."""
@@ -176,7 +176,7 @@ class Reasons:
             return "is the baseline"
         return "is faster" if self._objective.kind == "batch" else "is simpler"
 
-    def _worse(self, one: RankedCandidate, winner: RankedCandidate) -> str:
+    def _worse_text(self, one: RankedCandidate, winner: RankedCandidate) -> str:
         """How much worse one is than the winner, as a verb and its object."""
         ratio = one.value / winner.value
         if self._objective.kind == "memory":
@@ -189,14 +189,14 @@ class Reasons:
     def _chosen_unmeasured(self, one: Candidate, preferred: str) -> str:
         predicted = ""
         if one.estimate is not None:
-            predicted = f"; predicted {_predicted(one.estimate)}"
+            predicted = f"; predicted {_predicted_text(one.estimate)}"
         what = "it is predicted to be the best that fits"
         if one.is_baseline or preferred:
             what = "it is the baseline" if one.is_baseline else f"it is preferred by prediction: {preferred}"
         ended = f" ({self._stop_reason})" if self._stop_reason else ""
         return f"the search was ended before anything was measured{ended}, and {what}{predicted}"
 
-    def _failed(self, entry: Entry, candidate: Candidate) -> str:
+    def _failure_reason(self, entry: Entry, candidate: Candidate) -> str:
         outcome = entry.merged
         if outcome.succeeded:
             peak = outcome.max_needed_bytes
@@ -216,20 +216,20 @@ class Reasons:
             odd = f", which {UNEXPLAINED} (predicted {needed} of {bytes_text(self._limit)})"
         return f"{outcome.status}{again}{where}{odd}{why}{log}"
 
-    def _untried(self, index: int, candidate: Candidate) -> str:
+    def _reason_for_skip(self, index: int, candidate: Candidate) -> str:
         note = f"not tried: {self._stop_reason}" if self._stop_reason else "not tried yet"
         if candidate.estimate is None:
             return note
         if self._objective.kind == "batch" and candidate.largest_batch:
             return f"predicted to hold {candidate.largest_batch} samples; {note}"
         if self._winner is None or not self._objective.counts_time:
-            return f"predicted {_predicted(candidate.estimate)}; {note}"
+            return f"predicted {_predicted_text(candidate.estimate)}; {note}"
         posterior = self._knowledge.posterior
         seconds = math.exp(posterior.mean[index])
         against = f"{seconds_text(seconds)} ± {posterior.deviation[index]:.0%} against {seconds_text(self._winner.value)}"
         return f"predicted {time_against(seconds / self._winner.value)} ({against}); {note}"
 
-    def _shown(self, one: RankedCandidate) -> str:
+    def _value_text(self, one: RankedCandidate) -> str:
         if self._objective.counts_time:
             noise = one.outcome.noise_seconds
             spread = f" ± {seconds_text(noise)}" if math.isfinite(noise) else ""
@@ -240,7 +240,7 @@ class Reasons:
         return f"a batch of {1 / one.value:.0f} samples, predicted from {trial}"
 
 
-def _predicted(estimate: Estimate) -> str:
+def _predicted_text(estimate: Estimate) -> str:
     return interval_text(estimate.step_seconds, estimate.step_seconds_interval, seconds_text)
 
 

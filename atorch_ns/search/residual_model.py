@@ -95,11 +95,7 @@ class Posterior:
 
 
 def fit_posterior(
-    features: Features,
-    predicted: np.ndarray,
-    tried: np.ndarray,
-    measured: np.ndarray,
-    noise: np.ndarray,
+    features: Features, predicted: np.ndarray, tried: np.ndarray, measured: np.ndarray, noise: np.ndarray
 ) -> Posterior:
     """The posterior after some trials.
 
@@ -113,37 +109,39 @@ def fit_posterior(
     priced = np.isfinite(predicted)
     centre = float(np.median(predicted[priced])) if priced.any() else 0.0
     prior = np.where(priced, predicted, centre)
-    fixed, scaled = _kernels(features, priced)
+    fixed, scaled = _covariance_kernels(features, priced)
     if len(tried) == 0:
         return Posterior(prior, fixed + scaled)
     residual = measured - prior[tried]
     errors = np.diag(noise**2 + DRIFT**2)
-    scale = _likeliest(fixed, scaled, tried, residual, errors)
+    scale = _likeliest_scale(fixed, scaled, tried, residual, errors)
     kernel = fixed + scale**2 * scaled
     if scale < 1:  # that others were predicted well says nothing of a method that was never tried
         centred = features.indicators - features.indicators.mean(axis=0)
         unknown = centred[:, ~features.indicators[tried].any(axis=0)]
-        kernel += (1 - scale**2) * _mark(priced) ** 2 * unknown @ unknown.T
+        kernel += (1 - scale**2) * _indicator_deviation(priced) ** 2 * unknown @ unknown.T
     gain = np.linalg.solve(kernel[np.ix_(tried, tried)] + errors, kernel[tried]).T
     return Posterior(prior + gain @ residual, kernel - gain @ kernel[tried])
 
 
-def _kernels(features: Features, priced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _covariance_kernels(features: Features, priced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The covariance of the common factor, and that of all others."""
     number = len(priced)
     common = np.full((number, number), COMMON**2 if priced.all() else (3 * COMMON) ** 2)
     indicators, shares = features.indicators - features.indicators.mean(axis=0), features.shares
     others = (
-        _mark(priced) ** 2 * indicators @ indicators.T + PART**2 * shares @ shares.T + OWN**2 * np.eye(number)
+        _indicator_deviation(priced) ** 2 * indicators @ indicators.T
+        + PART**2 * shares @ shares.T
+        + OWN**2 * np.eye(number)
     )
     return common, others
 
 
-def _mark(priced: np.ndarray) -> float:
+def _indicator_deviation(priced: np.ndarray) -> float:
     return MARK if priced.all() else MARK_UNPRICED
 
 
-def _likeliest(
+def _likeliest_scale(
     fixed: np.ndarray, scaled: np.ndarray, tried: np.ndarray, residual: np.ndarray, errors: np.ndarray
 ) -> float:
     """The scale under which the residuals are likeliest, its own prior counted."""

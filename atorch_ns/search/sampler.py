@@ -105,7 +105,7 @@ class OptunaSampler:
         names = sorted(set().union(*settings))
         domain = optuna.distributions.CategoricalDistribution((ABSENT, "on"))
         space = {name: domain for name in names if 0 < sum(name in one for one in settings) < len(settings)}
-        study = self._study(len(knowledge.ranked))
+        study = self._create_study(len(knowledge.ranked))
         index_of = {one.key: index for index, one in enumerate(knowledge.candidates)}
         for ranked in sorted(knowledge.ranked, key=lambda one: index_of[one.candidate.key]):
             params = {name: settings[index_of[ranked.candidate.key]].get(name, ABSENT) for name in space}
@@ -117,10 +117,10 @@ class OptunaSampler:
 
         return min(open_, key=lambda index: (distance(index), index))
 
-    def _study(self, num_trials: int) -> Any:
+    def _create_study(self, num_trials: int) -> Any:
         samplers = self._optuna.samplers
         make = samplers.TPESampler if self._kind == "tpe" else samplers.GPSampler
-        with _quiet(self._optuna):
+        with _silence_optuna(self._optuna):
             sampler = make(seed=self._seed + 1000 * num_trials, n_startup_trials=4)
             return self._optuna.create_study(sampler=sampler)
 
@@ -136,7 +136,7 @@ def _load_optuna(kind: str) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet(optuna: Any) -> Iterator[None]:
+def _silence_optuna(optuna: Any) -> Iterator[None]:
     """Holds back Optuna's log lines and its warnings about experimental parts, and restores its level."""
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)

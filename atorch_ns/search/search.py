@@ -109,14 +109,14 @@ class Search:
         self._over = False
         self._confirming: list[str] = []
         self._seconds: float | None = None
-        self._knowledge = self._know()
+        self._knowledge = self._build_knowledge()
 
     # ---- what the engine calls
 
     def ask(self) -> TrialTask | None:
         """The next trial; the same one until its outcome has come; ``None`` when the search is over."""
         if self._task is None and not self._over:
-            self._task = self._next()
+            self._task = self._next_task()
             if self._task is None:
                 self._over = True
                 self._seconds = self._budget.elapsed
@@ -138,14 +138,14 @@ class Search:
             self._ledger.add(task.key, outcome)
             if self._recorder is not None and outcome.status != "cancelled":
                 self._recorder.record(self.setting, self._by_key[task.key], task, outcome)
-        self._knowledge = self._know()
+        self._knowledge = self._build_knowledge()
 
     def resume(self, key: str, outcome: TrialOutcome) -> bool:
         """Adds a trial of an earlier search; returns whether this search has such a candidate."""
         if key not in self._by_key:
             return False
         self._ledger.add(key, outcome, resumed=True)
-        self._knowledge = self._know()
+        self._knowledge = self._build_knowledge()
         return True
 
     def cancel(self, reason: str) -> None:
@@ -179,24 +179,24 @@ class Search:
 
     # ---- what is next
 
-    def _next(self) -> TrialTask | None:
-        key = None if self._stop_reason else self._explore()
-        key = key or self._confirm()
+    def _next_task(self) -> TrialTask | None:
+        key = None if self._stop_reason else self._next_to_explore()
+        key = key or self._next_to_confirm()
         if key is not None:
-            return self._trial(key)
+            return self._trial_task(key)
         winner = self._knowledge.winner
         if winner is None:
             if not self._ledger.rejected or not self._knowledge.open:
                 return None
             self._stop_reason = ""  # the check of numerics has ruled out all that was measured
-            key = self._explore()
-            return None if key is None else self._trial(key)
+            key = self._next_to_explore()
+            return None if key is None else self._trial_task(key)
         if self.settings.probe and winner.candidate.key not in self._ledger.probes:
             deadline_s = self._budget.probe_deadline(winner.candidate)
             return self._task_of(winner.candidate, StopRule(), deadline_s, "probe")
-        return self._single(winner)
+        return self._single_process_task(winner)
 
-    def _explore(self) -> str | None:
+    def _next_to_explore(self) -> str | None:
         """The next candidate; ``None``, with the reason noted, when enough has been tried."""
         again = next((key for key, entry in self._ledger if not entry.judged), None)
         if self._budget.left <= 0:
@@ -218,7 +218,7 @@ class Search:
         if not self._ledger.num_run:
             affordable = open_
         if affordable:
-            return self.candidates[self._pick(affordable, usual)].key
+            return self.candidates[self._pick_candidate(affordable, usual)].key
         self._stop_reason = self._time_was_short() if open_ else self._all_tried()
         return None
 
@@ -243,7 +243,7 @@ class Search:
             return f"every candidate{' that may fit in memory' if short else ''} was tried"
         return "no candidate fits in memory" if short else "there is no candidate that could be tried"
 
-    def _pick(self, open_: list[int], usual_cost: float) -> int:
+    def _pick_candidate(self, open_: list[int], usual_cost: float) -> int:
         """The known strategy, the plain one, then the sampler's choice; if memory is short, the smallest."""
         if self._known is not None and not len(self._ledger):
             for index in open_:
@@ -283,16 +283,16 @@ class Search:
         """
         unordered = any(self.candidates[index].estimate is None for index in self._knowledge.open)
         guessing = unordered or self.settings.sampler == "random"
-        rivals = [] if guessing else self._rivals()
+        rivals = [] if guessing else self._close_rivals()
         if not rivals or self._ledger.num_run < FIRST_LOOK or self._trials_left != len(rivals):
             return ""
         run = counted(self._ledger.num_run, "trial")
         names = " and ".join(self._by_key[key].label for key in rivals)
         return f"{run} were run, and those that are left repeat {names}"
 
-    def _confirm(self) -> str | None:
+    def _next_to_confirm(self) -> str | None:
         """Winner and closest rival in turn, where they are close: machines drift between trials."""
-        self._confirming = self._confirming or self._rivals() or self._plain_rival()
+        self._confirming = self._confirming or self._close_rivals() or self._plain_rival()
         while self._confirming:
             key = self._confirming.pop(0)
             usual = self._budget.usual_cost(self._by_key, self._ledger)
@@ -300,7 +300,7 @@ class Search:
                 return key
         return None
 
-    def _rivals(self) -> list[str]:
+    def _close_rivals(self) -> list[str]:
         """The two candidates worth a repetition: the plain strategy or the next best, and the best; or none.
 
         Once the best was repeated it is again only where noise alone keeps a clearly slower one as its equal.
@@ -326,7 +326,7 @@ class Search:
         rival = next((one for one in near if one.candidate.is_baseline), near[0])
         return [rival.candidate.key, best.candidate.key]
 
-    def _plain(self) -> list[Candidate]:
+    def _plain_candidates(self) -> list[Candidate]:
         """The plain strategies in the winner's precision, the first by prediction first; none where time does not count."""
         winner = self._knowledge.winner
         if winner is None or not self._objective.counts_time:
@@ -336,22 +336,22 @@ class Search:
 
     def _plain_rival(self) -> list[str]:
         """A plain strategy in the winner's precision, if none was tried: what the winner gains would be unknown."""
-        plain = self._plain()
+        plain = self._plain_candidates()
         open_ = [one.key for one in plain if self.candidates.index(one) in self._knowledge.open]
         return [] if any(self._ledger.judged(one.key) for one in plain) else open_[:1]
 
     # ---- tasks
 
-    def _single(self, winner: RankedCandidate) -> TrialTask | None:
+    def _single_process_task(self, winner: RankedCandidate) -> TrialTask | None:
         """The trial of what is left of a plain strategy in one process: several may be no faster."""
-        one, plain = winner.candidate, [one for one in self._plain() if one.fits_alone]
+        one, plain = winner.candidate, [one for one in self._plain_candidates() if one.fits_alone]
         if one.key in self._ledger.singles or not plain:
             return None
         deadline_s = self._budget.single_deadline(self._budget.usual_cost(self._by_key, self._ledger))
         rule = self._budget.rule(winner, winner.value, times=True)
         return replace(self._task_of(one, rule, deadline_s, "single"), steps=plain[0].steps)
 
-    def _trial(self, key: str) -> TrialTask:
+    def _trial_task(self, key: str) -> TrialTask:
         one = self._by_key[key]
         ranked = self._knowledge.ranked
         predicted = math.exp(self._knowledge.seconds.mean[self.candidates.index(one)])
@@ -373,11 +373,7 @@ class Search:
             kind=kind,
         )
 
-    def _know(self) -> Knowledge:
+    def _build_knowledge(self) -> Knowledge:
         return Knowledge(
-            self.candidates,
-            self._features,
-            self._ledger,
-            self._objective,
-            self.setting.memory_limit_bytes,
+            self.candidates, self._features, self._ledger, self._objective, self.setting.memory_limit_bytes
         )

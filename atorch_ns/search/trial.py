@@ -176,7 +176,7 @@ NOT_ITS_FAULT = ("died", "cancelled")
 """Ends that are held against a candidate only when they come twice."""
 
 
-def _largest(trials: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _max_per_rank(trials: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Rank by rank the most of several trials; of those that measured as many ranks as the last."""
     return tuple(
         max(ranks) for ranks in zip(*(one for one in trials if len(one) == len(trials[-1])), strict=True)
@@ -212,9 +212,9 @@ class Entry:
             last,
             status="ok" if any(one.status == "ok" for one in self.outcomes) else last.status,
             step_seconds=tuple(step for one in self.outcomes for step in one.step_seconds),
-            peak_bytes=_largest([one.peak_bytes for one in self.outcomes]),
-            process_bytes=_largest([one.process_bytes for one in self.outcomes]),
-            further_bytes=_largest([one.further_bytes for one in self.outcomes]),
+            peak_bytes=_max_per_rank([one.peak_bytes for one in self.outcomes]),
+            process_bytes=_max_per_rank([one.process_bytes for one in self.outcomes]),
+            further_bytes=_max_per_rank([one.further_bytes for one in self.outcomes]),
             setup_seconds=max(one.setup_seconds for one in self.outcomes),
             total_seconds=sum(one.total_seconds for one in self.outcomes),
         )

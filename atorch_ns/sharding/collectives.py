@@ -140,12 +140,12 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 def copy_to(x: torch.Tensor, group: Group) -> torch.Tensor:
     """``x``; its gradient is summed over the group."""
-    return _paired(x, group, _same, total)
+    return _apply_with_gradient(x, group, _identity_view, total)
 
 
 def reduce_from(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of ``x`` over the group."""
-    return _paired(x, group, total, _same)
+    return _apply_with_gradient(x, group, total, _identity_view)
 
 
 def gather_from(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
@@ -153,27 +153,27 @@ def gather_from(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
     For results that are used in the same way on all ranks: their gradients are equal, so nothing is summed.
     """
-    return _paired(x, group, _gathered, _piece, dim % x.dim())
+    return _apply_with_gradient(x, group, _gather_pieces, _take_piece, dim % x.dim())
 
 
 def scatter_to(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's piece of ``x`` along ``dim``, which the group's size must divide."""
-    return _paired(x, group, _piece, _gathered, dim % x.dim())
+    return _apply_with_gradient(x, group, _take_piece, _gather_pieces, dim % x.dim())
 
 
 def summand_of(x: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's summand of ``x``, which is equal on all ranks: all of it on the first, zeros on the others."""
-    return _paired(x, group, _summand, _same)
+    return _apply_with_gradient(x, group, _keep_on_first_rank, _identity_view)
 
 
 def all_gather(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """The pieces of all ranks along ``dim``; gradients of all ranks are summed."""
-    return _paired(x, group, _gathered, _sum_piece, dim % x.dim())
+    return _apply_with_gradient(x, group, _gather_pieces, _sum_piece, dim % x.dim())
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     """This rank's piece along ``dim`` of the sum of ``x`` over the group."""
-    return _paired(x, group, _sum_piece, _gathered, dim % x.dim())
+    return _apply_with_gradient(x, group, _sum_piece, _gather_pieces, dim % x.dim())
 
 
 def traced_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -194,7 +194,9 @@ def all_to_all(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> 
 
     The group's size must divide ``x.size(split_dim)``.
     """
-    return _paired(x, group, _transposed, _transposed_back, split_dim % x.dim(), join_dim % x.dim())
+    return _apply_with_gradient(
+        x, group, _transpose_pieces, _transposed_back, split_dim % x.dim(), join_dim % x.dim()
+    )
 
 
 def exchange(
@@ -205,13 +207,13 @@ def exchange(
     Returns:
         ``[sum(receive_counts), …]``: the rows from rank 0, then those from rank 1, ….
     """
-    return _paired(x, group, _exchanged, _sent_back, list(send_counts), list(receive_counts))
+    return _apply_with_gradient(x, group, _exchange_rows, _sent_back, list(send_counts), list(receive_counts))
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """``x``; its gradient is multiplied by ``factor``."""
     needed = x.requires_grad and torch.is_grad_enabled()
-    return _applied(x, _same, lambda gradient: gradient * factor) if needed else x
+    return _apply_autograd_pair(x, _identity_view, lambda gradient: gradient * factor) if needed else x
 
 
 def total(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -274,7 +276,7 @@ class _TracedExchange(torch.autograd.Function):
         return back(gradient, ctx.dim, ctx.group), None, None, None
 
 
-def _paired(
+def _apply_with_gradient(
     x: torch.Tensor,
     group: Group,
     forward: Callable[..., torch.Tensor],
@@ -284,25 +286,25 @@ def _paired(
     """``forward(x, *where, group)``, whose gradient is ``backward(gradient, *where, group)``."""
     if group.size() == 1:
         return x
-    return _applied(
+    return _apply_autograd_pair(
         x, lambda x: forward(x, *where, group), lambda gradient: backward(gradient, *where, group)
     )
 
 
-def _applied(x: torch.Tensor, forward: Step, backward: Step) -> torch.Tensor:
+def _apply_autograd_pair(x: torch.Tensor, forward: Step, backward: Step) -> torch.Tensor:
     result: torch.Tensor = _Paired.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return result
 
 
-def _same(x: torch.Tensor, _: Group | None = None) -> torch.Tensor:
+def _identity_view(x: torch.Tensor, _: Group | None = None) -> torch.Tensor:
     return x.view_as(x)
 
 
-def _summand(x: torch.Tensor, group: Group) -> torch.Tensor:
+def _keep_on_first_rank(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x.view_as(x) if group.rank() == 0 else torch.zeros_like(x)
 
 
-def _gathered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+def _gather_pieces(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     if isinstance(group, SimulatedGroup):
         return torch.cat(group.swap(x), dim)
     pieces = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
@@ -310,7 +312,7 @@ def _gathered(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     return torch.cat(pieces, dim)
 
 
-def _piece(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+def _take_piece(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     size, rest = divmod(x.size(dim), group.size())
     if rest:
         raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide into {group.size()} pieces")
@@ -327,7 +329,7 @@ def _sum_piece(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     return out
 
 
-def _transposed(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> torch.Tensor:
+def _transpose_pieces(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> torch.Tensor:
     sent = torch.stack([piece.contiguous() for piece in x.chunk(group.size(), split_dim)])
     if isinstance(group, SimulatedGroup):
         return torch.cat([theirs[group.rank()] for theirs in group.swap(sent)], join_dim)
@@ -337,10 +339,10 @@ def _transposed(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) ->
 
 
 def _transposed_back(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> torch.Tensor:
-    return _transposed(x, join_dim, split_dim, group)
+    return _transpose_pieces(x, join_dim, split_dim, group)
 
 
-def _exchanged(x: torch.Tensor, send: list[int], receive: list[int], group: Group) -> torch.Tensor:
+def _exchange_rows(x: torch.Tensor, send: list[int], receive: list[int], group: Group) -> torch.Tensor:
     if isinstance(group, SimulatedGroup):
         return torch.cat([theirs[group.rank()] for theirs in group.swap(x.split(send))])
     out = x.new_empty((sum(receive), *x.shape[1:]))
@@ -349,4 +351,4 @@ def _exchanged(x: torch.Tensor, send: list[int], receive: list[int], group: Grou
 
 
 def _sent_back(x: torch.Tensor, send: list[int], receive: list[int], group: Group) -> torch.Tensor:
-    return _exchanged(x, receive, send, group)
+    return _exchange_rows(x, receive, send, group)

@@ -49,11 +49,11 @@ def divide_class(module: nn.Module, style: type) -> None:
     """Makes a module compute in ``style``: its class becomes a subclass of both, shared by all layers, so that their
     classes are equal."""
     whole: Any = type(module)
-    module.__class__ = _subclass(style, whole)
+    module.__class__ = _divided_subclass(style, whole)
 
 
 @cache
-def _subclass(style: Any, whole: Any) -> Any:
+def _divided_subclass(style: Any, whole: Any) -> Any:
     body = {
         "whole_forward": whole.forward,
         "whole_class": whole,
@@ -202,12 +202,12 @@ class Region:
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """The input of a column-parallel layer, communicated once for each tensor."""
         if self.traced:
-            return self._enter(x) if self.gathers else x
+            return self._enter_input(x) if self.gathers else x
         if not torch.is_grad_enabled():
-            return self._enter(x)
+            return self._enter_input(x)
         if self._entered is not None and self.has_entered(x):
             return self._entered[2]
-        entered = self._enter(x)
+        entered = self._enter_input(x)
         self._entered = (x, x._version, entered)
         return entered
 
@@ -219,7 +219,7 @@ class Region:
         """Marks ``x`` as communicated: :meth:`enter` returns ``whole``, or ``x`` as it is."""
         self._entered = (x, x._version, x if whole is None else whole)
 
-    def _enter(self, x: torch.Tensor) -> torch.Tensor:
+    def _enter_input(self, x: torch.Tensor) -> torch.Tensor:
         if self.gathers and self.sequence_dim is not None:
             return self._group.enter_whole(x, self.sequence_dim)
         return self._group.enter(x)
@@ -250,10 +250,10 @@ class Region:
 
     def watch(self, module: nn.Module) -> None:
         """Ends the region with ``module``, which holds it, however its forward pass ends."""
-        module.register_forward_hook(self._end, always_call=True)
+        module.register_forward_hook(self._end_region, always_call=True)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _end_region(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._entered = None
         self._rows_left = 0
         self._restore_shared()

@@ -46,7 +46,7 @@ def diff(before: Strategy, after: Strategy) -> StrategyDiff:
     old = {step.name: step for step in before}
     new = {step.name: step for step in after}
     common = [name for name in before.names if name in new]
-    changed = [item for name in common for item in _changes(old[name], new[name])]
+    changed = [item for name in common for item in _step_differences(old[name], new[name])]
     return StrategyDiff(
         added=tuple(step for step in after if step.name not in old),
         removed=tuple(step for step in before if step.name not in new),
@@ -55,7 +55,7 @@ def diff(before: Strategy, after: Strategy) -> StrategyDiff:
     )
 
 
-def _changes(old: Step, new: Step) -> list[Difference]:
+def _step_differences(old: Step, new: Step) -> list[Difference]:
     before, after = old.config, new.config
     if before == after:
         return []

@@ -110,10 +110,10 @@ def read_strategy_bytes(content: bytes, *, name: str) -> dict[str, Any]:
             "atorch_ns.strategy.convert_pickle(path), which reads a list of known names only",
             source=name,
         )
-    document = _parse(content, name)
+    document = _parse_content(content, name)
     if isinstance(document, list):
-        document = {"schema": 1, "steps": _entries(document)}
-    return _check(document, name)
+        document = {"schema": 1, "steps": _expand_entries(document)}
+    return _check_document(document, name)
 
 
 def strategy_bytes(document: dict[str, JSON], suffix: str) -> bytes:
@@ -138,7 +138,7 @@ def write_atomically(path: str | PathLike[str], document: dict[str, JSON]) -> No
         raise StrategyFileError(f"cannot write the strategy to {place}: {error}", source=str(path)) from error
 
 
-def _parse(content: bytes, name: str) -> Any:
+def _parse_content(content: bytes, name: str) -> Any:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -157,7 +157,7 @@ def _parse(content: bytes, name: str) -> Any:
         ) from error
 
 
-def _entries(items: list[Any]) -> list[Any]:
+def _expand_entries(items: list[Any]) -> list[Any]:
     """A bare list of names and pairs, as in code, becomes the file's own form."""
     entries = []
     for item in items:
@@ -170,7 +170,7 @@ def _entries(items: list[Any]) -> list[Any]:
     return entries
 
 
-def _check(document: Any, name: str) -> dict[str, Any]:
+def _check_document(document: Any, name: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise StrategyFileError(
             f"holds {with_article(document)}; a strategy is a list of methods or a mapping with 'schema' "

@@ -247,10 +247,10 @@ class AxisUse(NamedTuple):
     @cache  # noqa: B019 there are few uses
     def over(self, own: AxisUse) -> AxisUse:
         """This use, where ``own`` does not say otherwise already."""
-        return AxisUse(*(_filled(mine, other) for mine, other in zip(own, self, strict=True)))
+        return AxisUse(*(_merge_fields(mine, other) for mine, other in zip(own, self, strict=True)))
 
 
-def _filled(mine: Any, other: Any) -> Any:
+def _merge_fields(mine: Any, other: Any) -> Any:
     said = {one.name: value for one in fields(mine) if (value := getattr(mine, one.name)) != one.default}
     return replace(other, **said)
 

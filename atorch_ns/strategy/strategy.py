@@ -52,10 +52,10 @@ class Step:
         return f"Step({self.name!r})" if self.config is None else f"Step({self.name!r}, {self.config!r})"
 
     def __str__(self) -> str:
-        return self.name if self.config is None else f"{self.name}({_shown(self.config)})"
+        return self.name if self.config is None else f"{self.name}({_config_text(self.config)})"
 
 
-def _shown(config: JSON) -> str:
+def _config_text(config: JSON) -> str:
     if isinstance(config, dict):
         return ", ".join(f"{key}={_shown_value(item)}" for key, item in config.items())
     return _shown_value(config)
@@ -102,14 +102,14 @@ def _step_from(entry: Any) -> Step:
     if isinstance(entry, Step):
         return entry
     if isinstance(entry, str):
-        return _make(entry, None)
+        return _make_step(entry, None)
     if isinstance(entry, Mapping):
         unknown = set(entry) - {"name", "config"}
         if "name" not in entry or unknown:
             raise _EntryError(
                 f"has the keys {sorted(map(str, entry))}; it needs 'name' and may have 'config'"
             )
-        return _make(entry["name"], entry.get("config"))
+        return _make_step(entry["name"], entry.get("config"))
     if isinstance(entry, Sequence):
         return _step_from_sequence(entry)
     raise _EntryError(f"is {clipped(repr(entry), 60)}, {with_article(entry)}; write {ACCEPTED}")
@@ -119,11 +119,11 @@ def _step_from_sequence(entry: Sequence[Any]) -> Step:
     # ATorch writes its strategies as (name, config, tunable); whether a step may be tuned is asked of the
     # search, not of the strategy, so the third item is read and not kept.
     if len(entry) in (1, 2) or (len(entry) == 3 and isinstance(entry[2], bool)):
-        return _make(entry[0], entry[1] if len(entry) > 1 else None)
+        return _make_step(entry[0], entry[1] if len(entry) > 1 else None)
     raise _EntryError(f"is {clipped(repr(entry), 60)}, which has {len(entry)} items; write {ACCEPTED}")
 
 
-def _make(name: Any, config: Any) -> Step:
+def _make_step(name: Any, config: Any) -> Step:
     if not isinstance(name, str) or not name:
         raise _EntryError(
             f"has {clipped(repr(name), 60)} where a method's name should stand; write {ACCEPTED}"
@@ -247,7 +247,7 @@ class Strategy:
         Args:
             suffix: ``.json``, or ``.yaml``/``.yml`` for YAML.
         """
-        return strategy_bytes(self._document(), suffix)
+        return strategy_bytes(self._make_document(), suffix)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the strategy to ``path``, JSON or YAML by its suffix, all of it or nothing.
@@ -255,9 +255,9 @@ class Strategy:
         Raises:
             StrategyFileError: if the place cannot be written.
         """
-        write_atomically(path, self._document())
+        write_atomically(path, self._make_document())
 
-    def _document(self) -> dict[str, JSON]:
+    def _make_document(self) -> dict[str, JSON]:
         return {
             "schema": 1,
             "requires": self.requires.as_json(),

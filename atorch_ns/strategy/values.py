@@ -36,7 +36,7 @@ def canonical(value: Any) -> JSON:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return _finite(value)
+        return _check_finite(value)
     if isinstance(value, Mapping):
         return _canonical_mapping(value)
     if isinstance(value, (list, tuple)):
@@ -65,7 +65,7 @@ def qualified_name(thing: type | Any) -> str:
     return f"{thing.__module__}.{name}"
 
 
-def _finite(value: float) -> float:
+def _check_finite(value: float) -> float:
     if not math.isfinite(value):
         raise UnwritableValueError(f"{value} is not a finite number")
     return value

@@ -153,7 +153,7 @@ class MethodConformance:
 
     def test_a_config_cannot_be_changed(self, config: Any) -> None:
         """Configs are shared and compared: frozen, and equal ones have equal hashes."""
-        first, second = self._validated(config), self._validated(config)
+        first, second = self._validate_config(config), self._validate_config(config)
         assert first == second, f"{first} and {second} are made of the same"
         assert hash(first) == hash(second), "equal configs have different hashes"
         open_fields = [name for name in type(first).model_fields if _can_be_assigned(first, name)]
@@ -161,7 +161,7 @@ class MethodConformance:
 
     def test_a_config_survives_its_file(self, config: Any) -> None:
         """Through JSON and YAML, as the user wrote it and as it is written once it is resolved."""
-        wanted = self._validated(config)
+        wanted = self._validate_config(config)
         for written in (config, wanted.as_json()):
             strategy = Strategy([(self.method.name, written)])
             for suffix in (".json", ".yaml"):
@@ -183,7 +183,7 @@ class MethodConformance:
         profile = Profile.of(get_case(self.cases[0]).build())
         try:
             strategy = Strategy([*self.partners, (self.method.name, config)])
-            resolve(strategy, self._cluster(), self._registry(), profile=profile)
+            resolve(strategy, self._make_cluster(), self._method_registry(), profile=profile)
         except StrategyError as error:
             blamed = {(problem.method, problem.key) for problem in error.problems}
             assert (self.method.name, key) in blamed, f"{config!r}: the refusal blames {blamed}"
@@ -194,7 +194,7 @@ class MethodConformance:
 
     def test_the_plan_is_pure(self, config: Any) -> None:
         """Planning twice changes nothing more, and equal questions have equal answers."""
-        chosen = self._fitted(config)
+        chosen = self._fit_method(config)
         for plan in (Plan(), Plan(axes=(("data", self.num_ranks),), gradient_sync="all_reduce")):
             before = dataclasses.replace(plan)
             with nothing_changes():
@@ -206,8 +206,8 @@ class MethodConformance:
 
     def test_checks_are_pure(self, config: Any) -> None:
         """Asking what is wrong, what is needed and why it is here changes nothing."""
-        chosen = self._fitted(config)
-        method, settings, cluster = chosen.method, chosen.config, self._cluster()
+        chosen = self._fit_method(config)
+        method, settings, cluster = chosen.method, chosen.config, self._make_cluster()
         profile = Profile.of(get_case(self.cases[0]).build())
         before = copy.deepcopy((settings, cluster, profile))
 
@@ -232,7 +232,7 @@ class MethodConformance:
 
     def test_it_offers_a_search_only_what_it_accepts(self) -> None:
         """Every config among ``options`` passes ``check`` and can be written."""
-        method, cluster = self.method(), self._cluster()
+        method, cluster = self.method(), self._make_cluster()
         profile = Profile.of(get_case(self.cases[0]).build())
         for option in method.options(profile, cluster):
             assert isinstance(option, self.method.Config), f"{option!r} is no {self.method.Config.__name__}"
@@ -242,8 +242,8 @@ class MethodConformance:
 
     def test_it_explains_itself(self, config: Any) -> None:
         """A clause for the report, without a full stop of its own."""
-        chosen = self._fitted(config)
-        text = chosen.method.explain(chosen.config, self._cluster())
+        chosen = self._fit_method(config)
+        text = chosen.method.explain(chosen.config, self._make_cluster())
         assert text.strip(), "explain gives nothing"
         assert "\n" not in text, "explain gives several lines"
 
@@ -251,7 +251,7 @@ class MethodConformance:
 
     def test_one_process_trains_the_same_model(self, config: Any, case_name: str) -> None:
         """Three times in one process: alike to the bit, and like plain torch."""
-        runs = self._three_runs(case_name, self._strategy(config))
+        runs = self._three_runs(case_name, self._make_strategy(config))
         assert_ranks_agree(runs)
         self._assert_like_plain_torch(case_name, runs[0])
 
@@ -259,7 +259,7 @@ class MethodConformance:
         """Two runs on several ranks match plain torch in one process, and the ranks agree."""
         get_case(case_name).build()  # what it imports, every rank would import anew
         ranks = run_ranks(
-            self._three_runs, self.num_ranks, args=(case_name, self._strategy(config)), timeout_s=120
+            self._three_runs, self.num_ranks, args=(case_name, self._make_strategy(config)), timeout_s=120
         )
         for runs in zip(*ranks, strict=True):
             assert_ranks_agree(list(runs))
@@ -271,7 +271,7 @@ class MethodConformance:
         outcomes = catch_ranks(
             self._fail_on_one_rank,
             self.num_ranks,
-            args=(self._strategy(self.configs[0]), call),
+            args=(self._make_strategy(self.configs[0]), call),
             timeout_s=60,
         )
         for outcome in outcomes:
@@ -281,7 +281,7 @@ class MethodConformance:
         """The strategy, the arguments, the random states and the settings of torch are as before."""
         case = get_case(self.cases[0])
         given: dict[str, Any] = {
-            "load_strategy": self._strategy(config),
+            "load_strategy": self._make_strategy(config),
             "optim_args": {"lr": 1e-3, "betas": [0.9, 0.99]},
             "dataloader_args": {"batch_size": self.global_batch, "drop_last": True},
         }
@@ -304,24 +304,24 @@ class MethodConformance:
 
     # ---- helpers
 
-    def _registry(self) -> Registry:
+    def _method_registry(self) -> Registry:
         return load_registry()
 
-    def _cluster(self) -> Cluster:
+    def _make_cluster(self) -> Cluster:
         detected = Cluster.detect()
         return dataclasses.replace(
             detected, world_size=self.num_ranks, local_world_size=self.num_ranks, distributed=True
         )
 
-    def _validated(self, config: Any) -> MethodConfig:
+    def _validate_config(self, config: Any) -> MethodConfig:
         written = Strategy([(self.method.name, config)])[self.method.name]
         return self.method.Config.model_validate(written)
 
-    def _fitted(self, config: Any) -> Chosen:
+    def _fit_method(self, config: Any) -> Chosen:
         method = self.method()
-        return Chosen(method, fit_config(method, self._validated(config), self._cluster()))
+        return Chosen(method, fit_config(method, self._validate_config(config), self._make_cluster()))
 
-    def _strategy(self, config: Any) -> list[Any]:
+    def _make_strategy(self, config: Any) -> list[Any]:
         return [*self.partners, (self.method.name, config)]
 
     def _three_runs(self, case_name: str, strategy: list[Any]) -> list[Trajectory]:
@@ -332,7 +332,7 @@ class MethodConformance:
 
     def _fail_on_one_rank(self, strategy: list[Any], call: int | None) -> None:
         if dist.get_rank() == self.failing_rank % self.num_ranks:
-            self.method.apply = _failing(self.method.apply, call)  # type: ignore[method-assign]  # of this process
+            self.method.apply = _make_failing_apply(self.method.apply, call)  # type: ignore[method-assign]  # of this process
         accelerate_case(get_case(self.cases[0]), strategy, global_batch=self.global_batch)
 
     def _assert_like_plain_torch(self, case_name: str, run: Trajectory) -> None:
@@ -340,7 +340,7 @@ class MethodConformance:
         assert_parity(compare(plain, run), param_tol=self.param_tol, loss_tol=self.loss_tol)
 
 
-def _failing(apply: Callable[..., None], call: int | None) -> Callable[..., None]:
+def _make_failing_apply(apply: Callable[..., None], call: int | None) -> Callable[..., None]:
     """Fails at that call of a function of torch, counted from 1, or else at its end."""
 
     class Fails(TorchFunctionMode):

@@ -51,10 +51,7 @@ _SIZES: Final[Mapping[str, Any]] = {
     "initializer_range": _INITIALIZER_RANGE,
 }
 _TOKENS: Final[Mapping[str, Any]] = {"vocab_size": _VOCAB_SIZE, "max_position_embeddings": 64}
-_DECODER: Final[Mapping[str, Any]] = {
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
+_DECODER: Final[Mapping[str, Any]] = {"num_key_value_heads": 2, "tie_word_embeddings": False}
 _NO_DROPOUT: Final[Mapping[str, Any]] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -92,13 +89,7 @@ def make_vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     channels, *size = IMAGE_SHAPE
-    config = ViTConfig(
-        **_SIZES,
-        **_NO_DROPOUT,
-        image_size=size,
-        patch_size=_PATCH,
-        num_channels=channels,
-    )
+    config = ViTConfig(**_SIZES, **_NO_DROPOUT, image_size=size, patch_size=_PATCH, num_channels=channels)
     config.num_labels = _NUM_OUTPUTS
     return _with_biases(ViTForImageClassification(config))
 
@@ -177,25 +168,25 @@ class SyntheticDataset(Dataset[Any]):
         return take(self._rows, slice(step * batch_size, (step + 1) * batch_size))
 
 
-def _features(batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
+def _make_features(batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(batch_size, _NUM_FEATURES, generator=generator)
     return features, torch.randn(batch_size, _NUM_OUTPUTS, generator=generator)
 
 
-def _tokens(batch_size: int, seed: int) -> Tensor:
+def _make_tokens(batch_size: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(_VOCAB_SIZE, (batch_size, _NUM_TOKENS), generator=generator)
 
 
 def _token_dict(batch_size: int, seed: int) -> dict[str, Tensor]:
-    tokens = _tokens(batch_size, seed)
+    tokens = _make_tokens(batch_size, seed)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
 def _masked_tokens(batch_size: int, seed: int) -> dict[str, Tensor]:
     """Tokens, of which every fourth of the first half is masked and a label; rows end in 0 to 3 tokens of padding."""
-    tokens = _tokens(batch_size, seed) % _MASK_TOKEN
+    tokens = _make_tokens(batch_size, seed) % _MASK_TOKEN
     hidden = torch.zeros(_NUM_TOKENS, dtype=torch.bool)
     hidden[: _NUM_TOKENS // 2 : _MASK_EVERY] = True
     lengths = _NUM_TOKENS - tokens[:, 0] % _MASK_EVERY
@@ -206,17 +197,14 @@ def _masked_tokens(batch_size: int, seed: int) -> dict[str, Tensor]:
     }
 
 
-def _images(batch_size: int, seed: int) -> dict[str, Tensor]:
+def _make_images(batch_size: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randn(batch_size, *IMAGE_SHAPE, generator=generator)
-    return {
-        "pixel_values": pixels,
-        "labels": torch.randint(_NUM_OUTPUTS, (batch_size,), generator=generator),
-    }
+    return {"pixel_values": pixels, "labels": torch.randint(_NUM_OUTPUTS, (batch_size,), generator=generator)}
 
 
 def _token_pairs(batch_size: int, seed: int) -> dict[str, Tensor]:
-    tokens = _tokens(batch_size, seed)
+    tokens = _make_tokens(batch_size, seed)
     return {"source": tokens, "target": tokens.flip(1)[:, :_NUM_TARGET_TOKENS].contiguous()}
 
 
@@ -242,7 +230,7 @@ def _pair_loss(batch: Any, output: Any) -> Tensor:
     return _next_token_loss(batch["target"], output)
 
 
-def _case(
+def _make_case(
     name: str,
     make: Callable[[], nn.Module],
     make_batch: Callable[[int, int], Any],
@@ -266,14 +254,14 @@ def _case(
 
 
 _CASES: Final = (
-    _case("mlp", ResidualMlp, _features, _squared_error, "unpack_sequence", "ResidualBlock"),
-    _case("tied_llama", TiedLlama, _tokens, _next_token_loss, None, "DecoderBlock"),
-    _case("hf_llama", make_llama, _token_dict, _hf_loss, "unpack_dict", "LlamaDecoderLayer"),
-    _case("hf_gpt2", make_gpt2, _token_dict, _hf_loss, "unpack_dict", "GPT2Block"),
-    _case("hf_bert", make_bert, _masked_tokens, _hf_label_loss, "unpack_dict", "BertLayer"),
-    _case("hf_vit", make_vit, _images, _hf_label_loss, "unpack_dict", "ViTLayer"),
-    _case("hf_mixtral", make_mixtral, _token_dict, _hf_loss, "unpack_dict", "MixtralDecoderLayer"),
-    _case("encoder_decoder", EncoderDecoder, _token_pairs, _pair_loss, "unpack_dict", "CrossBlock"),
+    _make_case("mlp", ResidualMlp, _make_features, _squared_error, "unpack_sequence", "ResidualBlock"),
+    _make_case("tied_llama", TiedLlama, _make_tokens, _next_token_loss, None, "DecoderBlock"),
+    _make_case("hf_llama", make_llama, _token_dict, _hf_loss, "unpack_dict", "LlamaDecoderLayer"),
+    _make_case("hf_gpt2", make_gpt2, _token_dict, _hf_loss, "unpack_dict", "GPT2Block"),
+    _make_case("hf_bert", make_bert, _masked_tokens, _hf_label_loss, "unpack_dict", "BertLayer"),
+    _make_case("hf_vit", make_vit, _make_images, _hf_label_loss, "unpack_dict", "ViTLayer"),
+    _make_case("hf_mixtral", make_mixtral, _token_dict, _hf_loss, "unpack_dict", "MixtralDecoderLayer"),
+    _make_case("encoder_decoder", EncoderDecoder, _token_pairs, _pair_loss, "unpack_dict", "CrossBlock"),
 )
 CASES: Final[Mapping[str, Case]] = MappingProxyType({case.name: case for case in _CASES})
 

@@ -54,7 +54,7 @@ class ResidualMlp(nn.Module):
         return out
 
 
-def _rotate(x: Tensor) -> Tensor:
+def _apply_rotary(x: Tensor) -> Tensor:
     """Rotary position encoding of [B, H, T, D/H], positions 0..T-1."""
     num_tokens, head_dim = x.shape[-2:]
     half = head_dim // 2
@@ -80,7 +80,7 @@ class _Attention(nn.Module):
         # -1 heads: under tensor parallelism a rank holds some of them.
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        mixed = F.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(_apply_rotary(q), _apply_rotary(k), v, is_causal=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -159,12 +159,16 @@ class _MultiHeadAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        q, k, v = self._heads(self.query(x)), self._heads(self.key(memory)), self._heads(self.value(memory))
+        q, k, v = (
+            self._split_heads(self.query(x)),
+            self._split_heads(self.key(memory)),
+            self._split_heads(self.value(memory)),
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(x.size(0), x.size(1), -1))
         return out
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         """[B, T, D] to [B, H, T, D/H]."""
         return x.view(x.size(0), x.size(1), self.num_heads, self.head_dim).transpose(1, 2)
 
@@ -248,17 +252,17 @@ class EncoderDecoder(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """Next-token logits of the target."""
-        memory = self._embedded(source)
+        memory = self._embed_tokens(source)
         for block in self.encoder:
             memory = block(memory)
         memory = self.encoder_norm(memory)
-        x = self._embedded(target)
+        x = self._embed_tokens(target)
         for block in self.decoder:
             x = block(x, memory)
         out: Tensor = self.lm_head(self.decoder_norm(x))
         return out
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def _embed_tokens(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.size(1), device=tokens.device)
         out: Tensor = self.embed(tokens) + self.positions(places)
         return out

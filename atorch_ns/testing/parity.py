@@ -95,7 +95,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """
     with _whole_parameters(model):
         named = model.named_parameters(remove_duplicate=False)
-        return {canonical_name(name): _whole(parameter) for name, parameter in named}
+        return {canonical_name(name): _gather_to_cpu(parameter) for name, parameter in named}
 
 
 def train(
@@ -239,7 +239,7 @@ def assert_ranks_agree(trajectories: list[Trajectory]) -> None:
             )
 
 
-def _whole(parameter: Tensor) -> Tensor:
+def _gather_to_cpu(parameter: Tensor) -> Tensor:
     value = parameter.detach()
     if isinstance(value, DTensor):
         value = value.full_tensor()
@@ -306,11 +306,7 @@ def accelerate_case(
 
 
 def accelerated_run(
-    case: Case,
-    strategy: Any,
-    *,
-    step: Callable[[Result, Any], torch.Tensor] | None = None,
-    **arguments: Any,
+    case: Case, strategy: Any, *, step: Callable[[Result, Any], torch.Tensor] | None = None, **arguments: Any
 ) -> Trajectory:
     """Trains the case as :func:`reference_run` does, but through ``auto_accelerate``.
 

@@ -101,8 +101,8 @@ def rank_main(
         stacks = os.open(files.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         arm_stack_dumps(setup.timeout_s + _ORPHAN_GRACE_S, stacks)
         try:
-            _enter(setup, rank)
-            report = Report(value=_pickled(fn(*args)))
+            _set_up_rank(setup, rank)
+            report = Report(value=_pickle_value(fn(*args)))
         except BaseException as error:  # SystemExit too: the report is the only way out of a rank
             report = _error_report(error)
         sys.stdout.flush()
@@ -129,7 +129,7 @@ def rank_environment(setup: Setup, rank: int) -> dict[str, str]:
     return variables | dict(setup.env)
 
 
-def _enter(setup: Setup, rank: int) -> None:
+def _set_up_rank(setup: Setup, rank: int) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ.update(rank_environment(setup, rank))
@@ -156,7 +156,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle_value(value: Any) -> bytes:
     data = io.BytesIO()
     try:
         _Pickler(data).dump(value)
@@ -258,7 +258,7 @@ class _Rank:
         return self.files.report.exists()
 
     def failed(self) -> bool:
-        return self._report().value is None if self.has_reported() else self.exit_code is not None
+        return self._read_report().value is None if self.has_reported() else self.exit_code is not None
 
     def ask_for_stacks(self) -> None:
         if self.exit_code is None:
@@ -278,19 +278,19 @@ class _Rank:
         seen = Outcome[Any](
             rank=self.rank,
             status=self.stopped or "died",
-            output=_text(self.files.output),
+            output=_read_text(self.files.output),
             seconds=self.seconds or 0.0,
         )
         if not self.has_reported():
             if self.stopped:
-                return replace(seen, traceback=_without_harness(_text(self.files.stacks)))
-            return replace(seen, message=_death(self.exit_code or 0))
-        report = self._report()
+                return replace(seen, traceback=_without_harness(_read_text(self.files.stacks)))
+            return replace(seen, message=_death_message(self.exit_code or 0))
+        report = self._read_report()
         if report.value is None:
             return replace(
                 seen,
                 status="raised",
-                error=_rebuilt(report.error),
+                error=_unpickle_error(report.error),
                 error_type=report.error_type,
                 message=report.message,
                 traceback=report.traceback,
@@ -301,12 +301,12 @@ class _Rank:
             text = f"the return value cannot be rebuilt outside the rank: {error!r}. Return CPU tensors."
             return replace(seen, status="raised", error=error, error_type=type(error).__name__, message=text)
 
-    def _report(self) -> Report:
+    def _read_report(self) -> Report:
         report: Report = pickle.loads(self.files.report.read_bytes())
         return report
 
 
-def _rebuilt(error: bytes | None) -> BaseException | None:
+def _unpickle_error(error: bytes | None) -> BaseException | None:
     """The exception of a pickle; None where this process cannot make it."""
     rebuilt: BaseException | None = None
     with contextlib.suppress(Exception):
@@ -314,14 +314,14 @@ def _rebuilt(error: bytes | None) -> BaseException | None:
     return rebuilt
 
 
-def _death(exit_code: int) -> str:
+def _death_message(exit_code: int) -> str:
     """The end of a process that never reported, from its exit code."""
     if exit_code >= 0:
         return f"the process left with exit code {exit_code} before the function returned"
     return f"the process was ended by {signal_text(-exit_code)}"
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
@@ -363,7 +363,7 @@ class RankPool:
         deadline = self._start + self._setup.timeout_s
         why: Literal["timed_out", "stopped"] = "timed_out"
         seen: set[int] = set()
-        while running := self._running():
+        while running := self._poll_running():
             now = time.monotonic()
             ended = {rank.rank for rank in self._ranks if rank not in running}
             if stop_on_failure and any(self._ranks[rank].failed() for rank in ended - seen):
@@ -372,13 +372,13 @@ class RankPool:
                 stop_on_failure = False
             seen |= ended
             if now >= deadline:
-                self._stop(running, why)
+                self._stop_ranks(running, why)
                 return
             time.sleep(_POLL_S)
 
     def finish(self) -> list[Outcome[Any]]:
         """Lets the ranks that have reported exit, and collects the outcomes of all."""
-        self._release()
+        self._release_ranks()
         limit = time.monotonic() + _EXIT_WAIT_S
         while time.monotonic() < limit:
             for rank in self._ranks:
@@ -412,7 +412,7 @@ class RankPool:
         finally:
             os.close(release_end)
 
-    def _running(self) -> list[_Rank]:
+    def _poll_running(self) -> list[_Rank]:
         """The ranks that have neither reported nor died."""
         running = []
         for rank in self._ranks:
@@ -423,7 +423,7 @@ class RankPool:
                 rank.seconds = time.monotonic() - self._start
         return running
 
-    def _stop(self, running: list[_Rank], why: Literal["timed_out", "stopped"]) -> None:
+    def _stop_ranks(self, running: list[_Rank], why: Literal["timed_out", "stopped"]) -> None:
         for rank in running:
             rank.stopped, rank.seconds = why, time.monotonic() - self._start
             rank.ask_for_stacks()
@@ -437,16 +437,16 @@ class RankPool:
         sizes: list[int] = []
         while time.monotonic() < limit:
             time.sleep(0.05)
-            before, sizes = sizes, [len(_text(rank.files.stacks)) for rank in running]
+            before, sizes = sizes, [len(_read_text(rank.files.stacks)) for rank in running]
             if sizes == before and all(sizes):
                 return
 
-    def _release(self) -> None:
+    def _release_ranks(self) -> None:
         if self._release_fd is not None:
             os.close(self._release_fd)
             self._release_fd = None
 
     def _end_all(self) -> None:
-        self._release()
+        self._release_ranks()
         for rank in self._ranks:
             rank.kill()

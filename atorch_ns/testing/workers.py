@@ -86,7 +86,7 @@ def run_ranks(
         BackendError: this process cannot be forked from.
         InputError: a number is out of range.
     """
-    outcomes: list[Outcome[T]] = _outcomes(
+    outcomes: list[Outcome[T]] = _collect_outcomes(
         fn, num_ranks, timeout_s, args, env, init_process_group=init_process_group, stop_on_failure=True
     )
     if any(outcome.status != "returned" for outcome in outcomes):
@@ -108,12 +108,12 @@ def catch_ranks(
     A rank that raised keeps its connections for two seconds and then exits; a peer that waits for it in a
     collective then sees a broken connection. A rank still running at the limit is "timed_out".
     """
-    return _outcomes(
+    return _collect_outcomes(
         fn, num_ranks, timeout_s, args, env, init_process_group=init_process_group, stop_on_failure=False
     )
 
 
-def _outcomes(
+def _collect_outcomes(
     fn: Callable[..., T],
     num_ranks: int,
     timeout_s: float,

@@ -180,12 +180,12 @@ class CpuMemoryRecord:
         with _silent_kineto():
             self._profiler.__exit__(None, None, None)
         roots = self._profiler.kineto_results.experimental_event_tree()
-        counts = [event.extra_fields.total_allocated for event in _allocations(roots)]
+        counts = [event.extra_fields.total_allocated for event in _find_allocations(roots)]
         del counts[-2]
         return counts
 
 
-def _allocations(roots: Any) -> list[Any]:
+def _find_allocations(roots: Any) -> list[Any]:
     """The events of allocations, in the order of time."""
     from torch._C._profiler import _ExtraFields_Allocation
 

@@ -272,7 +272,7 @@ def pipeline_orders(
         _n_microbatches=num_micro_batches,
         _stages=[None] * stages_per_rank,
     )
-    return [_passes(schedule._calculate_single_rank_operations(rank)) for rank in range(num_ranks)]
+    return [_list_passes(schedule._calculate_single_rank_operations(rank)) for rank in range(num_ranks)]
 
 
 def accumulate_after_backward(module: nn.Module) -> None:
@@ -357,7 +357,7 @@ def reduce_after_backward(module: nn.Module) -> None:
     _PipelineStageBase.perform_reduce_grad(holder, 1)
 
 
-def _passes(operations: list[Any]) -> list[tuple[str, int, int]]:
+def _list_passes(operations: list[Any]) -> list[tuple[str, int, int]]:
     """A rank's operations without idle slots, pairs as their parts."""
     passes: list[tuple[str, int, int]] = []
     for operation in operations:

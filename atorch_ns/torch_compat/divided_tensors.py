@@ -42,13 +42,13 @@ def extend_dtensor_operators(models: Iterable[nn.Module]) -> None:
     dispatcher = DTensor._op_dispatcher
     handlers: dict[Any, Any] = dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(_foreach_operators(), _on_local_parts))
-    handlers[_aten._foreach_norm.Scalar] = _norms
+    handlers[_aten._foreach_norm.Scalar] = _compute_norms
     handlers[_aten._local_scalar_dense.default] = _read_number
     handlers[_aten.index_put_.default] = _compute_whole  # torch's rule leaves a mask of another part
     if not torch.cuda.is_available():  # where torch draws other numbers for each part
         handlers.update(dict.fromkeys(_RANDOM, _draw_whole))
     for operator in _VIEWS:
-        _extend(operator, _follow_view)
+        _register_handler(operator, _follow_view)
     _let_mixed_through()
     if torch.cuda.is_available():
         # Its backward passes run in threads of their own, and the switch is a thread's.
@@ -62,7 +62,7 @@ def extend_dtensor_operators(models: Iterable[nn.Module]) -> None:
         ):
             setattr(dispatcher, name, functools.partial(function, getattr(dispatcher, name)))
         cast(Any, DTensor).data = property(cast(Any, torch.Tensor.data).__get__, _replace_data)
-        cast(Any, DTensor).tolist = lambda tensor: _gather(tensor).tolist()
+        cast(Any, DTensor).tolist = lambda tensor: _gather_whole(tensor).tolist()
         cast(Any, DTensor).numpy = _read_only_array
         cast(Any, DTensor).__reduce_ex__ = _refuse_parts
     units = (unit for model in models for unit in model.modules() if isinstance(unit, FSDPModule))
@@ -77,7 +77,7 @@ def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     def local(argument: Any) -> Any:
         if not isinstance(argument, (list, tuple)):  # a number for all of them
-            return _gather(argument) if isinstance(argument, DTensor) else argument
+            return _gather_whole(argument) if isinstance(argument, DTensor) else argument
         if len(argument) != len(targets):
             return argument
         return [_part_beside(value, target) for value, target in zip(argument, targets, strict=True)]
@@ -91,7 +91,7 @@ def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return [wrap(part, target._spec) if isinstance(target, DTensor) else part for part, target in pairs]
 
 
-def _norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _compute_norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Norms for ``torch.nn.utils.clip_grad_norm_``, 0-d: whole unless all lie on one mesh, since it stacks them."""
     tensors, order = args[0], args[1] if len(args) > 1 else 2
     norms = [torch.linalg.vector_norm(tensor, order, **kwargs) for tensor in tensors]
@@ -119,7 +119,7 @@ def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _read_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``tensor.item()``, collective: of a norm or a sum each rank holds a summand, which torch gives as the number."""
-    return operator(_gather(args[0]))
+    return operator(_gather_whole(args[0]))
 
 
 _OBSERVERS: list[WeakMethod[Callable[[DeviceMesh], None]]] = []
@@ -132,7 +132,7 @@ def observe_gathering(method: Callable[[DeviceMesh], None]) -> None:
     _OBSERVERS.append(WeakMethod(method))
 
 
-def _gather(tensor: DTensor) -> torch.Tensor:
+def _gather_whole(tensor: DTensor) -> torch.Tensor:
     """The whole of a divided tensor; collective."""
     for known in _OBSERVERS:
         if (method := known()) is not None:
@@ -183,7 +183,7 @@ def _find_mixed(
 ) -> Any:
     """In the place of ``unwrap_to_op_info``. A plain number is alike on all ranks, unless it has a gradient, as a loss does."""
     is_read = not operator._schema.is_mutable and torch.is_grad_enabled()
-    is_write_to_plain = operator._schema.is_mutable and not _written(operator, args, kwargs)
+    is_write_to_plain = operator._schema.is_mutable and not _written_tensors(operator, args, kwargs)
     for plain in _plain_leaves(args, kwargs):
         if plain.ndim or is_write_to_plain or (is_read and plain.requires_grad):
             return _Mixed()
@@ -239,7 +239,7 @@ def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         if not isinstance(leaf, DTensor):
             return leaf
         if id(leaf) not in wholes:
-            whole = _gather(leaf)
+            whole = _gather_whole(leaf)
             shares = whole.untyped_storage()._cdata == leaf._local_tensor.untyped_storage()._cdata
             wholes[id(leaf)] = whole.clone() if shares else whole
         return wholes[id(leaf)]
@@ -247,7 +247,7 @@ def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     whole_args, whole_kwargs = tree_map(gather, (args, kwargs))
     result = operator(*whole_args, **whole_kwargs)
     divided = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)}
-    written = _written(operator, args, kwargs)
+    written = _written_tensors(operator, args, kwargs)
     for tensor in written:
         _write_whole(operator, wholes[id(tensor)], tensor)
     if torch.is_grad_enabled():
@@ -278,7 +278,7 @@ def _write_whole(operator: Any, whole: torch.Tensor, target: DTensor) -> None:
         target._local_tensor.copy_(_laid_beside(whole, target)._local_tensor)
 
 
-def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
+def _written_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
     """The divided tensors that an operator writes to."""
     if not operator._schema.is_mutable:
         return []
@@ -333,7 +333,7 @@ _OF_TORCH: dict[Any, Any] = {}
 """What was registered for an operator before this module's function."""
 
 
-def _extend(operator: Any, handler: Callable[..., Any]) -> None:
+def _register_handler(operator: Any, handler: Callable[..., Any]) -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     if handlers.get(operator) is not handler:
         _OF_TORCH[operator] = handlers.get(operator)
@@ -386,7 +386,7 @@ def _follow_writes() -> None:
     """Registers the function that follows writes, for as long as there is a copy in the place of a view."""
     for operator, is_write in _changing_operators():
         if is_write or operator not in DTensor._op_dispatcher._custom_op_handlers:
-            _extend(operator, _write_through if is_write else _follow_view)
+            _register_handler(operator, _write_through if is_write else _follow_view)
 
 
 @functools.cache
@@ -426,12 +426,14 @@ def _write_through(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if target not in _VIEW_COPIES:
         return _as_torch(operator, args, kwargs)
     root, steps = _VIEW_COPIES[target]
-    whole = _gather(root).clone()
+    whole = _gather_whole(root).clone()
     view = whole
     for step, arguments, options, index in steps:
         view = step(view, *arguments, **options)
         view = view if index is None else view[index]
-    gathered = tree_map(lambda leaf: _gather(leaf) if isinstance(leaf, DTensor) else leaf, (args[1:], kwargs))
+    gathered = tree_map(
+        lambda leaf: _gather_whole(leaf) if isinstance(leaf, DTensor) else leaf, (args[1:], kwargs)
+    )
     operator(view, *gathered[0], **gathered[1])
     root._local_tensor.copy_(_laid_beside(whole, root)._local_tensor)
     target._local_tensor.copy_(_laid_beside(view.clone(), target)._local_tensor)
@@ -477,6 +479,6 @@ def _refuse_parts(tensor: DTensor, protocol: Any) -> Any:
 
 def _read_only_array(tensor: DTensor, *, force: bool = False) -> Any:
     """A whole tensor for numpy; a write to it could not reach the parts of other ranks, and is refused."""
-    array = _gather(tensor).numpy(force=force)
+    array = _gather_whole(tensor).numpy(force=force)
     array.flags.writeable = False
     return array

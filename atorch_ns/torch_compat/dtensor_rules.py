@@ -26,7 +26,7 @@ def dtensor_rules(call: Any, whole: Any, degree: int) -> tuple[Any, ...]:
         call, whole: a call of an operator, and the rule that divides nothing of it, of which those found are copies.
     """
     try:
-        known = dict.fromkeys(_placements(call, degree))
+        known = dict.fromkeys(_strategy_placements(call, degree))
     except Exception:  # private code, called with tensors that it does not expect
         return ()
     count = len(call.outputs)
@@ -35,12 +35,12 @@ def dtensor_rules(call: Any, whole: Any, degree: int) -> tuple[Any, ...]:
         replace(whole, outputs=sides[:count], inputs=sides[count:], source="torch's DTensor")
         for sides in known
         if len(sides) == len(specs)
-        and all(_holds(one, specs[number], degree, number < count) for number, one in enumerate(sides))
+        and all(_can_place(one, specs[number], degree, number < count) for number, one in enumerate(sides))
         and any(not isinstance(placement, Replicate) for placement in sides[:count])
     )
 
 
-def _holds(placement: Any, spec: Any, degree: int, is_result: bool) -> bool:
+def _can_place(placement: Any, spec: Any, degree: int, is_result: bool) -> bool:
     """Whether a tensor may be placed so in equal pieces; a result also as sums of real numbers."""
     if type(placement) is Shard:
         return (
@@ -52,7 +52,7 @@ def _holds(placement: Any, spec: Any, degree: int, is_result: bool) -> bool:
     return isinstance(placement, Replicate)
 
 
-def _placements(call: Any, degree: int) -> Iterator[tuple[Any, ...]]:
+def _strategy_placements(call: Any, degree: int) -> Iterator[tuple[Any, ...]]:
     """The placements of results and tensor arguments by each strategy."""
     if not call.tensors or not all(spec.is_float for spec in call.tensors) or _counts_from_last(call):
         return  # strategies for masks and indices, too, are right for some calls alone
@@ -67,14 +67,14 @@ def _placements(call: Any, degree: int) -> Iterator[tuple[Any, ...]]:
         yield from _of_mesh(call, propagator.op_strategy_funcs[operator], degree)
 
 
-def _meta(spec: Any) -> Any:
+def _as_meta(spec: Any) -> Any:
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
     strides = torch.empty(spec.shape, device="meta").stride()
     return TensorMeta(torch.Size(spec.shape), strides, spec.dtype)
 
 
-def _mapped(call: Any, function: Callable[[Any], Any]) -> tuple[Any, Any]:
+def _map_arguments(call: Any, function: Callable[[Any], Any]) -> tuple[Any, Any]:
     """The arguments with ``function(spec)`` in place of each tensor."""
     kind = type(call.outputs[0])
     arguments = (call.args, dict(call.kwargs))
@@ -90,7 +90,7 @@ def _counts_from_last(call: Any) -> bool:
 
 
 def _of_one_dim(call: Any, strategy: Callable[..., Sequence[Sequence[Any]]]) -> Iterator[tuple[Any, ...]]:
-    args, kwargs = _mapped(call, _meta)
+    args, kwargs = _map_arguments(call, _as_meta)
     for sides in strategy(call.operator, args, kwargs):
         # A placeholder stands for a shard of any kind.
         yield tuple(Shard(one.dim) if type(one).__name__ == "_ShardingPlaceholder" else one for one in sides)
@@ -105,11 +105,11 @@ def _of_mesh(call: Any, strategy: Callable[[Any], Any], degree: int) -> Iterator
     def options(spec: Any) -> Any:
         shards = [Shard(dim) for dim in range(len(spec.shape))]
         placed = [
-            DTensorSpec(mesh, (one,), tensor_meta=_meta(spec)) for one in (Replicate(), *shards, Partial())
+            DTensorSpec(mesh, (one,), tensor_meta=_as_meta(spec)) for one in (Replicate(), *shards, Partial())
         ]
         return OpStrategy([OpSpec(one, input_specs=()) for one in placed])
 
-    args, kwargs = _mapped(call, options)
+    args, kwargs = _map_arguments(call, options)
     for found in strategy(OpSchema(call.operator, args, kwargs)).strategies:
         results = found.output_specs if isinstance(found.output_specs, tuple) else (found.output_specs,)
         yield tuple(one.placements[0] for one in (*results, *found.input_specs))

@@ -45,11 +45,11 @@ class JsonlTracker:
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Appends one line."""
         if self._file is None:
-            self._file = self._open()
+            self._file = self._open_file()
         row: dict[str, float | str] = {"step": step, "time": round(self._clock(), 3)}
-        row |= {name: _plain(value) for name, value in self._numbers.of(metrics).items()}
+        row |= {name: _json_value(value) for name, value in self._numbers.of(metrics).items()}
         try:
-            _append(self._file, (json.dumps(row, allow_nan=False) + "\n").encode())
+            _append_bytes(self._file, (json.dumps(row, allow_nan=False) + "\n").encode())
         except OSError:
             self.close()  # opened again by the next step, which looks for a torn line
             raise
@@ -60,21 +60,21 @@ class JsonlTracker:
         if file is not None:
             file.close()
 
-    def _open(self) -> FileIO:
+    def _open_file(self) -> FileIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         torn = _ends_within_a_line(self.path)
         # Unbuffered: a buffer would keep what a full disk refuses, and write the rest of it later.
         file = FileIO(self.path, "a")
         if torn:  # by a process that was killed: the next row shall be a line of its own
             try:
-                _append(file, b"\n")
+                _append_bytes(file, b"\n")
             except OSError:
                 file.close()
                 raise
         return file
 
 
-def _append(file: FileIO, data: bytes) -> None:
+def _append_bytes(file: FileIO, data: bytes) -> None:
     """Writes all of it or, if the system lets us, nothing."""
     start = os.fstat(file.fileno()).st_size
     rest = memoryview(data)
@@ -87,7 +87,7 @@ def _append(file: FileIO, data: bytes) -> None:
         raise
 
 
-def _plain(value: float) -> float | str:
+def _json_value(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
@@ -179,7 +179,7 @@ class WandbTracker:
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Logs the metrics of one step."""
         if self._run is None:
-            self._run = self._begin()
+            self._run = self._start_run()
         self._run.log({"step": step, **self._numbers.of(metrics)})
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class WandbTracker:
         if run is not None:
             run.finish()
 
-    def _begin(self) -> Any:
+    def _start_run(self) -> Any:
         import wandb
 
         run = wandb.init(
@@ -253,7 +253,7 @@ class ProgressTracker:
         shown = "  ".join(text.format(found[name]) for name, text in _SHOWN if name in found)
         if self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
             if self._bar is None:
-                self._bar = self._begin()
+                self._bar = self._start_progress()
             progress, task = self._bar
             progress.update(task, completed=step, shown=shown)
             return
@@ -262,22 +262,22 @@ class ProgressTracker:
         now = self._clock()
         if self._written_s is None or now - self._written_s >= self._every_s or step == self._num_steps:
             self._written_s = now
-            self._write()
+            self._write_waiting()
 
     def close(self) -> None:
         """Ends the bar, or writes the line of the last logged step."""
         bar, self._bar = self._bar, None
         if bar is not None:
             bar[0].stop()
-        self._write()
+        self._write_waiting()
 
-    def _write(self) -> None:
+    def _write_waiting(self) -> None:
         line, self._waiting = self._waiting, None
         if line is not None:
             self._stream.write(line)
             self._stream.flush()
 
-    def _begin(self) -> tuple[Any, Any]:
+    def _start_progress(self) -> tuple[Any, Any]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

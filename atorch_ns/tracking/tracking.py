@@ -72,12 +72,12 @@ class Numbers:
         found = {}
         for name, value in metrics.items():
             try:
-                found[name] = _number(value)
+                found[name] = _to_float(value)
             except Exception as error:  # whatever an object's own code raises
-                self._warn(name, value, error)
+                self._warn_about_value(name, value, error)
         return found
 
-    def _warn(self, name: str, value: object, error: Exception) -> None:
+    def _warn_about_value(self, name: str, value: object, error: Exception) -> None:
         if str(name) in self._reported:
             return
         self._reported.add(str(name))
@@ -90,7 +90,7 @@ class Numbers:
         )
 
 
-def _number(value: Any) -> float:
+def _to_float(value: Any) -> float:
     if isinstance(value, (bool, int, float)):
         return float(value)
     if hasattr(value, "placements"):  # reading a DTensor may wait for other ranks, which do not log
@@ -216,7 +216,7 @@ class Tracking:
         try:
             self._tracker.log(self._numbers.of(metrics), step)
         except Exception as error:
-            self._failed(f"lost the metrics of step {step}", error)
+            self._log_failure(f"lost the metrics of step {step}", error)
 
     def close(self) -> None:
         """Ends the tracker; may be called twice."""
@@ -227,7 +227,7 @@ class Tracking:
         try:
             self._tracker.close()
         except Exception as error:
-            self._failed("could not be closed", error)
+            self._log_failure("could not be closed", error)
         if self._num_lost > 1:
             log.warning("%s failed %d times.", type(self._tracker).__name__, self._num_lost)
 
@@ -237,7 +237,7 @@ class Tracking:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _failed(self, what: str, error: Exception) -> None:
+    def _log_failure(self, what: str, error: Exception) -> None:
         self._num_lost += 1
         log.log(
             logging.WARNING if self._num_lost == 1 else logging.DEBUG,

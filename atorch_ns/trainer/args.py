@@ -308,11 +308,11 @@ class TrainerArgs(_Strict):
         Raises:
             InputError: with every problem.
         """
-        problems = [*self._missing(), *self._not_positive(), *self._contradictions()]
+        problems = [*self._find_missing(), *self._not_positive(), *self._find_contradictions()]
         if problems:
             raise InputError("TrainerArgs: " + "\nTrainerArgs: ".join(problems))
 
-    def _missing(self) -> list[str]:
+    def _find_missing(self) -> list[str]:
         given = {
             "model.type": self.model.type,
             "optimizer.type": self.optimizer.type,
@@ -345,7 +345,7 @@ class TrainerArgs(_Strict):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
         ]
 
-    def _contradictions(self) -> list[str]:
+    def _find_contradictions(self) -> list[str]:
         problems = []
         config = self.compute_config
         if config is not None and not config.use_end2end:

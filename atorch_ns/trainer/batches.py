@@ -101,7 +101,7 @@ def make_data(
         if data_ranks > 1:
             automatic["dataset"] = RankStream(dataset, rank=data_rank, num_ranks=data_ranks)
     else:
-        automatic["sampler"] = _sampler(args, split, dataset, data_rank, data_ranks)
+        automatic["sampler"] = _make_sampler(args, split, dataset, data_rank, data_ranks)
     loader = make(args.dataloader.type, given=settings, what="dataloader", **automatic)
     return Data(dataset, loader, num_micro_batches, dtype_of(args.precision, "input"))
 
@@ -129,7 +129,7 @@ def _args_of(config: Any, split: Split) -> dict[str, Any]:
     return own
 
 
-def _sampler(args: TrainerArgs, split: Split, dataset: Any, data_rank: int, data_ranks: int) -> Any:
+def _make_sampler(args: TrainerArgs, split: Split, dataset: Any, data_rank: int, data_ranks: int) -> Any:
     config = args.dataset_sampler
     given = {key: value for key, value in _args_of(config, split).items() if key not in _AUTOMATIC}
     kind = named(config.type, what="dataset_sampler.type")

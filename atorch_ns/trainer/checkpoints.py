@@ -119,7 +119,7 @@ class Checkpoints:
         self._folder = Path(config.save_dir).absolute()
 
     @property
-    def _cluster(self) -> Cluster:
+    def _job_cluster(self) -> Cluster:
         return self._result.job.cluster
 
     def save(
@@ -137,10 +137,12 @@ class Checkpoints:
         status.best_loss = loss if is_best else before
         name = f"{epoch:04d}-{status.finished_train_steps:04d}"
         place, draft = self._folder / name, self._folder / f".{name}.tmp"
-        self._say(f"Saving checkpoint after {status.finished_train_steps} steps with loss={loss:.3f}.")
-        self._say(f"Saving checkpoint to {self._shown(place)}")
-        self._cluster.on_first(self._clear, what="making room for the checkpoint")
-        record = self._cluster.agree(
+        self._log_on_first_rank(
+            f"Saving checkpoint after {status.finished_train_steps} steps with loss={loss:.3f}."
+        )
+        self._log_on_first_rank(f"Saving checkpoint to {self._display_path(place)}")
+        self._job_cluster.on_first(self._clear_drafts, what="making room for the checkpoint")
+        record = self._job_cluster.agree(
             lambda: self._write_own(draft, {**custom, _EPOCH_RNG: epoch_rng}),
             what="saving what ranks have added",
         )
@@ -148,7 +150,7 @@ class Checkpoints:
             "train_status": status.as_json(),
             "train_args": self._args,
             "tied": self._result.job.original.tied,
-            _RANK_FILES: {f"{rank}.ckpt": one for rank, one in enumerate(self._cluster.gathered(record))},
+            _RANK_FILES: {f"{rank}.ckpt": one for rank, one in enumerate(self._job_cluster.gathered(record))},
         }
         position = {
             "epoch": status.epoch,
@@ -157,14 +159,16 @@ class Checkpoints:
         }
         steps = status.finished_train_steps
         checkpoint.save(draft, self._result, step=steps, extra=extra, position=position)
-        self._cluster.on_first(
-            lambda: self._finish(draft, place, is_best, before, loss), what="linking the checkpoint"
+        self._job_cluster.on_first(
+            lambda: self._finish_save(draft, place, is_best, before, loss), what="linking the checkpoint"
         )
 
     @property
     def has_best(self) -> bool:
         """Whether there is a best checkpoint in the folder; collective."""
-        return self._cluster.on_first((self._folder / BEST).exists, what="looking for the best checkpoint")
+        return self._job_cluster.on_first(
+            (self._folder / BEST).exists, what="looking for the best checkpoint"
+        )
 
     def check_folder(self) -> None:
         """Makes the folder of checkpoints, so that one that cannot be written is found before training. Collective.
@@ -184,15 +188,15 @@ class Checkpoints:
                 ) from error
 
         if not self._config.no_save:
-            self._cluster.agree(write, what="making the folder of checkpoints")
+            self._job_cluster.agree(write, what="making the folder of checkpoints")
 
-    def _clear(self) -> None:
+    def _clear_drafts(self) -> None:
         """Removes what interrupted saves have left."""
         for left in self._folder.glob(".*.tmp"):
-            _remove(left)
+            _remove_path(left)
 
     def _write_own(self, place: Path, content: dict[str, Any]) -> dict[str, Any]:
-        path = place / f"{self._cluster.rank}.ckpt"
+        path = place / f"{self._job_cluster.rank}.ckpt"
         draft = path.with_name(f".{path.name}.tmp")
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -204,50 +208,50 @@ class Checkpoints:
                 draft.unlink(missing_ok=True)
             raise CheckpointError(f"cannot write {path}: {error_text(error)}") from error
 
-    def _finish(self, draft: Path, place: Path, is_best: bool, before: float, loss: float) -> None:
+    def _finish_save(self, draft: Path, place: Path, is_best: bool, before: float, loss: float) -> None:
         config = self._config
         try:
             if config.save_type == "merged":
                 merge_folder(draft, draft / _FILE)
-            old = _before(place)
-            _remove(old)
+            old = _backup_path(place)
+            _remove_path(old)
             if place.exists():
                 place.rename(old)
             draft.rename(place)
-            _remove(old)
+            _remove_path(old)
             if config.save_last:
                 log.info("Saving checkpoint as the last checkpoint.")
-                self._point(LAST, place)
+                self._update_alias(LAST, place)
             if is_best:
                 log.info("Best loss updated: %.3f -> %.3f", before, loss)
                 if config.save_best:
                     log.info("Saving checkpoint as the best checkpoint.")
-                    self._point(BEST, place)
-            self._expire(place)
+                    self._update_alias(BEST, place)
+            self._remove_expired(place)
         except OSError as error:
             raise CheckpointError(f"cannot complete the checkpoint in {self._folder}: {error}") from error
 
-    def _point(self, name: str, place: Path) -> None:
+    def _update_alias(self, name: str, place: Path) -> None:
         """Makes ``name`` mean a checkpoint; at every moment it means one."""
         target, draft = self._folder / name, self._folder / f".{name}.tmp"
-        _remove(draft)
+        _remove_path(draft)
         if self._config.symlink_best_and_last:
             draft.symlink_to(place.name)
         else:
             shutil.copytree(place, draft)
         if target.is_dir() and not target.is_symlink():
-            old = _before(target)
-            _remove(old)
+            old = _backup_path(target)
+            _remove_path(old)
             target.rename(old)
             draft.rename(target)
-            _remove(old)
+            _remove_path(old)
         elif draft.is_symlink() or not target.is_symlink():
             draft.replace(target)
         else:  # a copy in the place of a link
             target.unlink()
             draft.rename(target)
 
-    def _expire(self, newest: Path) -> None:
+    def _remove_expired(self, newest: Path) -> None:
         keep = self._config.keep_last_n_checkpoints
         if keep is None:
             return
@@ -272,19 +276,23 @@ class Checkpoints:
         given = self._config.resume_from
         if given is None:
             return None
-        place = self._cluster.on_first(lambda: self._meant(given), what="looking for the checkpoint")
+        place = self._job_cluster.on_first(
+            lambda: self._find_checkpoint(given), what="looking for the checkpoint"
+        )
         if place is None:
-            self._say(f"There is no {given} checkpoint in {self._shown(self._folder)}: training begins anew.")
+            self._log_on_first_rank(
+                f"There is no {given} checkpoint in {self._display_path(self._folder)}: training begins anew."
+            )
             return None
         if place.is_file():
             return self._load_file(place)
         return self._load_folder(place, place)
 
-    def _meant(self, given: str) -> Path | None:
+    def _find_checkpoint(self, given: str) -> Path | None:
         if given in (LAST, BEST):
             place = self._folder / given
             target = place.readlink() if place.is_symlink() else Path(given)
-            old = _before(self._folder / target)  # where a crash came between two renames
+            old = _backup_path(self._folder / target)  # where a crash came between two renames
             if place.is_symlink() and not (place.exists() or old.exists()):
                 raise CheckpointError(
                     f"{place} is a link to {target}, which is not there. Name another folder in checkpoint.resume_from."
@@ -299,18 +307,18 @@ class Checkpoints:
         return ((place / LAST) if (place / LAST).exists() else found.parent).resolve()
 
     def _load_folder(self, folder: Path, named: Path) -> Loaded:
-        self._cluster.on_first(lambda: _check_rank_files(folder), what="checking what ranks have added")
+        self._job_cluster.on_first(lambda: _check_rank_files(folder), what="checking what ranks have added")
         found = checkpoint.load(folder, self._result, data_position=False)
         status = found["extra"].get("train_status")
         files = sorted(folder.glob("*.ckpt"), key=lambda path: (len(path.name), path.name))
-        own = folder / f"{self._cluster.rank}.ckpt"
-        same = found["world_size"] == self._cluster.world_size and own.is_file()
+        own = folder / f"{self._job_cluster.rank}.ckpt"
+        same = found["world_size"] == self._job_cluster.world_size and own.is_file()
 
         def read() -> list[dict[str, Any]]:
             paths = [own] if same else [path for path in files if path.stem.isdigit()]
             return [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
 
-        saved = self._cluster.agree(read, what="reading what ranks have added")
+        saved = self._job_cluster.agree(read, what="reading what ranks have added")
         rng = saved[0].get(_EPOCH_RNG) if same else None
         return Loaded(
             status=TrainStatus.of(status) if status else _status_of(found),
@@ -325,7 +333,7 @@ class Checkpoints:
         """Resumes from a merged file, or takes the weights of a file of weights."""
 
         def read() -> Any:
-            if self._cluster.rank:
+            if self._job_cluster.rank:
                 return None
             try:
                 with zipfile.ZipFile(path) as archive:  # torch's files, with a digest of each tensor
@@ -337,20 +345,20 @@ class Checkpoints:
             except Exception as error:
                 raise CheckpointError(f"{path} cannot be read: {error_text(error)}") from error
 
-        document = self._cluster.agree(read, what="reading the checkpoint")
-        whole = self._cluster.from_first(isinstance(document, dict) and "manifest" in document)
+        document = self._job_cluster.agree(read, what="reading the checkpoint")
+        whole = self._job_cluster.from_first(isinstance(document, dict) and "manifest" in document)
         if not whole:
             state = document.get("model", document) if isinstance(document, dict) else {}
             checkpoint.import_state_dict(self._result, state)
             notes = ["a file of weights alone: the optimizer begins anew"]
             return Loaded(TrainStatus(), {}, None, notes, path, 1)
-        with self._unmerged(document, path) as folder:
+        with self._unmerged_folder(document, path) as folder:
             loaded = self._load_folder(folder, path)
-        custom = self._cluster.from_first(document.get("custom", {}) if document else None)
+        custom = self._job_cluster.from_first(document.get("custom", {}) if document else None)
         return Loaded(loaded.status, custom, None, loaded.notes, path, 1)
 
     @contextlib.contextmanager
-    def _unmerged(self, document: Any, path: Path) -> Iterator[Path]:
+    def _unmerged_folder(self, document: Any, path: Path) -> Iterator[Path]:
         def write() -> Path:
             try:
                 folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -361,20 +369,20 @@ class Checkpoints:
             unmerge(document, folder)
             return folder
 
-        folder = self._cluster.on_first(write, what="taking the merged checkpoint apart")
+        folder = self._job_cluster.on_first(write, what="taking the merged checkpoint apart")
         try:
             yield folder
         finally:
-            if self._cluster.rank == 0:
+            if self._job_cluster.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _shown(self, path: Path) -> str:
+    def _display_path(self, path: Path) -> str:
         """A path as the configuration wrote it."""
         relative = os.path.relpath(path, self._folder)
         return str(Path(self._config.save_dir) / relative)
 
-    def _say(self, text: str) -> None:
-        if self._cluster.rank == 0:
+    def _log_on_first_rank(self, text: str) -> None:
+        if self._job_cluster.rank == 0:
             log.info("%s", text)
 
 
@@ -425,12 +433,12 @@ def _check_rank_files(folder: Path) -> None:
     check_files(folder, {name: FileRecord(**one) for name, one in records.items()}, records)
 
 
-def _before(place: Path) -> Path:
+def _backup_path(place: Path) -> Path:
     """Where a folder is while another one takes its place."""
     return place.with_name(f".{place.name}.old")
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():

@@ -34,13 +34,13 @@ def check_names(args: Any, *, known: Container[str] = ()) -> None:
     Raises:
         InputError: with all that name nothing, a line each.
     """
-    names = [(what, name) for what, name in _names(args, "") if name not in known]
-    problems = [problem for what, name in names if (problem := _unknown(name, what))]
+    names = [(what, name) for what, name in _find_names(args, "") if name not in known]
+    problems = [problem for what, name in names if (problem := _name_problem(name, what))]
     if problems:
         raise InputError("\n".join(problems))
 
 
-def _names(value: Any, what: str) -> Iterator[tuple[str, str]]:
+def _find_names(value: Any, what: str) -> Iterator[tuple[str, str]]:
     """The names in a configuration, each with where it stands."""
     inside = [(str(place), item) for place, item in enumerate(value)] if isinstance(value, list) else []
     key = "__type"
@@ -52,10 +52,10 @@ def _names(value: Any, what: str) -> Iterator[tuple[str, str]]:
         where = f"{what}.{name}" if what else name
         if name == key and isinstance(item, str):
             yield where, item
-        yield from _names(item, where)
+        yield from _find_names(item, where)
 
 
-def _unknown(name: str, what: str) -> str:
+def _name_problem(name: str, what: str) -> str:
     try:
         named(name, what=what)
     except InputError as error:
@@ -69,7 +69,7 @@ def arguments(given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
     Raises:
         InputError: naming the argument that cannot be made.
     """
-    return {key: _value(value, f"{what}.{key}") for key, value in given.items()}
+    return {key: _build_value(value, f"{what}.{key}") for key, value in given.items()}
 
 
 def make(kind: Any, *args: Any, given: Mapping[str, Any], what: str, **automatic: Any) -> Any:
@@ -90,23 +90,23 @@ def make(kind: Any, *args: Any, given: Mapping[str, Any], what: str, **automatic
         raise
     except Exception as error:
         shown = ", ".join(f"{key}=" for key in keywords)
-        raise InputError(f"{what}: {_name(called)}({shown}) failed: {error_text(error)}") from error
+        raise InputError(f"{what}: {_callable_name(called)}({shown}) failed: {error_text(error)}") from error
 
 
-def _value(value: Any, what: str) -> Any:
+def _build_value(value: Any, what: str) -> Any:
     if isinstance(value, list):
-        return [_value(item, f"{what}.{place}") for place, item in enumerate(value)]
+        return [_build_value(item, f"{what}.{place}") for place, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if "__type" in value:
         rest = {key: item for key, item in value.items() if key != "__type"}
         return make(value["__type"], given=rest, what=what)
     if "__value_type" in value:
-        return _converted(value, what)
+        return _convert_value(value, what)
     return arguments(value, what=what)
 
 
-def _converted(value: Mapping[str, Any], what: str) -> Any:
+def _convert_value(value: Mapping[str, Any], what: str) -> Any:
     if set(value) != {"__value_type", "value"}:
         raise InputError(
             f"{what} has __value_type, and must have value and nothing else; it has {', '.join(value)}."
@@ -123,5 +123,5 @@ def _converted(value: Mapping[str, Any], what: str) -> Any:
         raise InputError(f"{what}: {given!r} cannot be made a {kind}: {error_text(error)}") from error
 
 
-def _name(kind: Any) -> str:
+def _callable_name(kind: Any) -> str:
     return getattr(kind, "__qualname__", None) or type(kind).__qualname__

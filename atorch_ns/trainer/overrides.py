@@ -59,11 +59,11 @@ def override(config: Any, overrides: Sequence[tuple[str, Any]]) -> Any:
         InputError: for an index where there is no list, a list that an index leaves with gaps, or nothing to take out.
     """
     for path, value in overrides:
-        config = _put(config, path.split("."), value, path)
+        config = _put_value(config, path.split("."), value, path)
     return config
 
 
-def _put(inside: Any, parts: Sequence[str], value: Any, path: str) -> Any:
+def _put_value(inside: Any, parts: Sequence[str], value: Any, path: str) -> Any:
     first, *others = parts
     name, empties = first.removesuffix("!"), first.endswith("!")
     if isinstance(inside, list) or (inside is None and name.isdigit()):
@@ -76,7 +76,7 @@ def _put(inside: Any, parts: Sequence[str], value: Any, path: str) -> Any:
     if empties:
         made.pop(name, None)
     if others:
-        made[name] = _put(made.get(name), others, value, path)
+        made[name] = _put_value(made.get(name), others, value, path)
     elif not (empties and value is BARE):
         made[name] = _TRUE if value is BARE else value
     return made
@@ -98,7 +98,7 @@ def _put_in_list(
     if removes:
         return [*made[:place], *made[place + 1 :]]
     before = None if empties else made[place]
-    made[place] = _put(before, others, value, path) if others else (_TRUE if value is BARE else value)
+    made[place] = _put_value(before, others, value, path) if others else (_TRUE if value is BARE else value)
     return made
 
 
@@ -126,13 +126,15 @@ class _Resolver:
             return inside
         whole = _REFERENCE.fullmatch(inside)
         if whole is not None and whole["escaped"] is None:
-            return self._referred(whole, circle)
+            return self._resolve_reference(whole, circle)
         return _REFERENCE.sub(
-            lambda match: f"${match['escaped']}" if match["escaped"] else str(self._referred(match, circle)),
+            lambda match: (
+                f"${match['escaped']}" if match["escaped"] else str(self._resolve_reference(match, circle))
+            ),
             inside,
         )
 
-    def _referred(self, match: re.Match[str], circle: tuple[str, ...]) -> Any:
+    def _resolve_reference(self, match: re.Match[str], circle: tuple[str, ...]) -> Any:
         name = match["round"] or match["curly"]
         if name in circle:
             raise InputError(f"references go in a circle: {' → '.join([*circle, name])}.")

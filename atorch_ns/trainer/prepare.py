@@ -42,9 +42,9 @@ def compile_plan(args: TrainerArgs, dataset: Any) -> None:
     """
     model, cluster = make_model(args), Cluster.detect()
     if args.model.parallel_modules:
-        replaced(args, model, compute_config(args, cluster), cluster, _sample(args, dataset, cluster))
+        replaced(args, model, compute_config(args, cluster), cluster, _read_sample(args, dataset, cluster))
     else:
-        _whole(args, model, dataset, cluster)
+        _divide_model(args, model, dataset, cluster)
 
 
 def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, nn.Module]:
@@ -60,11 +60,11 @@ def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, 
     if args.model.parallel_modules:
         result = _with_parallel_modules(args, model, dataset, cluster, optimizer)
     elif policy.rule is not None:
-        made = _whole(args, model, dataset, cluster)
+        made = _divide_model(args, model, dataset, cluster)
         assert isinstance(made, ParallelModule)
         module, result = made, attach_optimizer(made.result, optimizer)
     else:
-        sample = _sample(args, dataset, cluster)
+        sample = _read_sample(args, dataset, cluster)
         _, found, _ = auto_accelerate(
             model,
             optimizer,
@@ -98,14 +98,14 @@ def _with_parallel_modules(
     cluster: Cluster,
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> Result:
-    sample = _sample(args, dataset, cluster)
+    sample = _read_sample(args, dataset, cluster)
     inputs = Inputs(model=model, model_input_format="unpack_dict" if takes_by_name(model, sample) else None)
     original = OriginalModel.of(inputs)
     parts = replaced(args, model, compute_config(args, cluster), cluster, sample)
     return job_of(inputs, original, parts, optimizer)
 
 
-def _sample(args: TrainerArgs, dataset: Any, cluster: Cluster) -> Any:
+def _read_sample(args: TrainerArgs, dataset: Any, cluster: Cluster) -> Any:
     def read() -> Any:
         with random_states_kept():
             return sample_of(args, dataset)
@@ -113,10 +113,12 @@ def _sample(args: TrainerArgs, dataset: Any, cluster: Cluster) -> Any:
     return cluster.agree(read, what="reading a sample")
 
 
-def _whole(args: TrainerArgs, model: nn.Module, dataset: Any, cluster: Cluster) -> ParallelModule | None:
+def _divide_model(
+    args: TrainerArgs, model: nn.Module, dataset: Any, cluster: Cluster
+) -> ParallelModule | None:
     first = next(iter(inspect.signature(model.forward).parameters), None)
     if first is None:
         raise InputError("model.type: forward must take a sample as its first argument; it takes nothing.")
-    sample = _sample(args, dataset, cluster)
+    sample = _read_sample(args, dataset, cluster)
     dummies = dict(sample) if takes_by_name(model, sample) else {first: sample}
     return divided(args, args, model, dummies, compute_config(args, cluster), cluster)

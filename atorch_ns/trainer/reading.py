@@ -64,7 +64,7 @@ def made_args(config: Mapping[str, Any], *, where: str = "TrainerArgs") -> Train
         InputError: naming every field that is unknown or wrong.
     """
     try:
-        given: dict[str, Any] = _guessed(resolve_references(dict(config)))
+        given: dict[str, Any] = _guess_types(resolve_references(dict(config)))
     except RecursionError:
         raise InputError(f"{where}: an alias (&, *) contains itself.") from None
     problems: list[str] = []
@@ -78,12 +78,12 @@ def made_args(config: Mapping[str, Any], *, where: str = "TrainerArgs") -> Train
         given.pop("compute_config")
     if isinstance(given.get("hook"), Mapping):  # of two kinds, of which one has a type
         kind = HookConfig if "type" in given["hook"] else HookMapConfig
-        given["hook"] = _validated(kind, given["hook"], "hook", problems)
+        given["hook"] = _validate_fields(kind, given["hook"], "hook", problems)
     elif given.get("hook") is not None:
         problems.append(
             f"hook is {given.pop('hook')!r}: it has a type, and args, or functions by the names of hooks."
         )
-    made = _validated(TrainerArgs, given, "", problems)
+    made = _validate_fields(TrainerArgs, given, "", problems)
     if problems:
         raise InputError(f"{where}: " + f"\n{where}: ".join(problems))
     found: TrainerArgs = made
@@ -101,14 +101,14 @@ def checked(args: TrainerArgs) -> TrainerArgs:
     if config is not None and not isinstance(config, ComputeConfig):
         problems.append(f"compute_config must be a ComputeConfig; it is {with_article(config)}.")
         args = replace(args, compute_config=None)
-    found: TrainerArgs = _validated(TrainerArgs, args, "", problems)
+    found: TrainerArgs = _validate_fields(TrainerArgs, args, "", problems)
     if problems:
         raise InputError("TrainerArgs: " + "\nTrainerArgs: ".join(problems))
     found.check()
     return found
 
 
-def _validated(kind: Any, given: Any, at: str, problems: list[str]) -> Any:
+def _validate_fields(kind: Any, given: Any, at: str, problems: list[str]) -> Any:
     try:
         return TypeAdapter(kind).validate_python(given)
     except ValidationError as error:
@@ -118,7 +118,7 @@ def _validated(kind: Any, given: Any, at: str, problems: list[str]) -> Any:
             path = ".".join(filter(None, [at, *place]))
             if path not in told:
                 told.add(path)
-                problems.append(_problem(kind, place, path, one))
+                problems.append(_describe_error(kind, place, path, one))
     return None
 
 
@@ -127,14 +127,14 @@ def _is_place(part: Any) -> bool:
     return isinstance(part, int) or part.replace("_", "").replace("!", "").isalnum()
 
 
-def _problem(kind: Any, place: Sequence[str], path: str, error: Any) -> str:
+def _describe_error(kind: Any, place: Sequence[str], path: str, error: Any) -> str:
     if error["type"] == "unexpected_keyword_argument":
-        known = [one.name for one in fields(_owner(kind, place[:-1]))]
+        known = [one.name for one in fields(_find_owner_class(kind, place[:-1]))]
         return f"there is no field {path}.{did_you_mean(place[-1], known, otherwise='Known are ' + ', '.join(known) + '.')}"
     return f"{path} is {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}."
 
 
-def _owner(kind: Any, place: Sequence[str]) -> Any:
+def _find_owner_class(kind: Any, place: Sequence[str]) -> Any:
     """The dataclass of the field at a place."""
     for part in place:
         nested = _NESTED
@@ -162,13 +162,13 @@ def _compute_config(given: Mapping[str, Any], problems: list[str]) -> ComputeCon
     return ComputeConfig(**values)
 
 
-def _guessed(config: Any, *, free: bool = False) -> Any:
+def _guess_types(config: Any, *, free: bool = False) -> Any:
     if isinstance(config, Mapping):
         if "__value_type" in config:
             return dict(config)
-        return {key: _guessed(value, free=free or key in _FREE) for key, value in config.items()}
+        return {key: _guess_types(value, free=free or key in _FREE) for key, value in config.items()}
     if isinstance(config, list):
-        return [_guessed(item, free=free) for item in config]
+        return [_guess_types(item, free=free) for item in config]
     return guessed(config) if free else config
 
 

@@ -60,13 +60,15 @@ def replaced(
         raise InputError(f"model.parallel_modules: the model has no module of {missing[0].__qualname__}.")
     _refuse_nested([path for path, _ in chosen])
     _refuse_shared(model, [path for path, _ in chosen])
-    given = _samples(args, chosen, model, sample)
+    given = _collect_forward_args(args, chosen, model, sample)
     made: dict[str, ParallelModule] = {}
     for path, one in chosen:
         module = model.get_submodule(path)
         if isinstance(module, ParallelModule):  # the same one at another path
             continue
-        found = _one(args, one, module, given[path], _merged(config, one.compute_config), cluster)
+        found = _parallelize_module(
+            args, one, module, given[path], _merge_config(config, one.compute_config), cluster
+        )
         if found is not None:
             for other, same in list(model.named_modules(remove_duplicate=False)):
                 if same is module:
@@ -109,7 +111,7 @@ def _refuse_untied(model: nn.Module, original: OriginalModel) -> None:
                 )
 
 
-def _one(
+def _parallelize_module(
     args: TrainerArgs,
     one: ModuleParallelizeConfig,
     module: nn.Module,
@@ -139,7 +141,7 @@ def _one(
     return found
 
 
-def _merged(config: ComputeConfig, own: OptionalComputeConfig | None) -> ComputeConfig:
+def _merge_config(config: ComputeConfig, own: OptionalComputeConfig | None) -> ComputeConfig:
     """The trainer's configuration with what a module has in its place."""
     given = {} if own is None else {one.name: getattr(own, one.name) for one in fields(own)}
     known = {one.name for one in fields(ComputeConfig)}
@@ -150,7 +152,7 @@ def _merged(config: ComputeConfig, own: OptionalComputeConfig | None) -> Compute
     return replace(config, use_end2end=False, **changed)
 
 
-def _samples(
+def _collect_forward_args(
     args: TrainerArgs, chosen: Sequence[tuple[str, ModuleParallelizeConfig]], model: nn.Module, sample: Any
 ) -> dict[str, dict[str, Any]]:
     """Arguments of each module's ``forward``: those of a function, or what the model gives it for a sample."""
@@ -228,7 +230,7 @@ class _JointGradients(Gradients):
     """Gradients of parallel modules, and of the rest of the model around them."""
 
     def __init__(self, jobs: Sequence[Job], rest: GradientReducer | None) -> None:
-        super().__init__(skip_sync=self._skip)
+        super().__init__(skip_sync=self._skip_all_syncs)
         self._jobs, self._rest = jobs, rest
 
     def complete(self, module: nn.Module) -> None:
@@ -239,7 +241,7 @@ class _JointGradients(Gradients):
             self._rest.sync_grad()
 
     @contextmanager
-    def _skip(self) -> Iterator[None]:
+    def _skip_all_syncs(self) -> Iterator[None]:
         with ExitStack() as stack:
             for job in self._jobs:
                 stack.enter_context(job.gradients.skip_sync())

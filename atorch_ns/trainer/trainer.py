@@ -63,10 +63,7 @@ class Trainer:
     result: Result
 
     def __init__(
-        self,
-        argv: Sequence[str] | None = None,
-        *,
-        train_args: TrainerArgs | Mapping[str, Any] | None = None,
+        self, argv: Sequence[str] | None = None, *, train_args: TrainerArgs | Mapping[str, Any] | None = None
     ) -> None:
         if argv is not None and train_args is not None:
             raise InputError("Trainer takes argv or train_args, and not both.")
@@ -96,18 +93,18 @@ class Trainer:
         """
         args, cluster = self.train_args, self._cluster
         if args.run_mode == "compile":
-            compile_plan(args, self._begin())
+            compile_plan(args, self._seed_and_make_dataset())
             return
         join_process_group(cluster)
-        dataset = cluster.agree(self._begin, what="making the dataset")
+        dataset = cluster.agree(self._seed_and_make_dataset, what="making the dataset")
         try:
             self._set_up(dataset)
             with self.result.train_step.sharing_failures():
                 loaded = self._checkpoints.load()
                 if loaded is not None:
-                    self._resume(loaded)
+                    self._resume_training(loaded)
                 self.hook.call("after_setup")
-                self._train(loaded)
+                self._run_training(loaded)
                 self.hook.call("on_finalize")
         finally:
             for logger in self._loggers:
@@ -115,7 +112,7 @@ class Trainer:
             if self._progress is not None:
                 self._progress.close()
 
-    def _begin(self) -> Any:
+    def _seed_and_make_dataset(self) -> Any:
         """Seeds, and the dataset, which may draw from them."""
         args = self.train_args
         if args.init_env_fn is not None:
@@ -197,14 +194,14 @@ class Trainer:
             self, (plain, inner_optimizer(self.optimizer), self.lr_scheduler, own), functions
         )
         step.observe("zero", lambda: self.hook.call("before_zero_grad"), when="before")
-        step.observe("zero", self._zeroed)
+        step.observe("zero", self._call_zero_grad_hooks)
         self._waits = False
         reducer = self.result.job.gradients.reducer
         if self.hook.has("before_sync_grad") and reducer is not None:
             reducer.wait_until_told()  # so that the hook sees whole gradients of this rank
             self._waits = True
 
-    def _zeroed(self) -> None:
+    def _call_zero_grad_hooks(self) -> None:
         self.hook.call("after_zero_grad")
         self.hook.call("on_train_step_start", batches=self._window.real)
         if not self._waits:
@@ -231,7 +228,7 @@ class Trainer:
         found = [number for number in (args.max_train_steps, by_epochs) if number is not None]
         return min(found, default=None)
 
-    def _resume(self, loaded: Loaded) -> None:
+    def _resume_training(self, loaded: Loaded) -> None:
         size = self.train_status.global_batch_size
         self.train_status = loaded.status
         status = self.train_status
@@ -252,7 +249,7 @@ class Trainer:
             )
         status.global_batch_size = size
         self._saved_at = self._validated_at = status.finished_train_steps
-        self.hook.call("on_load_checkpoint", checkpoint={**loaded.custom, **self._document()})
+        self.hook.call("on_load_checkpoint", checkpoint={**loaded.custom, **self._checkpoint_fields()})
         if self.rank == 0:
             log.info(
                 "Resumed from %s: epoch %d, after %d steps; saved on %s, and going on on %s.",
@@ -265,7 +262,7 @@ class Trainer:
 
     # The loop
 
-    def _train(self, loaded: Loaded | None) -> None:
+    def _run_training(self, loaded: Loaded | None) -> None:
         args, status = self.train_args, self.train_status
         if self.rank == 0:
             log.info("Training...")
@@ -273,7 +270,7 @@ class Trainer:
         last_epoch = status.epoch
         while not self._is_over():
             last_epoch = status.epoch
-            self._epoch(loaded)
+            self._run_epoch(loaded)
             loaded = None
         if self.rank == 0:
             limit, number = (
@@ -283,7 +280,7 @@ class Trainer:
             )
             log.info("Reached max %s(%s): Training is done.", limit, number)
         if status.train_loss is not None:
-            self._save(last_epoch)
+            self._save_checkpoint(last_epoch)
         self.hook.call("on_train_end")
 
     def _is_over(self) -> bool:
@@ -294,19 +291,19 @@ class Trainer:
         most = self.train_args.max_train_steps
         return most is not None and self.train_status.finished_train_steps >= most
 
-    def _epoch(self, loaded: Loaded | None) -> None:
+    def _run_epoch(self, loaded: Loaded | None) -> None:
         args, status, data = self.train_args, self.train_status, self._train_data
         epoch = status.epoch
         self.hook.call("on_epoch_start", epoch=epoch)
         began = status.step_in_epoch
-        windows = self._windows(data, loaded)
+        windows = self._remaining_windows(data, loaded)
         while True:
             if self._has_all_steps() and status.step_in_epoch != data.num_steps:
                 return  # before more data are read, which may draw random numbers
             window = next(windows, None)
             if window is None:
                 break
-            self._step(epoch, window)
+            self._run_train_step(epoch, window)
             self._after_step(epoch)
         if status.step_in_epoch == began == 0:
             raise InputError("the data loader gives no batch: there is nothing to train on.")
@@ -316,11 +313,11 @@ class Trainer:
         self.hook.call("on_epoch_end", epoch=epoch)
         status.epoch, status.step_in_epoch = epoch + 1, 0
         if self._val_data is not None and _is_due(epoch + 1, args.val_every_n_epochs):
-            self._validate()
+            self._run_validation()
         if _is_due(epoch + 1, args.checkpoint.every_n_epochs):
-            self._save(epoch)
+            self._save_checkpoint(epoch)
 
-    def _windows(self, data: Data, loaded: Loaded | None) -> Iterator[Window]:
+    def _remaining_windows(self, data: Data, loaded: Loaded | None) -> Iterator[Window]:
         """The windows of the epoch that are left, with the random states that they would have seen in one run."""
         status, job = self.train_status, self.result.job
         data.set_epoch(status.epoch)
@@ -340,11 +337,11 @@ class Trainer:
         args, status = self.train_args, self.train_status
         done = status.finished_train_steps
         if self._val_data is not None and _is_due(done, args.val_every_n_train_steps):
-            self._validate()
+            self._run_validation()
         if _is_due(done, args.checkpoint.every_n_train_steps):
-            self._save(epoch)
+            self._save_checkpoint(epoch)
 
-    def _step(self, epoch: int, window: Window) -> None:
+    def _run_train_step(self, epoch: int, window: Window) -> None:
         args, status, step, hook = self.train_args, self.train_status, self.result.train_step, self.hook
         start, self._window = time.perf_counter(), window
         by_tokens = args.optimizer.grad_reduction == "per-token-mean"
@@ -384,18 +381,12 @@ class Trainer:
             lr=float(rate),
             gnorm=float(step.grad_norm),
             train_wall=time.perf_counter() - start,
-            **_memory(self.result.device),
+            **_memory_metrics(self.result.device),
         )
         hook.call("before_log_train_metrics", step_metrics=metrics, aggregated_outputs=aggregated)
-        self._log(asdict(metrics), "train")
-        self._show(epoch, idx, metrics)
-        hook.call(
-            "on_step_end",
-            epoch=epoch,
-            idx=idx,
-            step_metrics=metrics,
-            aggregated_outputs=aggregated,
-        )
+        self._log_metrics(asdict(metrics), "train")
+        self._show_progress(epoch, idx, metrics)
+        hook.call("on_step_end", epoch=epoch, idx=idx, step_metrics=metrics, aggregated_outputs=aggregated)
 
     def _step_scheduler(self) -> None:
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
@@ -408,7 +399,7 @@ class Trainer:
 
     # Validation, checkpoints and logs
 
-    def _validate(self) -> None:
+    def _run_validation(self) -> None:
         data, status, hook = self._val_data, self.train_status, self.hook
         if data is None or self._validated_at == status.finished_train_steps:
             return
@@ -430,7 +421,7 @@ class Trainer:
         status.val_loss, self._validated_at = metrics.val_loss, status.finished_train_steps
         hook.call("on_val_end", val_loss=metrics.val_loss)
         hook.call("before_log_val_metrics", metrics=metrics)
-        self._log(asdict(metrics), "val")
+        self._log_metrics(asdict(metrics), "val")
         if self.rank == 0:
             log.info(
                 "Validation after %d steps: val_loss=%.3f, val_wall=%.3f",
@@ -439,18 +430,18 @@ class Trainer:
                 metrics.val_wall,
             )
 
-    def _save(self, epoch: int) -> None:
+    def _save_checkpoint(self, epoch: int) -> None:
         status = self.train_status
         if self.train_args.checkpoint.no_save or self._saved_at == status.finished_train_steps:
             return
-        self._validate()
-        document, own = self._document(), self._document()
+        self._run_validation()
+        document, own = self._checkpoint_fields(), self._checkpoint_fields()
         self.hook.call("on_save_checkpoint", checkpoint=document)
         custom = {key: value for key, value in document.items() if key not in own}
         self._checkpoints.save(epoch, status, custom, self._epoch_rng)
         self._saved_at = status.finished_train_steps
 
-    def _document(self) -> dict[str, Any]:
+    def _checkpoint_fields(self) -> dict[str, Any]:
         """What hooks of a checkpoint find in it beside what they have added."""
         return {
             "train_status": self.train_status.as_json(),
@@ -458,12 +449,12 @@ class Trainer:
             "rank": self.rank,
         }
 
-    def _log(self, metrics: Mapping[str, Any], tag: str) -> None:
+    def _log_metrics(self, metrics: Mapping[str, Any], tag: str) -> None:
         numbers = {name: value for name, value in metrics.items() if value is not None}
         for logger in self._loggers:
             logger.log_metrics(numbers, self.train_status.finished_train_steps, tag=tag)
 
-    def _show(self, epoch: int, idx: int, metrics: TrainStepMetrics) -> None:
+    def _show_progress(self, epoch: int, idx: int, metrics: TrainStepMetrics) -> None:
         if self.rank != 0:
             return
         status, args = self.train_status, self.train_args
@@ -489,7 +480,7 @@ def _is_due(number: int, every: int | None) -> bool:
     return every is not None and number > 0 and number % every == 0
 
 
-def _memory(device: torch.device) -> dict[str, float]:
+def _memory_metrics(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         return {}
     free, _ = torch.cuda.mem_get_info(device)

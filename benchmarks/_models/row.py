@@ -325,10 +325,7 @@ def _row(case: Case, strategy: Strategy, reference: Reference, timeout_s: float)
         args=(case, methods, reference, parent_tie()),
         timeout_s=timeout_s * reference.slowness,
     )
-    row = {
-        **judged(outcomes, reference, strategy),
-        "wall_s": round(time.perf_counter() - began, 1),
-    }
+    row = {**judged(outcomes, reference, strategy), "wall_s": round(time.perf_counter() - began, 1)}
     if strategy.name == "tensor 2" and row.get("plan_s", 0.0) > LONG_PLAN_S:
         row["tensor_plan_s"] = round(_tensor_plan_s(case), 2)
     return row

@@ -108,10 +108,7 @@ def left_out(rows: Iterable[Row], target: Target) -> Iterator[LeftOut]:
             pairs = zip(own, ranges, strict=True)
             num = sum(low <= 1 / row[target.key] <= high for row, (low, high) in pairs)
             yield LeftOut(
-                source=source,
-                errors=Errors.of(own, target),
-                others=Errors.of(others, target),
-                num_within=num,
+                source=source, errors=Errors.of(own, target), others=Errors.of(others, target), num_within=num
             )
 
 
@@ -141,12 +138,7 @@ def _cells(each: LeftOut | None) -> list[str]:
     if each is None:
         return [""] * 4
     num = len(each.errors.ratios)
-    return [
-        str(num),
-        f"{each.errors.middle:.0%}",
-        f"{each.others.middle:.0%}",
-        f"{each.num_within} of {num}",
-    ]
+    return [str(num), f"{each.errors.middle:.0%}", f"{each.others.middle:.0%}", f"{each.num_within} of {num}"]
 
 
 def _residual(rows: Sequence[Row], target: Target) -> Residual:

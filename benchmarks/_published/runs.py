@@ -88,17 +88,7 @@ class Run:
     @property
     def architecture(self) -> tuple[str, ...]:
         """What the profile depends on: runs of one share it."""
-        columns = (
-            "layers",
-            "hidden",
-            "heads",
-            "kv_heads",
-            "ffn",
-            "vocab",
-            "tied",
-            "dropout",
-            "seq",
-        )
+        columns = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied", "dropout", "seq")
         attention = "sdpa" if self.fuses_attention else "eager"
         return (self["arch"].removeprefix("hf-"), attention, *(self[column] for column in columns))
 

@@ -100,14 +100,14 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before, 0-d float32, the same on every rank.
         """
-        self._reduce()
+        self._reduce_gradients()
         return clip_parts(
-            self._gradients(),
+            self._gradient_parts(),
             max_norm,
             norm_type,
             group=self._all,
             device=self._device,
-            uncounted=self._gradients(counted=False),
+            uncounted=self._gradient_parts(counted=False),
         )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -128,10 +128,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             )
         for hook in self._before_steps.values():
             hook(self, (), {})
-        self._reduce()
+        self._reduce_gradients()
         if self._reduced and self._watches:
             self._require_use_of_all()
-        self.skipped = self._skip_if_nonfinite and self._nonfinite()
+        self.skipped = self._skip_if_nonfinite and self._has_nonfinite_gradients()
         if self.skipped:
             self.num_skipped += 1
         elif self._reduced:
@@ -184,7 +184,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return repr(self._zero.optimizer)
 
-    def _reduce(self) -> None:
+    def _reduce_gradients(self) -> None:
         """Averages what has accumulated over the ranks, into partitions; once a step."""
         if self._reduced or not self._has_gradients():
             return
@@ -216,7 +216,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             return any(held is not None for held in self._zero.all_grad_tensors.values())
         return any(parameter.grad is not None for group in self._zero.bit16_groups for parameter in group)
 
-    def _gradients(self, *, counted: bool = True) -> Iterator[torch.Tensor]:
+    def _gradient_parts(self, *, counted: bool = True) -> Iterator[torch.Tensor]:
         """This rank's parts that it counts in norms, or those that another rank counts."""
         for number, partition in self._zero.averaged_gradients.items():
             if not self._uncounted:
@@ -228,6 +228,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
                 if (id(parameter) in self._uncounted) != counted:
                     yield part
 
-    def _nonfinite(self) -> bool:
-        norm = norm_of_parts(self._gradients(), 2.0, group=self._all, device=self._device)
+    def _has_nonfinite_gradients(self) -> bool:
+        norm = norm_of_parts(self._gradient_parts(), 2.0, group=self._all, device=self._device)
         return not bool(torch.isfinite(norm))

@@ -76,7 +76,7 @@ class StageLayer(nn.Module):
         """
         index = torch.tensor(self._count, device=self._device)
         self._count += 1
-        received = self._unpacked(arrived) if isinstance(arrived, tuple) else []
+        received = self._unpack_wire(arrived) if isinstance(arrived, tuple) else []
         output = self._stage[0](*received, index=index)
         with_grad = arrived[0] if isinstance(arrived, tuple) and arrived[0].requires_grad else None
         if self._stage[0].is_last:
@@ -87,7 +87,7 @@ class StageLayer(nn.Module):
             return wire
         return (anchor(wire[0], with_grad), *wire[1:])
 
-    def _unpacked(self, wire: Wire) -> list[torch.Tensor]:
+    def _unpack_wire(self, wire: Wire) -> list[torch.Tensor]:
         if self._entries is None:
             self._entries = read_header(wire)
         return unpack(wire, self._entries)
@@ -117,9 +117,9 @@ def pack(tensors: Sequence[torch.Tensor]) -> Wire:
     rest = [t for t, entry in zip(tensors, entries, strict=True) if not entry.needs_grad]
     wire = [header]
     if with_grad:
-        wire.insert(0, _joined(with_grad))
+        wire.insert(0, _join_tensors(with_grad))
     if rest:
-        wire.append(torch.cat([_bytes(tensor) for tensor in rest]))
+        wire.append(torch.cat([_padded_bytes(tensor) for tensor in rest]))
     return tuple(wire)
 
 
@@ -134,7 +134,7 @@ def read_header(wire: Wire) -> tuple[Entry, ...]:
 
 def unpack(wire: Wire, entries: Sequence[Entry]) -> list[torch.Tensor]:
     """The tensors that :func:`pack` was given; those that need gradients are parts of one leaf."""
-    joined = iter(_split([entry for entry in entries if entry.needs_grad], wire[0]))
+    joined = iter(_split_tensors([entry for entry in entries if entry.needs_grad], wire[0]))
     pieces = iter(_from_bytes([entry for entry in entries if not entry.needs_grad], wire[-1]))
     return [next(joined) if entry.needs_grad else next(pieces) for entry in entries]
 
@@ -157,21 +157,21 @@ class _Anchor(torch.autograd.Function):
         return gradients[0], torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _join_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0].contiguous()
     widest = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))  # exact for every one of them
     return torch.cat([tensor.reshape(-1).to(widest) for tensor in tensors])
 
 
-def _split(entries: Sequence[Entry], joined: torch.Tensor) -> list[torch.Tensor]:
+def _split_tensors(entries: Sequence[Entry], joined: torch.Tensor) -> list[torch.Tensor]:
     if len(entries) < 2:
         return [joined][: len(entries)]
     pieces = joined.split([math.prod(entry.shape) for entry in entries])
     return [piece.to(entry.dtype).view(entry.shape) for piece, entry in zip(pieces, entries, strict=True)]
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _padded_bytes(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % _ALIGNMENT))
 
@@ -209,11 +209,11 @@ def make_engine(
     stages[job.mesh.axis("pipeline").get_local_rank()] = layer
     # It prints its configuration.
     with environment_default("LOCAL_RANK", job.cluster.local_rank), contextlib.redirect_stdout(io.StringIO()):
-        module = PipelineModule(layers=stages, topology=_topology(job.mesh), partition_method="uniform")
+        module = PipelineModule(layers=stages, topology=_build_topology(job.mesh), partition_method="uniform")
         engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
-            config=_config(job.step.num_micro_batches, zero_stage, settings),
+            config=_engine_config(job.step.num_micro_batches, zero_stage, settings),
             dist_init_required=False,
         )
     return engine
@@ -223,7 +223,7 @@ def _other_stage(_: Any) -> Any:
     """Stands for a stage of another rank; never called."""
 
 
-def _topology(mesh: Mesh) -> Any:
+def _build_topology(mesh: Mesh) -> Any:
     """DeepSpeed's axes pipe, data and model with the ranks as the mesh has them."""
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -239,7 +239,7 @@ def _topology(mesh: Mesh) -> Any:
     return topology
 
 
-def _config(num_micro_batches: int, zero_stage: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _engine_config(num_micro_batches: int, zero_stage: int, settings: Mapping[str, Any]) -> dict[str, Any]:
     # With the norm, steps with infinite gradients are skipped unasked.
     zero = {**settings.get("zero_optimization", {}), "stage": zero_stage}
     if zero_stage:
@@ -284,14 +284,14 @@ class DsPipelineRunner:
     def forward_backward(self, work: StepWork) -> Passed:
         """See :class:`atorch_ns.data.BatchRunner`."""
         num = len(work.micro_batches)
-        losses = self._begin(work, training=True)
+        losses = self._begin_pass(work, training=True)
         # What it divides gradients by; a batch with other rows than the first has other micro-batches.
         self.engine.set_train_batch_size(num * self.engine.dp_world_size)
         self.job.gradients.sums.expect(self.job.module)
-        self._run(_training_schedule(self.engine, num))
+        self._run_schedule(_training_schedule(self.engine, num))
         self.job.gradients.sums.run(self.job.module)
         self.reduce()
-        return self._passed(losses)
+        return self._broadcast_losses(losses)
 
     @torch.no_grad()
     def forward(self, work: StepWork) -> Passed:
@@ -303,11 +303,11 @@ class DsPipelineRunner:
             dummies = frozenset(place for place, number in enumerate(numbers) if number in work.dummies)
             shares = [work.shares[number] for number in numbers]
             part = replace(work, micro_batches=micro_batches, shares=shares, dummies=dummies)
-            losses.append(self._begin(part, training=False))
-            self._run(self.engine._inference_schedule(len(numbers)))
-        return self._passed(torch.cat(losses))
+            losses.append(self._begin_pass(part, training=False))
+            self._run_schedule(self.engine._inference_schedule(len(numbers)))
+        return self._broadcast_losses(torch.cat(losses))
 
-    def _begin(self, work: StepWork, *, training: bool) -> torch.Tensor:
+    def _begin_pass(self, work: StepWork, *, training: bool) -> torch.Tensor:
         """Prepares the engine; returns where the losses will be, on the rank of the last stage."""
         from deepspeed.runtime.pipe import p2p
 
@@ -324,7 +324,7 @@ class DsPipelineRunner:
                 losses[number] = loss.detach()
             return work.share(number, loss) * num  # the engine divides by it
 
-        shapes = (training, [_shape(leaf) for _, leaf in leaves(micro_batches[0])])
+        shapes = (training, [_leaf_signature(leaf) for _, leaf in leaves(micro_batches[0])])
         reset = shapes != self._shapes
         self._shapes = shapes
         if reset:
@@ -332,18 +332,18 @@ class DsPipelineRunner:
         engine.module.train(training)
         engine.total_loss = None
         engine._compute_loss = True
-        engine.set_dataiterator(_indices(len(micro_batches), self.job.device))
+        engine.set_dataiterator(_micro_batch_indices(len(micro_batches), self.job.device))
         self.layer.begin(reset=reset)
         self.stage_set.begin(micro_batches, share_of)
         return losses
 
-    def _run(self, schedule: Any) -> None:
+    def _run_schedule(self, schedule: Any) -> None:
         try:
             self.engine._exec_schedule(schedule)
         finally:
             self.stage_set.finish()
 
-    def _passed(self, losses: torch.Tensor) -> Passed:
+    def _broadcast_losses(self, losses: torch.Tensor) -> Passed:
         group = self.job.stage_group
         dist.broadcast(losses, group=group, group_src=dist.get_world_size(group) - 1)
         return Passed(losses=losses)
@@ -366,14 +366,14 @@ def _training_schedule(engine: Any, num_micro_batches: int) -> Any:
     return WithoutStep(micro_batches=num_micro_batches, stages=engine.num_stages, stage_id=engine.stage_id)
 
 
-def _indices(count: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _micro_batch_indices(count: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """What the engine takes for data on the first and for labels on the last stage."""
     for index in range(count):
         number = torch.tensor(index, device=device)
         yield number, number
 
 
-def _shape(leaf: Any) -> object:
+def _leaf_signature(leaf: Any) -> object:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
@@ -401,16 +401,16 @@ def run_by_deepspeed(job: Job, stage_set: StageSet, *, zero_stage: int, settings
     (stage,) = stage_set.stages
 
     def take_over(groups: list[dict[str, Any]]) -> tuple[nn.Module, torch.optim.Optimizer]:
-        make = _sharded if zero_stage else _whole
+        make = _make_sharded_engine if zero_stage else _make_unsharded_engine
         engine, layer, optimizer = make(job, stage, groups, settings)
-        job.step.make_runner = partial(_runner, engine, layer, stage_set, optimizer)
+        job.step.make_runner = partial(_make_runner, engine, layer, stage_set, optimizer)
         return job.model, optimizer
 
     job.optimizer.take_over = take_over
     job.optimizer.takes_frozen = False
 
 
-def _runner(
+def _make_runner(
     engine: Any,
     layer: StageLayer,
     stage_set: StageSet,
@@ -418,7 +418,7 @@ def _runner(
     job: Job,
     loss_func: Callable[[Any, Any], Any],
 ) -> DsPipelineRunner:
-    reduce: Callable[[], object] = partial(_average, job, engine)
+    reduce: Callable[[], object] = partial(_average_gradients, job, engine)
     if isinstance(optimizer, DeepSpeedOptimizer):  # it reduces when gradients are clipped or stepped
         reduce, job.gradients.clip = (lambda: None), optimizer.clip_gradients
     return DsPipelineRunner(
@@ -430,7 +430,9 @@ _Made = tuple[Any, StageLayer, torch.optim.Optimizer]
 """Engine, layer, and what the user steps."""
 
 
-def _whole(job: Job, stage: StageModule, groups: list[dict[str, Any]], settings: Mapping[str, Any]) -> _Made:
+def _make_unsharded_engine(
+    job: Job, stage: StageModule, groups: list[dict[str, Any]], settings: Mapping[str, Any]
+) -> _Made:
     """Every data rank has the optimizer states of its stage; DeepSpeed averages the gradients.
 
     The engine knows one parameter that stands for them all, so that these may be anything, shards of layers included.
@@ -441,7 +443,7 @@ def _whole(job: Job, stage: StageModule, groups: list[dict[str, Any]], settings:
     return engine, layer, make_user_optimizer(job, groups)
 
 
-def _sharded(
+def _make_sharded_engine(
     job: Job, stage: StageModule, groups: list[dict[str, Any]], settings: Mapping[str, Any]
 ) -> _Made:
     """DeepSpeed's ZeRO 1 within each stage."""
@@ -476,7 +478,7 @@ def _require_all_groups(job: Job, groups: list[dict[str, Any]]) -> None:
 
 
 @torch.no_grad()
-def _average(job: Job, engine: Any) -> None:
+def _average_gradients(job: Job, engine: Any) -> None:
     """Averages gradients over the data ranks; a parameter that none of them used keeps none."""
     if job.num_data_ranks == 1:
         return

@@ -81,7 +81,7 @@ class FlatStates:
         found = {name: parameter.detach() for name, parameter in self.whole.items()}
         for name, spec in self.specs.items():
             piece = self.pieces.get(name)
-            found[name] = self._gathered(name, None if piece is None else piece.weight, spec.dtype)
+            found[name] = self._gather_tensor(name, None if piece is None else piece.weight, spec.dtype)
         return found
 
     @torch.no_grad()
@@ -90,7 +90,7 @@ class FlatStates:
         for name, parameter in self.whole.items():
             parameter.copy_(weights[name])
         for name in self.specs:
-            flat = _full(weights[name]).flatten()
+            flat = _full_tensor(weights[name]).flatten()
             if (piece := self.pieces.get(name)) is not None:
                 piece.weight.copy_(flat[piece.start : piece.start + piece.weight.numel()])
         self.publish()
@@ -113,7 +113,7 @@ class FlatStates:
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         values: dict[str, dict[str, StateValue]] = {}
         dtypes: dict[tuple[str, str], torch.dtype] = {}
-        for name, entry, value, piece in self._entries():
+        for name, entry, value, piece in self._state_entries():
             if not isinstance(value, torch.Tensor):
                 values.setdefault(name, {})[entry] = value
             elif piece is None or value.dim() == 0:
@@ -127,8 +127,8 @@ class FlatStates:
                 )
         for (name, entry), dtype in self._known_anywhere(dtypes):
             piece = self.pieces.get(name)
-            part = None if piece is None else piece.of_state(self._state(piece.holder)[entry])
-            tensors.setdefault(name, {})[entry] = self._gathered(name, part, dtype)
+            part = None if piece is None else piece.of_state(self._holder_state(piece.holder)[entry])
+            tensors.setdefault(name, {})[entry] = self._gather_tensor(name, part, dtype)
         return OptimizerStates(tensors, values)
 
     def blank_states(
@@ -142,7 +142,7 @@ class FlatStates:
         self._refuse_what_cannot_be_cut(specs)
         known = {*self.specs, *self.whole}
         return {
-            name: {entry: self._blank(name, entry, spec) for entry, spec in entries.items()}
+            name: {entry: self._empty_state(name, entry, spec) for entry, spec in entries.items()}
             for name, entries in specs.items()
             if name in known
         }
@@ -173,14 +173,14 @@ class FlatStates:
                         f"this strategy updates in flat pieces; {_WHAT_PIECES_HAVE} can be loaded. {_OTHERWISE}"
                     )
 
-    def _entries(self) -> Iterator[tuple[str, str, Any, Piece | None]]:
+    def _state_entries(self) -> Iterator[tuple[str, str, Any, Piece | None]]:
         """``(name, entry, value, piece)`` of all states on this rank; no piece for whole parameters."""
         holders: list[tuple[str, torch.Tensor, Piece | None]] = [
             *((name, parameter, None) for name, parameter in self.whole.items()),
             *((name, piece.holder, piece) for name, piece in self.pieces.items()),
         ]
         for name, holder, piece in holders:
-            for entry, value in self._state(holder).items():
+            for entry, value in self._holder_state(holder).items():
                 if not isinstance(value, (torch.Tensor, bool, int, float, str, type(None))):
                     raise CheckpointError(
                         f"{type(self.optimizer).__name__} keeps {with_article(value)} as {entry!r} of {name}; "
@@ -188,7 +188,7 @@ class FlatStates:
                     )
                 yield name, entry, value, piece
 
-    def _state(self, holder: torch.Tensor) -> Mapping[str, Any]:
+    def _holder_state(self, holder: torch.Tensor) -> Mapping[str, Any]:
         if self.optimizer is None or holder not in self.optimizer.state:
             return {}
         state: Mapping[str, Any] = self.optimizer.state[holder]
@@ -203,7 +203,7 @@ class FlatStates:
         return sorted(merged.items(), key=lambda item: item[0])
 
     @torch.no_grad()
-    def _gathered(self, name: str, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    def _gather_tensor(self, name: str, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """The whole of which ``part`` is this rank's, as a DTensor; a view of nothing that lives."""
         shape = self.specs[name].shape
         flat = torch.zeros(math.prod(shape), dtype=dtype, device=self.device)
@@ -211,23 +211,23 @@ class FlatStates:
             start = self.pieces[name].start
             flat[start : start + part.numel()] = part.to(self.device, dtype)
         dist.all_reduce(flat, group=self.mesh.get_group())
-        return distribute_tensor(flat.view(shape), self.mesh, _placements(shape), src_data_rank=None)
+        return distribute_tensor(flat.view(shape), self.mesh, _choose_placements(shape), src_data_rank=None)
 
-    def _blank(self, name: str, entry: str, spec: StateSpec) -> torch.Tensor:
+    def _empty_state(self, name: str, entry: str, spec: StateSpec) -> torch.Tensor:
         elementwise = self._is_elementwise(name, entry, spec.shape)
         if not elementwise:
             return torch.empty(spec.shape, dtype=spec.dtype)
         if name in self.whole:
             return torch.empty_like(self.whole[name].detach(), dtype=spec.dtype)
         return empty_dtensor(
-            *spec.shape, dtype=spec.dtype, device_mesh=self.mesh, placements=_placements(spec.shape)
+            *spec.shape, dtype=spec.dtype, device_mesh=self.mesh, placements=_choose_placements(spec.shape)
         )
 
     def _is_elementwise(self, name: str, entry: str, shape: Sequence[int]) -> bool:
         own = self.whole[name].shape if name in self.whole else self.specs[name].shape
         return tuple(shape) == tuple(own) and (len(own) > 0 or entry != "step")
 
-    def _holder(self, name: str) -> torch.Tensor | None:
+    def _find_holder(self, name: str) -> torch.Tensor | None:
         if name in self.whole:
             return self.whole[name]
         piece = self.pieces.get(name)
@@ -238,7 +238,7 @@ class FlatStates:
         assert self.optimizer is not None
         wanted: dict[torch.Tensor, set[str]] = {}
         for name in names:
-            if (holder := self._holder(name)) is not None:
+            if (holder := self._find_holder(name)) is not None:
                 entries = (*states.tensors.get(name, {}), *states.values.get(name, {}))
                 wanted.setdefault(holder, set()).update(entries)
         for holder in list(self.optimizer.state):
@@ -253,13 +253,13 @@ class FlatStates:
         seen: dict[tuple[torch.Tensor, str], tuple[str, Any]] = {}
         problem = ""
         for name in names:
-            holder = self._holder(name)
+            holder = self._find_holder(name)
             if holder is None:
                 continue
             single = {k: v for k, v in states.tensors.get(name, {}).items() if not isinstance(v, DTensor)}
             for entry, value in {**single, **states.values.get(name, {})}.items():
                 first, other = seen.setdefault((holder, entry), (name, value))
-                if not _equal(value, other):
+                if not _is_equal(value, other):
                     problem = problem or f"{first} and {name} have different {entry!r}: {other} and {value}"
                 self.optimizer.state[holder][entry] = value
         problems = gathered(problem, distributed=True, group=self.mesh.get_group())
@@ -271,7 +271,7 @@ class FlatStates:
 
     @torch.no_grad()
     def _put_elements(self, name: str, entry: str, value: DTensor) -> None:
-        flat = _full(value).flatten()
+        flat = _full_tensor(value).flatten()
         piece = self.pieces.get(name)
         if piece is None:
             return
@@ -282,16 +282,16 @@ class FlatStates:
         piece.of_state(state[entry]).copy_(flat[piece.start : piece.start + piece.weight.numel()])
 
 
-def _placements(shape: Sequence[int]) -> list[Placement]:
+def _choose_placements(shape: Sequence[int]) -> list[Placement]:
     return [Shard(0)] if len(shape) else [Replicate()]
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
+def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return bool(one == other)

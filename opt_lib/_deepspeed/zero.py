@@ -57,7 +57,7 @@ def check(method: str, cluster: Cluster) -> list[Problem]:
         problems = missing_problem(method, "deepspeed", install=INSTALL)
     if problems:
         return problems
-    found = _import(cluster.device_type).accelerator.get_accelerator().device_name()
+    found = _import_deepspeed(cluster.device_type).accelerator.get_accelerator().device_name()
     if found == cluster.device_type:
         return []
     return [
@@ -98,7 +98,7 @@ def shard(job: Job, method: str, *, stage: int) -> None:
 
     def take_over(groups: list[dict[str, Any]]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         assert job.mesh is not None
-        engine = _engine(job, groups, stage)
+        engine = _make_engine(job, groups, stage)
         optimizer = DeepSpeedOptimizer(
             engine, group=job.mesh.data_group, skip_if_nonfinite=job.precision.skip_if_nonfinite
         )
@@ -144,12 +144,12 @@ def require_elementwise(job: Job) -> None:
     start, *gradients = torch.randn(1 + _STEPS, _ROWS, _COLUMNS, generator=generator)
     cut = _ROWS * _COLUMNS // 3
     try:
-        whole = _updated(job, [start], [[gradient] for gradient in gradients])
+        whole = _apply_updates(job, [start], [[gradient] for gradient in gradients])
     except Exception:  # it does not work on such a parameter at all, so nothing can be learned from it
         return
     try:
-        flat = [_cut(gradient, cut) for gradient in gradients]
-        pieces = _updated(job, _cut(start, cut), flat)
+        flat = [_split_flat(gradient, cut) for gradient in gradients]
+        pieces = _apply_updates(job, _split_flat(start, cut), flat)
     except Exception as error:
         raise _not_elementwise(job, f"it fails on flat pieces with {error_text(error)}") from error
     if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-6, equal_nan=True):
@@ -172,12 +172,12 @@ def _warn_of_blocks(job: Job) -> None:
     job.warn(text)
 
 
-def _cut(matrix: torch.Tensor, position: int) -> list[torch.Tensor]:
+def _split_flat(matrix: torch.Tensor, position: int) -> list[torch.Tensor]:
     flat = matrix.flatten()
     return [flat[:position], flat[position:]]
 
 
-def _updated(job: Job, start: list[torch.Tensor], gradients: list[list[torch.Tensor]]) -> torch.Tensor:
+def _apply_updates(job: Job, start: list[torch.Tensor], gradients: list[list[torch.Tensor]]) -> torch.Tensor:
     parameters = [nn.Parameter(piece.clone()) for piece in start]
     optimizer = make_user_optimizer(job, [{"params": parameters}])
     for step in gradients:
@@ -195,7 +195,7 @@ def _not_elementwise(job: Job, why: str) -> BackendError:
     )
 
 
-def _engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:
+def _make_engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:
     deepspeed = start(job.cluster.device_type)
     optimizer = make_user_optimizer(job, groups)
     if optimizer.state:
@@ -206,7 +206,10 @@ def _engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:
     broadcast_from_first(job, job.module.buffers())  # DeepSpeed sends parameters only
     num_elements = sum(parameter.numel() for parameter in job.module.parameters())
     engine, *_ = deepspeed.initialize(
-        model=job.module, optimizer=optimizer, config=_config(stage, num_elements), dist_init_required=False
+        model=job.module,
+        optimizer=optimizer,
+        config=_engine_config(stage, num_elements),
+        dist_init_required=False,
     )
     return engine
 
@@ -238,7 +241,7 @@ def states(zero: Any, job: Job, _: torch.optim.Optimizer | None) -> FlatStates:
     )
 
 
-def _config(stage: int, num_elements: int) -> dict[str, Any]:
+def _engine_config(stage: int, num_elements: int) -> dict[str, Any]:
     bucket = min(_BUCKET_ELEMENTS, num_elements + num_elements % 2)
     return {
         # Sizes of batches only count samples here. Dividing by the number of micro-batches is the caller's,
@@ -261,14 +264,14 @@ def _config(stage: int, num_elements: int) -> dict[str, Any]:
 
 def start(device_type: str) -> ModuleType:
     """DeepSpeed, on the process group that there is, as if no engine had been made before in this process."""
-    deepspeed = _import(device_type)
+    deepspeed = _import_deepspeed(device_type)
     deepspeed.utils.groups.mpu = None  # that of the last pipeline, which would lend its groups to any engine
     with _without_shared_memory_build(deepspeed):
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return deepspeed
 
 
-def _import(device_type: str) -> ModuleType:
+def _import_deepspeed(device_type: str) -> ModuleType:
     with environment_default(_DEVICE, device_type):
         return require("deepspeed", needed_by="ZeRO by DeepSpeed", install=INSTALL)
 

@@ -112,8 +112,10 @@ class Selection:
 
     def listed(self) -> str:
         """All layers; skipped ones with the reasons."""
-        kept = "; ".join(f"{', '.join(map(_shown, names))}: {reason}" for reason, names in self.kept.items())
-        replaced = ", ".join(map(_shown, self.replaced))
+        kept = "; ".join(
+            f"{', '.join(map(_display_name, names))}: {reason}" for reason, names in self.kept.items()
+        )
+        replaced = ", ".join(map(_display_name, self.replaced))
         return f"replaced {replaced or 'nothing'}; not replaced: {kept or 'nothing'}"
 
     def why_nothing(self) -> str:
@@ -198,13 +200,13 @@ def unmatched(model: nn.Module, parts: Iterable[str]) -> dict[str, list[str]]:
         if isinstance(module, nn.Linear) or _is_conv1d(module)
     ]
     return {
-        part: near_matches(part, _runs(names, part.count(".") + 1))
+        part: near_matches(part, _dotted_segments(names, part.count(".") + 1))
         for part in parts
         if not any(part in name for name in names)
     }
 
 
-def _runs(names: Iterable[str], length: int) -> list[str]:
+def _dotted_segments(names: Iterable[str], length: int) -> list[str]:
     """All runs of so many parts in dotted names."""
     found: dict[str, None] = {}
     for name in names:
@@ -219,13 +221,13 @@ def folded(names: Iterable[str]) -> str:
     counts: dict[str, list[str]] = {}
     for name in names:
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
-        counts.setdefault(pattern, []).append(_shown(name))
+        counts.setdefault(pattern, []).append(_display_name(name))
     return ", ".join(
         found[0] if len(found) == 1 else f"{pattern} ({len(found)})" for pattern, found in counts.items()
     )
 
 
-def _shown(name: str) -> str:
+def _display_name(name: str) -> str:
     return name or "the model itself"
 
 

@@ -35,7 +35,7 @@ def load() -> ModuleType:
     Raises:
         MissingPackageError: if it cannot be imported.
     """
-    with warnings.catch_warnings(), _quiet(_LOUD):
+    with warnings.catch_warnings(), _silence_loggers(_LOUD):
         warnings.simplefilter("ignore")
         return require("torchao.float8", needed_by="the backend torchao of fp8", install=INSTALL)
 
@@ -78,13 +78,13 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
             job.module.set_submodule(path, new)
         if not hasattr(new, "is_exact"):
             kind: Any = type(new)
-            new.__class__ = _switchable(kind)
+            new.__class__ = _switchable_class(kind)
         new.train(module.training)
     job.precision.restore = _restore_precision
 
 
 @functools.cache
-def _switchable(kind: Any) -> type[nn.Module]:
+def _switchable_class(kind: Any) -> type[nn.Module]:
     """torchao's class, with a switch to the dtype of the weights, with autocast on CPUs as on GPUs, and as a
     :class:`~atorch_ns.sharding.RoundingLinear`."""
     from opt_lib._fp8 import exchanges
@@ -96,12 +96,12 @@ def _switchable(kind: Any) -> type[nn.Module]:
         return out if module.bias is None else out + module.bias.to(out.dtype)
 
     def product(module: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight) if module.is_exact else exchanges.multiply(module, _autocast(x), weight)
+        return F.linear(x, weight) if module.is_exact else exchanges.multiply(module, _cast_input(x), weight)
 
     def gathered(module: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
         if module.is_exact:
             return traced_gather(x, dim, group)
-        return exchanges.gathered(module, _autocast(x), dim, group)
+        return exchanges.gathered(module, _cast_input(x), dim, group)
 
     def scattered(module: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return traced_scatter(x, 0, group) if module.is_exact else exchanges.scattered(module, x, group)
@@ -110,7 +110,7 @@ def _switchable(kind: Any) -> type[nn.Module]:
     return type("Float8Linear", (kind,), {**body, **{f.__name__: f for f in (product, gathered, scattered)}})
 
 
-def _autocast(x: torch.Tensor) -> torch.Tensor:
+def _cast_input(x: torch.Tensor) -> torch.Tensor:
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -120,7 +120,7 @@ def __getattr__(name: str) -> Any:
     if name != "Float8Linear":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     load()
-    return _switchable(importlib.import_module("torchao.float8.float8_linear").Float8Linear)
+    return _switchable_class(importlib.import_module("torchao.float8.float8_linear").Float8Linear)
 
 
 def _restore_precision(model: nn.Module) -> None:
@@ -163,7 +163,7 @@ class _ScaledStates(ParameterStates):
 
 
 @contextmanager
-def _quiet(names: Iterable[str]) -> Iterator[None]:
+def _silence_loggers(names: Iterable[str]) -> Iterator[None]:
     """Lets no record of these loggers through."""
     before = {name: logging.getLogger(name).disabled for name in names}
     try:

@@ -46,7 +46,7 @@ def why_not(plan: Plan) -> str | None:
 
 def reads_interval() -> bool:
     """Whether the recipe has the setting ``interval``; versions from 2.0 on find new scales in every step."""
-    return "interval" in inspect.signature(_recipes().DelayedScaling).parameters
+    return "interval" in inspect.signature(_import_recipes().DelayedScaling).parameters
 
 
 def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
@@ -64,18 +64,18 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
             "of its own. Use the backend torchao, or build the model on a device."
         )
     kind = _without_extra_state(te.Linear)
-    new = {id(module): _made(kind, module) for module in linears.values()}
+    new = {id(module): _make_te_linear(kind, module) for module in linears.values()}
     for path, module in list(job.module.named_modules(remove_duplicate=False)):
         if id(module) in new:
             if path:
                 job.module.set_submodule(path, new[id(module)])
             else:
                 job.replace_model(new[id(module)])
-    scope = ForwardScope(functools.partial(_autocast, _recipe(config), job.cluster.distributed))
+    scope = ForwardScope(functools.partial(_autocast_context, _make_recipe(config), job.cluster.distributed))
     scope.attach(job.module)
     job.precision.restore = functools.partial(_leave_fp8, scope)
     if job.plan.recomputation.kind != "none":
-        job.step.recompute = _recompute(te)
+        job.step.recompute = _recompute_function(te)
 
 
 def _leave_fp8(scope: ForwardScope, _: nn.Module) -> None:
@@ -83,7 +83,7 @@ def _leave_fp8(scope: ForwardScope, _: nn.Module) -> None:
     scope.make = nullcontext
 
 
-def _made(kind: type[nn.Module], module: nn.Module) -> nn.Module:
+def _make_te_linear(kind: type[nn.Module], module: nn.Module) -> nn.Module:
     weight, bias = module.weight, module.bias
     made = kind(
         module.in_features,
@@ -123,12 +123,12 @@ def __getattr__(name: str) -> Any:
     return _without_extra_state(load().Linear)
 
 
-def _recipes() -> ModuleType:
+def _import_recipes() -> ModuleType:
     return require("transformer_engine.common.recipe", needed_by="the backend te of fp8", install=INSTALL)
 
 
-def _recipe(config: Fp8Config) -> Any:
-    recipes = _recipes()
+def _make_recipe(config: Fp8Config) -> Any:
+    recipes = _import_recipes()
     settings = {key: getattr(config, key) for key in TE_KEYS}
     settings["fp8_format"] = getattr(recipes.Format, config.fp8_format)
     if not reads_interval():
@@ -136,7 +136,7 @@ def _recipe(config: Fp8Config) -> Any:
     return recipes.DelayedScaling(**settings)
 
 
-def _autocast(recipe: Any, distributed: bool) -> AbstractContextManager[None]:
+def _autocast_context(recipe: Any, distributed: bool) -> AbstractContextManager[None]:
     """The package's context, with largest values from the ranks that see different data: all, since none holds a part."""
     te = load()
     group = dist.group.WORLD if distributed else None
@@ -148,7 +148,7 @@ def _autocast(recipe: Any, distributed: bool) -> AbstractContextManager[None]:
     return context
 
 
-def _recompute(te: ModuleType) -> Callable[..., Any]:
+def _recompute_function(te: ModuleType) -> Callable[..., Any]:
     """Transformer Engine's recomputation, which computes in fp8 again and records no amax twice.
 
     Raises:

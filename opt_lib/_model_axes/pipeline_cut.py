@@ -128,9 +128,15 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
         num_micro_batches=plan.num_micro_batches,
         pipeline={"schedule": plan.info.name, "stages_per_rank": plan.stages_per_rank},
     )
-    _explain(job, method, plan, num_ranks, len(assignment.shared))
+    _explain_cuts(job, method, plan, num_ranks, len(assignment.shared))
     return StageSet(
-        stages, plan.cuts, rank_of, plan.graph.paths, _tracing(job, plan), lambda: _seed(job), find_thawed
+        stages,
+        plan.cuts,
+        rank_of,
+        plan.graph.paths,
+        _make_trace_function(job, plan),
+        lambda: _next_seed(job),
+        find_thawed,
     )
 
 
@@ -167,14 +173,14 @@ def _finding_thawed(job: Job) -> Callable[[], frozenset[str]]:
     return find_thawed if frozen else frozenset
 
 
-def _tracing(job: Job, plan: PipelinePlan) -> Callable[[Any, bool, frozenset[str]], CallGraph]:
+def _make_trace_function(job: Job, plan: PipelinePlan) -> Callable[[Any, bool, frozenset[str]], CallGraph]:
     def trace(micro_batch: Any, outputs: bool, thawed: frozenset[str]) -> CallGraph:
         same = signature(micro_batch) == plan.traced_with
         if plan.tracer is None and not same:
             raise BatchSizeError(
                 "the model does not run on tensors without memory, so its stages can only exchange what they did "
-                f"when it was cut, for micro-batches of {_shapes(plan.traced_with)}; this one has "
-                f"{_shapes(signature(micro_batch))}. Use drop_last=True and samples of one length."
+                f"when it was cut, for micro-batches of {_format_shapes(plan.traced_with)}; this one has "
+                f"{_format_shapes(signature(micro_batch))}. Use drop_last=True and samples of one length."
             )
         if plan.tracer is None and thawed:
             raise StepError(
@@ -198,11 +204,11 @@ def _tracing(job: Job, plan: PipelinePlan) -> Callable[[Any, bool, frozenset[str
     return trace
 
 
-def _shapes(traced: Signature) -> str:
+def _format_shapes(traced: Signature) -> str:
     return ", ".join(str(list(shape)) for shape, _ in traced)
 
 
-def _seed(job: Job) -> int:
+def _next_seed(job: Job) -> int:
     """Seed of the next batch: it continues after a checkpoint is loaded, and differs between data ranks."""
     assert job.step.randomness is not None
     return job.step.randomness.next_seed()
@@ -221,7 +227,7 @@ def _place_what_lies_between(job: Job, plan: PipelinePlan) -> None:
     job.materialiser().materialise(between, recurse=False)
 
 
-def _explain(job: Job, method: str, plan: PipelinePlan, num_ranks: int, num_shared: int) -> None:
+def _explain_cuts(job: Job, method: str, plan: PipelinePlan, num_ranks: int, num_shared: int) -> None:
     on_rank = f", {plan.stages_per_rank} on each rank" if plan.stages_per_rank > 1 else ""
     cuts = ", ".join(plan.graph.paths[cut] for cut in plan.cuts)
     text = (
@@ -260,7 +266,7 @@ def make_weights_equal(job: Job, method: str) -> None:
     if group is None or is_on_meta(job.module):
         return
     tensors = [*job.module.parameters(), *job.module.buffers()]
-    sums = [_sum(tensor).to(job.device) for tensor in tensors]
+    sums = [_tensor_checksum(tensor).to(job.device) for tensor in tensors]
     if not sums:
         return
     own = torch.stack(sums)
@@ -277,7 +283,7 @@ def make_weights_equal(job: Job, method: str) -> None:
     )
 
 
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
+def _tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
     value = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
     return value.sum(dtype=torch.float64).nan_to_num()
 

@@ -155,7 +155,7 @@ def number_problem(info: ScheduleInfo, num_ranks: int, on_rank: int, asked: int,
         else info.reason(num_ranks, asked, on_rank)
     )
     return (
-        f"{why} {_use(legal)}, drop_last=True in dataloader_args if it is the last batch of an epoch, or another "
+        f"{why} {_micro_batch_advice(legal)}, drop_last=True in dataloader_args if it is the last batch of an epoch, or another "
         "batch_size."
     )
 
@@ -177,7 +177,7 @@ def splitter(plan: PipelinePlan, num_ranks: int) -> Callable[[Any], list[Any]]:
     return split
 
 
-def _use(legal: list[int]) -> str:
+def _micro_batch_advice(legal: list[int]) -> str:
     return f"Use num_micro_batches={' or '.join(map(str, legal))}" if legal else "Use schedule='GPipe'"
 
 
@@ -265,7 +265,7 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
         blocks=blocks,
     )
     _check_count(graph, num_ranks, 1 if config.schedule == "auto" else on_rank, info, shards)
-    known = _cuts(config, graph, units, num_ranks * on_rank, refused, shards)
+    known = _find_fixed_cuts(config, graph, units, num_ranks * on_rank, refused, shards)
     choice, recompute = None, RecomputeShare.of(job.plan.recomputation)
     if known is None or config.schedule == "auto" or recompute.depends_on_cuts:
         try:
@@ -318,10 +318,10 @@ def _trace_units(
         starts=config.split_points,
         leaves=config.leaf_modules,
     )
-    tracer, graph = _trace(job, units, batch)
+    tracer, graph = _trace_model(job, units, batch)
     while graph.taken_apart:
         units = split_units(units, graph.taken_apart, leaves=config.leaf_modules)
-        tracer, graph = _trace(job, units, batch)
+        tracer, graph = _trace_model(job, units, batch)
     return units, tracer, graph
 
 
@@ -335,11 +335,11 @@ def _find_shards(
     if config.shards != "split_points":
         sizes, count = parameter_bytes(units, graph), config.shard_count or usual_count
         return make_shards(config.shards, graph, units, sizes, count=count, refused=refused)
-    starts = sorted(set(_positions(config.split_points, graph, with_first=True)) - {0, *refused})
+    starts = sorted(set(_split_point_indices(config.split_points, graph, with_first=True)) - {0, *refused})
     return Shards(tuple(starts), f"{len(starts) + 1} shard(s) that begin at split_points")
 
 
-def _trace(job: Job, units: Sequence[NamedModule], batch: Any) -> tuple[CallTracer | None, CallGraph]:
+def _trace_model(job: Job, units: Sequence[NamedModule], batch: Any) -> tuple[CallTracer | None, CallGraph]:
     how = HowToRun(model_input_format=job.inputs.model_input_format, loss_func=job.inputs.loss_func)
     tracer = CallTracer(job.module, units, job.device)
     try:
@@ -384,7 +384,7 @@ def _check_count(graph: CallGraph, num_ranks: int, on_rank: int, info: ScheduleI
         )
 
 
-def _cuts(
+def _find_fixed_cuts(
     config: PipelineParallelConfig,
     graph: CallGraph,
     units: Sequence[NamedModule],
@@ -399,16 +399,16 @@ def _cuts(
     if config.schedule == "auto" and points:
         num_stages = len(points) + 1 if begins else len(points) - 1
     if points:
-        where = _positions(begins, graph) if begins else config.custom_partition
+        where = _split_point_indices(begins, graph) if begins else config.custom_partition
         if begins and len(where) != num_stages - 1:
             raise InputError(
                 f"split_points names {len(where)} module(s) ({', '.join(config.split_points)}), but {num_stages} "
-                f"stages need {num_stages - 1}: one for each but the first. They can be {_names(graph)}."
+                f"stages need {num_stages - 1}: one for each but the first. They can be {_stage_start_names(graph)}."
             )
         if begins and list(where) != sorted(set(where)):
             raise InputError(
                 f"split_points are to be named once each, in the order in which the model calls them; they are "
-                f"{', '.join(config.split_points)}, and the model calls {_names(graph)}."
+                f"{', '.join(config.split_points)}, and the model calls {_stage_start_names(graph)}."
             )
         try:
             at = custom_cuts(where, num, num_stages, refused={} if shards.text else refused)
@@ -440,24 +440,24 @@ def _where_not(graph: CallGraph, refused: Mapping[int, str]) -> str:
     )
 
 
-def _positions(points: Sequence[str], graph: CallGraph, *, with_first: bool = False) -> list[int]:
+def _split_point_indices(points: Sequence[str], graph: CallGraph, *, with_first: bool = False) -> list[int]:
     found = []
     for point in points:
         inside = [i for i, path in enumerate(graph.paths) if path == point or path.startswith(f"{point}.")]
         if not inside:
             raise InputError(
-                f"split_points names {point!r}, which the model does not call. Stages can begin at {_names(graph)}."
+                f"split_points names {point!r}, which the model does not call. Stages can begin at {_stage_start_names(graph)}."
             )
         if inside[0] == 0 and not with_first:
             raise InputError(
                 f"split_points names {point!r}, but it begins the model already: the first stage needs no name. "
-                f"Name the modules that begin the other stages, of {_names(graph)}."
+                f"Name the modules that begin the other stages, of {_stage_start_names(graph)}."
             )
         found.append(inside[0])
     return found
 
 
-def _names(graph: CallGraph) -> str:
+def _stage_start_names(graph: CallGraph) -> str:
     """The units that a stage after the first can begin with."""
     return first_few(list(dict.fromkeys(graph.paths[1:])), 24)
 
@@ -480,7 +480,7 @@ def call_costs(
     device, link = hardware.device, hardware.within_node
     dtype = plan.precision.compute_dtype or plan.precision.parameter_dtype
     forward = tuple(float(counted_seconds(device, dtype, call.counts, "forward")) for call in graph.calls)
-    able = [_recomputed(plan, call.path, blocks) for call in graph.calls]
+    able = [_is_recomputed(plan, call.path, blocks) for call in graph.calls]
     for_input, for_weight = split_backward([2 * seconds for seconds in forward])
     sizes = _cut_bytes(graph, refused)
     return BlockCosts(
@@ -490,7 +490,7 @@ def call_costs(
         backward=tuple(2 * seconds for seconds in forward),
         recompute=tuple(seconds if one else 0.0 for seconds, one in zip(forward, able, strict=True)),
         send=tuple(float(link.message_seconds("send", size)) for size in sizes),
-        state_bytes=tuple(size * _copies(plan) for size in parameter_bytes(units, graph)),
+        state_bytes=tuple(size * _state_bytes_factor(plan) for size in parameter_bytes(units, graph)),
         activation_bytes=tuple(float(call.saved_bytes) for call in graph.calls),
         recomputed_bytes=tuple(
             float(_argument_bytes(graph, number) if able[number] else call.saved_bytes)
@@ -525,7 +525,7 @@ def parameter_bytes(units: Sequence[NamedModule], graph: CallGraph) -> list[int]
     return found
 
 
-def _copies(plan: Plan) -> float:
+def _state_bytes_factor(plan: Plan) -> float:
     """Bytes on a rank for each byte of a parameter: itself, its gradient, and two moments as of Adam."""
     sharding = plan.sharding
     axes_of_each = (sharding.parameters_over, sharding.gradients_over, sharding.optimizer_over)
@@ -534,7 +534,7 @@ def _copies(plan: Plan) -> float:
     return (1 / shares[0] + 1 / shares[1] + 2 / shares[2]) / divided
 
 
-def _recomputed(plan: Plan, path: str, blocks: Collection[str]) -> bool:
+def _is_recomputed(plan: Plan, path: str, blocks: Collection[str]) -> bool:
     return plan.recomputation.kind == "blocks" and plan.recomputation.selectors is None and path in blocks
 
 

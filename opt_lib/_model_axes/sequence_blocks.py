@@ -20,7 +20,7 @@ from opt_lib._model_axes.tensor import leave_divided, loss_by_numbers
 
 def block_runs(job: Job, selectors: Sequence[str] | None) -> list[list[NamedModule]]:
     """The blocks, in lists of those that may be called one after another: neighbours in a container and on a stage."""
-    blocks = _blocks(job.module, selectors)
+    blocks = _select_blocks(job.module, selectors)
     if not blocks and not job.parts.stages:  # a stage may hold the embedding alone
         raise InputError(
             "sequence_parallel found no block to divide: "
@@ -31,11 +31,11 @@ def block_runs(job: Job, selectors: Sequence[str] | None) -> list[list[NamedModu
     for root in job.roots:
         held = {id(module) for module in root.modules()}
         mine = [block for block in blocks if id(block.module) in held]
-        runs += _neighbours(job.module, mine)
+        runs += _group_neighbours(job.module, mine)
     return runs
 
 
-def _blocks(model: nn.Module, selectors: Sequence[str] | None) -> list[NamedModule]:
+def _select_blocks(model: nn.Module, selectors: Sequence[str] | None) -> list[NamedModule]:
     if selectors is None:
         return repeated_blocks(model)
     return select_modules(model, selectors, outermost=True)
@@ -61,7 +61,7 @@ class WholeModel:
     def of(cls, job: Job, selectors: Sequence[str] | None, sample: Any) -> WholeModel:
         """That of a job whose layers are whole."""
         model = job.module if job.parts.full_structure is None else job.parts.full_structure
-        blocks = tuple(plain_name(block.name) for block in _blocks(model, selectors))
+        blocks = tuple(plain_name(block.name) for block in _select_blocks(model, selectors))
 
         def run(module: nn.Module, data: Any) -> Any:
             return call_model(module, data, job.inputs.model_input_format)
@@ -79,18 +79,18 @@ class WholeModel:
         return frozenset(name for name in named if not name.startswith(inside))
 
 
-def _neighbours(model: nn.Module, blocks: Sequence[NamedModule]) -> list[list[NamedModule]]:
+def _group_neighbours(model: nn.Module, blocks: Sequence[NamedModule]) -> list[list[NamedModule]]:
     """Blocks in maximal runs of children that stand next to each other."""
     runs: list[list[NamedModule]] = []
     for block in blocks:
-        if runs and _follows(model, runs[-1][-1], block):
+        if runs and _is_next_sibling(model, runs[-1][-1], block):
             runs[-1].append(block)
         else:
             runs.append([block])
     return runs
 
 
-def _follows(model: nn.Module, before: NamedModule, block: NamedModule) -> bool:
+def _is_next_sibling(model: nn.Module, before: NamedModule, block: NamedModule) -> bool:
     parent, _, name = plain_name(block.name).rpartition(".")
     other, _, other_name = plain_name(before.name).rpartition(".")
     if parent != other:
@@ -128,12 +128,7 @@ class Tail:
 
 
 def divided_tail(
-    job: Job,
-    whole: WholeModel,
-    why_no_sample: str,
-    *,
-    dim: int,
-    wanted: bool | Literal["auto"],
+    job: Job, whole: WholeModel, why_no_sample: str, *, dim: int, wanted: bool | Literal["auto"]
 ) -> Tail:
     """Tests on one rank whether head and loss can be computed on each rank's own positions.
 
@@ -147,7 +142,7 @@ def divided_tail(
     if why_no_sample:
         idle = f"{why_no_sample} to test them with"
     else:
-        wrong, idle, parameters = _studied(job, whole, dim)
+        wrong, idle, parameters = _study_split_loss(job, whole, dim)
     if wrong and wanted is True:
         raise InputError(
             f'parallel_loss=True cannot be used with {job.original.model_class}: {wrong}. Set it to "auto" or False.'
@@ -157,7 +152,7 @@ def divided_tail(
     return Tail(True, parameters, "head and loss are computed on each rank's own positions")
 
 
-def _studied(job: Job, whole: WholeModel, dim: int) -> tuple[str, str, frozenset[str]]:
+def _study_split_loss(job: Job, whole: WholeModel, dim: int) -> tuple[str, str, frozenset[str]]:
     """Why it would be wrong or of no use, and the names of the parameters that are used."""
     assert job.mesh is not None
     degree, name = job.mesh.size("sequence"), job.original.model_class

@@ -261,7 +261,7 @@ def loss_on_parts(
     if wanted is False or not heads:
         why = "no layer that gives logits is divided" if wanted is True else ""
         return LossOnParts(note=f"parallel_loss=True changes nothing: {why}" if why else "")
-    wrong, idle = _reasons(job, model, batch, heads, degree, run_numerics=run_numerics)
+    wrong, idle = _study_split_loss(job, model, batch, heads, degree, run_numerics=run_numerics)
     if wanted is True and wrong:
         raise InputError(
             f'parallel_loss=True cannot be used with {job.original.model_class}: {wrong}. Set it to "auto" or False.'
@@ -272,7 +272,7 @@ def loss_on_parts(
     return LossOnParts(heads, note)
 
 
-def _reasons(
+def _study_split_loss(
     job: Job, model: nn.Module, batch: Any, heads: tuple[str, ...], degree: int, *, run_numerics: bool
 ) -> tuple[str, str]:
     """Why a loss on parts would be wrong, and why it would be of no use; empty where neither is so."""

@@ -39,7 +39,7 @@ class AttentionSwitch(Replacement):
         """Whether it is usable, and a model of transformers was seen to run an attention that it takes over from."""
         if not self.requirements.usable_on(cluster) or not _holds_transformers(profile):
             return False
-        ran = _operators(profile)
+        ran = _operator_names(profile)
         eager = "aten._softmax" in ran and not any(_FUSED in name for name in ran)
         return ("eager" in self.switches and eager) or (
             "sdpa" in self.switches and any(_FUSED in name for name in ran)
@@ -47,49 +47,52 @@ class AttentionSwitch(Replacement):
 
     def concerns(self, model: nn.Module) -> bool:
         """Whether a model of transformers runs one of the implementations that it takes over from."""
-        return any(_implementation(part) in self.switches for part in _pretrained(model))
+        return any(_current_attention(part) in self.switches for part in _pretrained_models(model))
 
     def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
         """Switches every model of transformers in ``model``."""
         outcome = Outcome(model=model)
-        for inner in _outermost(model):
-            found = [(part, _implementation(part)) for part in _one_a_config(inner)]
+        for inner in _outermost_models(model):
+            found = [(part, _current_attention(part)) for part in _one_a_config(inner)]
             old = [(part, was) for part, was in found if was in self.switches]
-            reason = self._refusal(inner, [part for part, _ in old]) or self._switch(inner)
+            reason = self._refusal_reason(inner, [part for part, _ in old]) or self._switch_attention(inner)
             for part, was in old:
-                if reason is None and _implementation(part) == self.implementation:
-                    outcome.replaced[f"{was} attention of {_name(part)} → {self.implementation}"] += 1
+                if reason is None and _current_attention(part) == self.implementation:
+                    outcome.replaced[f"{was} attention of {_class_name(part)} → {self.implementation}"] += 1
                 else:
                     why = reason or "transformers cannot switch it"
-                    outcome.kept[f"{_name(part)}: stays {was}, {why}"] += 1
+                    outcome.kept[f"{_class_name(part)}: stays {was}, {why}"] += 1
             if not old:
-                outcome.kept[f"{_name(inner)}: runs {_implementation(inner)} attention already"] += 1
+                outcome.kept[f"{_class_name(inner)}: runs {_current_attention(inner)} attention already"] += 1
         return outcome
 
-    def _refusal(self, model: nn.Module, old: list[Any]) -> str | None:
+    def _refusal_reason(self, model: nn.Module, old: list[Any]) -> str | None:
         if not old:
             return "there is nothing to switch"
         if self.implementation.startswith("flash_attention") and not _takes_flash(model):
-            return f"since {_name(model)} does not support {self.implementation}"
-        if any(getattr(part.config, "output_attentions", False) for part in _pretrained(model)):
+            return f"since {_class_name(model)} does not support {self.implementation}"
+        if any(getattr(part.config, "output_attentions", False) for part in _pretrained_models(model)):
             return f"since its config asks for output_attentions, which {self.implementation} does not give"
         return None
 
-    def _switch(self, model: nn.Module) -> str | None:
+    def _switch_attention(self, model: nn.Module) -> str | None:
         """Switches one model, on a config of its own; the reason if that cannot be done."""
-        shared = _configs(model)
+        shared = _collect_configs(model)
         # Several models may have been built from one config, and this one alone is to be changed.
         own = copy.deepcopy(shared)
-        before = {_implementation(part) for part in _pretrained(model)}
-        _exchange(model, dict(zip(map(id, shared), own, strict=True)))
+        before = {_current_attention(part) for part in _pretrained_models(model)}
+        _exchange_configs(model, dict(zip(map(id, shared), own, strict=True)))
         try:
             model.set_attn_implementation(self.implementation)  # type: ignore[operator]
         except (ValueError, ImportError, NotImplementedError) as error:
-            _exchange(model, dict(zip(map(id, own), shared, strict=True)))
+            _exchange_configs(model, dict(zip(map(id, own), shared, strict=True)))
             return str(error).split(". ")[0].strip()
-        if any(_implementation(part) not in (self.implementation, *before) for part in _pretrained(model)):
+        if any(
+            _current_attention(part) not in (self.implementation, *before)
+            for part in _pretrained_models(model)
+        ):
             # transformers may have chosen something else, such as a kernel that it would have to download.
-            _exchange(model, dict(zip(map(id, own), shared, strict=True)))
+            _exchange_configs(model, dict(zip(map(id, own), shared, strict=True)))
             return "transformers would run another implementation instead"
         return None
 
@@ -100,19 +103,19 @@ def _holds_transformers(profile: Profile) -> bool:
     )
 
 
-def _operators(profile: Profile) -> set[str]:
+def _operator_names(profile: Profile) -> set[str]:
     """Names of the operators of a step; none where the model was not traced."""
     segments = () if profile.trace is None else profile.trace.segments
     return {each.name for segment in segments for cost in segment.costs.values() for each in cost.operators}
 
 
-def _outermost(model: nn.Module) -> Iterator[nn.Module]:
+def _outermost_models(model: nn.Module) -> Iterator[nn.Module]:
     """The transformers models in ``model`` that lie in no other."""
     if is_pretrained(model):
         yield model
         return
     for child in model.children():
-        yield from _outermost(child)
+        yield from _outermost_models(child)
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -123,7 +126,7 @@ def is_pretrained(module: nn.Module) -> bool:
     )
 
 
-def _pretrained(model: nn.Module) -> Iterator[Any]:
+def _pretrained_models(model: nn.Module) -> Iterator[Any]:
     """The models of transformers in ``model``, which is one itself."""
     return (part for part in model.modules() if is_pretrained(part))
 
@@ -131,26 +134,26 @@ def _pretrained(model: nn.Module) -> Iterator[Any]:
 def _one_a_config(model: nn.Module) -> list[Any]:
     """The outermost model of each config: a head and its body share one."""
     parts: dict[int, Any] = {}
-    for part in _pretrained(model):
+    for part in _pretrained_models(model):
         parts.setdefault(id(part.config), part)
     return list(parts.values())
 
 
 def _takes_flash(model: nn.Module) -> bool:
-    return all(getattr(part, "_supports_flash_attn", False) for part in _pretrained(model))
+    return all(getattr(part, "_supports_flash_attn", False) for part in _pretrained_models(model))
 
 
-def _implementation(model: Any) -> str | None:
+def _current_attention(model: Any) -> str | None:
     """The attention that a model of transformers runs; ``None`` if it was never decided."""
     used: str | None = model.config._attn_implementation
     return used
 
 
-def _name(model: object) -> str:
+def _class_name(model: object) -> str:
     return type(model).__name__
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def _collect_configs(model: nn.Module) -> list[Any]:
     """The config objects that modules hold, each once."""
     found = {
         id(value): value
@@ -161,7 +164,7 @@ def _configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _exchange(model: nn.Module, new: dict[int, Any]) -> None:
+def _exchange_configs(model: nn.Module, new: dict[int, Any]) -> None:
     """Gives every module that holds a config with one of these identities the new one instead."""
     for module in model.modules():
         for name, value in vars(module).items():

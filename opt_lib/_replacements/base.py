@@ -52,7 +52,7 @@ class Requirements:
         """Why a job that computes in ``dtype``, its model divided over the axes ``divided``, cannot use it; ``None`` if it
         can."""
         if self.device_types is not None and cluster.device_type not in self.device_types:
-            return f"it runs on {_listed(self.device_types)}, and this job runs on {cluster.device_type}"
+            return f"it runs on {_join_names(self.device_types)}, and this job runs on {cluster.device_type}"
         if self.capability is not None and (cluster.capability or (0, 0)) < self.capability:
             return f"it needs compute capability {self.capability}; {cluster.device_name} has {cluster.capability}"
         if self.package is not None and self.package not in cluster.packages:
@@ -60,9 +60,9 @@ class Requirements:
             install = self.install or f"install it with: pip install {distribution}"
             return f"the package {self.package!r} is absent; {install}"
         if self.dtypes is not None and dtype not in self.dtypes:
-            return f"it supports {_listed(self.dtypes)}, and this job computes in {dtype}"
+            return f"it supports {_join_names(self.dtypes)}, and this job computes in {dtype}"
         if clash := self.not_over.intersection(divided):
-            return f"it cannot be used where the model is divided over the axis {_listed(clash)}"
+            return f"it cannot be used where the model is divided over the axis {_join_names(clash)}"
         broken = next((reason for reason in map(_import_error, self.imports) if reason is not None), None)
         return broken if broken is None or self.install is None else f"{broken}; {self.install}"
 
@@ -193,7 +193,7 @@ def _import_error(module: str) -> str | None:
     return None
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 

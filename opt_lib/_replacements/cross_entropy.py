@@ -153,13 +153,13 @@ class DeferredLoss:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         target = shift_labels.reshape(-1).to(x.device)
         reduction = "mean" if num_items_in_batch is None else "sum"
-        loss = self._function(x, weight, bias)(x, weight, bias, target, ignore_index, reduction)
+        loss = self._select_loss_function(x, weight, bias)(x, weight, bias, target, ignore_index, reduction)
         if num_items_in_batch is None:
             return loss
         count = num_items_in_batch
         return loss / (count.to(loss.device) if isinstance(count, torch.Tensor) else count)
 
-    def _function(self, *tensors: torch.Tensor | None) -> Loss:
+    def _select_loss_function(self, *tensors: torch.Tensor | None) -> Loss:
         if self._kernel == "liger" and kernels.runs_kernels(*tensors):
             return kernels.linear_cross_entropy
         return chunked_cross_entropy
@@ -189,12 +189,12 @@ def chunked_cross_entropy(
     total = x.new_zeros((), dtype=torch.float32)
     for part, wanted in zip(x.split(rows), target.split(rows), strict=True):
         total = total + checkpoint(
-            _summed, part, weight, bias, wanted, ignore_index, use_reentrant=False, preserve_rng_state=False
+            _loss_sum, part, weight, bias, wanted, ignore_index, use_reentrant=False, preserve_rng_state=False
         )
     return total / (target != ignore_index).sum() if reduction == "mean" else total
 
 
-def _summed(
+def _loss_sum(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor, ignore_index: int
 ) -> torch.Tensor:
     logits = F.linear(x, weight, bias).float()
@@ -233,13 +233,13 @@ class LinearCrossEntropy(Replacement):
         for part in [each for each in model.modules() if _computes_a_loss(each) and each not in spared]:
             reason = _why_not(part)
             if reason is None:
-                model = self._join(model, part)
+                model = self._fuse_head_and_loss(model, part)
                 outcome.replaced[f"last layer and loss of {type(part).__name__}"] += 1
             else:
                 outcome.kept[f"{type(part).__name__}: {reason}"] += 1
         return dataclasses.replace(outcome, model=model)
 
-    def _join(self, model: nn.Module, part: Any) -> nn.Module:
+    def _fuse_head_and_loss(self, model: nn.Module, part: Any) -> nn.Module:
         old = part.get_output_embeddings()
         head: Any = derive(old, "Deferring", _head_forward)
         head._deferring = False
@@ -248,10 +248,10 @@ class LinearCrossEntropy(Replacement):
         # Not a module of it: it stands in its place already, under its own name.
         object.__setattr__(joined, "_deferring_head", _Reference(head))
         joined._loss_function = DeferredLoss(part.loss_function, self.kernel)
-        return _put(model, part, joined)
+        return _swap_module(model, part, joined)
 
 
-def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+def _swap_module(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """The model with ``new`` wherever ``old`` stood; the two share their hooks."""
     if model is old:
         return new

@@ -198,7 +198,7 @@ _RESULTS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-def _library() -> torch.library.Library:
+def _define_library() -> torch.library.Library:
     library = torch.library.Library("kernel", "FRAGMENT")
     for name, schema in _SCHEMAS.items():
         library.define(name + schema)
@@ -206,7 +206,7 @@ def _library() -> torch.library.Library:
     return library
 
 
-_LIBRARY: Final = _library()  # its operators go when it goes
+_LIBRARY: Final = _define_library()  # its operators go when it goes
 _kernel: Final = torch.ops.kernel
 
 
@@ -237,14 +237,14 @@ class _TracedRotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         ctx.save_for_backward(cos, sin)
-        return _turned(q, k, cos, sin)
+        return _rotate_heads(q, k, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return *_turned(*gradients, *ctx.saved_tensors), None, None
+        return *_rotate_heads(*gradients, *ctx.saved_tensors), None, None
 
 
-def _turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+def _rotate_heads(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     """In place where heads [B, H, T, D] lie in memory behind tokens, as they do behind a linear layer."""
     turned = _kernel.rotate(q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous(), cos, sin)
     return tuple(each.transpose(1, 2) for each in turned)

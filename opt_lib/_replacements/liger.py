@@ -97,7 +97,7 @@ def _why_not_rope(rotation: Callable[..., Any]) -> str | None:
             actual = rotation(q, k, cos, sin)
     except Exception as error:
         return f"its {_FUNCTION} could not be tried on a small input ({type(error).__name__})"
-    wanted = (_rotated(q, cos, sin), _rotated(k, cos, sin))
+    wanted = (_apply_rotation(q, cos, sin), _apply_rotation(k, cos, sin))
     alike = len(actual) == 2 and all(
         one.shape == other.shape and torch.allclose(one, other, atol=1e-6)
         for one, other in zip(actual, wanted, strict=True)
@@ -105,7 +105,7 @@ def _why_not_rope(rotation: Callable[..., Any]) -> str | None:
     return None if alike else f"its {_FUNCTION} computes something else than Liger's"
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _apply_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [B, H, T, D] turned by the angles of cos and sin [B, T, D], whose halves are equal."""
     first, second = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
@@ -123,11 +123,7 @@ def _rope_forward(source: Any, kernel: str) -> Forward:
     # Without the file's name torch.compile guards these globals, not those of the file.
     others = {name: value for name, value in old.__globals__.items() if name != "__name__"}
     new = types.FunctionType(
-        old.__code__,
-        {**others, _FUNCTION: rotation},
-        old.__name__,
-        old.__defaults__,
-        old.__closure__,
+        old.__code__, {**others, _FUNCTION: rotation}, old.__name__, old.__defaults__, old.__closure__
     )
     new.__kwdefaults__ = old.__kwdefaults__
     return functools.wraps(old)(new)
@@ -196,7 +192,9 @@ def _why_not_swiglu(module: nn.Module, layers: tuple[str, str, str]) -> str | No
     except Exception as error:
         return f"it could not be tried on a small input ({type(error).__name__})"
     gate, up, down = layers
-    wanted = _linear(F.silu(_linear(x, weights, gate)) * _linear(x, weights, up), weights, down)
+    wanted = _apply_linear(
+        F.silu(_apply_linear(x, weights, gate)) * _apply_linear(x, weights, up), weights, down
+    )
     same = (
         isinstance(actual, torch.Tensor)
         and actual.shape == wanted.shape
@@ -219,7 +217,7 @@ def _small_weights(
     return weights
 
 
-def _linear(x: torch.Tensor, weights: dict[str, torch.Tensor], layer: str) -> torch.Tensor:
+def _apply_linear(x: torch.Tensor, weights: dict[str, torch.Tensor], layer: str) -> torch.Tensor:
     return F.linear(x, weights[f"{layer}.weight"], weights.get(f"{layer}.bias"))
 
 

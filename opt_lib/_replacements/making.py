@@ -40,13 +40,13 @@ def derive(module: nn.Module, prefix: str, make: MakeForward, *settings: Any) ->
         settings: hashable values, picklable where the module is to be.
     """
     source: Any = type(module)
-    return take_over(module, _class(source, prefix, make, settings))
+    return take_over(module, _make_class(source, prefix, make, settings))
 
 
 @functools.cache
-def _class(source: Any, prefix: str, make: MakeForward, settings: tuple[Any, ...]) -> type[nn.Module]:
+def _make_class(source: Any, prefix: str, make: MakeForward, settings: tuple[Any, ...]) -> type[nn.Module]:
     def reduce(self: nn.Module) -> tuple[Any, ...]:
-        return _rebuild, (source, prefix, make, settings), vars(self)
+        return _rebuild_module, (source, prefix, make, settings), vars(self)
 
     contents = {
         "__doc__": f"{source.__name__} with a fused forward pass.",
@@ -57,9 +57,9 @@ def _class(source: Any, prefix: str, make: MakeForward, settings: tuple[Any, ...
     return type(f"{prefix}{source.__name__}", (Derived, source), contents)
 
 
-def _rebuild(source: Any, prefix: str, make: MakeForward, settings: tuple[Any, ...]) -> nn.Module:
+def _rebuild_module(source: Any, prefix: str, make: MakeForward, settings: tuple[Any, ...]) -> nn.Module:
     """An empty module for pickle and copy, which cannot find a class that is made at run time."""
-    kind = _class(source, prefix, make, settings)
+    kind = _make_class(source, prefix, make, settings)
     return kind.__new__(kind)
 
 
@@ -83,7 +83,7 @@ def converter(source: type[nn.Module], target: type[nn.Module]) -> Convert:
         return target.from_module  # type: ignore[attr-defined,no-any-return]
     if issubclass(target, source):
         return functools.partial(_take_over_with, target)
-    return functools.partial(_construct, target)
+    return functools.partial(_construct_module, target)
 
 
 def settings_of(convert: Convert, module: nn.Module | None = None) -> tuple[str, ...] | None:
@@ -97,13 +97,13 @@ def settings_of(convert: Convert, module: nn.Module | None = None) -> tuple[str,
         names = {*vars(module), *own} - {*vars(nn.Module()), "forward"}
         return tuple(sorted(name for name in names if not name.startswith("__")))
     try:
-        made = convert.args[0] if made_by is _construct else convert  # type: ignore[attr-defined]
+        made = convert.args[0] if made_by is _construct_module else convert  # type: ignore[attr-defined]
         parameters = list(inspect.signature(made).parameters.values())
     except (TypeError, ValueError):  # written in C
         return None
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return None
-    first = 0 if made_by is _construct else 1  # the old module
+    first = 0 if made_by is _construct_module else 1  # the old module
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return tuple(each.name for each in parameters[first:] if each.kind in by_name)
 
@@ -155,18 +155,18 @@ def _move_own(part: nn.Module, new: nn.Module, path: str) -> None:
     for name, tensor in (*part._parameters.items(), *part._buffers.items()):
         if tensor is None:
             continue
-        place = _submodule(new, path)
+        place = _find_submodule(new, path)
         there = getattr(place, name, None)
         if isinstance(there, torch.Tensor) and _same_kind(there, tensor):
             setattr(place, name, tensor)
         elif name not in part._non_persistent_buffers_set:  # the new module may work without those
             raise RegistrationError(
-                f"{f'{path}.{name}'.lstrip('.')} is {_kind(there)} in the new {type(new).__name__} and "
-                f"{_kind(tensor)} in the {type(part).__name__} it replaces."
+                f"{f'{path}.{name}'.lstrip('.')} is {_describe_value(there)} in the new {type(new).__name__} and "
+                f"{_describe_value(tensor)} in the {type(part).__name__} it replaces."
             )
 
 
-def _submodule(module: nn.Module, path: str) -> nn.Module | None:
+def _find_submodule(module: nn.Module, path: str) -> nn.Module | None:
     try:
         return module.get_submodule(path)
     except AttributeError:
@@ -177,15 +177,15 @@ def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
     return isinstance(one, nn.Parameter) == isinstance(other, nn.Parameter) and one.shape == other.shape
 
 
-def _kind(value: object) -> str:
+def _describe_value(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return "absent"
     what = "a parameter" if isinstance(value, nn.Parameter) else "a buffer"
     return f"{what} of shape {tuple(value.shape)}"
 
 
-def _construct(target: type[nn.Module], module: nn.Module, **settings: Any) -> nn.Module:
-    arguments, missing = _arguments(module, target)
+def _construct_module(target: type[nn.Module], module: nn.Module, **settings: Any) -> nn.Module:
+    arguments, missing = _constructor_arguments(module, target)
     arguments, missing = {**arguments, **settings}, [name for name in missing if name not in settings]
     if missing:
         raise RegistrationError(
@@ -198,7 +198,7 @@ def _construct(target: type[nn.Module], module: nn.Module, **settings: Any) -> n
         return target(**arguments)
 
 
-def _arguments(module: nn.Module, target: type[nn.Module]) -> tuple[dict[str, Any], list[str]]:
+def _constructor_arguments(module: nn.Module, target: type[nn.Module]) -> tuple[dict[str, Any], list[str]]:
     """The constructor's arguments that the module's attributes answer, and the names they do not."""
     arguments: dict[str, Any] = {}
     missing: list[str] = []

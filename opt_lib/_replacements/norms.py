@@ -79,14 +79,17 @@ def form_of(module: nn.Module, num_features: int, eps: float) -> RmsNormForm | s
     probes = [(lead, *pair) for lead in _LEADING for pair in pairs]
     try:
         tried = copy.deepcopy(module)  # a forward pass may count its calls or keep its input
-        before = _state(tried)
+        before = _module_state(tried)
         by_mode = [
-            [_probe(functools.partial(_call, tried.train(mode)), num_features, *each) for each in probes]
+            [
+                _run_probe(functools.partial(_call_with_weight, tried.train(mode)), num_features, *each)
+                for each in probes
+            ]
             for mode in (not module.training, module.training)
         ]
     except Exception as error:
         return f"it could not be tried on a small input ({type(error).__name__})"
-    after = _state(tried)
+    after = _module_state(tried)
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if changed:
         return f"its forward pass changes {', '.join(changed)}"
@@ -95,9 +98,9 @@ def form_of(module: nn.Module, num_features: int, eps: float) -> RmsNormForm | s
             form = RmsNormForm(offset=offset, result=result)
             run = functools.partial(form, eps=eps)
             if all(
-                _agree(one, other, actual, each[1:])
+                _is_equivalent(one, other, actual, each[1:])
                 for one, other, each in zip(*by_mode, probes, strict=True)
-                for actual in (_probe(run, num_features, *each),)
+                for actual in (_run_probe(run, num_features, *each),)
             ):
                 return form
     return "it computes something else than torch's rms_norm"
@@ -139,18 +142,18 @@ def _is_size(value: object, size: int) -> bool:
     return value is None or (type(value) is int and value == size)
 
 
-def _state(module: nn.Module) -> dict[str, object]:
+def _module_state(module: nn.Module) -> dict[str, object]:
     """What a forward pass may have left in a module, by name; its mode is not."""
     plain = {name: repr(value) for name, value in vars(module).items() if name not in _OWN}
     return {**plain, **{name: id(value) for name, value in module._buffers.items()}}
 
 
-def _call(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> Any:
+def _call_with_weight(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> Any:
     return torch.func.functional_call(module, {"weight": weight}, (x,))
 
 
 @torch.enable_grad()
-def _probe(
+def _run_probe(
     run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     num_features: int,
     leading: tuple[int, ...],
@@ -172,7 +175,7 @@ def _probe(
     return result.detach(), x_gradient, weight_gradient
 
 
-def _agree(
+def _is_equivalent(
     original: tuple[torch.Tensor, ...],
     other_mode: tuple[torch.Tensor, ...],
     fused: tuple[torch.Tensor, ...],
@@ -185,13 +188,13 @@ def _agree(
     reduced = min(dtypes, key=lambda dtype: dtype.itemsize)
     tolerance = 1e-6 if reduced == torch.float32 else 4 * torch.finfo(reduced).eps
     return all(
-        _close(each, one, tolerance)
+        _is_close(each, one, tolerance)
         for of_mode in (original, other_mode)
         for each, one in zip(of_mode, fused, strict=True)
     )
 
 
-def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+def _is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     """Whether dtypes are equal, and values within ``tolerance`` of the largest in their row."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
@@ -200,12 +203,7 @@ def _close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return bool(((one - other).abs() <= tolerance * (1 + size)).all())
 
 
-_PREFIXES: Final = {
-    "torch": "Fused",
-    "liger": "Liger",
-    "apex": "Apex",
-    TRACED: "Traced",
-}
+_PREFIXES: Final = {"torch": "Fused", "liger": "Liger", "apex": "Apex", TRACED: "Traced"}
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "variance_eps")
 
 
@@ -253,11 +251,11 @@ class FusedRmsNorm(Replacement):
             reason = why_not_plain(module, _EPS_NAMES)
             if reason is not None:
                 return reason
-            key = _settings(module)
+            key = _module_key(module)
             eps_name = _eps_name(module)
             assert eps_name is not None
             if key not in forms:
-                forms[key] = form_of(module, _weight(module).numel(), getattr(module, eps_name))
+                forms[key] = form_of(module, _get_weight(module).numel(), getattr(module, eps_name))
             form = forms[key]
             if isinstance(form, str):
                 return form
@@ -317,7 +315,7 @@ def _is_candidate(module: nn.Module) -> bool:
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     if names != ["weight"] or any(True for _ in module.children()):
         return False
-    if _weight(module).dim() != 1 or _eps_name(module) is None:
+    if _get_weight(module).dim() != 1 or _eps_name(module) is None:
         return False
     if type(module).__module__.startswith("torch.nn.") or isinstance(module, Derived):
         return False
@@ -329,14 +327,14 @@ def _eps_name(module: nn.Module) -> str | None:
     return next((name for name in _EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
+def _get_weight(module: nn.Module) -> torch.Tensor:
     return module.get_parameter("weight")
 
 
-def _settings(module: nn.Module) -> Any:
+def _module_key(module: nn.Module) -> Any:
     """What decides what a module computes: its class, its plain attributes, its size."""
     plain = sorted((name, repr(value)) for name, value in vars(module).items() if not name.startswith("_"))
-    return type(module), tuple(plain), _weight(module).shape
+    return type(module), tuple(plain), _get_weight(module).shape
 
 
 def _rms_norm_forward(source: Any, form: RmsNormForm, eps_name: str, kernel: str) -> Forward:

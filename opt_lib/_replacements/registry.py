@@ -26,7 +26,7 @@ _CUDA: Final = frozenset({"cuda"})
 _WHOLE_MODEL: Final = frozenset({"tensor", "sequence", "pipeline"})
 
 
-def _flash(package: str, capability: tuple[int, int], install: str) -> Requirements:
+def _flash_requirements(package: str, capability: tuple[int, int], install: str) -> Requirements:
     return Requirements(
         package=package,
         install=install,
@@ -43,7 +43,7 @@ BUILT_IN: Final[tuple[Replacement, ...]] = (
     AttentionSwitch(
         name="flash_attention_3",
         implementation="flash_attention_3",
-        requirements=_flash(
+        requirements=_flash_requirements(
             "flash_attn_interface", (9, 0), "build it from the folder hopper of flash-attention's sources"
         ),
         switches=("eager", "sdpa"),
@@ -51,7 +51,7 @@ BUILT_IN: Final[tuple[Replacement, ...]] = (
     AttentionSwitch(
         name="flash_attention",
         implementation="flash_attention_2",
-        requirements=_flash(
+        requirements=_flash_requirements(
             "flash_attn", (8, 0), "install it with: pip install --no-build-isolation 'atorch-ns[flash]'"
         ),
         switches=("eager", "sdpa"),
@@ -155,7 +155,7 @@ def register_replace_pair(
     Raises:
         RegistrationError: if the name is taken, or an argument is not what it should be.
     """
-    source, target = _classes(name, pair_cls, replaces)
+    source, target = _validate_classes(name, pair_cls, replaces)
     if convert is not None and not callable(convert):
         raise RegistrationError(
             f"{name!r}: convert={convert!r} is no function from the old module to the new."
@@ -167,7 +167,7 @@ def register_replace_pair(
         if kind is None and (convert is not None or not callable(made_by) or isinstance(made_by, type)):
             raise RegistrationError(f"{name!r}: {made_by!r} is no subclass of torch.nn.Module.")
         how = convert or (made_by if kind is None else converter(source, kind))
-        _add(
+        _register_pair(
             ClassPair(
                 name=name,
                 source=source,
@@ -209,7 +209,7 @@ def set_registered_pairs(pairs: Mapping[str, ClassPair]) -> None:
     _REGISTERED.update(pairs)
 
 
-def _add(pair: ClassPair) -> None:
+def _register_pair(pair: ClassPair) -> None:
     if pair.name in _built_in():
         raise RegistrationError(f"the name {pair.name!r} is that of a built-in replacement; choose another.")
     if pair.name in _REGISTERED:
@@ -225,7 +225,7 @@ def _built_in() -> dict[str, Replacement]:
     return {replacement.name: replacement for replacement in BUILT_IN}
 
 
-def _classes(
+def _validate_classes(
     name: object, pair_cls: object, replaces: object
 ) -> tuple[type[nn.Module], type[nn.Module] | None]:
     if not isinstance(name, str) or not name:

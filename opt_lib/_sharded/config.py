@@ -29,7 +29,7 @@ class MixedPrecisionConfig(MethodConfig):
 
     @field_validator("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", mode="before")
     @classmethod
-    def _dtype(cls, value: Any) -> Any:
+    def _parse_dtype(cls, value: Any) -> Any:
         return None if value is None else dtype_name(value)
 
     @classmethod

@@ -54,7 +54,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     require_dense_gradients(job.module, method)
     materialiser = job.materialiser(init_function(config.param_init_fn))
     ignored = ignored_parameters(job.module, config, materialiser)
-    options = _options(job, config, ignored)
+    options = _shard_options(job, config, ignored)
     units = [unit for unit in wrap_units(job.module, config) if unit not in expert_modules(job)]
     shard_experts(job, options, sync=config.sync_module_states)
     options["ignored_params"] = ignored | expert_parameters(job) | parameters_kept_whole(job)
@@ -68,7 +68,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     inner = {**dict.fromkeys([*units, *others], options), **dict.fromkeys(norms, in_fp32)}
     _make_units(job, config, materialiser, units, inner, together, options)
     for root in job.roots:
-        _prepare(job, config, materialiser, root)
+        _prepare_module(job, config, materialiser, root)
         if keeps_input_dtypes(job, config):
             options = {**options, "mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
         fully_shard(root, **options)
@@ -86,7 +86,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     average_ignored(job, ignored)
     leave_sequence_sums(job, options["ignored_params"])
     job.placed = True
-    _explain(job, method, config, (len(units), len(norms), len(others), len(ignored)), options)
+    _explain_sharding(job, method, config, (len(units), len(norms), len(others), len(ignored)), options)
     gather_where_read(job, method, options)
     reduce_idle_parameters(job, method, options["ignored_params"])
     call_skipped_units(job, method, units)
@@ -125,7 +125,7 @@ def _make_units(
         *(([module], inner[module]) for module in order if module not in inside),
     ):
         for module in modules:
-            _prepare(job, config, materialiser, module)
+            _prepare_module(job, config, materialiser, module)
             if module in units:
                 module.register_forward_hook(torch.compiler.disable(_without_views))
                 module.register_forward_hook(torch.compiler.disable(refuse_hidden_outputs(paths[module])))
@@ -166,13 +166,13 @@ def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     return map_tensors(lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
 
-def _options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) -> dict[str, Any]:
+def _shard_options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) -> dict[str, Any]:
     assert job.mesh is not None
     num_ranks = job.mesh.unit_shard.size()
     options: dict[str, Any] = {
         "mesh": job.mesh.replicate_and_shard,
         "ignored_params": ignored,
-        "shard_placement_fn": lambda parameter: _placement(parameter, num_ranks),
+        "shard_placement_fn": lambda parameter: _shard_placement(parameter, num_ranks),
     }
     if config.reshard_after_forward is not None:
         options["reshard_after_forward"] = config.reshard_after_forward
@@ -186,7 +186,7 @@ def _options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) -> dict[
     return options
 
 
-def _placement(parameter: nn.Parameter, num_ranks: int) -> Shard | None:
+def _shard_placement(parameter: nn.Parameter, num_ranks: int) -> Shard | None:
     """The dimension that a parameter is divided along: another than the first, where that one leaves ranks with nothing."""
     sizes = parameter.shape
     if isinstance(parameter, DTensor) or not sizes or sizes[0] >= num_ranks:
@@ -233,7 +233,7 @@ def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecisionPolicy | No
     return MixedPrecisionPolicy(param, reduce, output, wanted.cast_forward_inputs)
 
 
-def _prepare(job: Job, config: ShardConfig, materialiser: Materialiser, module: nn.Module) -> None:
+def _prepare_module(job: Job, config: ShardConfig, materialiser: Materialiser, module: nn.Module) -> None:
     """Gives memory and equal values to what ``module`` holds and no unit inside it manages."""
     materialiser.materialise([module])
     if config.sync_module_states:
@@ -290,7 +290,7 @@ def skip_sync(roots: Iterable[nn.Module]) -> SkipSync:
     return skip
 
 
-def _explain(
+def _explain_sharding(
     job: Job, method: str, config: ShardConfig, counts: tuple[int, int, int, int], options: dict[str, Any]
 ) -> None:
     assert job.mesh is not None

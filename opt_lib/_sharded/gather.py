@@ -214,7 +214,7 @@ def gather_for_methods(job: Job, passes: Sequence[ShardsBetweenPasses]) -> None:
         if module._parameters:  # which may be called by itself, as a head
             ForwardScope(functools.partial(passes[0].autocast_outside, job)).attach(module)
     for module in dict.fromkeys((root, user_module(root))):
-        for name, method in _methods(module):
+        for name, method in _public_methods(module):
             module.__dict__[name] = passes[0].around(method, job)
 
 
@@ -223,7 +223,7 @@ def _has_tensors(argument: Any) -> bool:
     return any(isinstance(value, torch.Tensor) for value in values)
 
 
-def _methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _public_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The public methods that a user's class defines, without those of every module."""
     kinds = [kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] != "torch"]
     names = dict.fromkeys(

@@ -54,32 +54,32 @@ class IdleParameters:
     def attach(self, root: nn.Module, *, calls: bool = True) -> None:
         """Watches the passes of the units in ``root``, and which modules they call where ``calls`` says so."""
         self._names |= {module: plain_name(name) for name, module in root.named_modules()}
-        root.register_forward_pre_hook(disable(self._begin))
+        root.register_forward_pre_hook(disable(self._begin_forward))
         # Before what reduces the last gradients.
-        root.register_forward_hook(disable(self._returned), prepend=True)
+        root.register_forward_hook(disable(self._schedule_late_reduce), prepend=True)
         for unit in root.modules():
             if not isinstance(unit, FSDPModule):
                 continue
             parts = [
                 part
                 for part in (unit, *_gathered_by(unit))
-                if any(p not in self._ignored for p in _trainable(part))
+                if any(p not in self._ignored for p in _trainable_parameters(part))
             ]
             if calls:
-                _watch(unit, [part for part in parts if part is not unit], self._ignored, self._left_out)
-            unit.register_forward_pre_hook(disable(partial(self._enter, parts)), with_kwargs=True)
+                _watch_unit(unit, [part for part in parts if part is not unit], self._ignored, self._left_out)
+            unit.register_forward_pre_hook(disable(partial(self._watch_unit_input, parts)), with_kwargs=True)
 
     def text(self) -> str:
         """What is known by now, for the report."""
         what = "modules that some pass has not used on this rank, where their gradients count as none: "
         return what + first_few(list(self._seen)) if self._seen else ""
 
-    def _begin(self, *_: Any) -> None:
+    def _begin_forward(self, *_: Any) -> None:
         self._idle.clear()  # of a backward pass that has failed
         self._late.clear()
         self._placeholders = {parameter for parameter in self._placeholders if parameter.grad is not None}
 
-    def _enter(self, parts: list[nn.Module], unit: nn.Module, args: Any, kwargs: Any) -> None:
+    def _watch_unit_input(self, parts: list[nn.Module], unit: nn.Module, args: Any, kwargs: Any) -> None:
         """Looks for unused parameters where a backward pass reaches the unit's input, behind which they are reduced; at
         the end of it, where the input has no gradient."""
         if torch.is_grad_enabled():
@@ -87,32 +87,32 @@ class IdleParameters:
             if given is None:
                 self._late[unit] = parts
             else:
-                given.register_hook(lambda _: self._unused(parts))
+                given.register_hook(lambda _: self._handle_unused_parts(parts))
 
-    def _returned(self, root: nn.Module, inputs: Any, output: Any) -> None:
+    def _schedule_late_reduce(self, root: nn.Module, inputs: Any, output: Any) -> None:
         if self._late and torch.is_grad_enabled():
             call_in_backward(output, lambda: after_backward(self._reduce_late, in_turn=True))
 
     def _reduce_late(self) -> None:
         for parts in self._late.values():
-            self._unused(parts)
+            self._handle_unused_parts(parts)
 
     def _left_out(self, parts: list[nn.Module]) -> None:
         """Gives the unused parameters of ``parts``, which are whole now, a gradient that adds nothing."""
         if not self._idle:
-            after_backward(self._end)
+            after_backward(self._remove_placeholders)
         self._idle.update(dict.fromkeys(parts))
         self._seen.update(dict.fromkeys(self._names[part] for part in parts))
         for part in parts:
-            for parameter in _trainable(part):
+            for parameter in _trainable_parameters(part):
                 if self._has_none(parameter) and parameter.grad is None:
                     # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
                     parameter.grad = torch.full_like(parameter, -0.0)
                     self._placeholders.add(parameter)
 
-    def _unused(self, parts: list[nn.Module]) -> None:
+    def _handle_unused_parts(self, parts: list[nn.Module]) -> None:
         """Ends the backward pass of a unit that has called ``parts``, some of whose parameters it may not have used."""
-        idle = [part for part in parts if any(map(self._has_none, _trainable(part)))]
+        idle = [part for part in parts if any(map(self._has_none, _trainable_parameters(part)))]
         if idle:
             self._left_out(idle)
 
@@ -120,10 +120,10 @@ class IdleParameters:
         is_none = parameter.grad is None or parameter in self._placeholders
         return is_none and parameter not in self._ignored and not awaits_gradient(parameter)
 
-    def _end(self) -> None:
+    def _remove_placeholders(self) -> None:
         parts = list(self._idle)
         self._idle.clear()
-        for parameter in (parameter for part in parts for parameter in _trainable(part)):
+        for parameter in (parameter for part in parts for parameter in _trainable_parameters(part)):
             if parameter.grad is None:
                 continue
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -139,11 +139,11 @@ def _gathered_by(unit: nn.Module) -> Iterator[nn.Module]:
             yield from _gathered_by(child)
 
 
-def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
+def _trainable_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad)
 
 
-def _watch(
+def _watch_unit(
     unit: nn.Module,
     parts: list[nn.Module],
     ignored: Collection[nn.Parameter],
@@ -160,16 +160,16 @@ def _watch(
     def end(_: nn.Module, inputs: Any, output: Any) -> None:
         idle = [part for part in parts if part not in called] if torch.is_grad_enabled() else []
         if idle:  # a tied parameter is used by any of its modules
-            used = {id(parameter) for part in called for parameter in _trainable(part)}
-            idle = [part for part in idle if any(id(p) not in used for p in _trainable(part))]
+            used = {id(parameter) for part in called for parameter in _trainable_parameters(part)}
+            idle = [part for part in idle if any(id(p) not in used for p in _trainable_parameters(part))]
         if idle:
             call_in_backward(output, partial(left_out, idle))
 
-    sharded = {id(p) for part in parts for p in _trainable(part) if p not in ignored}
+    sharded = {id(p) for part in parts for p in _trainable_parameters(part) if p not in ignored}
 
     def note(part: nn.Module, _: Any) -> None:
         called.add(part)
-        if in_backward() and any(id(parameter) in sharded for parameter in _trainable(part)):
+        if in_backward() and any(id(parameter) in sharded for parameter in _trainable_parameters(part)):
             raise StepError(
                 f"{type(part).__name__} is called in the backward pass, by a torch.autograd.Function of the model's own, "
                 f"while its parameters are divided: they are gathered where {class_name} is called. Train it with "

@@ -51,22 +51,22 @@ class SkippedUnits:
         self._due = 0
         self._results: list[torch.Tensor] = []
         self._seen: dict[str, None] = {}
-        root.register_forward_pre_hook(disable(self._begin), with_kwargs=True)
+        root.register_forward_pre_hook(disable(self._begin_forward), with_kwargs=True)
         for place, unit in enumerate(units):
-            before = disable(partial(self._before, place))
+            before = disable(partial(self._before_unit, place))
             unit.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        root.register_forward_hook(disable(self._end), prepend=True)
+        root.register_forward_hook(disable(self._end_forward), prepend=True)
 
     def text(self) -> str:
         """What is known by now, for the report."""
         what = "units that some pass has skipped on this rank, gathered beside those of the others: "
         return what + first_few(list(self._seen)) if self._seen else ""
 
-    def _begin(self, root: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin_forward(self, root: nn.Module, args: Any, kwargs: Any) -> None:
         if not in_backward():
             self._called, self._results, self._due = {}, [], 0
 
-    def _before(self, place: int, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_unit(self, place: int, unit: nn.Module, args: Any, kwargs: Any) -> Any:
         if in_backward() or isinstance(unit.forward, _Identity):
             return None
         end = self._order.index(place)
@@ -85,7 +85,7 @@ class SkippedUnits:
             return None
         return map_tensors(_with_gradient, (args, kwargs))
 
-    def _end(self, root: nn.Module, _: Any, output: Any) -> Any:
+    def _end_forward(self, root: nn.Module, _: Any, output: Any) -> Any:
         if in_backward():
             return None
         self._call_skipped([place for place in self._order if place not in self._called])
@@ -99,7 +99,7 @@ class SkippedUnits:
                     self._has_gradient[place] = has_gradient or self._has_gradient.get(place, False)
             fullest = max(passes, key=lambda known: sum(known[0].values()))
             self._order = list(fullest[0])
-        return _joined(output, self._results) if self._results else None
+        return _join_results(output, self._results) if self._results else None
 
     def _call_skipped(self, skipped: list[int]) -> None:
         """Calls units as the identity, on a tensor that nothing else sees, with a gradient where theirs has one."""
@@ -144,7 +144,7 @@ def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
-def _joined(values: Any, results: list[torch.Tensor]) -> Any:
+def _join_results(values: Any, results: list[torch.Tensor]) -> Any:
     """The values, whose backward pass goes through the results too."""
 
     def join(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,12 +32,12 @@ def wrap_units(model: nn.Module, config: ShardConfig) -> list[nn.Module]:
         units = _large_modules(model, config.atorch_size_based_min_num_params)
     else:
         units = [block.module for block in repeated_blocks(model)]
-    uses = _uses(model)
+    uses = _count_parameter_uses(model)
     places = Counter(id(child) for _, child in model.named_modules(remove_duplicate=False))
     return [
         unit
         for unit in units
-        if all(uses[key] == count * places[id(unit)] for key, count in _uses(unit).items())
+        if all(uses[key] == count * places[id(unit)] for key, count in _count_parameter_uses(unit).items())
     ]
 
 
@@ -61,18 +61,18 @@ def units_of_other_dtypes(
         unit = waiting.pop()
         dtypes = {
             module: dtype
-            for module in _inside(unit, edges)
+            for module in _unit_modules(unit, edges)
             if (dtype := own_dtype(module, left_alone)) is not None
         }
         sizes: Counter[torch.dtype] = Counter()
         holders: Counter[nn.Parameter] = Counter()
         for module, dtype in dtypes.items():
-            sizes[dtype] += sum(parameter.numel() for parameter in _own(module))
-            holders.update(_own(module))
+            sizes[dtype] += sum(parameter.numel() for parameter in _own_parameters(module))
+            holders.update(_own_parameters(module))
         usual = dtypes.get(unit) or next((dtype for dtype, _ in sizes.most_common(1)), None)
         for module, dtype in dtypes.items():
             if dtype != usual:
-                if any(holders[parameter] > 1 for parameter in _own(module)):
+                if any(holders[parameter] > 1 for parameter in _own_parameters(module)):
                     raise InputError(
                         f"{type(module).__name__} shares a parameter in {dtype} with another module, so that it cannot be a "
                         f"unit of its own, and what is around them in {type(unit).__name__} is in {usual}. torch shards "
@@ -84,12 +84,12 @@ def units_of_other_dtypes(
     return found
 
 
-def _inside(unit: nn.Module, edges: Collection[nn.Module]) -> Iterable[nn.Module]:
+def _unit_modules(unit: nn.Module, edges: Collection[nn.Module]) -> Iterable[nn.Module]:
     """The unit and the modules inside it that belong to no unit inside it."""
     yield unit
     for child in unit.children():
         if child not in edges:
-            yield from _inside(child, edges)
+            yield from _unit_modules(child, edges)
 
 
 def own_dtype(module: nn.Module, left_alone: Collection[nn.Parameter]) -> torch.dtype | None:
@@ -113,7 +113,7 @@ def own_dtype(module: nn.Module, left_alone: Collection[nn.Parameter]) -> torch.
     return next(iter(named.values()), None)
 
 
-def _uses(module: nn.Module) -> Counter[int]:
+def _count_parameter_uses(module: nn.Module) -> Counter[int]:
     """The number of places in ``module`` that hold each parameter, by identity; a module may stand in several."""
     return Counter(
         id(parameter)
@@ -148,17 +148,17 @@ def ignored_parameters(
     """
     modules = [found.module for found in select_modules(model, config.ignored)]
     materialiser.materialise(modules)
-    owners = [module for module in model.modules() if any(map(_is_indivisible, _own(module)))]
+    owners = [module for module in model.modules() if any(map(_is_indivisible, _own_parameters(module)))]
     materialiser.materialise(owners, recurse=False)
     ignored = {parameter for module in modules for parameter in module.parameters()}
-    return ignored | {p for module in owners for p in _own(module) if _is_indivisible(p)}
+    return ignored | {p for module in owners for p in _own_parameters(module) if _is_indivisible(p)}
 
 
 def _is_indivisible(parameter: nn.Parameter) -> bool:
     return parameter.ndim == 0 or parameter.numel() == 0
 
 
-def _own(module: nn.Module) -> Iterable[nn.Parameter]:
+def _own_parameters(module: nn.Module) -> Iterable[nn.Parameter]:
     return module.parameters(recurse=False)
 
 
@@ -232,7 +232,7 @@ def broadcast_from_first(
             under_way.append(work)
         else:  # one copy at a time
             work.wait()
-            _fill(data, sent)
+            _copy_values(data, sent)
     for work in under_way:
         work.wait()
 
@@ -247,10 +247,10 @@ def broadcast_together(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup
         sent = torch.cat([tensor.reshape(-1) for tensor in alike])
         dist.broadcast(sent, group=group, group_src=0)
         for tensor, part in zip(alike, sent.split([tensor.numel() for tensor in alike]), strict=True):
-            _fill(tensor.data, part.view_as(tensor))
+            _copy_values(tensor.data, part.view_as(tensor))
 
 
-def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+def _copy_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """An expanded tensor, whose elements share memory, cannot be filled and is alike on all ranks."""
     if not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         tensor.copy_(values)
@@ -311,13 +311,13 @@ def shard_experts(job: Job, options: dict[str, Any], *, sync: bool) -> None:
     # On one rank there is nothing to shard, but the dtype and the place of computation are a unit's, too.
     as_units = copies.size() > 1 or "mp_policy" in options or "offload_policy" in options
     for module in job.parts.experts if as_units else ():
-        placements = {parameter: _placement(job, parameter) for parameter in module.parameters()}
+        placements = {parameter: _expert_placement(job, parameter) for parameter in module.parameters()}
         if sync:
             broadcast_from_first(job, module.parameters(), group=copies.get_group())
         fully_shard(module, **{**options, "mesh": copies, "shard_placement_fn": placements.get})
 
 
-def _placement(job: Job, parameter: nn.Parameter) -> Shard:
+def _expert_placement(job: Job, parameter: nn.Parameter) -> Shard:
     """The dimension that is sharded: the first is divided over the expert axis already, so another if that is even."""
     assert job.mesh is not None
     ranks = job.mesh.copies.size()

@@ -56,7 +56,7 @@ def test_shortened_is_whole(kind: str) -> None:
         batch = {"input_ids": tokens, "labels": tokens}
     own = attempts(model, batch, forward_loss, ["float32", "float32/bfloat16"], keeps_output=True)
     num_tokens = 16
-    short, whole = (own._fake(truncated, 101, (num_tokens,)) for truncated in (True, False))
+    short, whole = (own._trace_fake_steps(truncated, 101, (num_tokens,)) for truncated in (True, False))
     assert differences(short.segments, whole.segments, at=(1, 4, 64), tolerance=tolerance) == []
     assert [s.paths for s in short.segments] == [s.paths for s in whole.segments]
     incoming = [

@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 
-from atorch_ns.capture.user_code import (
-    build_model,
-    constraint,
-    gibibytes,
-    load_object,
-    load_sample,
-)
+from atorch_ns.capture.user_code import build_model, constraint, gibibytes, load_object, load_sample
 from atorch_ns.errors import InputError
 
 _COUNTED = """

@@ -132,10 +132,7 @@ def by_trainer(folder: Path, steps: int, begin: Path | None, strategy: Any = "dp
             "max_train_steps": steps,
             "enable_progress_bar": False,
             "gen_savedir": str(folder.parent),
-            "checkpoint": {
-                "save_dir": str(folder),
-                "resume_from": None if begin is None else str(begin),
-            },
+            "checkpoint": {"save_dir": str(folder), "resume_from": None if begin is None else str(begin)},
             "save_strategy_to_file": str(folder / "strategy.json"),
         }
     )

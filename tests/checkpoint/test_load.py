@@ -13,14 +13,7 @@ from atorch_ns import checkpoint
 from atorch_ns.checkpoint.tensors import describe_tensors
 from atorch_ns.job import StepOptimizer
 from atorch_ns.testing.models import Case, SyntheticDataset
-from atorch_ns.testing.parity import (
-    ADAMW,
-    Trajectory,
-    assert_parity,
-    assert_ranks_agree,
-    compare,
-    snapshot,
-)
+from atorch_ns.testing.parity import ADAMW, Trajectory, assert_parity, assert_ranks_agree, compare, snapshot
 from atorch_ns.testing.workers import run_ranks
 from tests.checkpoint.jobs import (
     CASE,

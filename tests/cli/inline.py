@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from atorch_ns.cli._rank_work import WORKS, _attempt
+from atorch_ns.cli._rank_work import WORKS, _attempt_work
 from atorch_ns.processes import RankEnd
 
 
@@ -22,6 +22,6 @@ def run_inline(
     """As ``run_local_ranks``, for one rank."""
     work, folder = arguments
     request = json.loads((Path(folder) / "request.json").read_text())
-    code, answer = _attempt(WORKS[work], request)
+    code, answer = _attempt_work(WORKS[work], request)
     (Path(folder) / "answer_0.json").write_text(json.dumps(answer))
     return [RankEnd(rank=0, code=code, output="", ended_by_us=False)]

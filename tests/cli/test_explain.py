@@ -89,8 +89,7 @@ def test_a_strategy_file_is_explained_by_its_methods(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "words"),
-    [("fsdpp", 2, "Did you mean 'fsdp'"), ("#9", 2, "#1 to #6")],
+    ("name", "code", "words"), [("fsdpp", 2, "Did you mean 'fsdp'"), ("#9", 2, "#1 to #6")]
 )
 def test_an_unknown_name_is_a_sentence(report: str, run: Run, name: str, code: int, words: str) -> None:
     done = run("explain", report, "--why", name)

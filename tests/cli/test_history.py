@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from atorch_ns.cli import app
-from atorch_ns.cli.history import _table
+from atorch_ns.cli.history import _trial_table
 from atorch_ns.search import History, read_history
 from tests.cli.conftest import Run
 from tests.search.fakes import World
@@ -83,4 +83,4 @@ def test_one_study(journal: Path, run: Run) -> None:
 def test_a_small_peak_has_a_unit_of_its_size(journal: Path) -> None:
     first = read_history(journal)[0].trials[0]
     trial = replace(first, outcome=replace(first.outcome, peak_bytes=(30 * 1024,)))
-    assert "30.0 KiB" in _table((trial,))[1]
+    assert "30.0 KiB" in _trial_table((trial,))[1]

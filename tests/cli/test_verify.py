@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atorch_ns.cli.verify import _drift
+from atorch_ns.cli.verify import _drift_verdict
 from opt_lib.module_replace import unregister_replace_pair
 from tests.cli.conftest import Run
 
@@ -131,9 +131,9 @@ def test_a_model_that_fails_in_one_process(folder: Path, run: Run, inline_ranks:
 
 def test_the_first_line_names_the_loss_if_it_alone_drifts() -> None:
     row = {"name": "w", "state": "ok"}
-    assert "the loss alone" in _drift({"reasons": ["the loss is off by 1"], "parameters": [row]})
+    assert "the loss alone" in _drift_verdict({"reasons": ["the loss is off by 1"], "parameters": [row]})
     drifting = {"reasons": ["1 of 1 parameters are not"], "parameters": [{**row, "state": "drifts"}]}
-    assert _drift(drifting) == "✗ does not train as one process does"
+    assert _drift_verdict(drifting) == "✗ does not train as one process does"
 
 
 def test_the_keys_that_forward_does_not_take_are_for_the_loss(

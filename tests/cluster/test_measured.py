@@ -9,16 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atorch_ns.cluster import (
-    DEVICES,
-    LINKS,
-    AttentionKind,
-    Cluster,
-    Hardware,
-    Link,
-    Rate,
-    cluster_from_spec,
-)
+from atorch_ns.cluster import DEVICES, LINKS, AttentionKind, Cluster, Hardware, Link, Rate, cluster_from_spec
 from atorch_ns.cluster.calibrate import Measurement, measure
 from atorch_ns.cluster.measured import (
     comparisons,

@@ -49,12 +49,7 @@ def _beside_results(call: Callable[[], Any]) -> int:
     ],
 )
 def test_what_a_convolution_takes(
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    kernel: tuple[int, ...],
-    stride: int,
-    groups: int,
-    last: bool,
+    dtype: torch.dtype, shape: tuple[int, ...], kernel: tuple[int, ...], stride: int, groups: int, last: bool
 ) -> None:
     x, weight = torch.randn(shape, dtype=dtype), torch.randn(kernel, dtype=dtype)
     if last:

@@ -284,12 +284,7 @@ class TestStreams:
         epochs = [[], []]
         for rank in range(2):
             loader = build(
-                Stream(12),
-                batch_size=4,
-                num_ranks=2,
-                rank=rank,
-                num_workers=2,
-                persistent_workers=persistent,
+                Stream(12), batch_size=4, num_ranks=2, rank=rank, num_workers=2, persistent_workers=persistent
             )
             epochs[0] += flat(loader)
             epochs[1] += flat(loader)

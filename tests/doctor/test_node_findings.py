@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atorch_ns.doctor.node_findings import (
-    clocks,
-    combined,
-    differences,
-    failures,
-    reachability,
-    speeds,
-)
+from atorch_ns.doctor.node_findings import clocks, combined, differences, failures, reachability, speeds
 from tests.doctor.nodes import nodes_of
 
 _RATES = {"latency_s": 1e-4, "num_bytes": 2**24, "n": 5}

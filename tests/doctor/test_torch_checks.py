@@ -80,5 +80,5 @@ def test_two_ranks_sum_a_tensor() -> None:
 
 
 def test_a_clock_that_runs_backwards() -> None:
-    assert torch_checks._clock(False).verdict == "warn"
-    assert torch_checks._clock(True).verdict == "pass"
+    assert torch_checks._check_clock(False).verdict == "warn"
+    assert torch_checks._check_clock(True).verdict == "pass"

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from atorch_ns.errors import InputError
-from tests.engine.faults import (
-    Fault,
-    InjectedFault,
-    as_environment,
-    fault,
-    faults_from_environment,
-    inject,
-)
+from tests.engine.faults import Fault, InjectedFault, as_environment, fault, faults_from_environment, inject
 from tests.engine.inputs import case_inputs
 
 

@@ -11,11 +11,11 @@ import torch
 
 from atorch_ns.cluster import cluster_from_spec
 from atorch_ns.estimate import Estimate, PlanTable, Workload, estimate, price
-from atorch_ns.estimate.auto_schedule import _costs, with_chosen_schedules
+from atorch_ns.estimate.auto_schedule import _block_costs, with_chosen_schedules
 from atorch_ns.estimate.model_shard import Memo
 from atorch_ns.estimate.stages import stages_of
 from atorch_ns.estimate.time.context import PricingContext
-from atorch_ns.estimate.time.pipeline import _share
+from atorch_ns.estimate.time.pipeline import _simulate_bubble
 from atorch_ns.pipeline import StageCosts, choose_for_device, get_schedule, live_bytes, simulate
 from atorch_ns.pipeline.schedule.schedules import SCHEDULES
 from atorch_ns.profile import Profile, Trace, profile_model
@@ -76,7 +76,7 @@ def test_a_schedule_takes_as_long_as_its_simulation(name: str, ranks: int, num: 
     context = PricingContext.of(
         plan, sizes, trace(), CLUSTER, Workload(global_batch=64, num_tokens=512), Memo()
     )
-    costs = _costs(context)
+    costs = _block_costs(context)
     order = [int(n) for n in stages.numbers.reshape(-1)]
     blocks = [int(n) for n in stages.counts.sum(axis=2).reshape(-1)]
     sizes_of = [blocks[order.index(stage)] for stage in range(ranks * v)]
@@ -97,8 +97,8 @@ def test_the_share_of_the_bubble_does_not_depend_on_the_size(name: str, again: f
         numbers = (*_as_small(ranks, num), info.usual_stages)
         if not info.problem(ranks, num):
             assert numbers[0] == 4
-            whole = _share(info, (ranks, num, info.usual_stages), again, False)
-            assert _share(info, numbers, again, False) == pytest.approx(whole, rel=0.1, abs=0.05)
+            whole = _simulate_bubble(info, (ranks, num, info.usual_stages), again, False)
+            assert _simulate_bubble(info, numbers, again, False) == pytest.approx(whole, rel=0.1, abs=0.05)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -157,7 +157,7 @@ def test_auto_is_priced_as_what_the_pipeline_would_choose(more: dict[str, Any]) 
     )
     assert CLUSTER.hardware is not None
     best = choose_for_device(
-        _costs(context),
+        _block_costs(context),
         4,
         16,
         stages_per_rank=plan.pipeline.stages_per_rank or None,

@@ -375,10 +375,7 @@ def test_memory_grows_with_micro_batches_only_as_the_schedule_holds_them(
 
 @pytest.mark.parametrize(
     ("config", "pieces"),
-    [
-        ({"split_method": "uniform"}, [2, 2, 1, 1]),
-        ({"split_method": "uniform_floor"}, [1, 2, 2, 1]),
-    ],
+    [({"split_method": "uniform"}, [2, 2, 1, 1]), ({"split_method": "uniform_floor"}, [1, 2, 2, 1])],
 )
 def test_the_cut_that_is_priced_is_the_one_asked_for(
     config: dict[str, Any], pieces: list[int], llama: Profile

@@ -184,7 +184,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "methods that cannot be used together are not refused",
         "atorch_ns/method/resolve.py",
-        "problems += unfilled + _clashes([*chosen, *left_out])",
+        "problems += unfilled + _find_clashes([*chosen, *left_out])",
         "problems += unfilled",
         ("tests/method/test_resolve.py::test_one_process_finds_the_mistakes_that_more_would",),
     ),
@@ -226,7 +226,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "times that other processes have measured are thrown away",
         "atorch_ns/profile/timing.py",
-        "entries = self._read()",
+        "entries = self._read_entries()",
         "entries = {}",
         ("tests/profile/test_database.py::test_concurrent_writers_lose_nothing",),
     ),
@@ -247,8 +247,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "gradients of divided layers are not summed over the ranks",
         "atorch_ns/sharding/collectives.py",
-        "return _paired(x, group, _same, total)",
-        "return _paired(x, group, _same, _same)",
+        "return _apply_with_gradient(x, group, _identity_view, total)",
+        "return _apply_with_gradient(x, group, _identity_view, _identity_view)",
         ("tests/sharding/test_collectives.py::test_each_collective_has_the_gradient_that_belongs_to_it",),
     ),
     Fault(

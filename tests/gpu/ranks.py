@@ -73,10 +73,7 @@ def _rank(
     timeout_s: float,
 ) -> None:
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks)
     )
     torch.cuda.set_device(rank)
     dist.init_process_group(

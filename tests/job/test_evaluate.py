@@ -21,10 +21,7 @@ STRATEGIES: dict[str, list[Any]] = {
     },
     "tensor": [*TENSOR, ACCUMULATION],
     "pipeline": [PIPELINE, ("pipeline_parallel", {"num_micro_batches": 4})],
-    "interleaved": [
-        PIPELINE,
-        ("pipeline_parallel", {"num_micro_batches": 4, "schedule": "Interleaved1F1B"}),
-    ],
+    "interleaved": [PIPELINE, ("pipeline_parallel", {"num_micro_batches": 4, "schedule": "Interleaved1F1B"})],
     "deepspeed": [PIPELINE, ("ds_3d_parallel", {"num_micro_batches": 4})],
 }
 SIZES = (BATCH, 7, 5, 3, 1)

@@ -44,11 +44,7 @@ OF_FOUR: Final[Mapping[str, list[Any]]] = {
     "tensor, fsdp": [("parallel_mode", ([("tensor", 2), ("zero", 2)], None)), "fsdp"],
     "tensor, ddp": [("parallel_mode", ([("tensor", 2), ("data", 2)], None))],
     "tensor, zero1": [("parallel_mode", ([("tensor", 2), ("zero", 2)], None)), "zero1"],
-    "compile, tensor, zero1": [
-        ("parallel_mode", ([("tensor", 2), ("zero", 2)], None)),
-        "zero1",
-        _COMPILE,
-    ],
+    "compile, tensor, zero1": [("parallel_mode", ([("tensor", 2), ("zero", 2)], None)), "zero1", _COMPILE],
     "tensor, zero2": [("parallel_mode", ([("tensor", 2), ("zero", 2)], None)), "zero2"],
     "hybrid fsdp": [("parallel_mode", ([("data", 2), ("zero", 2)], None)), "fsdp"],
     "pipeline, fsdp": [

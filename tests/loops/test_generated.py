@@ -34,10 +34,7 @@ PLAIN = Recipe(blocks=("plain", "plain"))
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "recipe",
-    [
-        PLAIN,
-        Recipe(blocks=("norm", "lookup"), optimizer="adamw", step="twice", events=((2, "freeze"),)),
-    ],
+    [PLAIN, Recipe(blocks=("norm", "lookup"), optimizer="adamw", step="twice", events=((2, "freeze"),))],
 )
 def test_plain_loops_are_not_refused(recipe: Recipe) -> None:
     """Refusing is no way to be right: what users do every day has to train."""
@@ -93,10 +90,7 @@ FOUND = [
         dict.fromkeys(("ddp", "zero1", "fsdp", "zero2"), "equal"),
     ),
     # A layer that nothing uses, in two stages: a gradient of zero in the place of none, which an optimizer decays by.
-    (
-        Recipe(blocks=("idle", "plain"), changes=("share_block",), optimizer="decaying"),
-        {"pipeline": "equal"},
-    ),
+    (Recipe(blocks=("idle", "plain"), changes=("share_block",), optimizer="decaying"), {"pipeline": "equal"}),
     # Sparse gradients beside a layer that tensor parallelism divides, in its check of what it divided.
     (
         Recipe(blocks=("functional", "adapted", "sparse"), changes=("hook_sums",), optimizer="adagrad"),

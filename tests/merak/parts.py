@@ -230,11 +230,7 @@ def made(usual: type[Trainer], args: TrainingArguments, name: str, change: Chang
 
 
 def run_plain(
-    name: str,
-    accumulation: int = 2,
-    change: Change | None = None,
-    look: Look | None = None,
-    **fields: Any,
+    name: str, accumulation: int = 2, change: Change | None = None, look: Look | None = None, **fields: Any
 ) -> Run:
     """transformers' own Trainer in one process: its logs and weights."""
     with tempfile.TemporaryDirectory() as folder:

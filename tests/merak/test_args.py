@@ -108,7 +108,7 @@ EFFECTS: dict[str, list[Effect]] = {
             {"partition_method": "custom", "custom_partition": ["0,3,8"]},
             "pipeline_parallel",
             {"split_method": "custom", "custom_partition": [0, 3, 8]},
-        ),
+        )
     ],
     "split_method": [
         (PP, {}, "pipeline_parallel", {"shards": "farthest_min_deps"}),
@@ -121,7 +121,7 @@ EFFECTS: dict[str, list[Effect]] = {
             {"split_method": "layer_split", "custom_split_points": ["transformer.h.1"]},
             "pipeline_parallel",
             {"shards": "split_points", "split_points": ["transformer.h.1"]},
-        ),
+        )
     ],
     "shard_count": [(PP, {"shard_count": 3}, "pipeline_parallel", {"shard_count": 3})],
     "activation_checkpointing": [
@@ -142,7 +142,7 @@ EFFECTS: dict[str, list[Effect]] = {
         (DP, {"zero_stage": 0, "prescale_gradients": True}, "ddp", {"reducer": "own", "predivide": 1.0}),
     ],
     "gradient_predivide_factor": [
-        (DP, {"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "ddp", {"predivide": 2.0}),
+        (DP, {"prescale_gradients": True, "gradient_predivide_factor": 2.0}, "ddp", {"predivide": 2.0})
     ],
     "zero_stage": [
         (DP, {"zero_stage": 0}, "zero1", None),
@@ -162,7 +162,7 @@ EFFECTS: dict[str, list[Effect]] = {
         (TP, {"sequence_parallel": True}, "tensor_parallel", {"sequence": True}),
     ],
     "sequence_dim": [
-        (TP, {"sequence_parallel": True, "sequence_dim": 0}, "tensor_parallel", {"sequence_dim": 0}),
+        (TP, {"sequence_parallel": True, "sequence_dim": 0}, "tensor_parallel", {"sequence_dim": 0})
     ],
     "tp_overlapping_level": [
         (TP, {}, "tensor_parallel", {"overlap": None}),

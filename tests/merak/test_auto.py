@@ -11,14 +11,14 @@ import pytest
 
 from atorch_ns.errors import InputError
 from atorch_ns.merak import MerakArguments, MerakTrainer, init, mpu
-from atorch_ns.merak.auto import _unwanted
+from atorch_ns.merak.auto import _unwanted_meshes
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.workers import catch_ranks, run_ranks
 from tests.merak.parts import QUICK, Data, arguments, logs_of, model
 
 
 def _meshes_left(asked: dict[str, Any], world_size: int) -> int:
-    return len(list(_unwanted(asked, world_size)))
+    return len(list(_unwanted_meshes(asked, world_size)))
 
 
 def test_meshes_that_are_left_out() -> None:
@@ -26,11 +26,11 @@ def test_meshes_that_are_left_out() -> None:
     assert _meshes_left({}, 2) == 1
     assert _meshes_left({"tp": 2, "pp": "auto"}, 2) == 5
     assert _meshes_left({"dp": 2}, 2) == 4  # the axes data and zero both see different data
-    for _, config in _unwanted({"tp": 2}, 4):
+    for _, config in _unwanted_meshes({"tp": 2}, 4):
         axes = dict(config["axes"])
         assert axes.get("tensor", 1) != 2 or "expert" in axes
     with pytest.raises(InputError, match="tp=3 fit no mesh of 4"):
-        list(_unwanted({"tp": 3}, 4))
+        list(_unwanted_meshes({"tp": 3}, 4))
 
 
 def _trained(folder: str, degrees: dict[str, Any], **fields: Any) -> dict[str, Any]:

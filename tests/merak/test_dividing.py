@@ -85,10 +85,7 @@ def _with_lists(name: str) -> Run:
         ("gpt2", "transformer.h.0.attn.c_attn.weight", (32, 48)),
         ("t5", "encoder.block.0.layer.1.DenseReluDense.wi.weight", (32, 32)),
         pytest.param(
-            "bert",
-            "bert.encoder.layer.0.attention.self.query.weight",
-            (16, 32),
-            marks=pytest.mark.slow,
+            "bert", "bert.encoder.layer.0.attention.self.query.weight", (16, 32), marks=pytest.mark.slow
         ),
         pytest.param("vit", "vit.layers.0.mlp.fc1.weight", (32, 32), marks=pytest.mark.slow),
     ],

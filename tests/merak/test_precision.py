@@ -63,10 +63,7 @@ def state(trainer: Any) -> dict[str, Any]:
     }
 
 
-SCALES: dict[str, dict[str, Any]] = {
-    "static": {"loss_scale": 128.0},
-    "dynamic": {"initial_scale_power": 8},
-}
+SCALES: dict[str, dict[str, Any]] = {"static": {"loss_scale": 128.0}, "dynamic": {"initial_scale_power": 8}}
 
 
 def _skipping(degrees: dict[str, int], accumulation: int) -> dict[str, Run]:

@@ -12,7 +12,7 @@ import torch
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.operators import PipelineTask, Prices, Shallow, States, capture_shallow, staged_plan
-from atorch_ns.operators.staged import _plans, _stage_cost
+from atorch_ns.operators.staged import _solve_plans, _stage_cost
 from atorch_ns.pipeline import find_units
 from tests.operators.networks import network
 
@@ -43,7 +43,7 @@ def kinds(name: str) -> list[str]:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_the_costs_of_all_units_are_those_of_the_plan(name: str, degree: int, recomputed: bool) -> None:
     shallow, _ = captured(name)
-    found = _plans(shallow, prices(degree), STATES, CPU, recomputed=recomputed, allow=None)
+    found = _solve_plans(shallow, prices(degree), STATES, CPU, recomputed=recomputed, allow=None)
     for one in found:
         whole = _stage_cost(one, kinds(name), 1, is_last=True)
         assert whole.seconds == pytest.approx(one.seconds, rel=1e-6)

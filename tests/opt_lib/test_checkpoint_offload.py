@@ -50,7 +50,7 @@ def test_inputs_of_blocks_are_kept_and_nothing_else(reentrant: bool) -> None:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
     config = CheckpointConfig(no_reentrant=not reentrant)
-    run = offloaded(module_under_test._function(config), GPU)
+    run = offloaded(module_under_test._make_recompute_function(config), GPU)
     gradients = []
     for call in (run, lambda block, x: checkpoint(block, x, use_reentrant=False)):
         x = start = torch.ones(5, 8, requires_grad=True)
@@ -85,7 +85,7 @@ def test_a_compiled_block_offloads_its_input() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-    run = offloaded(module_under_test._function(CheckpointConfig()), GPU)
+    run = offloaded(module_under_test._make_recompute_function(CheckpointConfig()), GPU)
     compiled = torch.compile(lambda x: run(block, x), backend="aot_eager")
     found = []
     for call in (compiled, block):

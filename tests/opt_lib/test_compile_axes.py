@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.opt_lib.scenarios import (
-    Runs,
-    Scenario,
-    assert_equals_one_process,
-    named,
-    run_scenarios,
-    selected,
-)
+from tests.opt_lib.scenarios import Runs, Scenario, assert_equals_one_process, named, run_scenarios, selected
 
 COMPILE = ("compile", "aot_eager")
 

@@ -117,10 +117,7 @@ def test_plan() -> None:
             "fp16: use the method.*gradient_clipping: use max_grad_norm",
         ),
         (
-            [
-                _mesh(("pipeline", 2)),
-                ("ds_3d_parallel", {"ds_config": {"zero_optimization": {"stage": 1}}}),
-            ],
+            [_mesh(("pipeline", 2)), ("ds_3d_parallel", {"ds_config": {"zero_optimization": {"stage": 1}}})],
             "decided by zero_stage",
         ),
     ],
@@ -286,11 +283,11 @@ def _coordinates(axes: list[tuple[str, int]]) -> dict[str, int]:
     """This rank's place in DeepSpeed's grid, and in the mesh."""
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
-    from opt_lib._deepspeed.pipeline import _topology
+    from opt_lib._deepspeed.pipeline import _build_topology
 
     mesh = Mesh(axes, device_type="cpu")
     zero_module.start("cpu")
-    grid = PipelineParallelGrid(topology=_topology(mesh))
+    grid = PipelineParallelGrid(topology=_build_topology(mesh))
     return {
         "stage": grid.get_stage_id() - mesh.axis("pipeline").get_local_rank(),
         "data": grid.get_data_parallel_rank() - mesh.data.get_local_rank(),

@@ -145,9 +145,7 @@ def test_nothing_replaced_is_said_once_and_why() -> None:
     assert "every replacement is excluded" in warning
 
 
-def test_a_replacement_asked_for_by_name_that_does_nothing_is_a_warning(
-    register: Callable[..., Any],
-) -> None:
+def test_a_replacement_asked_for_by_name_that_does_nothing_is_a_warning(register: Callable[..., Any]) -> None:
     register("fast", pair_cls=(Old, FastBuilt))
     register("half", supported_dtypes={"fp16"}, pair_cls=(Old, FastBuilt))
     _, _, (warning,) = apply(Model(), ("fast", "half"))

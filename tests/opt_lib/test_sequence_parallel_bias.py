@@ -122,10 +122,7 @@ def test_biases_train_as_in_one_process(num_ranks: int) -> None:
 
 
 def test_t5_trains_as_in_one_process() -> None:
-    check(
-        2,
-        [(T5, strategy("ulysses", "checkpoint")), (PADDED, strategy("ring"))],
-    )
+    check(2, [(T5, strategy("ulysses", "checkpoint")), (PADDED, strategy("ring"))])
 
 
 def _report() -> str:

@@ -48,7 +48,7 @@ class TestParity:
     def test_two_ranks(self, name: str) -> None:
         """The method alone: ``tests/parity/test_model_axes.py``."""
         strategies = {
-            "found, with checkpoint": [TENSOR, ("tensor_parallel", {"source": "found"}), "checkpoint"],
+            "found, with checkpoint": [TENSOR, ("tensor_parallel", {"source": "found"}), "checkpoint"]
         }
         if name != "mlp":
             strategies["with its sequence divided"] = [TENSOR, SEQUENCE, "checkpoint"]

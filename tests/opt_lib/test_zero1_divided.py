@@ -91,11 +91,7 @@ def _train_all(rows: list[Row]) -> list[Trajectory | str]:
 
 def _arguments(row: Row) -> dict[str, Any]:
     function, arguments = OPTIMIZERS[row.optimizer]
-    return {
-        "optim_func": function,
-        "optim_args": arguments,
-        "global_batch": global_batch(row.precision),
-    }
+    return {"optim_func": function, "optim_args": arguments, "global_batch": global_batch(row.precision)}
 
 
 @functools.cache

@@ -35,13 +35,7 @@ def measured(milliseconds: float, mebibytes: float, *, num_steps: int = 5) -> Tr
     )
 
 
-def row(
-    key: str,
-    steps: tuple[tuple[str, Any], ...],
-    fate: Fate,
-    reason: str,
-    **values: Any,
-) -> Row:
+def row(key: str, steps: tuple[tuple[str, Any], ...], fate: Fate, reason: str, **values: Any) -> Row:
     label = " → ".join(name if not config else f"{name} {config}" for name, config in steps)
     of_candidate = {
         name: values.pop(name) for name in ("estimate", "is_baseline", "pruned") if name in values

@@ -42,10 +42,7 @@ def policy(module: Any, size: int) -> bool:
         ({"use_ds_zero", True}, {"use_ds_zero": True}),
         (nn.Linear, "torch.nn.modules.linear.Linear"),
         (Settings(3), {"size": 3}),
-        (
-            functools.partial(policy, size=3),
-            {"function": f"{__name__}.policy", "arguments": {"size": 3}},
-        ),
+        (functools.partial(policy, size=3), {"function": f"{__name__}.policy", "arguments": {"size": 3}}),
     ],
     ids=["enum", "dtype", "device", "number", "nest", "set", "flags", "class", "dataclass", "partial"],
 )

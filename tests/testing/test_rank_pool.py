@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from atorch_ns.testing.rank_pool import Outcome, Setup, _death, _without_harness, rank_environment
+from atorch_ns.testing.rank_pool import Outcome, Setup, _death_message, _without_harness, rank_environment
 from atorch_ns.testing.workers import WorkerFailure
 
 
@@ -31,7 +31,7 @@ def test_the_files_of_ranks_are_their_own(tmp_path: Path) -> None:
     ("exit_code", "text"), [(3, "exit code 3"), (-9, "ended by SIGKILL"), (-63, "ended by")]
 )
 def test_a_death_is_described_by_its_exit_code(exit_code: int, text: str) -> None:
-    assert text in _death(exit_code)
+    assert text in _death_message(exit_code)
 
 
 def test_stacks_end_at_the_function_that_was_called() -> None:

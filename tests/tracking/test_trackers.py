@@ -39,12 +39,12 @@ def test_jsonl_has_one_line_a_step(tmp_path: Path) -> None:
 
 @given(st.floats())
 def test_jsonl_is_json_whatever_the_number(value: float) -> None:
-    from atorch_ns.tracking.trackers import _plain
+    from atorch_ns.tracking.trackers import _json_value
 
     def no_constant(text: str) -> float:
         raise AssertionError(f"{text} is not JSON")
 
-    read = float(json.loads(json.dumps(_plain(value)), parse_constant=no_constant))
+    read = float(json.loads(json.dumps(_json_value(value)), parse_constant=no_constant))
     assert read == value or (read != read and value != value)
 
 

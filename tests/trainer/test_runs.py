@@ -230,13 +230,7 @@ def test_hooks_are_called_in_their_order_on_all_ranks(tmp_path: Path) -> None:
     assert first[:start] == ["after_setup", "on_train_start", "on_epoch_start"]
     assert [
         name for name in first[start + len(ORDER) :] if not name.startswith(("on_val_s", "after_agg"))
-    ] == [
-        "on_val_end",
-        "before_log_val_metrics",
-        "on_save_checkpoint",
-        "on_train_end",
-        "on_finalize",
-    ]
+    ] == ["on_val_end", "before_log_val_metrics", "on_save_checkpoint", "on_train_end", "on_finalize"]
 
 
 class Watches(TrainHook):

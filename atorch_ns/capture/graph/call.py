@@ -67,10 +67,10 @@ class Call:
 
     def argument(self, name: str) -> Any:
         """The value of an argument by the name that the operator's schema gives it, its default included."""
-        return self._arguments[name]
+        return self._bound_arguments[name]
 
     @cached_property
-    def _arguments(self) -> dict[str, Any]:
+    def _bound_arguments(self) -> dict[str, Any]:
         declared = self.operator._schema.arguments  # type: ignore[attr-defined]
         values = {one.name: one.default_value if one.has_default_value() else None for one in declared}
         values.update(zip((one.name for one in declared), self.args, strict=False))

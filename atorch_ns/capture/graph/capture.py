@@ -206,22 +206,22 @@ def capture(
             try:
                 program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)
             except Exception as error:
-                changed = next((one for one in _causes(error) if isinstance(one, ChangedError)), None)
+                changed = next((one for one in _iter_causes(error) if isinstance(one, ChangedError)), None)
                 if changed is None:
                     raise
                 changed.settle()
                 program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)  # if it has settled
     except Exception as error:  # of the model's code, or of what it meets in torch
-        raise _refusal(model, error) from error
+        raise _make_capture_error(model, error) from error
     _check_outputs(model, results[-1])
-    made = _cleaned(program, structure, results[-1], tensors, _first_names(flat.inner))
+    made = _clean_program(program, structure, results[-1], tensors, _first_names(flat.inner))
     return replace(made, reads=frozenset(reads))
 
 
-def _refusal(model: nn.Module, error: Exception) -> CaptureError:
+def _make_capture_error(model: nn.Module, error: Exception) -> CaptureError:
     frame = user_frame(error)
     where = f" at {frame.filename}, line {frame.lineno}: {frame.line}" if frame is not None else ""
-    unrepeatable = next((one for one in _causes(error) if isinstance(one, UnrepeatableError)), None)
+    unrepeatable = next((one for one in _iter_causes(error) if isinstance(one, UnrepeatableError)), None)
     by_values = "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
     why = "its code decides by the values of tensors" if by_values else error_line(error)
     if unrepeatable is not None:
@@ -234,7 +234,7 @@ def _refusal(model: nn.Module, error: Exception) -> CaptureError:
     )
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _iter_causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -279,7 +279,7 @@ def _one_for_each_parameter(
             del origins[node]
 
 
-def _cleaned(
+def _clean_program(
     program: ExportedProgram,
     structure: Any,
     outputs: Any,
@@ -294,13 +294,13 @@ def _cleaned(
     for node in module.graph.nodes:
         if node.op == "placeholder":
             made = graph.node_copy(node)
-            origins[made] = _origin(specs[node.name], sum(one.kind == "input" for one in origins.values()))
+            origins[made] = _origin_of(specs[node.name], sum(one.kind == "input" for one in origins.values()))
             known[node] = made
         elif node.op == "output":
             graph.output(tuple(known[value] for value in node.args[0]))
         else:
-            _copy(module, node, graph, known, ())
-    pinned = _functional(graph, {node for node, origin in origins.items() if origin.kind == "input"})
+            _copy_node(module, node, graph, known, ())
+    pinned = _functionalize_graph(graph, {node for node, origin in origins.items() if origin.kind == "input"})
     _one_item_each(graph)
     graph.eliminate_dead_code()
     _one_for_each_parameter(graph, origins, first_names)
@@ -314,7 +314,7 @@ def _cleaned(
     return Captured(graph, origins, constants, frozenset(pinned & alive), guards, structure, outputs)
 
 
-def _origin(spec: Any, num_inputs: int) -> Origin:
+def _origin_of(spec: Any, num_inputs: int) -> Origin:
     kind = spec.kind.name
     if kind == "USER_INPUT":
         return Origin("input", str(num_inputs))
@@ -325,7 +325,7 @@ def _origin(spec: Any, num_inputs: int) -> Origin:
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_assert_async")
 
 
-def _copy(
+def _copy_node(
     module: fx.GraphModule, node: fx.Node, graph: fx.Graph, known: dict[fx.Node, Any], modes: Modes
 ) -> None:
     """Copies a node, or in place of a region with its own modes the nodes inside it."""
@@ -339,10 +339,10 @@ def _copy(
         raise CaptureError(
             "the operators cannot be captured: the model's code transforms functions, as torch.vmap does."
         )
-    region = _region(node, name)
+    region = _match_mode_region(node, name)
     if region is not None:
         mode, body, given = region
-        known[node] = _inlined(known[body], [known[value] for value in given], graph, (*modes, mode))
+        known[node] = _inline_region(known[body], [known[value] for value in given], graph, (*modes, mode))
         return
     if node.target is operator.getitem and not isinstance(known.get(node.args[0]), fx.Node):  # type: ignore[arg-type]
         known[node] = known[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -352,7 +352,7 @@ def _copy(
     known[node] = made
 
 
-def _region(node: fx.Node, name: str) -> tuple[tuple[Any, ...], Any, Sequence[Any]] | None:
+def _match_mode_region(node: fx.Node, name: str) -> tuple[tuple[Any, ...], Any, Sequence[Any]] | None:
     if name == "wrap_with_set_grad_enabled":
         enabled, body, *given = node.args
         return ("grad", enabled), body, given
@@ -362,7 +362,7 @@ def _region(node: fx.Node, name: str) -> tuple[tuple[Any, ...], Any, Sequence[An
     return None
 
 
-def _inlined(body: fx.GraphModule, given: Sequence[Any], graph: fx.Graph, modes: Modes) -> Any:
+def _inline_region(body: fx.GraphModule, given: Sequence[Any], graph: fx.Graph, modes: Modes) -> Any:
     known: dict[fx.Node, Any] = {}
     values = iter(given)
     for node in body.graph.nodes:
@@ -371,11 +371,11 @@ def _inlined(body: fx.GraphModule, given: Sequence[Any], graph: fx.Graph, modes:
         elif node.op == "output":
             return fx.node.map_arg(node.args[0], lambda value: known[value])
         else:
-            _copy(body, node, graph, known, modes)
+            _copy_node(body, node, graph, known, modes)
     raise AssertionError("a graph without an output")
 
 
-def _functional(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
+def _functionalize_graph(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
     """Replaces operators that write by those that return; what shares memory with the rest is returned.
 
     Raises:
@@ -384,8 +384,8 @@ def _functional(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
     shares = _Shares()
     written: list[fx.Node] = []
     for node in list(graph.nodes):
-        targets = list(_written(node))
-        plain = _returning(node) if len(targets) == 1 and shares.alone(targets[0]) else None
+        targets = list(_written_inputs(node))
+        plain = _functional_variant(node) if len(targets) == 1 and shares.alone(targets[0]) else None
         if plain is not None:
             later = [user for user in targets[0].users if node < user]
             node.target = plain
@@ -404,7 +404,7 @@ def _functional(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
         for source in _shared_with(node):
             shares.join(node, source)
     pinned = {node for value in written for node in shares.group(value)}
-    return pinned | {user for value in written for user in value.users if value in _written(user)}
+    return pinned | {user for value in written for user in value.users if value in _written_inputs(user)}
 
 
 class _Shares:
@@ -431,37 +431,37 @@ def _shared_with(node: fx.Node) -> Iterator[fx.Node]:
     if node.op != "call_function":
         return
     if node.target is operator.getitem:
-        yield from (source for source in node.all_input_nodes if _shares(source))
+        yield from (source for source in node.all_input_nodes if _returns_alias(source))
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not _shares(node):
+    if schema is None or not _returns_alias(node):
         return
     for declared, given in zip(schema.arguments, node.args, strict=False):
         if declared.alias_info is not None:
-            yield from (value for value in _flat(given) if isinstance(value, fx.Node))
+            yield from (value for value in _iter_leaves(given) if isinstance(value, fx.Node))
 
 
-def _shares(node: Any) -> bool:
+def _returns_alias(node: Any) -> bool:
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
     return any(value.alias_info is not None for value in returns)
 
 
-def _written(node: fx.Node) -> Iterator[fx.Node]:
+def _written_inputs(node: fx.Node) -> Iterator[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if node.op == "call_function" and schema is not None and schema.is_mutable:
         for declared, given in itertools.zip_longest(schema.arguments, node.args):
             if declared is not None and declared.alias_info is not None and declared.alias_info.is_write:
-                yield from (value for value in _flat(given) if isinstance(value, fx.Node))
+                yield from (value for value in _iter_leaves(given) if isinstance(value, fx.Node))
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def _iter_leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, (tuple, list)):
         for item in value:
-            yield from _flat(item)
+            yield from _iter_leaves(item)
     else:
         yield value
 
 
-def _returning(node: fx.Node) -> Callable[..., Any] | None:
+def _functional_variant(node: fx.Node) -> Callable[..., Any] | None:
     """The operator that returns what this one writes: ``aten.add`` for ``aten.add_``."""
     namespace, _, rest = str(node.target).partition(".")
     name, _, overload = rest.partition(".")

@@ -109,9 +109,9 @@ class OperatorGraph:
         self.in_units = units is not None
         self.within = within
         self._counts = counts or {}
-        self._learnt = _learnt(captured)
-        self.segments = _segments(captured.graph, frozenset(blocks), frozenset(units or ()))
-        self.operators = tuple(self._operators())
+        self._learnt = _find_learnt_values(captured)
+        self.segments = _cut_segments(captured.graph, frozenset(blocks), frozenset(units or ()))
+        self.operators = tuple(self._iter_operators())
 
     @cached_property
     def by_key(self) -> Mapping[str, tuple[Operator, ...]]:
@@ -151,9 +151,9 @@ class OperatorGraph:
         for segment in self.segments:
             if segment.path and name.startswith(f"{segment.path}."):
                 return segment.kind + name.removeprefix(segment.path)
-        return self._key(name)
+        return self._shared_key(name)
 
-    def _key(self, path: str) -> str:
+    def _shared_key(self, path: str) -> str:
         """The key of what lies between blocks."""
         return ".".join(filter(None, (self.within, path)))
 
@@ -161,7 +161,7 @@ class OperatorGraph:
         """Whether an operator lies between the units, which is whole wherever it runs."""
         return self.in_units and not self.segments[one.segment].path
 
-    def _operators(self) -> Iterator[Operator]:
+    def _iter_operators(self) -> Iterator[Operator]:
         between: Counter[tuple[str, str]] = Counter()
         for number, segment in enumerate(self.segments):
             seen = Counter() if segment.path else between
@@ -172,16 +172,18 @@ class OperatorGraph:
                 name = short_name(node)
                 place = seen[path, name]
                 seen[path, name] += 1
-                kind = segment.kind + path.removeprefix(segment.path) if segment.path else self._key(path)
-                call, inputs = _call(node, self._learnt)
+                kind = (
+                    segment.kind + path.removeprefix(segment.path) if segment.path else self._shared_key(path)
+                )
+                call, inputs = _make_call(node, self._learnt)
                 yield Operator(
                     key=f"{kind}/{name}#{place}",
                     path=path,
-                    classes=_classes(node),
+                    classes=_class_path(node),
                     name=name,
                     node=node,
                     inputs=inputs,
-                    results=_results(node),
+                    results=_result_nodes(node),
                     call=call,
                     modes=node.meta.get("modes", ()),
                     source=source_line(node),
@@ -190,7 +192,7 @@ class OperatorGraph:
                 )
 
 
-def _learnt(captured: Captured) -> frozenset[fx.Node]:
+def _find_learnt_values(captured: Captured) -> frozenset[fx.Node]:
     """The values that gradients may flow to: trainable parameters, floating inputs, and what follows from them."""
     found: set[fx.Node] = set()
     for node in captured.graph.nodes:
@@ -213,10 +215,10 @@ def _learnt(captured: Captured) -> frozenset[fx.Node]:
 def spec_of(value: torch.Tensor, *, learnt: bool = False) -> TensorSpec:
     """The shape and dtype of a fake tensor, with the sample's sizes where sizes vary."""
     floats = value.dtype.is_floating_point
-    return TensorSpec(tuple(_hint(size) for size in value.shape), value.dtype, learnt and floats)
+    return TensorSpec(tuple(_size_hint(size) for size in value.shape), value.dtype, learnt and floats)
 
 
-def _hint(size: Any) -> int:
+def _size_hint(size: Any) -> int:
     return sample_size(size, UNKNOWN_SIZE)
 
 
@@ -228,7 +230,7 @@ def module_path(node: fx.Node) -> str:
     return "" if path == "inner" else path.removeprefix("inner.")
 
 
-def _classes(node: fx.Node) -> str:
+def _class_path(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return ".".join(kind if isinstance(kind, str) else kind.__qualname__ for _, kind in stack[1:])
 
@@ -253,19 +255,19 @@ def _is_operator(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
         and node.target is not operator.getitem
-        and any(True for _ in _tensors(node.meta.get("val")))
+        and any(True for _ in _iter_tensors(node.meta.get("val")))
     )
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _iter_tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from _iter_tensors(item)
 
 
-def _call(node: fx.Node, learnt: Collection[fx.Node] = ()) -> tuple[Call, tuple[fx.Node, ...]]:
+def _make_call(node: fx.Node, learnt: Collection[fx.Node] = ()) -> tuple[Call, tuple[fx.Node, ...]]:
     inputs: list[fx.Node] = []
 
     def spec(value: fx.Node) -> Any:
@@ -274,16 +276,16 @@ def _call(node: fx.Node, learnt: Collection[fx.Node] = ()) -> tuple[Call, tuple[
             inputs.append(value)
             return spec_of(held, learnt=value in learnt)
         if isinstance(held, (torch.SymInt, int)):
-            return _hint(held)
+            return _size_hint(held)
         return held
 
     args = fx.node.map_arg(node.args, spec)
     kwargs = fx.node.map_arg(node.kwargs, spec)
-    outputs = tuple(spec_of(value, learnt=node in learnt) for value in _tensors(node.meta["val"]))
+    outputs = tuple(spec_of(value, learnt=node in learnt) for value in _iter_tensors(node.meta["val"]))
     return Call(node.target, tuple(args), dict(kwargs), outputs), tuple(inputs)  # type: ignore[arg-type]
 
 
-def _results(node: fx.Node) -> tuple[fx.Node | None, ...]:
+def _result_nodes(node: fx.Node) -> tuple[fx.Node | None, ...]:
     held = node.meta["val"]
     if isinstance(held, torch.Tensor):
         return (node,)
@@ -291,7 +293,7 @@ def _results(node: fx.Node) -> tuple[fx.Node | None, ...]:
     return tuple(items.get(number) for number, value in enumerate(held) if isinstance(value, torch.Tensor))
 
 
-def _segments(graph: fx.Graph, blocks: frozenset[str], units: frozenset[str]) -> tuple[Segment, ...]:
+def _cut_segments(graph: fx.Graph, blocks: frozenset[str], units: frozenset[str]) -> tuple[Segment, ...]:
     """Cuts the nodes where calls of blocks or units begin and end; nodes without a module stay where they are."""
     held = blocks | units
     placed: list[tuple[str, str, fx.Node]] = []
@@ -308,11 +310,11 @@ def _segments(graph: fx.Graph, blocks: frozenset[str], units: frozenset[str]) ->
     runs = [
         (path, tuple(node for *_, node in run)) for (path, _), run in groupby(placed, lambda item: item[:2])
     ]
-    kinds = _kinds(runs, units - blocks)
+    kinds = _segment_kinds(runs, units - blocks)
     return tuple(Segment(path, nodes, kind) for (path, nodes), kind in zip(runs, kinds, strict=True))
 
 
-def _kinds(runs: Sequence[tuple[str, tuple[fx.Node, ...]]], single: frozenset[str]) -> list[str]:
+def _segment_kinds(runs: Sequence[tuple[str, tuple[fx.Node, ...]]], single: frozenset[str]) -> list[str]:
     """The paths of blocks with ``*`` for their numbers, and a mark where blocks of one container, or calls of
     another unit, differ."""
     seen: dict[str, list[Any]] = {}
@@ -323,7 +325,7 @@ def _kinds(runs: Sequence[tuple[str, tuple[fx.Node, ...]]], single: frozenset[st
             continue
         container, _, _ = path.rpartition(".")
         base = path if path in single else f"{container}.*".removeprefix(".")
-        alike = tuple(_likeness(path, node) for node in nodes if _is_operator(node))
+        alike = tuple(_operator_signature(path, node) for node in nodes if _is_operator(node))
         known = seen.setdefault(base, [])
         if alike not in known:
             known.append(alike)
@@ -332,8 +334,8 @@ def _kinds(runs: Sequence[tuple[str, tuple[fx.Node, ...]]], single: frozenset[st
     return kinds
 
 
-def _likeness(block: str, node: fx.Node) -> Any:
-    call, _ = _call(node)
+def _operator_signature(block: str, node: fx.Node) -> Any:
+    call, _ = _make_call(node)
     return module_path(node).removeprefix(block), call.name, call.tensors, call.outputs
 
 

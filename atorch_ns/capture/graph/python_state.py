@@ -44,25 +44,25 @@ class ChangedError(UnrepeatableError):
             setattr(owner, name, value)
 
 
-def _facts(owner: Mapping[str, Any], own: bool = True) -> Iterator[tuple[str, Any]]:
+def _attribute_facts(owner: Mapping[str, Any], own: bool = True) -> Iterator[tuple[str, Any]]:
     """Attributes and what stands for their values; of torch's modules, not ``own``, those that are public."""
     for name, value in owner.items():
         if name in _OF_MODULES or (name[:1] == "_" and not own):
             continue
-        found = _plain(value)
+        found = _value_snapshot(value)
         if found is not _MISSING:
             yield name, found
 
 
-def _plain(value: Any) -> Any:
+def _value_snapshot(value: Any) -> Any:
     """What stands for an attribute's value; ``_MISSING`` for what is not looked at."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        items = [_plain(item) for item in value] if len(value) <= 64 else []
+        items = [_value_snapshot(item) for item in value] if len(value) <= 64 else []
         return (type(value), len(value), [item for item in items if item is not _MISSING])
     if isinstance(value, dict):
-        kept = {key: _plain(item) for key, item in value.items()} if len(value) <= 64 else {}
+        kept = {key: _value_snapshot(item) for key, item in value.items()} if len(value) <= 64 else {}
         return (dict, len(value), {key: item for key, item in kept.items() if item is not _MISSING})
     if isinstance(value, torch.Tensor):
         return ("tensor", id(value))
@@ -73,7 +73,7 @@ def _plain(value: Any) -> Any:
     return _MISSING
 
 
-def _owners(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
+def _iter_owners(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
     """A model's modules and their configs, once each, with names for messages, and whether they are of the user's classes."""
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -95,8 +95,8 @@ class PythonState:
     def __init__(self, model: nn.Module, reads: Collection[tuple[str, str]] | None = None) -> None:
         self._counts_all = reads is None
         self._owners = []
-        for path, owner, own in _owners(model):
-            facts = _facts(vars(owner), own)
+        for path, owner, own in _iter_owners(model):
+            facts = _attribute_facts(vars(owner), own)
             kept = {
                 name: value for name, value in facts if reads is None or (plain_name(path), name) in reads
             }
@@ -109,7 +109,7 @@ class PythonState:
             attributes = vars(owner)
             for name, value in facts.items():
                 now = attributes.get(name, _MISSING)
-                if now is not value and _plain(now) != value:
+                if now is not value and _value_snapshot(now) != value:
                     return False
         return True
 
@@ -117,7 +117,7 @@ class PythonState:
         """The attributes that count and are no longer as they were, or are new: by path the owner, the name, and the value."""
         found = {}
         for path, owner, own, facts in self._owners:
-            now = dict(_facts(vars(owner), own))
+            now = dict(_attribute_facts(vars(owner), own))
             for name in {**facts, **now} if self._counts_all else facts:
                 if facts.get(name, _MISSING) != now.get(name, _MISSING):
                     found[f"{path}.{name}".removeprefix(".")] = (owner, name, vars(owner).get(name))
@@ -127,10 +127,10 @@ class PythonState:
 @contextmanager
 def reads_recorded(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
     """The attributes of modules and configs that the code inside reads, by the path of their owner and their name."""
-    paths = {id(owner): path for path, owner, _ in _owners(model)}
+    paths = {id(owner): path for path, owner, _ in _iter_owners(model)}
     found: set[tuple[str, str]] = set()
     kinds: dict[type, type] = {}
-    owners = [(owner, type(owner)) for _, owner, _ in _owners(model)]
+    owners = [(owner, type(owner)) for _, owner, _ in _iter_owners(model)]
 
     def recording(kind: Any) -> type:
         def __getattribute__(self: Any, name: str) -> Any:
@@ -170,8 +170,8 @@ def carry_state(model: nn.Module, copy: nn.Module) -> None:
         for owner, target in ((module, other), (vars(module).get("config"), vars(other).get("config"))):
             if owner is None or target is None or not hasattr(owner, "__dict__") or owner is target:
                 continue
-            for name, value in _facts(vars(owner)):
-                if _plain(vars(target).get(name, _MISSING)) != value:
+            for name, value in _attribute_facts(vars(owner)):
+                if _value_snapshot(vars(target).get(name, _MISSING)) != value:
                     setattr(target, name, vars(owner)[name])
 
 
@@ -182,11 +182,11 @@ def repeatable(model: nn.Module) -> Iterator[None]:
     Raises:
         UnrepeatableError: naming it.
     """
-    state, registered = PythonState(model), _registered(model)
+    state, registered = PythonState(model), _registered_tensor_ids(model)
     drawn = random.getstate(), _numpy_state()
     with _Watch(), refusing_autograd_functions(_refuse_function):
         yield
-    changed, now = state.changed(), _registered(model)
+    changed, now = state.changed(), _registered_tensor_ids(model)
     replaced = [name for name in registered if registered[name] != now.get(name)]
     if changed or replaced:
         text = (
@@ -214,7 +214,7 @@ def refuse_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
                 raise UnrepeatableError(f"{path} has a forward hook, which a graph would not call")
 
 
-def _registered(model: nn.Module) -> dict[str, int]:
+def _registered_tensor_ids(model: nn.Module) -> dict[str, int]:
     return {
         f"{path}.{name}".removeprefix("."): id(tensor)
         for path, module in model.named_modules()

@@ -15,13 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from atorch_ns.engine.coordinator.events import EventQueue
-from atorch_ns.engine.coordinator.trial import (
-    Heartbeat,
-    NotJoinedError,
-    Over,
-    TrialUnderWay,
-    Verdict,
-)
+from atorch_ns.engine.coordinator.trial import Heartbeat, NotJoinedError, Over, TrialUnderWay, Verdict
 from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.errors import CoordinatorError
 from atorch_ns.search import Candidate, Ended, Event, Note, Search, TrialTask
@@ -177,17 +171,12 @@ class Coordinator:
         """
         with self._changed:
             self._members.join(rank, session, last_task_id, self._clock())
-            self._move()
+            self._advance_search()
         self.events.deliver()
         return min(max(0.2, self.world_size / 200), 2.0, self._members.timeout_s / 4)
 
     def next_task(
-        self,
-        rank: int,
-        done_id: int = 0,
-        *,
-        wait_s: float = 0.0,
-        wanted: Callable[[], bool] = lambda: True,
+        self, rank: int, done_id: int = 0, *, wait_s: float = 0.0, wanted: Callable[[], bool] = lambda: True
     ) -> TrialTask | Over | None:
         """The task that a rank is to run next.
 
@@ -205,14 +194,14 @@ class Coordinator:
         """
         until = time.monotonic() + wait_s
         with self._changed:
-            self._hear(rank)
-            answer = self._answer(rank, done_id)
+            self._record_contact(rank)
+            answer = self._pending_answer(rank, done_id)
         self.events.deliver()
         while answer is None and (left := until - time.monotonic()) > 0 and wanted():
             with self._changed:
                 self._changed.wait(min(left, _LOOK_EVERY_S))
-                self._move()
-                answer = self._answer(rank, done_id)
+                self._advance_search()
+                answer = self._pending_answer(rank, done_id)
             self.events.deliver()
         return answer
 
@@ -223,12 +212,12 @@ class Coordinator:
             NotJoinedError: the rank has not joined.
         """
         with self._changed:
-            self._hear(report.rank)
+            self._record_contact(report.rank)
             verdict: Verdict = "stale"
             if self._trial is not None:
                 verdict = self._trial.add(report, self._clock())
             self.counts[f"{verdict} reports"] += 1
-            self._move()
+            self._advance_search()
         self.events.deliver()
         return verdict
 
@@ -239,7 +228,7 @@ class Coordinator:
             NotJoinedError: the rank has not joined.
         """
         with self._changed:
-            self._hear(rank)
+            self._record_contact(rank)
             trial = self._trial
             to_end = trial is not None and trial.cancelled_at is not None and not trial.has_reported(rank)
             answer = Heartbeat(
@@ -255,7 +244,7 @@ class Coordinator:
                 return
             self._members.leave(rank)
             if self._over is None:
-                self._fail({rank: reason or "left before the search was over"})
+                self._end_with_failures({rank: reason or "left before the search was over"})
             self._changed.notify_all()
         self.events.deliver()
 
@@ -268,13 +257,13 @@ class Coordinator:
                 if self._trial is not None:
                     self._trial.cancel(self._clock())
                 else:
-                    self._end()
+                    self._finish_search()
         self.events.deliver()
 
     def tick(self) -> None:
         """Looks at the clock: who has vanished, what is late."""
         with self._changed:
-            self._move()
+            self._advance_search()
         self.events.deliver()
 
     def wait_until_left(self, timeout_s: float) -> bool:
@@ -282,19 +271,19 @@ class Coordinator:
         with self._changed:
             return self._changed.wait_for(lambda: not self._members.present, timeout_s)
 
-    def _hear(self, rank: int) -> None:
+    def _record_contact(self, rank: int) -> None:
         if not self._members.has(rank):
             raise NotJoinedError(f"rank {rank} has not joined")
         self._members.seen(rank, self._clock())
-        self._move()
+        self._advance_search()
 
-    def _answer(self, rank: int, done_id: int) -> TrialTask | Over | None:
+    def _pending_answer(self, rank: int, done_id: int) -> TrialTask | Over | None:
         if self._over is not None or self._trial is None:
             return self._over
         task = self._trial.task
         return None if task.id <= done_id or self._trial.has_reported(rank) else task
 
-    def _move(self) -> None:
+    def _advance_search(self) -> None:
         """Everything that follows from what is known now."""
         if self._over is not None:
             return
@@ -305,41 +294,43 @@ class Coordinator:
         if lost := self._members.silent(now):
             for rank in lost:
                 self._members.leave(rank)  # its last call will not come
-            self._fail({rank: self._lost(seconds) for rank, seconds in lost.items()})
+            self._end_with_failures({rank: self._silence_text(seconds) for rank, seconds in lost.items()})
         elif self._trial is not None:
-            self._watch(self._trial, now)
+            self._check_trial(self._trial, now)
         elif self._members.absent:
             self._wait_for_all(now)
         else:
-            self._ask()
+            self._start_next_trial()
 
-    def _watch(self, trial: TrialUnderWay, now: float) -> None:
+    def _check_trial(self, trial: TrialUnderWay, now: float) -> None:
         trial.look(now)
         if not trial.missing:
-            self._conclude(trial)
+            self._conclude_trial(trial)
         elif stuck := trial.stuck(now):
             if self._cancelled:
-                self._end()
+                self._finish_search()
             else:
-                self._fail(stuck)
+                self._end_with_failures(stuck)
 
     def _wait_for_all(self, now: float) -> None:
         waited = now - self._begun
         if waited > self._join_timeout_s:
-            self._fail(dict.fromkeys(self._members.absent, f"never joined the search, in {waited:.0f} s"))
+            self._end_with_failures(
+                dict.fromkeys(self._members.absent, f"never joined the search, in {waited:.0f} s")
+            )
         elif now - self._last_note >= _NOTE_EVERY_S:
             self._last_note = now
             names = ", ".join(str(rank) for rank in self._members.absent)
             self.events.put(Note(f"waiting for rank {names} to join the search, {waited:.0f} s so far"))
 
-    def _ask(self) -> None:
+    def _start_next_trial(self) -> None:
         try:
             task = self._search.ask()
         except Exception as error:
             self._fail_search(error)
             return
         if task is None:
-            self._end()
+            self._finish_search()
             return
         self._members.last_task_id += 1
         # Ids are this coordinator's own: after a restart none may repeat one that a rank has seen.
@@ -354,7 +345,7 @@ class Coordinator:
         self.events.started(numbered)
         self._changed.notify_all()
 
-    def _conclude(self, trial: TrialUnderWay) -> None:
+    def _conclude_trial(self, trial: TrialUnderWay) -> None:
         outcome = trial.outcome()
         self._trial = None
         try:
@@ -364,9 +355,9 @@ class Coordinator:
             self._fail_search(error)
             return
         self.events.ended(trial.task, outcome, best)
-        self._ask()
+        self._start_next_trial()
 
-    def _end(self) -> None:
+    def _finish_search(self) -> None:
         try:
             outcome = self._search.outcome()
         except Exception as error:
@@ -376,18 +367,18 @@ class Coordinator:
         self.events.put(Ended(outcome))
         self._changed.notify_all()
 
-    def _lost(self, seconds: float) -> str:
+    def _silence_text(self, seconds: float) -> str:
         where = f", in trial {self._trial.task.id}" if self._trial else ""
         return f"no sign of life since {since(seconds)} ({seconds:.1f} s{where})"
 
-    def _fail(self, failures: dict[int, str]) -> None:
+    def _end_with_failures(self, failures: dict[int, str]) -> None:
         reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failures.items()))
-        self._stop(Over(error=f"The search was ended on all ranks. {reasons}.", failures=failures))
+        self._stop_with_error(Over(error=f"The search was ended on all ranks. {reasons}.", failures=failures))
 
     def _fail_search(self, error: Exception) -> None:
-        self._stop(Over(error=f"The search itself failed: {error_text(error)}", failures={}))
+        self._stop_with_error(Over(error=f"The search itself failed: {error_text(error)}", failures={}))
 
-    def _stop(self, over: Over) -> None:
+    def _stop_with_error(self, over: Over) -> None:
         self._trial, self._over = None, over
         self.events.put(Note(over.error))
         self._changed.notify_all()

@@ -96,11 +96,11 @@ class EventQueue:
     def started(self, task: TrialTask) -> None:
         """Adds the start of a trial."""
         self._num_trials += 1
-        self.put(TrialStarted(number=self._num_trials, candidate=self._candidate(task), task=task))
+        self.put(TrialStarted(number=self._num_trials, candidate=self._find_candidate(task), task=task))
 
     def ended(self, task: TrialTask, outcome: TrialOutcome, best: str | None) -> None:
         """Adds the end of the trial that started last."""
-        candidate = self._candidate(task)
+        candidate = self._find_candidate(task)
         self.put(TrialEnded(number=self._num_trials, candidate=candidate, outcome=outcome, best=best))
 
     def after(self, number: int) -> list[Event]:
@@ -116,7 +116,7 @@ class EventQueue:
             finally:
                 self._delivering.release()
 
-    def _candidate(self, task: TrialTask) -> Candidate:
+    def _find_candidate(self, task: TrialTask) -> Candidate:
         known = self._candidates.get(task.key)
         return known or Candidate(key=task.key, steps=task.steps, label=task.key)
 

@@ -98,7 +98,7 @@ class JobStore:
     def save(self, record: JobRecord) -> None:
         """Writes a job, whole or not at all."""
         try:
-            write_whole(self._path(record.job), to_json(record))
+            write_whole(self._record_path(record.job), to_json(record))
         except OSError as error:
             _LOGGER.warning("job %s cannot be kept and ends with this process: %s", record.job, error)
 
@@ -115,13 +115,13 @@ class JobStore:
     def forget(self, job: str) -> None:
         """Removes a job's file, if there is one."""
         with contextlib.suppress(OSError):
-            self._path(job).unlink(missing_ok=True)
+            self._record_path(job).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Gives up the folder; may be called twice."""
         self._lock.close()
 
-    def _path(self, job: str) -> Path:
+    def _record_path(self, job: str) -> Path:
         # Names come from the network: none of their characters becomes part of a path.
         return self._jobs / f"{hashlib.sha256(job.encode()).hexdigest()[:32]}.json"
 
@@ -172,7 +172,7 @@ class EngineJobs:
         try:
             self._history = History(folder / "history.jsonl", on_note=_LOGGER.warning)
             for record in self._store.load():
-                num_trials = self._serve(record, rejoin_timeout_s)
+                num_trials = self._start_coordinator(record, rejoin_timeout_s)
                 _LOGGER.info("job %s goes on after %d trials", record.job, num_trials)
         except BaseException:
             self._store.close()
@@ -212,7 +212,7 @@ class EngineJobs:
             if len(self.names) >= _MAX_JOBS:
                 raise CoordinatorError(f"this engine serves {_MAX_JOBS} jobs already; try again later")
             self._store.save(record)
-            taken_over = self._serve(record, self._join_timeout_s)
+            taken_over = self._start_coordinator(record, self._join_timeout_s)
         _LOGGER.info("job %s: %d ranks, %d candidates", record.job, record.world_size, len(record.candidates))
         return taken_over
 
@@ -224,7 +224,7 @@ class EngineJobs:
         for name, one in served:
             one.coordinator.tick()
             if one.ended is None and one.coordinator.over is not None:
-                self._conclude(one, now)
+                self._conclude_job(one, now)
             elif one.ended is not None and now - one.ended > self._keep_s:
                 with self._lock:
                     del self._served[name]
@@ -240,7 +240,7 @@ class EngineJobs:
         self.tick()
         self._store.close()
 
-    def _serve(self, record: JobRecord, join_timeout_s: float) -> int:
+    def _start_coordinator(self, record: JobRecord, join_timeout_s: float) -> int:
         search, taken_over = self._history.begin(record.setting, record.settings, record.candidates)
         coordinator = Coordinator(
             search,
@@ -252,7 +252,7 @@ class EngineJobs:
         self._served[record.job] = _Served(record=record, coordinator=coordinator)
         return taken_over
 
-    def _conclude(self, one: _Served, now: float) -> None:
+    def _conclude_job(self, one: _Served, now: float) -> None:
         one.ended = now
         over = one.coordinator.over
         # A search that somebody ended goes on from its trials when the job comes again.

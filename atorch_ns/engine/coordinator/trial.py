@@ -74,14 +74,14 @@ def merge_reports(reports: Sequence[RankReport]) -> TrialOutcome:
         reports: one or more, at most one for each rank, in the order in which they arrived.
     """
     assert reports, "no rank reported"
-    cause = min(reports, key=_place)
+    cause = min(reports, key=_cause_priority)
     by_rank = sorted(reports, key=lambda report: report.rank)
     first = by_rank[0]
     losses = [report.loss for report in by_rank if report.loss is not None]
     trouble = failed(cause)
     return TrialOutcome(
         status=cause.status,
-        step_seconds=_slowest([report.step_seconds for report in by_rank]),
+        step_seconds=_slowest_steps([report.step_seconds for report in by_rank]),
         peak_bytes=_of_all([report.peak_bytes for report in by_rank]),
         process_bytes=_of_all([report.process_bytes for report in by_rank]),
         further_bytes=_of_all([report.further_bytes for report in by_rank]),
@@ -99,13 +99,13 @@ def merge_reports(reports: Sequence[RankReport]) -> TrialOutcome:
     )
 
 
-def _place(report: RankReport) -> float:
+def _cause_priority(report: RankReport) -> float:
     if report.status == "raised" and _COLLATERAL.search(report.reason):
         return _COLLATERAL_PLACE
     return _CAUSES.index(report.status)
 
 
-def _slowest(steps: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+def _slowest_steps(steps: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """Step by step the maximum; the steps that all ranks timed. Ranks that timed none do not count."""
     timed = [times for times in steps if times]
     return tuple(max(times) for times in zip(*timed, strict=False))

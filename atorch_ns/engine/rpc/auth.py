@@ -35,10 +35,10 @@ class Tls:
         Raises:
             InputError: a file cannot be read.
         """
-        return _read(self.cert, "certificate"), _read(self.key, "key")
+        return _read_tls_file(self.cert, "certificate"), _read_tls_file(self.key, "key")
 
 
-def _read(path: Path | None, what: str) -> bytes | None:
+def _read_tls_file(path: Path | None, what: str) -> bytes | None:
     if path is None:
         return None
     try:

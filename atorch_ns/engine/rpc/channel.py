@@ -73,7 +73,7 @@ class CoordinatorChannel:
         self._max_bytes = max_message_mib * _MIB
         self._closed = threading.Event()
         self._heard = False  # of anybody at the address, ever
-        options = _options(self._max_bytes)
+        options = _channel_options(self._max_bytes)
         if tls is None:
             self._channel = grpc.insecure_channel(address, options=options)
         else:
@@ -108,7 +108,7 @@ class CoordinatorChannel:
         try:
             reply = self._methods[name](request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise self._translated(name, error) from None
+            raise self._translate_error(name, error) from None
         except ValueError as error:  # the channel was closed by another thread
             raise UnreachableError(f"{name}: {error}") from None
         self._heard = True
@@ -163,7 +163,7 @@ class CoordinatorChannel:
         self._closed.set()
         self._channel.close()
 
-    def _translated(self, name: str, error: Any) -> Exception:
+    def _translate_error(self, name: str, error: Any) -> Exception:
         code, details = error.code(), error.details() or ""
         if code in _PASSING or (code == grpc.StatusCode.CANCELLED):
             text = f"{name}: {code.name.lower().replace('_', ' ')}: {details}"
@@ -179,7 +179,7 @@ class CoordinatorChannel:
         return CoordinatorError(f"the coordinator at {self.address} refuses {name}: {details}")
 
 
-def _options(max_bytes: int) -> list[tuple[str, Any]]:
+def _channel_options(max_bytes: int) -> list[tuple[str, Any]]:
     return [
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
         ("grpc.enable_retries", 1),

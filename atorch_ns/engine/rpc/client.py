@@ -98,7 +98,7 @@ class CoordinatorClient:
             settings=to_json(settings).encode(),
             candidates=to_json(candidates).encode(),
         )
-        return int(self._insist("CreateJob", request).known_trials)
+        return int(self._call_with_retries("CreateJob", request).known_trials)
 
     def join(self) -> None:
         """Joins the job and starts the heartbeat.
@@ -109,14 +109,16 @@ class CoordinatorClient:
         request = pb.JoinRequest(
             job=self._job, rank=self._rank, session=self._session, last_task_id=self._last_id
         )
-        reply = self._insist("Join", request)
+        reply = self._call_with_retries("Join", request)
         self._heartbeat_s = max(reply.heartbeat_s, 0.05)
         if self._events is not None and self._incarnation not in ("", reply.incarnation):
             self._events.start_again()
-            self._note("the coordinator was started again; the search goes on")
+            self._publish_note("the coordinator was started again; the search goes on")
         self._incarnation = reply.incarnation
         if self._beats is None:
-            self._beats = threading.Thread(target=self._beat, name=f"heartbeat-{self._rank}", daemon=True)
+            self._beats = threading.Thread(
+                target=self._send_heartbeats, name=f"heartbeat-{self._rank}", daemon=True
+            )
             self._beats.start()
 
     def next_task(self) -> TrialTask | Over:
@@ -126,19 +128,23 @@ class CoordinatorClient:
             CoordinatorError: the coordinator was away for longer than ``reconnect_s``, or refuses.
         """
         while True:
-            request = pb.NextTaskRequest(caller=self._caller(), done_id=self._done_id, wait_s=self._poll_s)
+            request = pb.NextTaskRequest(
+                caller=self._make_caller(), done_id=self._done_id, wait_s=self._poll_s
+            )
             try:
-                reply = self._insist("NextTask", request, timeout_s=self._poll_s + self._call_timeout_s)
+                reply = self._call_with_retries(
+                    "NextTask", request, timeout_s=self._poll_s + self._call_timeout_s
+                )
             except NotJoinedError:
                 self.join()
                 continue
             match reply.WhichOneof("what"):
                 case "task":
-                    task = _read(TrialTask, reply.task)
+                    task = _parse_json(TrialTask, reply.task)
                     self._last_id = max(self._last_id, task.id)
                     return task
                 case "over":
-                    return _over(reply.over)
+                    return _parse_over(reply.over)
             self._closing.wait(min(max(reply.ask_again_s, 0.0), 5.0))
 
     def report(self, report: RankReport) -> None:
@@ -148,7 +154,9 @@ class CoordinatorClient:
             CoordinatorError: the coordinator was away for longer than ``reconnect_s``, or refuses.
         """
         try:
-            self._insist("Report", pb.ReportRequest(caller=self._caller(), report=to_json(report).encode()))
+            self._call_with_retries(
+                "Report", pb.ReportRequest(caller=self._make_caller(), report=to_json(report).encode())
+            )
         except NotJoinedError:
             self.join()
         self._done_id = max(self._done_id, report.task_id)
@@ -164,17 +172,17 @@ class CoordinatorClient:
             CoordinatorError: the coordinator was away for longer than ``reconnect_s``, or refuses.
         """
         try:
-            self._insist("Cancel", pb.CancelRequest(caller=self._caller(), reason=reason))
+            self._call_with_retries("Cancel", pb.CancelRequest(caller=self._make_caller(), reason=reason))
         except NotJoinedError:
             self.join()
-            self._insist("Cancel", pb.CancelRequest(caller=self._caller(), reason=reason))
+            self._call_with_retries("Cancel", pb.CancelRequest(caller=self._make_caller(), reason=reason))
 
     def leave(self, reason: str = "") -> None:
         """Leaves the search; with a reason, it ends on all ranks."""
         if self._incarnation:
             if not reason:
                 self._take_last_events()
-            request = pb.LeaveRequest(caller=self._caller(), reason=reason)
+            request = pb.LeaveRequest(caller=self._make_caller(), reason=reason)
             self._channel.call("Leave", request, timeout_s=self._call_timeout_s)
 
     def close(self) -> None:
@@ -184,19 +192,19 @@ class CoordinatorClient:
         if self._beats is not None:
             self._beats.join()
 
-    def _caller(self) -> pb.Caller:
+    def _make_caller(self) -> pb.Caller:
         return pb.Caller(job=self._job, rank=self._rank, incarnation=self._incarnation)
 
-    def _insist(self, name: str, request: object, timeout_s: float | None = None) -> Any:
+    def _call_with_retries(self, name: str, request: object, timeout_s: float | None = None) -> Any:
         return self._channel.insist(
             name,
             request,
             timeout_s=timeout_s or self._call_timeout_s,
             within_s=self._reconnect_s,
-            on_silence=self._note,
+            on_silence=self._publish_note,
         )
 
-    def _note(self, text: str) -> None:
+    def _publish_note(self, text: str) -> None:
         if self._events is not None:
             self._events.note(Note(text))
 
@@ -212,13 +220,13 @@ class CoordinatorClient:
 
     def _take_last_events(self) -> None:
         with contextlib.suppress(AtorchError):
-            while self._events is not None and self._call_heartbeat(self._caller()).events:
+            while self._events is not None and self._call_heartbeat(self._make_caller()).events:
                 continue
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         heard = time.monotonic()
         while not self._closing.wait(self._heartbeat_s):
-            caller = self._caller()
+            caller = self._make_caller()
             try:
                 reply = self._call_heartbeat(caller)
             except UnreachableError:
@@ -234,12 +242,12 @@ class CoordinatorClient:
                 self._ended = caller.incarnation
 
 
-def _over(message: pb.Over) -> Over:
-    outcome = _read(SearchOutcome, message.outcome) if message.outcome else None
+def _parse_over(message: pb.Over) -> Over:
+    outcome = _parse_json(SearchOutcome, message.outcome) if message.outcome else None
     return Over(outcome=outcome, error=message.error, failures=dict(message.failures))
 
 
-def _read(kind: type[T], data: bytes) -> T:
+def _parse_json(kind: type[T], data: bytes) -> T:
     try:
         return from_json(kind, data)
     except InputError as error:

@@ -154,8 +154,8 @@ class Meeting:
             return
         if request.search_history is not None:
             self._history = History(request.search_history, on_note=lambda text: request.observer(Note(text)))
-        self._coordinator = _coordinator(request, problem, self._history)
-        self.address = self._serve(cluster, self._coordinator) if cluster.distributed else Address()
+        self._coordinator = _make_coordinator(request, problem, self._history)
+        self.address = self._start_server(cluster, self._coordinator) if cluster.distributed else Address()
 
     def client(self) -> Client:
         """The client of a job of one process."""
@@ -174,7 +174,7 @@ class Meeting:
         """Ends the server, after a moment for ranks that have not left yet."""
         self._stack.close()
 
-    def _serve(self, cluster: Cluster, coordinator: Coordinator) -> Address:
+    def _start_server(self, cluster: Cluster, coordinator: Coordinator) -> Address:
         token = new_token()
         if cluster.num_nodes == 1:
             server = CoordinatorServer(coordinator, token=token)
@@ -202,7 +202,7 @@ def join(address: Address, cluster: Cluster, request: SearchRequest) -> Client:
     )
 
 
-def _coordinator(request: SearchRequest, problem: SearchProblem, history: History | None) -> Coordinator:
+def _make_coordinator(request: SearchRequest, problem: SearchProblem, history: History | None) -> Coordinator:
     arguments = (problem.setting, request.settings, problem.candidates)
     search = Search(*arguments) if history is None else history.begin(*arguments)[0]
     return Coordinator(

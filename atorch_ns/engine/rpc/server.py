@@ -86,22 +86,22 @@ class CoordinatorServer:
         self._pool = ThreadPoolExecutor(_MAX_WAITING + _MAX_BRIEF, thread_name_prefix="coordinator")
         self._closing = threading.Event()
         self._server = grpc.server(
-            self._pool, options=_options(self._max_bytes), maximum_concurrent_rpcs=4 * _MAX_WAITING
+            self._pool, options=_server_options(self._max_bytes), maximum_concurrent_rpcs=4 * _MAX_WAITING
         )
         self._server.add_generic_rpc_handlers(
             (
-                grpc.method_handlers_generic_handler(SERVICE, {name: self._handler(name) for name in CALLS}),
+                grpc.method_handlers_generic_handler(SERVICE, {name: self._make_rpc(name) for name in CALLS}),
                 grpc.method_handlers_generic_handler(_HEALTH, {"Check": self._health_handler()}),
             )
         )
         try:
-            self.port = self._bind(host, port, tls)
+            self.port = self._bind_port(host, port, tls)
             self._server.start()
         except BaseException:
             self._pool.shutdown()
             raise
-        self.address = _place(host, self.port)
-        self._ticker = threading.Thread(target=self._tick, name="coordinator-clock", daemon=True)
+        self.address = _format_address(host, self.port)
+        self._ticker = threading.Thread(target=self._tick_jobs, name="coordinator-clock", daemon=True)
         self._ticker.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -124,8 +124,8 @@ class CoordinatorServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _bind(self, host: str, port: int, tls: Tls | None) -> int:
-        place = _place(host, port)
+    def _bind_port(self, host: str, port: int, tls: Tls | None) -> int:
+        place = _format_address(host, port)
         try:
             if tls is None:
                 bound = self._server.add_insecure_port(place)
@@ -145,15 +145,15 @@ class CoordinatorServer:
             )
         return int(bound)
 
-    def _tick(self) -> None:
+    def _tick_jobs(self) -> None:
         while not self._closing.wait(_TICK_S):
             self._jobs.tick()
 
-    def _handler(self, name: str) -> Any:
+    def _make_rpc(self, name: str) -> Any:
         kind, method = getattr(pb, f"{name}Request"), CALLS[name]
 
         def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
-            request = self._read(kind, data, context)
+            request = self._read_request(kind, data, context)
             calls = Calls(self._jobs, self._room, lambda: context.is_active() and not self._closing.is_set())
             code, why = grpc.StatusCode.INTERNAL, ""
             try:
@@ -170,25 +170,25 @@ class CoordinatorServer:
             except Exception as error:
                 _LOGGER.exception("a call of %s failed", name)
                 why = error_text(error)
-            self._refuse(context, code, why)
+            self._abort_call(context, code, why)
             raise AssertionError("abort raises")
 
         # Bytes come in as they are, so that nothing is decoded before the token was seen.
         return grpc.unary_unary_rpc_method_handler(answer)
 
-    def _read(self, kind: type[Any], data: bytes, context: grpc.ServicerContext) -> Any:
+    def _read_request(self, kind: type[Any], data: bytes, context: grpc.ServicerContext) -> Any:
         shown = dict(context.invocation_metadata()).get("authorization")
         if not same_token(shown, self._token):
-            self._refuse(context, grpc.StatusCode.UNAUTHENTICATED, "wrong token")
+            self._abort_call(context, grpc.StatusCode.UNAUTHENTICATED, "wrong token")
         if len(data) > self._max_bytes:
             size = f"{bytes_text(len(data))} of {bytes_text(self._max_bytes)}"
-            self._refuse(context, grpc.StatusCode.OUT_OF_RANGE, f"message too large: {size}")
+            self._abort_call(context, grpc.StatusCode.OUT_OF_RANGE, f"message too large: {size}")
         try:
             return kind.FromString(data)
         except Exception:
-            self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, f"these bytes are no {kind.__name__}")
+            self._abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, f"these bytes are no {kind.__name__}")
 
-    def _refuse(self, context: grpc.ServicerContext, code: grpc.StatusCode, why: str) -> None:
+    def _abort_call(self, context: grpc.ServicerContext, code: grpc.StatusCode, why: str) -> None:
         """Counts and raises."""
         self.counts[code.name.lower()] += 1
         context.abort(code, why[:2000])
@@ -206,11 +206,11 @@ class CoordinatorServer:
         )
 
 
-def _place(host: str, port: int) -> str:
+def _format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def _options(max_bytes: int) -> list[tuple[str, Any]]:
+def _server_options(max_bytes: int) -> list[tuple[str, Any]]:
     return [
         # gRPC's own limit lies above ours, so that ours is the one that answers and counts.
         ("grpc.max_receive_message_length", 2 * max_bytes),

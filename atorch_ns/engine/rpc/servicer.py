@@ -58,7 +58,7 @@ class Calls:
 
     def next_task(self, request: pb.NextTaskRequest) -> pb.NextTaskReply:
         """Waits for a task, where there is room for one that waits."""
-        coordinator = self._of(request.caller)
+        coordinator = self._find_coordinator(request.caller)
         room = self._room.acquire(blocking=False)
         try:
             answer = coordinator.next_task(
@@ -81,7 +81,7 @@ class Calls:
 
     def report(self, request: pb.ReportRequest) -> pb.ReportReply:
         """Takes a report."""
-        coordinator = self._of(request.caller)
+        coordinator = self._find_coordinator(request.caller)
         report = from_json(RankReport, request.report)
         if report.rank != request.caller.rank:
             raise InputError(f"rank {request.caller.rank} reports for rank {report.rank}")
@@ -89,22 +89,22 @@ class Calls:
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatReply:
         """Takes a heartbeat."""
-        coordinator = self._of(request.caller)
+        coordinator = self._find_coordinator(request.caller)
         beat = coordinator.heartbeat(request.caller.rank)
         events = coordinator.events.after(request.num_events) if request.watch else []
         return pb.HeartbeatReply(cancel=beat.cancel, over=beat.over, events=map(event_to_json, events))
 
     def cancel(self, request: pb.CancelRequest) -> pb.CancelReply:
         """Ends the search with the best so far."""
-        self._of(request.caller).cancel(request.reason)
+        self._find_coordinator(request.caller).cancel(request.reason)
         return pb.CancelReply()
 
     def leave(self, request: pb.LeaveRequest) -> pb.LeaveReply:
         """Takes a rank's last call."""
-        self._of(request.caller).leave(request.caller.rank, request.reason)
+        self._find_coordinator(request.caller).leave(request.caller.rank, request.reason)
         return pb.LeaveReply()
 
-    def _of(self, caller: pb.Caller) -> Coordinator:
+    def _find_coordinator(self, caller: pb.Caller) -> Coordinator:
         coordinator = self._jobs.get(caller.job)
         if caller.incarnation != coordinator.incarnation:
             raise NotJoinedError("the coordinator was started again: join once more")

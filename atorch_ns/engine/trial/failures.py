@@ -20,11 +20,11 @@ def oom_kills() -> tuple[int, ...]:
     ``oom_kill <count>``. Empty where the system has none of them.
     """
     files = [*cgroup_files("memory.events", "memory.oom_control"), Path("/proc/vmstat")]
-    counts = (_count(path) for path in files)
+    counts = (_read_kill_count(path) for path in files)
     return tuple(count for count in counts if count is not None)
 
 
-def _count(path: Path) -> int | None:
+def _read_kill_count(path: Path) -> int | None:
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -91,10 +91,10 @@ def explain(error: BaseException, *, applying: bool) -> Failure:
         return Failure("raised", text, secondary=True)
     if isinstance(error, AtorchError) and (applying or isinstance(error, StepError)):
         return Failure("refused", text, refused_by=error.refused_by if applying else None)
-    return Failure("raised", text + _place(error))
+    return Failure("raised", text + _error_location(error))
 
 
-def _place(error: BaseException) -> str:
+def _error_location(error: BaseException) -> str:
     """The innermost line of the user's code, as `` (in forward, model.py:12)``."""
     frame = user_frame(error)
     return "" if frame is None else f" (in {frame.name}, {Path(frame.filename).name}:{frame.lineno})"

@@ -124,10 +124,10 @@ def _kept_groups() -> Iterator[None]:
         gc.collect()
         for group in process_groups():
             if all(group is not known for known in before):
-                _end(group)
+                _destroy_group(group)
 
 
-def _end(group: Any) -> None:
+def _destroy_group(group: Any) -> None:
     try:
         dist.destroy_process_group(group)
     except (RuntimeError, ValueError):  # it ends with the process at the latest

@@ -89,12 +89,12 @@ class ValueFiller:
         for name in list(unset):
             moments = None if path is None else self._moments.get(f"{path}.{name}" if path else name)
             if moments is not None:
-                _draw(unset.pop(name), moments)
+                _draw_values(unset.pop(name), moments)
         if unset:
-            _initialise(module)
+            _initialise_module(module)
         for tensor in unset.values():
             if is_poisoned(tensor):
-                _draw(tensor, Moments(0.0, _UNKNOWN_STD, 0.0, 1.0))
+                _draw_values(tensor, Moments(0.0, _UNKNOWN_STD, 0.0, 1.0))
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in named if tensor is not None and not tensor.is_meta}
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialise_module(module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
         try:
@@ -111,7 +111,7 @@ def _initialise(module: nn.Module) -> None:
             return
 
 
-def _draw(tensor: torch.Tensor, moments: Moments) -> None:
+def _draw_values(tensor: torch.Tensor, moments: Moments) -> None:
     if tensor.is_floating_point() or tensor.is_complex():
         if moments.std == 0.0:
             tensor.fill_(moments.mean)
@@ -167,7 +167,7 @@ def pack(
     """
     with _sent_whole(by_value):
         try:
-            return _pickled((_for_trials(inputs), dict(carried or {})), inputs.model)
+            return _pickle_value((_for_trials(inputs), dict(carried or {})), inputs.model)
         except Exception as error:
             reason = _unpicklable_argument(inputs, carried)
             reason = reason or f"the arguments cannot be pickled: {error_text(error, 200)}"
@@ -195,7 +195,7 @@ def unpack(data: bytes) -> Unpacked:
 def describe_unpicklable(inputs: Inputs, carried: Mapping[str, Any] | None = None) -> str | None:
     """A clause naming the argument that cannot be sent to a trial worker, and why; ``None`` if all can."""
     try:
-        _pickled((_for_trials(inputs), dict(carried or {})), inputs.model)
+        _pickle_value((_for_trials(inputs), dict(carried or {})), inputs.model)
     except Exception as error:
         reason = f"the arguments cannot be pickled: {error_text(error, 200)}"
         return _unpicklable_argument(inputs, carried) or reason
@@ -215,13 +215,13 @@ def _unpicklable_argument(inputs: Inputs, carried: Mapping[str, Any] | None) -> 
     values |= {f"what was registered for {name}": state for name, state in (carried or {}).items()}
     for name, value in values.items():
         try:
-            _pickled(value, inputs.model)
+            _pickle_value(value, inputs.model)
         except Exception as error:
             return f"{name} cannot be pickled: {error_text(error, 200)}"
     return None
 
 
-def _pickled(value: Any, model: nn.Module) -> bytes:
+def _pickle_value(value: Any, model: nn.Module) -> bytes:
     data = io.BytesIO()
     _Pickler(data, model).dump(value)
     return data.getvalue()
@@ -279,10 +279,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
             return super().reducer_override(value)
         if value.is_quantized:
             return super().reducer_override(value)
-        record = self._record(value)
+        record = self._record_tensor(value)
         return self._rebuild, (record, dict(value.__dict__))
 
-    def _record(self, tensor: torch.Tensor) -> _Record:
+    def _record_tensor(self, tensor: torch.Tensor) -> _Record:
         without_values = id(tensor) in self._structure
         record = _Record(
             shape=tuple(tensor.shape),
@@ -310,9 +310,9 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, key: Any) -> Any:
         if key != _REBUILD:
             raise pickle.UnpicklingError(f"unknown reference {key!r}")
-        return self._rebuild
+        return self._rebuild_tensor
 
-    def _rebuild(self, record: _Record, attributes: dict[str, Any]) -> torch.Tensor:
+    def _rebuild_tensor(self, record: _Record, attributes: dict[str, Any]) -> torch.Tensor:
         if record.data is None:
             tensor = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="meta")
         else:

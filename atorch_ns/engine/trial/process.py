@@ -139,9 +139,9 @@ def be_trial(
         # its share of the cores, and torchrun a single thread.
         setting = replace(setting, cluster=setting.cluster.alone, num_threads=num_usable_cores())
     try:
-        _enter(setting, task, log)
+        _prepare_process(setting, task, log)
         group = _Group()
-        run = _run(group, job, setting, registry, task, report_fd, started, loading_bytes)
+        run = _join_and_run(group, job, setting, registry, task, report_fd, started, loading_bytes)
         sys.stdout.flush()
         sys.stderr.flush()
         report = REPORT.dump_python(run.report, mode="json")
@@ -163,7 +163,7 @@ def be_trial(
         os._exit(1)
 
 
-def _run(
+def _join_and_run(
     group: _Group,
     job: Unpacked,
     setting: Setting,
@@ -241,7 +241,7 @@ class _Group:
                 time.sleep(_POLL_S)
 
 
-def _enter(setting: Setting, task: TrialTask, log: Path) -> None:
+def _prepare_process(setting: Setting, task: TrialTask, log: Path) -> None:
     os.environ[TRIAL_VARIABLE] = str(task.id)
     redirect_output(log)
     arm_stack_dumps(task.deadline_s + _ORPHAN_GRACE_S)

@@ -59,10 +59,10 @@ class CollectiveCount(TorchDispatchMode):
             return NotImplemented  # it comes back as the operators that it stands for
         result = func(*args, **(kwargs or {}))
         if func.namespace in _NAMESPACES:
-            self._count(func._schema.name.partition("::")[2].rstrip("_"), args, result)
+            self._count_collective(func._schema.name.partition("::")[2].rstrip("_"), args, result)
         return result
 
-    def _count(self, operator: str, args: tuple[Any, ...], result: Any) -> None:
+    def _count_collective(self, operator: str, args: tuple[Any, ...], result: Any) -> None:
         known = _KINDS.get(operator)
         if known is None:
             return

@@ -209,18 +209,18 @@ class _Trial:
         with track_memory(device) as memory:
             # A record takes memory itself: the process is measured, and held to the limit, without one.
             memory.pause()
-            with self._limited(device):
+            with self._memory_limit(device):
                 ran = self._run_steps(device)
                 # The steps that are watched come last, so that no other one pays for it.
                 self.enter("the step whose collectives are counted")
                 with executed:
-                    _checked(ran.result.train_step(next(ran.batches)), ran.growth.num_steps + 1)
+                    _finite_loss(ran.result.train_step(next(ran.batches)), ran.growth.num_steps + 1)
                 further_bytes = ran.growth.further(executed if device.type == "cpu" else None)
                 if self.enforced and ran.verdict == "enough":
                     self._run_with_less(ran, further_bytes, device)
             self.enter("the step whose tensors are counted")
             memory.resume()
-            _checked(ran.result.train_step(next(ran.batches)), ran.growth.num_steps + 1)
+            _finite_loss(ran.result.train_step(next(ran.batches)), ran.growth.num_steps + 1)
             peak, states = memory.peak_bytes, state_bytes(ran.result).total
         return replace(
             report,
@@ -236,7 +236,7 @@ class _Trial:
         )
 
     @contextlib.contextmanager
-    def _limited(self, device: torch.device) -> Iterator[None]:
+    def _memory_limit(self, device: torch.device) -> Iterator[None]:
         """The limit, where it is to be enforced and the system can."""
         with contextlib.ExitStack() as stack:
             if self.enforced_bytes is not None:
@@ -249,7 +249,7 @@ class _Trial:
 
     def _run_with_less(self, ran: _Steps, further_bytes: int, device: torch.device) -> None:
         """Two steps under the limit less what a long run adds: a measurement misses memory that is not touched."""
-        (further,) = _largest([float(further_bytes)], self.cluster)
+        (further,) = _max_over_ranks([float(further_bytes)], self.cluster)
         self.enter(f"steps with {bytes_text(further)} less, which a long run adds")
         try:
             with lowered_limit(int(further), device):
@@ -266,18 +266,18 @@ class _Trial:
     def _run_steps(self, device: torch.device) -> _Steps:
         process = ProcessMemory(device)
         try:
-            result = self._apply()
+            result = self._apply_strategy()
             process.peak_bytes()  # that of applying, before steps start threads
-            batches = _cycle(result)
+            batches = _cycle_batches(result)
             num_warmup = max(_SETTLING_STEPS, self.task.rule.warmup_steps)
             growth = _GrowthOverSteps(process)
             for step in range(1, num_warmup + 1):
                 self.enter(f"warm-up step {step}")
-                _checked(result.train_step(next(batches)), step)
+                _finite_loss(result.train_step(next(batches)), step)
                 growth.step()
             gc.collect()
             self.setup_seconds = time.monotonic() - self.started
-            seconds, verdict, loss = self._timed(result, batches, growth)
+            seconds, verdict, loss = self._time_steps(result, batches, growth)
             if verdict == "enough" and self.enforced_bytes is not None:
                 self._until_level(result, batches, growth, statistics.median(seconds))
         finally:
@@ -298,7 +298,7 @@ class _Trial:
             number = growth.num_steps  # a doubling
             ready_s = time.monotonic() - self.started + number * step_seconds
             interruption = self.interrupt()
-            rising, late, interrupted = _largest(
+            rising, late, interrupted = _max_over_ranks(
                 [
                     float(not growth.is_level),
                     float(ready_s > self.task.deadline_s / 2),
@@ -311,10 +311,10 @@ class _Trial:
             if not rising or late:
                 return
             for _ in range(number):
-                _checked(result.train_step(next(batches)), growth.num_steps + 1)
+                _finite_loss(result.train_step(next(batches)), growth.num_steps + 1)
                 growth.step()
 
-    def _apply(self) -> Result:
+    def _apply_strategy(self) -> Result:
         if self.begins_whole:
             self.enter("building the model")
             device = torch.device(self.cluster.device)
@@ -335,7 +335,7 @@ class _Trial:
         self.applying = False
         return result
 
-    def _timed(
+    def _time_steps(
         self, result: Result, batches: Iterator[Any], growth: _GrowthOverSteps
     ) -> tuple[list[float], Decision, float]:
         """Seconds of each step, in blocks that all ranks begin together, until the rule is satisfied."""
@@ -344,7 +344,7 @@ class _Trial:
         verdict: Decision = "go on"
         while verdict == "go on":
             self.enter(f"timed step {len(times) + 1}")
-            _largest([0.0], self.cluster)
+            _max_over_ranks([0.0], self.cluster)
             block = []
             for _ in range(max(1, min(rule.block_steps, rule.max_steps - len(times)))):
                 batch = next(batches)
@@ -354,12 +354,12 @@ class _Trial:
                     torch.cuda.synchronize()
                 block.append(time.perf_counter() - begun)
             interruption = self.interrupt()
-            *block, interrupted = _largest([*block, float(interruption is not None)], self.cluster)
+            *block, interrupted = _max_over_ranks([*block, float(interruption is not None)], self.cluster)
             if interrupted:
                 raise interruption or Interrupted("cancelled", "another rank ended the trial")
             times += block
             growth.step(len(block))
-            value = _checked(loss, growth.num_steps)
+            value = _finite_loss(loss, growth.num_steps)
             verdict = decide(rule, times)
         return times, verdict, value
 
@@ -416,7 +416,7 @@ class _GrowthOverSteps:
         return growth + left * collectives.record_bytes // calls
 
 
-def _cycle(result: Result) -> Iterator[Any]:
+def _cycle_batches(result: Result) -> Iterator[Any]:
     """The loader's first few batches, over and over; at most one that is not in use is held at first."""
     assert result.dataloader is not None
     held: list[Any] = []
@@ -430,14 +430,14 @@ def _cycle(result: Result) -> Iterator[Any]:
     yield from itertools.cycle(held)
 
 
-def _checked(loss: torch.Tensor, step: int) -> float:
+def _finite_loss(loss: torch.Tensor, step: int) -> float:
     value = float(loss)
     if not math.isfinite(value):
         raise NonFiniteLoss(f"the loss is {value} in step {step}")
     return value
 
 
-def _largest(values: Sequence[float], cluster: Cluster) -> list[float]:
+def _max_over_ranks(values: Sequence[float], cluster: Cluster) -> list[float]:
     """The maximum over ranks of each value; a barrier, too."""
     if not cluster.distributed:
         return list(values)

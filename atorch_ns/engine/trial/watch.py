@@ -57,19 +57,19 @@ class TrialWatch:
             {"do": "trial", "task": TASK.dump_python(self.task, mode="json"), "log": str(self.log)}
         )
         while self.exit_code is None and self.process.alive:
-            self._hear(_POLL_S)
+            self._receive_event(_POLL_S)
             if self.report is None and self.exit_code is None:
                 if cancelled():
                     self.kill()
-                    return self._ended("cancelled", started, f"ended in the phase: {self.phase}")
+                    return self._make_report("cancelled", started, f"ended in the phase: {self.phase}")
                 if time.monotonic() - started > self.task.deadline_s:
-                    return self._hung(started)
+                    return self._report_hang(started)
             elif time.monotonic() - started > self.task.deadline_s + _KILL_LIMIT_S:
                 self.kill()  # it has reported and does not exit
         if self.report is None:
-            return self._died(started, kills)
+            return self._report_death(started, kills)
         if self.secondary and _waits_for(cancelled, _PEER_GRACE_S):
-            return self._ended("cancelled", started, f"lost another rank: {self.report.reason}")
+            return self._make_report("cancelled", started, f"lost another rank: {self.report.reason}")
         total = time.monotonic() - started
         setup = self.report.setup_seconds
         late = max(0.0, total - self.report.total_seconds)
@@ -80,11 +80,11 @@ class TrialWatch:
         limit = time.monotonic() + _KILL_LIMIT_S
         self.process.command({"do": "kill"})
         while self.exit_code is None and self.process.alive and time.monotonic() < limit:
-            self._hear(_POLL_S)
+            self._receive_event(_POLL_S)
         if self.exit_code is None:
             self.process.close()
 
-    def _hear(self, timeout_s: float) -> None:
+    def _receive_event(self, timeout_s: float) -> None:
         event = self.process.event(timeout_s)
         if event is None:
             return
@@ -96,20 +96,20 @@ class TrialWatch:
         elif event["is"] == "ended":
             self.exit_code = event["exit_code"]
 
-    def _hung(self, started: float) -> RankReport:
-        before = _size(self.log)
+    def _report_hang(self, started: float) -> RankReport:
+        before = _file_size(self.log)
         self.process.command({"do": "stacks"})
         limit = time.monotonic() + _STACKS_LIMIT_S
         size = before
-        while time.monotonic() < limit and not (size > before and size == _size(self.log)):
-            size = _size(self.log)
-            self._hear(_POLL_S)
+        while time.monotonic() < limit and not (size > before and size == _file_size(self.log)):
+            size = _file_size(self.log)
+            self._receive_event(_POLL_S)
         self.kill()
         where = _innermost_frame(self.log, before)
         reason = f"no report within {self.task.deadline_s:.3g} s; it was in the phase: {self.phase}{where}"
-        return self._ended("hung", started, reason)
+        return self._make_report("hung", started, reason)
 
-    def _died(self, started: float, kills: tuple[int, ...]) -> RankReport:
+    def _report_death(self, started: float, kills: tuple[int, ...]) -> RankReport:
         if self.exit_code is None:
             how = f"the trial worker ended ({self.process.how_it_died()})"
         elif self.exit_code >= 0:
@@ -120,9 +120,9 @@ class TrialWatch:
         if by_system:
             how += ", as the system ran out of memory"
         status: TrialStatus = "out of memory" if by_system else "died"
-        return self._ended(status, started, f"{how} in the phase: {self.phase}")
+        return self._make_report(status, started, f"{how} in the phase: {self.phase}")
 
-    def _ended(self, status: TrialStatus, started: float, reason: str) -> RankReport:
+    def _make_report(self, status: TrialStatus, started: float, reason: str) -> RankReport:
         if status != "cancelled":  # a trial that could not tell its end leaves a log all the same
             with contextlib.suppress(OSError), self.log.open("a", encoding="utf-8") as log:
                 log.write(f"{status}: {reason}\n")
@@ -144,7 +144,7 @@ def _waits_for(condition: Callable[[], bool], patience_s: float) -> bool:
     return True
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 

@@ -39,7 +39,7 @@ def new_log_folder(place: Path | None) -> tuple[Path, str]:
     problem = ""
     if place is not None:
         try:
-            return _made(place), ""
+            return _make_numbered_folder(place), ""
         except OSError as error:
             problem = f"logs of trials cannot be kept in {place}: {error}"
     folder = Path(tempfile.mkdtemp(prefix="atorch_ns_trials_"))
@@ -67,7 +67,7 @@ def log_folder(shared: Path) -> Iterator[Path]:
             folder.rmdir()
 
 
-def _made(place: Path) -> Path:
+def _make_numbered_folder(place: Path) -> Path:
     for number in itertools.count(1):
         folder = place if number == 1 else place.with_name(f"{place.name}-{number}")
         with contextlib.suppress(FileExistsError):
@@ -133,7 +133,7 @@ class TrialWorker:
             begins_whole=cluster.device_type == "cpu" and not is_on_meta(inputs.model),
         )
         self._job = pack(inputs, carried=carried)
-        self._process: WorkerProcess | None = self._start()
+        self._process: WorkerProcess | None = self._start_process()
 
     def run(self, task: TrialTask, cancelled: Callable[[], bool]) -> RankReport:
         """Runs a trial; see :class:`~atorch_ns.engine.Worker`.
@@ -179,7 +179,7 @@ class TrialWorker:
     def _own_log(self) -> Path:
         return self._log_dir / f"worker-rank{self._rank}.log"
 
-    def _start(self) -> WorkerProcess:
+    def _start_process(self) -> WorkerProcess:
         return WorkerProcess(self._setting, self._job, self._own_log)
 
     def _ready_process(self, task: TrialTask, cancelled: Callable[[], bool]) -> WorkerProcess | RankReport:
@@ -187,12 +187,12 @@ class TrialWorker:
         limit = time.monotonic() + _START_LIMIT_S
         while True:
             if self._process is None:
-                self._process = self._start()
+                self._process = self._start_process()
             process = self._process
             if process.ready:
                 return process
             process.event(_POLL_S)
-            status, reason = self._obstacle(process, limit)
+            status, reason = self._find_obstacle(process, limit)
             if reason:
                 process.close()
                 self._process = None
@@ -202,7 +202,7 @@ class TrialWorker:
                 reason = "it was ended while the process that runs trials was still importing"
                 return RankReport(task_id=task.id, rank=self._rank, status="cancelled", reason=reason)
 
-    def _obstacle(self, process: WorkerProcess, limit: float) -> tuple[TrialStatus, str]:
+    def _find_obstacle(self, process: WorkerProcess, limit: float) -> tuple[TrialStatus, str]:
         """Why the helper will not become ready, if that is so; packs anew what it could not import."""
         if process.broken is not None:
             missing = process.broken["missing"]
@@ -211,7 +211,7 @@ class TrialWorker:
                 self._job = pack(self._inputs, by_value=self._by_value, carried=self._carried)
                 process.close()
                 self._own_log.unlink(missing_ok=True)  # it names the module that is sent now
-                self._process = self._start()
+                self._process = self._start_process()
                 return "ok", ""
             return "raised", (
                 f"the arguments cannot be rebuilt in another process: {process.broken['reason']}. "

@@ -62,7 +62,7 @@ class Receiver:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            message = self._take()
+            message = self._take_message()
             if message is not None or self.closed:
                 return message
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -72,7 +72,7 @@ class Receiver:
             self._data += chunk
             self.closed = not chunk
 
-    def _take(self) -> dict[str, Any] | None:
+    def _take_message(self) -> dict[str, Any] | None:
         if len(self._data) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._data)

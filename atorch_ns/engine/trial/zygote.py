@@ -234,15 +234,15 @@ class _Zygote:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         try:
             while not self._commands.closed and os.getppid() == self._parent:
-                self._wait()
-                self._obey()
+                self._wait_for_events()
+                self._obey_commands()
                 self._pass_on()
-                self._reap()
+                self._reap_trial()
         finally:
             if self._trial is not None:
                 self._trial.kill()
 
-    def _wait(self) -> None:
+    def _wait_for_events(self) -> None:
         watched: list[Any] = [self._commands, self._woken]
         if self._trial is not None and not self._trial.receiver.closed:
             watched.append(self._trial.receiver)
@@ -250,16 +250,16 @@ class _Zygote:
         if self._woken in ready:
             os.read(self._woken, 4096)
 
-    def _obey(self) -> None:
+    def _obey_commands(self) -> None:
         while (command := self._commands.receive(0.0)) is not None:
             if command["do"] == "trial":
-                self._fork(TASK.validate_python(command["task"]), Path(command["log"]))
+                self._fork_trial(TASK.validate_python(command["task"]), Path(command["log"]))
             elif self._trial is not None and command["do"] == "stacks":
                 self._trial.signal(signal.SIGUSR1)
             elif self._trial is not None and command["do"] == "kill":
                 self._trial.kill()
 
-    def _fork(self, task: TrialTask, log: Path) -> None:
+    def _fork_trial(self, task: TrialTask, log: Path) -> None:
         assert self._trial is None
         reading, writing = os.pipe()
         tie = parent_tie()
@@ -305,7 +305,7 @@ class _Zygote:
         while trial is not None and (message := trial.receiver.receive(0.0)) is not None:
             send(self._events_fd, message)
 
-    def _reap(self) -> None:
+    def _reap_trial(self) -> None:
         trial = self._trial
         if trial is None:
             return

@@ -87,26 +87,27 @@ class SegmentBytes:
     def forward_peaks(self) -> tuple[np.ndarray, ...]:
         """The most of a forward pass."""
         return tuple(
-            self._largest(cost.forward.peaks or (cost.forward.peak,), s) for s, cost in enumerate(self.costs)
+            self._max_of_lines(cost.forward.peaks or (cost.forward.peak,), s)
+            for s, cost in enumerate(self.costs)
         )
 
     def backward_peak(self, s: int, gradients: GradientLife) -> np.ndarray:
         """[R] the most of a backward pass of segment ``s``."""
         if (s, gradients) not in self._backward_peaks:
-            lines = _lines(self.costs[s].backward, gradients)
-            self._backward_peaks[s, gradients] = self._largest(lines, s)
+            lines = _peak_lines(self.costs[s].backward, gradients)
+            self._backward_peaks[s, gradients] = self._max_of_lines(lines, s)
         return self._backward_peaks[s, gradients]
 
     @cached_property
     def _backward_peaks(self) -> dict[tuple[int, GradientLife], np.ndarray]:
         return {}
 
-    def _largest(self, lines: Iterable[Growth], s: int) -> np.ndarray:
+    def _max_of_lines(self, lines: Iterable[Growth], s: int) -> np.ndarray:
         values = (self.value(line, s) for line in lines)
         return np.asarray(functools.reduce(np.maximum, values, np.zeros(self.num_samples.shape)))
 
 
-def _lines(phase: PhaseCost, gradients: GradientLife) -> tuple[Growth, ...]:
+def _peak_lines(phase: PhaseCost, gradients: GradientLife) -> tuple[Growth, ...]:
     found = {"none": (), "keeping": phase.peaks_keeping, "passing": phase.peaks_passing}[gradients]
     return found or phase.peaks or (phase.peak,)
 
@@ -154,7 +155,7 @@ class Activations:
 
     def before(self, s: int, j: Place) -> np.ndarray:
         """[R] kept by everything that runs before block ``j`` of segment ``s``."""
-        return np.asarray(self._before_segment[s] + self._kept(s, j))
+        return np.asarray(self._before_segment[s] + self._kept_bytes(s, j))
 
     def everything(self) -> np.ndarray:
         """[R] kept by a whole forward pass."""
@@ -163,10 +164,10 @@ class Activations:
     def received(self, micro_batches: np.ndarray) -> np.ndarray:
         """[R] buffers of what a stage of a pipeline receives, in both directions."""
         if not self.parts.is_cut:
-            return self._zeros
-        first = last = self._zeros
+            return self._zero_bytes
+        first = last = self._zero_bytes
         for s in reversed(range(len(self.costs))):
-            before = self.bytes.outputs[s - 1] if s else self._zeros
+            before = self.bytes.outputs[s - 1] if s else self._zero_bytes
             is_inside = self.parts.counts[s] < self.trace.segments[s].count
             inner = self.bytes.outputs[s] if self.trace.segments[s].is_block else before
             first = np.where(
@@ -207,7 +208,7 @@ class Activations:
         # Recomputation stops as soon as everything saved is there again, so its output is not made.
         running = self.bytes.forward_peaks[s] - kept
         # Of blocks that are recomputed as one, those before this one keep all that they have saved again.
-        more = (self._position[s] + j) % self.plan.recomputation.chunk * self.bytes.saved[s]
+        more = (self._start_positions[s] + j) % self.plan.recomputation.chunk * self.bytes.saved[s]
         worst = np.maximum(np.maximum(running, again), again + peak) + more
         return np.asarray(
             alive + np.where(recomputes, RNG_STATE_BYTES + worst + self._brought_back(s, j), peak)
@@ -224,9 +225,9 @@ class Activations:
         if not self.parts.is_cut:
             if np.any(np.asarray(j) > 0):
                 return self.entering_backward(s, j - 1)
-            return self.entering_backward(s - 1, self.parts.counts[s - 1] - 1) if s else self._zeros
-        within = self.entering_backward(s, j - 1) if np.any(np.asarray(j) > 0) else self._zeros
-        before = self._zeros
+            return self.entering_backward(s - 1, self.parts.counts[s - 1] - 1) if s else self._zero_bytes
+        within = self.entering_backward(s, j - 1) if np.any(np.asarray(j) > 0) else self._zero_bytes
+        before = self._zero_bytes
         for index in range(s):
             before = np.where(
                 self.parts.has(index), self.entering_backward(index, self.parts.counts[index] - 1), before
@@ -235,27 +236,29 @@ class Activations:
 
     def recomputes(self, s: int, j: Place) -> bool | np.ndarray:
         """Whether block ``j`` of segment ``s`` is recomputed."""
-        if not self._recomputable[s]:
+        if not self._is_recomputable[s]:
             return False
-        position = self._position[s] + j
+        position = self._start_positions[s] + j
         return (
-            position % self.plan.recomputation.every == 0 if self._first is None else position < self._first
+            position % self.plan.recomputation.every == 0
+            if self._recomputed_prefix_length is None
+            else position < self._recomputed_prefix_length
         )
 
     def casts_made(self, s: int, j: Place) -> np.ndarray | float:
         """Bytes of autocast's copies of parameters when block ``j`` runs forward: the cache keeps all."""
         counts = self.parts.counts
-        return sum(self._casts[i] * counts[i] for i in range(s)) + self._casts[s] * (j + 1)
+        return sum(self._cast_bytes[i] * counts[i] for i in range(s)) + self._cast_bytes[s] * (j + 1)
 
     def casts_saved(self, s: int, j: Place) -> np.ndarray | float:
         """The same when it runs backward: those of what was not recomputed and comes later, and its own."""
         total: np.ndarray | float = 0.0
         for index in range(s + 1):
             count = self.parts.counts[index] if index < s else j + 1
-            total = total + self._casts[index] * (count - self._num_recomputed(index, count))
-        return total + self._casts[s] * self.recomputes(s, j)
+            total = total + self._cast_bytes[index] * (count - self._num_recomputed(index, count))
+        return total + self._cast_bytes[s] * self.recomputes(s, j)
 
-    def _kept(self, s: int, count: Place) -> np.ndarray:
+    def _kept_bytes(self, s: int, count: Place) -> np.ndarray:
         """[R] what the first ``count`` blocks of a segment keep."""
         again = self._num_recomputed(s, count)
         kept = (count - again) * self._share_saved(s) * self.bytes.saved[s]
@@ -281,28 +284,28 @@ class Activations:
         return sum((self.bytes.value(growth, s) for growth in kept), 0.0)
 
     def _num_recomputed(self, s: int, count: Place) -> Place:
-        if not self._recomputable[s]:
+        if not self._is_recomputable[s]:
             return 0
-        every, start = self.plan.recomputation.every, self._position[s]
-        if self._first is not None:
-            return np.asarray(np.clip(self._first - start, 0, count))
+        every, start = self.plan.recomputation.every, self._start_positions[s]
+        if self._recomputed_prefix_length is not None:
+            return np.asarray(np.clip(self._recomputed_prefix_length - start, 0, count))
         return -(-(start + count) // every) - (-(-start // every))
 
     @cached_property
-    def _first(self) -> np.ndarray | None:
+    def _recomputed_prefix_length(self) -> np.ndarray | None:
         """[R] how many of the rank's blocks are recomputed, its first ones; ``None`` where it is every n-th."""
         share = self.parts.recomputed_share(self.plan)
         if share is None:
             return None
-        able = sum(c for c, chosen in zip(self.parts.counts, self._recomputable, strict=True) if chosen)
+        able = sum(c for c, chosen in zip(self.parts.counts, self._is_recomputable, strict=True) if chosen)
         return np.asarray(np.floor(share * able + 0.5))
 
     @cached_property
-    def _zeros(self) -> np.ndarray:
+    def _zero_bytes(self) -> np.ndarray:
         return np.zeros(self.bytes.num_samples.shape)
 
     @cached_property
-    def _casts(self) -> tuple[np.ndarray | float, ...]:
+    def _cast_bytes(self) -> tuple[np.ndarray | float, ...]:
         """Bytes of the copies of one block's parameters in autocast's dtype, by segment."""
         return tuple(
             cost.cast_parameters * (self.parts.of_parameters(s) if cost.cast_parameters else 1.0)
@@ -312,21 +315,21 @@ class Activations:
     @cached_property
     def _before_segment(self) -> tuple[np.ndarray, ...]:
         """Bytes that everything before each segment keeps."""
-        before = [self._zeros]
+        before = [self._zero_bytes]
         for s, count in enumerate(self.parts.counts):
-            before.append(before[-1] + self._kept(s, count))
+            before.append(before[-1] + self._kept_bytes(s, count))
         return tuple(before)
 
     @cached_property
-    def _recomputable(self) -> tuple[bool, ...]:
+    def _is_recomputable(self) -> tuple[bool, ...]:
         return tuple(is_recomputed(self.plan, segment) for segment in self.trace.segments)
 
     @cached_property
-    def _position(self) -> tuple[Place, ...]:
+    def _start_positions(self) -> tuple[Place, ...]:
         """The number of recomputable blocks before each segment."""
         positions: list[Place] = []
         total: Place = 0
-        for count, chosen in zip(self.parts.counts, self._recomputable, strict=True):
+        for count, chosen in zip(self.parts.counts, self._is_recomputable, strict=True):
             positions.append(total)
             total = total + (count if chosen else 0)
         return tuple(positions)

@@ -112,19 +112,19 @@ class PlanGroup:
 
     def whole(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> np.ndarray | float:
         """Bytes of one block's parameters, not divided over data, in an item size or their own."""
-        mine = self._mine(s, trainable)
+        mine = self._segment_mask(s, trainable)
         sizes = self.parameters.itemsize if itemsize is None else itemsize
         total = (self.parameters.elements * sizes * mine).sum(axis=-1) / self.expanded[s]
         return float(total) if total.ndim == 0 else np.asarray(total[self.row])
 
     def divided(self, s: int, itemsize: int | None = None, *, trainable: bool = True) -> np.ndarray:
         """[R] bytes of a rank's part of one block's parameters, padding included."""
-        mine = self._mine(s, trainable)
+        mine = self._segment_mask(s, trainable)
         sizes = self.parameters.itemsize if itemsize is None else itemsize
         share = self.shares.gradients if trainable else self.shares.parameters
         return np.asarray((share.stored * (sizes * mine)).sum(axis=-1)[self.row] / self.expanded[s])
 
-    def _mine(self, s: int, trainable: bool) -> np.ndarray:
+    def _segment_mask(self, s: int, trainable: bool) -> np.ndarray:
         """[P] or [K, P] whether a parameter is one of the segment's."""
         mine = (self.parameters.segment == s) & (self.parameters.copies > 0)
         return np.asarray(mine & self.parameters.trainable if trainable else mine)

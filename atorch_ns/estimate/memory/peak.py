@@ -61,16 +61,16 @@ def price_memory(
         rows, sizes = table.sizes(index, workload, memo)
         if rows.size:
             parts, owners = staged(trace, sizes, memo)
-            kind = _kind(plan, trace, workload, parts, device_type, memo)
-            found, moments = _price(kind)
+            kind = _build_plan_group(plan, trace, workload, parts, device_type, memo)
+            found, moments = _price_peak(kind)
             if device_type == "cuda":
-                _reserve(found, parts.sizes, capability)
+                _add_device_reserve(found, parts.sizes, capability)
             most = owners.largest(found.sum(axis=1))  # of the stages of each plan
             memory[rows], worst[rows] = found[most], moments[most]
     return memory, worst, moment_names(trace)
 
 
-def _reserve(found: np.ndarray, sizes: Sizes, capability: tuple[int, int] | None) -> None:
+def _add_device_reserve(found: np.ndarray, sizes: Sizes, capability: tuple[int, int] | None) -> None:
     """Adds to [R, 7] parts what a CUDA device needs beyond tensors."""
     temporaries, reserve, outside = map(MemoryParts._fields.index, ("temporaries", "reserve", "outside"))
     found[:, temporaries] += workspace_bytes(capability)
@@ -78,15 +78,15 @@ def _reserve(found: np.ndarray, sizes: Sizes, capability: tuple[int, int] | None
     found[:, outside] = outside_bytes(sizes)
 
 
-def _kind(
+def _build_plan_group(
     plan: Plan, trace: Trace, workload: Workload, parts: ModelShard, device_type: str, memo: Memo
 ) -> PlanGroup:
     sizes = parts.sizes
     degree = sizes.shards(plan.sharding.layout)
     parameters = parameters_of(trace, plan, tied=parts.is_cut)
-    expanded = _expanded(parameters, trace)
+    expanded = _count_expanded(parameters, trace)
     if parts.divides:
-        keys, row = memo.get(("held", parts, plan.sharding.layout), lambda: _held(parts, degree))
+        keys, row = memo.get(("held", parts, plan.sharding.layout), lambda: _distinct_states(parts, degree))
         parameters = parameters.part(keys[:, 2], keys[:, 3], keys[:, 4:])
         degrees = keys[:, 0]
         if parameters.is_expert.any():
@@ -117,7 +117,7 @@ def _kind(
     )
 
 
-def _held(parts: ModelShard, degree: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _distinct_states(parts: ModelShard, degree: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[K, 4 + S] what decides about the states that a rank holds, each once, and [R] which of them a row has."""
     sizes = parts.sizes
     counts = np.stack([np.broadcast_to(count, len(sizes)) for count in parts.counts], axis=1)
@@ -132,7 +132,7 @@ def _segment_bytes(plan: Plan, trace: Trace, workload: Workload, parts: ModelSha
     return SegmentBytes(costs, parts, num_samples, workload.num_tokens)
 
 
-def _expanded(parameters: Parameters, trace: Trace) -> tuple[int, ...]:
+def _count_expanded(parameters: Parameters, trace: Trace) -> tuple[int, ...]:
     """The number of blocks of each segment that stand in ``parameters`` one by one."""
     counts = []
     for s, segment in enumerate(trace.segments):
@@ -141,15 +141,15 @@ def _expanded(parameters: Parameters, trace: Trace) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _price(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
+def _price_peak(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
     """[R, 7] parts of the peak, and [R] the moment of the peak."""
-    moments = list(_moments(kind))
+    moments = list(_iterate_moments(kind))
     names = np.asarray([moment.name for moment in moments])
     found = np.empty((len(moments), 3, len(kind.row)))
     for place, moment in enumerate(moments):
         found[place, 0], found[place, 1], found[place, 2] = moment[1:]
     rows = np.arange(len(kind.row))
-    chosen = _masked(kind, names, found.sum(axis=1)).argmax(axis=0)
+    chosen = _mask_absent(kind, names, found.sum(axis=1)).argmax(axis=0)
     gradients, activations, temporaries = found[chosen, :, rows].T
     trace, plan, acts, parts = kind.trace, kind.plan, kind.activations, kind.parts
     batch = trace.batch_bytes.at(acts.bytes.num_samples * kind.micro_batches, acts.bytes.num_tokens)
@@ -172,7 +172,7 @@ def _price(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
     return priced, names[chosen]
 
 
-def _masked(kind: PlanGroup, names: np.ndarray, totals: np.ndarray) -> np.ndarray:
+def _mask_absent(kind: PlanGroup, names: np.ndarray, totals: np.ndarray) -> np.ndarray:
     """[M, R] the bytes of M moments; none where the rank has no block that it is a moment of."""
     if not kind.parts.is_cut:
         return totals
@@ -182,7 +182,7 @@ def _masked(kind: PlanGroup, names: np.ndarray, totals: np.ndarray) -> np.ndarra
     return np.where(has[names // 4], totals, -1.0)
 
 
-def _moments(kind: PlanGroup) -> Iterator[Moment]:
+def _iterate_moments(kind: PlanGroup) -> Iterator[Moment]:
     """The moments of one micro-batch's passes, with what other micro-batches in a pipeline keep meanwhile."""
     if not kind.parts.is_cut:
         yield from _of_passes(kind)

@@ -121,7 +121,7 @@ class UnitBytes:
 def sharded_moments(kind: PlanGroup) -> Iterator[Moment]:
     """Moments with the parameters gathered, the gradients that wait for reduction, and the buffers of collectives."""
     sizes = UnitBytes(kind)
-    yield from _forward(kind, sizes)
+    yield from _forward_moments(kind, sizes)
     for s, j, _, name in places(kind):
         gradients = (
             sizes.reduced_after(s, j) + sizes.of_root(sizes.gradients, after=s) + sizes.waiting_upto(s, j)
@@ -133,10 +133,10 @@ def sharded_moments(kind: PlanGroup) -> Iterator[Moment]:
             temporaries = sizes.root + sizes.kept_gathered(s, j) + sizes.of_neighbour(sizes.reduced, s, j, 1)
             alive = kind.activations.backward(s, j, "keeping")
             yield Moment(name, gradients, alive, temporaries)
-    yield from _end(kind, sizes)
+    yield from _final_moments(kind, sizes)
 
 
-def _forward(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
+def _forward_moments(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
     acts, gloo = kind.activations, float(kind.is_cpu)
     counts = kind.parts.counts
     end = (len(counts) - 1, counts[-1] - 1)
@@ -162,7 +162,7 @@ def _unit_backward(
     acts, keeps = kind.activations, kind.plan.sharding.keeps_gathered
     held = sizes.root + sizes.of_neighbour(sizes.reduced, s, j, 1)
     present = sizes.kept_gathered(s, j) if keeps else sizes.gathered[s]
-    ahead = _fetched(kind, sizes, s, j)
+    ahead = _prefetched_bytes(kind, sizes, s, j)
     if not keeps:
         yield Moment(name, gradients, acts.entering_backward(s, j), held + present + sizes.buffer(s))
     copied = ahead * (1 + kind.is_cpu)
@@ -176,31 +176,31 @@ def _unit_reduction(
     s, j, name = place
     after = kind.activations.leaving_backward(s, j)
     kept = sizes.kept_gathered(s, j) - sizes.gathered[s] * kind.plan.sharding.keeps_gathered
-    held = sizes.root + kept + _fetched(kind, sizes, s, j)
+    held = sizes.root + kept + _prefetched_bytes(kind, sizes, s, j)
     yield Moment(name, gradients + sizes.gradients[s] + sizes.reduced[s], after, held)
-    yield Moment(name, gradients + _reducing(kind, sizes, s), after, held)
+    yield Moment(name, gradients + _reduction_bytes(kind, sizes, s), after, held)
 
 
-def _reducing(kind: PlanGroup, sizes: UnitBytes, s: int) -> np.ndarray:
+def _reduction_bytes(kind: PlanGroup, sizes: UnitBytes, s: int) -> np.ndarray:
     """[R] what is reduced, gloo's copy of it, and a rank's part of the result."""
     parts = sizes.reduced_part[s] + sizes.part[s] * sizes.casts_part
     return np.asarray(sizes.reduced[s] * (1 + kind.is_cpu) + parts)
 
 
-def _end(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
+def _final_moments(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
     """The root's reduction, and the optimizer's step."""
     reduced = sizes.reduced_after(-1, 0)
     name = next(backward for _, _, _, backward in places(kind))
     every = range(len(kind.trace.segments))
     joined = [sizes.gradients[s] + sizes.reduced[s] for s in every]
-    reducing = [_reducing(kind, sizes, s) for s in every]
+    reducing = [_reduction_bytes(kind, sizes, s) for s in every]
     yield Moment(name, reduced + sizes.of_root(joined), 0.0, 0.0)
     yield Moment(name, reduced + sizes.of_root(reducing), 0.0, 0.0)
     gradients = kind.kept.gradients[kind.row] * (not kind.offloads)
     yield Moment(kind.last_moment(), gradients, 0.0, kind.step_temporaries())
 
 
-def _fetched(kind: PlanGroup, sizes: UnitBytes, s: int, j: Place) -> np.ndarray:
+def _prefetched_bytes(kind: PlanGroup, sizes: UnitBytes, s: int, j: Place) -> np.ndarray:
     """[R] the unit that the backward pass comes to next, on its way."""
     if kind.plan.sharding.keeps_gathered:
         return np.zeros(len(kind.row))

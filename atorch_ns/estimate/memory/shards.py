@@ -122,7 +122,7 @@ def flat_share(parameters: Parameters, degrees: np.ndarray, *, multiple: int = 1
     stored, elements = np.zeros((len(degrees), num)), np.zeros((len(degrees), num))
     counts = np.zeros(len(degrees), dtype=np.int64)
     for index, degree in enumerate(degrees):
-        held, padding = _pieces(parameters, int(degree), multiple)
+        held, padding = _flat_pieces(parameters, int(degree), multiple)
         parts = (held > 0) @ (parameters.copies * parameters.trainable)
         rank = int(np.argmax(held @ (parameters.copies * parameters.trainable) + fixed * parts))
         elements[index] = held[rank]
@@ -131,7 +131,7 @@ def flat_share(parameters: Parameters, degrees: np.ndarray, *, multiple: int = 1
     return Share(stored, elements, counts)
 
 
-def _pieces(parameters: Parameters, degree: int, multiple: int) -> tuple[np.ndarray, np.ndarray]:
+def _flat_pieces(parameters: Parameters, degree: int, multiple: int) -> tuple[np.ndarray, np.ndarray]:
     """[degree, P] elements of each parameter on each rank, and padding, with the last one of each unit."""
     held = np.zeros((degree, len(parameters.elements)))
     padding = np.zeros_like(held)
@@ -165,7 +165,7 @@ def whole_share(parameters: Parameters, degrees: np.ndarray, costs: np.ndarray) 
     for index, degree in enumerate(degrees):
         expanded = np.repeat(own, copies[index, own])
         order = expanded[np.argsort(-elements[index, expanded], kind="stable")]
-        owner = _dealt(elements[index, order].tolist(), int(degree))
+        owner = _assign_owners(elements[index, order].tolist(), int(degree))
         total = np.bincount(owner, weights=costs[index, order], minlength=int(degree))
         mine = order[owner == int(np.argmax(total))]
         number = np.bincount(mine, minlength=shape[1])
@@ -174,7 +174,7 @@ def whole_share(parameters: Parameters, degrees: np.ndarray, costs: np.ndarray) 
     return Share(held, held, counts)
 
 
-def _dealt(sizes: list[int], num_ranks: int) -> np.ndarray:
+def _assign_owners(sizes: list[int], num_ranks: int) -> np.ndarray:
     """The rank that gets each of ``sizes``, in their order."""
     waiting = [(0, rank) for rank in range(num_ranks)]
     owners = []

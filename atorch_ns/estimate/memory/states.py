@@ -56,14 +56,14 @@ def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters
         separate = index in units or plan.sharding.layout != "flat"
         place = (segment.count if separate else 1, units.get(index, 0), index, -1)
         for _ in range(1 if separate else segment.count):
-            columns += [(*_columns(spec, plan), *place) for spec in own]
+            columns += [(*_spec_columns(spec, plan), *place) for spec in own]
     if tied:
-        homes = _homes(trace)
+        homes = _home_segments(trace)
         for index, segment in enumerate(trace.segments):
             for spec in segment.parameters:
                 if spec.tied_to in homes:
                     home, first = homes[spec.tied_to]
-                    columns.append((*_columns(first, plan), 0, units.get(index, 0), index, home))
+                    columns.append((*_spec_columns(first, plan), 0, units.get(index, 0), index, home))
     table = np.asarray(columns, dtype=np.int64).reshape(-1, 12).T
     return Parameters(
         elements=table[0],
@@ -81,7 +81,7 @@ def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters
     )
 
 
-def _columns(spec: ParameterSpec, plan: Plan) -> tuple[int, ...]:
+def _spec_columns(spec: ParameterSpec, plan: Plan) -> tuple[int, ...]:
     dtype = stored_dtype(plan, spec, None)
     dim = spec.tensor_dim
     return (
@@ -96,7 +96,7 @@ def _columns(spec: ParameterSpec, plan: Plan) -> tuple[int, ...]:
     )
 
 
-def _homes(trace: Trace) -> dict[str | None, tuple[int, ParameterSpec]]:
+def _home_segments(trace: Trace) -> dict[str | None, tuple[int, ParameterSpec]]:
     """The segment of each parameter, with its spec there, by full name."""
     homes: dict[str | None, tuple[int, ParameterSpec]] = {}
     for index, segment in enumerate(trace.segments):
@@ -127,8 +127,8 @@ def shares_of(
     memo: Memo | None = None,
 ) -> Shares:
     """The division of states over each number of ranks in ``degrees`` ([K], or [K, P] in rows)."""
-    everything = _undivided(parameters, len(degrees))
-    divided = _divided(plan, parameters, spec, degrees, memo or Memo())
+    everything = _undivided_share(parameters, len(degrees))
+    divided = _divided_share(plan, parameters, spec, degrees, memo or Memo())
     return Shares(
         parameters=divided if plan.sharding.parameters_over else everything,
         gradients=divided if plan.sharding.gradients_over else everything,
@@ -136,12 +136,12 @@ def shares_of(
     )
 
 
-def _undivided(parameters: Parameters, num: int) -> Share:
+def _undivided_share(parameters: Parameters, num: int) -> Share:
     whole = np.broadcast_to(parameters.elements.astype(float), (num, parameters.elements.shape[-1]))
     return Share(whole, whole, num_trainable(parameters, num))
 
 
-def _divided(
+def _divided_share(
     plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray, memo: Memo
 ) -> Share:
     if plan.sharding.layout == "rows":
@@ -202,18 +202,18 @@ def kept_of(plan: Plan, parameters: Parameters, shares: Shares, spec: OptimizerS
     copies, trains = parameters.copies, parameters.trainable
     masters = has_master(plan, parameters)
     updated = _updated_itemsizes(plan, parameters)
-    weights = _sum(shares.parameters.stored, copies * parameters.itemsize)
+    weights = _weighted_sum(shares.parameters.stored, copies * parameters.itemsize)
     # Rows of dim 0 come out of the reduction padded; masters copy what is not padding.
     of_gradients = np.where(masters, shares.gradients.elements, shares.gradients.stored)
-    gradients = _sum(of_gradients, copies * trains * updated)
+    gradients = _weighted_sum(of_gradients, copies * trains * updated)
     held = shares.optimizer.elements
     optimizer = _all_states(plan, parameters, held, spec)
     if spec is not None:
         optimizer = optimizer + shares.optimizer.parameters * spec.fixed_bytes
     # Masters are made of every parameter that the rank holds, whoever updates it.
-    optimizer = optimizer + _sum(shares.parameters.elements, copies * masters * updated)
+    optimizer = optimizer + _weighted_sum(shares.parameters.elements, copies * masters * updated)
     if plan.sharding.updates_copy:
-        optimizer = optimizer + _sum(held, copies * trains * updated)
+        optimizer = optimizer + _weighted_sum(held, copies * trains * updated)
     if plan.sharding.frees_gradients:
         gradients = np.zeros_like(gradients)
     return KeptBytes(weights, gradients, optimizer)
@@ -225,7 +225,7 @@ def _all_states(
     """[K] bytes of states of the parameters' sizes, of ``held`` [K, P] elements."""
     copies = parameters.copies
     if spec is None or spec.compact is None:
-        return _sum(held, copies * _state_itemsizes(plan, parameters, spec))
+        return _weighted_sum(held, copies * _state_itemsizes(plan, parameters, spec))
     shared = spec.compact.shared_bytes
     # ``held`` is a mean over whole copies.
     if plan.sharding.layout == "parameters" and plan.sharding.optimizer_over:
@@ -251,6 +251,6 @@ def _states_of_units(plan: Plan, parameters: Parameters, held: np.ndarray, spec:
     return total
 
 
-def _sum(held: np.ndarray, weights: np.ndarray) -> np.ndarray:
+def _weighted_sum(held: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """[K] of [K, P] elements and [P] or [K, P] weights."""
     return held @ weights if weights.ndim == 1 else np.asarray((held * weights).sum(axis=-1))

@@ -97,19 +97,19 @@ class PricingContext:
         layout = self.plan.sharding.layout
         more = ("sequence",) if layout == "rows" else ()
         seen = ("data",) if layout == "parameters" else ("data", "expert")
-        return self._chosen(self.groups(("zero", *more)), self.groups((*seen, *more)))
+        return self._choose_groups(self.groups(("zero", *more)), self.groups((*seen, *more)))
 
     @cached_property
     def replica_groups(self) -> Groups:
         """The ranks that have the same share of the states."""
-        return self._chosen(self.groups(("data", "expert")), self.groups(("zero",)))
+        return self._choose_groups(self.groups(("data", "expert")), self.groups(("zero",)))
 
     @cached_property
     def data_groups(self) -> Groups:
         """The ranks that see different data."""
         return self.groups(DATA_AXES)
 
-    def _chosen(self, with_zero: Groups, without: Groups) -> Groups:
+    def _choose_groups(self, with_zero: Groups, without: Groups) -> Groups:
         has = self.sizes.zero > 1
         return Groups(
             np.where(has, with_zero.size, without.size), np.where(has, with_zero.within, without.within)
@@ -153,9 +153,9 @@ class PricingContext:
     def groups(self, names: Iterable[str]) -> Groups:
         """The groups over these axes together; axes that are not neighbours are taken to be."""
         wanted = frozenset(names)
-        return self.memo.get(("groups", wanted, self.order, self.sizes), lambda: self._groups(wanted))
+        return self.memo.get(("groups", wanted, self.order, self.sizes), lambda: self._build_groups(wanted))
 
-    def _groups(self, wanted: frozenset[str]) -> Groups:
+    def _build_groups(self, wanted: frozenset[str]) -> Groups:
         inner = np.ones(len(self.sizes), dtype=np.int64)
         for name in self.order:
             size = getattr(self.sizes, name)

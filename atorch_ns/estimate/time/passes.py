@@ -48,12 +48,12 @@ def low_bit_share(plan: Plan, segment: Segment, num_samples: float, num_tokens: 
         return LowBitShare()
     operators = cost_of(plan, segment).operators
     products = [each for each in operators if each.name.removesuffix(".default") in _PRODUCTS]
-    total = _sum((each.flops for each in operators), num_samples, num_tokens)
-    share = plan.precision.narrow.share * _eligible(plan.precision.narrow, segment)
+    total = _sum_growths((each.flops for each in operators), num_samples, num_tokens)
+    share = plan.precision.narrow.share * _eligible_share(plan.precision.narrow, segment)
     if not total or not share:
         return LowBitShare()
-    flops = share * _sum((each.flops for each in products), num_samples, num_tokens) / total
-    moved = share * _sum((each.moved for each in products), num_samples, num_tokens) / total
+    flops = share * _sum_growths((each.flops for each in products), num_samples, num_tokens) / total
+    moved = share * _sum_growths((each.moved for each in products), num_samples, num_tokens) / total
     casts = plan.precision.narrow.casts_per_operand
     if plan.compiler == "inductor":
         casts *= _FUSED_CASTS
@@ -76,11 +76,11 @@ def low_bit_rate(plan: Plan, device: Device) -> float:
     return device.products_of(autocast or weights)
 
 
-def _sum(values: Iterable[Growth], num_samples: float, num_tokens: float) -> float:
+def _sum_growths(values: Iterable[Growth], num_samples: float, num_tokens: float) -> float:
     return float(sum(max(0.0, value.at(num_samples, num_tokens)) for value in values))
 
 
-def _eligible(narrow: NarrowProducts, segment: Segment) -> float:
+def _eligible_share(narrow: NarrowProducts, segment: Segment) -> float:
     """Share of the elements of a segment's matrices that belong to such layers."""
     matrices = [each for each in segment.parameters if len(each.shape) == 2]
     total = sum(each.num_elements for each in matrices)
@@ -142,13 +142,15 @@ def communication_operators(context: PricingContext) -> np.ndarray:
     for unit in units:
         gathers = 1 if unit.is_root or plan.sharding.keeps_gathered else 2
         each = (
-            gathers * passes * _cost(_GATHER, unit) + _cost(_REDUCE, unit) + (passes - 1) * _cost(_PASS, unit)
+            gathers * passes * _unit_cost(_GATHER, unit)
+            + _unit_cost(_REDUCE, unit)
+            + (passes - 1) * _unit_cost(_PASS, unit)
         )
         total = total + context.count(unit) * each
     return np.asarray(total)
 
 
-def _cost(figures: tuple[float, float], unit: Unit) -> float:
+def _unit_cost(figures: tuple[float, float], unit: Unit) -> float:
     constant, per_parameter = figures
     return constant + per_parameter * len(unit.parameters)
 

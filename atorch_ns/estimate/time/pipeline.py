@@ -55,12 +55,12 @@ def as_pipeline(
     in_pass = [
         launch * (one.operators + other.operators) for one, other in zip(segments, exchanges, strict=True)
     ]
-    seconds, started = _rows(of_pass, none), _rows(in_pass, none)  # [S, R]
-    recompute = _rows([one.recompute for one in segments], none)
-    restarted = _rows([launch * one.more_operators for one in segments], none)
+    seconds, started = _broadcast_rows(of_pass, none), _broadcast_rows(in_pass, none)  # [S, R]
+    recompute = _broadcast_rows([one.recompute for one in segments], none)
+    restarted = _broadcast_rows([launch * one.more_operators for one in segments], none)
     by_share = context.plan.recomputation.share is not None
     matrices = np.asarray([_num_matrices(one) for one in context.trace.segments])
-    again = _recomputed(segments)
+    again = _recompute_ratio(segments)
     counts = np.tile([segment.count for segment in context.trace.segments], (len(none), 1))
     recomputed = np.full(len(none), np.nan)
     waiting = Waiting(none.copy(), none.copy(), none.copy())
@@ -79,7 +79,9 @@ def as_pipeline(
         counts[rows] = stages.on_rank[slowest]
         recomputed[rows] = shares[slowest]
         others = of_rank.sum(axis=0) - of_rank[slowest, np.arange(len(rows))]
-        waiting.bubble[rows] = others * _shares(context, rows, stages, again * round(2 * shares.mean()) / 2)
+        waiting.bubble[rows] = others * _bubble_shares(
+            context, rows, stages, again * round(2 * shares.mean()) / 2
+        )
         waiting.sends[rows] = 2.0 * each[rows] * _unhidden_sends(context, rows, stages)
         splits = stages.info.splits_backward and not context.plan.whole_backward
         deferred = _DEFERRED_OPERATORS * (counts[rows] @ matrices) if splits else 0.0
@@ -92,7 +94,7 @@ def as_pipeline(
     return replace(context, parts=staged), waiting
 
 
-def _rows(values: Sequence[np.ndarray | float], none: np.ndarray) -> np.ndarray:
+def _broadcast_rows(values: Sequence[np.ndarray | float], none: np.ndarray) -> np.ndarray:
     """[S, R] a value of each segment, for all plans or for each."""
     return np.stack([np.broadcast_to(value, none.shape) for value in values])
 
@@ -110,14 +112,14 @@ def _num_matrices(segment: Segment) -> int:
     return sum(one.trainable and len(one.shape) == 2 for one in segment.parameters)
 
 
-def _recomputed(segments: Sequence[SegmentSeconds]) -> float:
+def _recompute_ratio(segments: Sequence[SegmentSeconds]) -> float:
     """Seconds of recomputation for each second of the forward pass, in halves."""
     forward = sum(float(np.mean(one.forward)) for one in segments)
     again = sum(float(np.mean(one.recompute)) for one in segments)
     return round(2 * again / forward) / 2 if forward else 0.0
 
 
-def _shares(context: PricingContext, rows: np.ndarray, stages: Stages, again: float) -> np.ndarray:
+def _bubble_shares(context: PricingContext, rows: np.ndarray, stages: Stages, again: float) -> np.ndarray:
     """[R] what is left of the bubble: 1 with one stage on each rank; simulated for all other schedules."""
     micro_batches = context.micro_batches[rows]
     if stages.info.is_single:
@@ -127,7 +129,7 @@ def _shares(context: PricingContext, rows: np.ndarray, stages: Stages, again: fl
     found = {}
     for count in np.unique(micro_batches).tolist():
         numbers = (*_as_small(p, count), v)
-        make = functools.partial(_share, stages.info, numbers, again, whole)
+        make = functools.partial(_simulate_bubble, stages.info, numbers, again, whole)
         found[count] = context.memo.get(("bubble", stages.info.name, numbers, again, whole), make)
     return np.asarray([found[count] for count in micro_batches.tolist()])
 
@@ -142,7 +144,7 @@ def _as_small(num_ranks: int, micro_batches: int) -> tuple[int, int]:
     return few, few * min(each, 2)
 
 
-def _share(info: ScheduleInfo, numbers: tuple[int, int, int], again: float, whole: bool) -> float:
+def _simulate_bubble(info: ScheduleInfo, numbers: tuple[int, int, int], again: float, whole: bool) -> float:
     """Idle seconds of a rank for each second of the others' passes, where all stages are equal.
 
     Args:

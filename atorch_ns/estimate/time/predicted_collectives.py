@@ -54,7 +54,7 @@ def collectives(plan: Plan, trace: Trace, workload: Workload) -> tuple[Collectiv
     scalars = int(plan.num_data_ranks > 1)  # the loss's mean
     if plan.precision.loss_scaling and (divides or plan.num_data_ranks > 1):
         scalars += 1  # whether any gradient is infinite
-    return _together([*own, Collective("all_reduce", "data", scalars, scalars * _SCALAR_BYTES)])
+    return _merge_collectives([*own, Collective("all_reduce", "data", scalars, scalars * _SCALAR_BYTES)])
 
 
 def _of_data(plan: Plan, trace: Trace, divides: bool) -> list[Collective]:
@@ -101,13 +101,13 @@ def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
     replicas = plan.num_data_ranks // shards
     each = bool(plan.sharding.reduces_each) and plan.size("pipeline") == 1
     for unit in units_of(plan, trace):
-        reduced = _padded(
+        reduced = _padded_bytes(
             plan, (p for p in unit.parameters if p.trainable), plan.sharding.reduce_dtype, shards
         )
         reductions = unit.count * (plan.num_micro_batches if each else 1)
         if shards > 1:
-            gathered = _padded(plan, unit.parameters, plan.sharding.gather_dtype, shards)
-            calls = unit.count * _gathers(plan, unit)
+            gathered = _padded_bytes(plan, unit.parameters, plan.sharding.gather_dtype, shards)
+            calls = unit.count * _count_gathers(plan, unit)
             found.append(Collective("all_gather", axis, calls, calls * gathered))
             if reduced:
                 found.append(Collective("reduce_scatter", axis, reductions, reductions * reduced))
@@ -116,7 +116,7 @@ def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
     return found
 
 
-def _gathers(plan: Plan, unit: Unit) -> int:
+def _count_gathers(plan: Plan, unit: Unit) -> int:
     """Gathers of a unit in a step: the root stays gathered until its backward pass.
 
     In a pipeline, torch keeps what a backward pass gathered for the next pass, and the root for the whole step.
@@ -141,13 +141,13 @@ def _gathers_of_stage(plan: Plan) -> int:
     return calls
 
 
-def _padded(plan: Plan, parameters: Iterable[ParameterSpec], wanted: str | None, shards: int) -> int:
+def _padded_bytes(plan: Plan, parameters: Iterable[ParameterSpec], wanted: str | None, shards: int) -> int:
     """Bytes of tensors that are divided by rows, each padded to a multiple of the shards."""
     total = 0
     for parameter in parameters:
         rows = parameter.shape[0] if parameter.shape else 1
         padded = -(-rows // shards) * shards
-        total += parameter.num_elements // max(1, rows) * padded * _itemsize(plan, parameter, wanted)
+        total += parameter.num_elements // max(1, rows) * padded * _stored_itemsize(plan, parameter, wanted)
     return total
 
 
@@ -168,14 +168,14 @@ def _broadcast_updates(plan: Plan, trace: Trace) -> list[Collective]:
 def _trainable_bytes(plan: Plan, trace: Trace, wanted: str | None) -> list[int]:
     """Bytes of each parameter that trains, in the dtype ``wanted`` or its own."""
     parameters = (p for unit in units_of(plan, trace) for p in unit.parameters * unit.count if p.trainable)
-    return [p.num_elements * _itemsize(plan, p, wanted) for p in parameters]
+    return [p.num_elements * _stored_itemsize(plan, p, wanted) for p in parameters]
 
 
-def _itemsize(plan: Plan, parameter: ParameterSpec, wanted: str | None) -> int:
+def _stored_itemsize(plan: Plan, parameter: ParameterSpec, wanted: str | None) -> int:
     return DTYPE_BYTES[stored_dtype(plan, parameter, wanted)]
 
 
-def _together(found: Iterable[Collective]) -> tuple[Collective, ...]:
+def _merge_collectives(found: Iterable[Collective]) -> tuple[Collective, ...]:
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for each in found:
         count, num_bytes = sums.get((each.kind, each.axis), (0, 0))
@@ -210,7 +210,7 @@ def first_part(plan: Plan, trace: Trace) -> Trace:
         if not count:
             continue
         paths = segment.paths[:count]
-        own = [_local(spec, plan) for spec in segment.parameters]
+        own = [_local_spec(spec, plan) for spec in segment.parameters]
         # A tied parameter is another one where the first use is on another rank.
         own = [replace(spec, tied_to=spec.tied_to if spec.tied_to in names else None) for spec in own]
         segments.append(replace(segment, paths=paths, parameters=tuple(own)))
@@ -218,7 +218,7 @@ def first_part(plan: Plan, trace: Trace) -> Trace:
     return replace(trace, segments=tuple(segments))
 
 
-def _local(spec: ParameterSpec, plan: Plan) -> ParameterSpec:
+def _local_spec(spec: ParameterSpec, plan: Plan) -> ParameterSpec:
     tensor, dim = plan.size("tensor"), spec.tensor_dim
     if dim is None or tensor == 1 or spec.shape[dim] % tensor:
         return spec
@@ -236,7 +236,7 @@ def tied_bytes(plan: Plan, trace: Trace) -> int:
     away = [one for one, count in zip(trace.segments, counts, strict=True) if not count]
     shards = plan.size(plan.sharding.gradients_over)
     tied = {
-        spec.tied_to: (_local(spec, plan).num_elements // shards + 1)
+        spec.tied_to: (_local_spec(spec, plan).num_elements // shards + 1)
         * DTYPE_BYTES[stored_dtype(plan, spec, None)]
         for segment in away
         for spec in segment.parameters
@@ -271,8 +271,8 @@ def _of_segment(
     Each row layer's results are summed in the compute dtype, the gradients of what column layers read in the
     dtype of the residual stream. Recomputation stops before its last sum.
     """
-    residual, computed = _itemsizes(plan)
-    width = _hidden(plan, trace, samples) / residual
+    residual, computed = _computed_itemsizes(plan)
+    width = _residual_bytes(plan, trace, samples) / residual
     if segment.is_block:
         forward = segment.count * (segment.num_rows + again * (segment.num_rows - 1))
         backward = segment.count * segment.num_rows
@@ -293,12 +293,12 @@ def _of_segment(
     yield "all_reduce", 1, width * residual
 
 
-def _itemsizes(plan: Plan) -> tuple[int, int]:
+def _computed_itemsizes(plan: Plan) -> tuple[int, int]:
     weights, autocast = computed_in(plan)
     return DTYPE_BYTES.get(weights, 4), DTYPE_BYTES.get(autocast or weights, 4)
 
 
-def _hidden(plan: Plan, trace: Trace, samples: float) -> float:
+def _residual_bytes(plan: Plan, trace: Trace, samples: float) -> float:
     """Bytes of the residual stream, [B, T, D]."""
     blocks = [segment for segment in trace.segments if segment.is_block]
     cost = cost_of(plan, max(blocks or trace.segments, key=lambda one: one.count))
@@ -315,6 +315,6 @@ def _of_stages(plan: Plan, trace: Trace, samples: float) -> Iterator[Collective]
         cut for cut in cuts if stages.info.rank_of(cut, num_ranks) != stages.info.rank_of(cut + 1, num_ranks)
     ]
     calls = plan.num_micro_batches * len(crossing)
-    num_bytes = int(np.ceil(calls * _hidden(plan, trace, samples)))
+    num_bytes = int(np.ceil(calls * _residual_bytes(plan, trace, samples)))
     for kind in ("send", "recv"):
         yield Collective(kind, "pipeline", calls, num_bytes)

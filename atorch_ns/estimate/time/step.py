@@ -40,7 +40,7 @@ _FUSED = (3, 5, 7)
 
 def update_seconds(context: PricingContext) -> tuple[np.ndarray, np.ndarray]:
     """[R] seconds of moving states, and [R] operators started on the host."""
-    trainable = _trainable(context)
+    trainable = _trainable_parameters(context)
     optimizer = context.trace.optimizer
     num_states = min(2, len(optimizer.state_dtypes)) if optimizer else 0
     fused = optimizer is not None and optimizer.fused
@@ -90,7 +90,7 @@ def _copied_weights(context: PricingContext) -> np.ndarray:
     # Gradients in their own dtype, weights in fp32.
     num_bytes = DTYPE_BYTES[context.plan.precision.parameter_dtype] + 4
     seconds = context.elements(trainable=True) * num_bytes / rate.bytes_per_s
-    seconds = seconds + 2 * rate.latency_s * len(_trainable(context))
+    seconds = seconds + 2 * rate.latency_s * len(_trainable_parameters(context))
     return np.asarray(np.broadcast_to(seconds, len(context.micro_batches)))
 
 
@@ -100,7 +100,7 @@ def _num_trainable(context: PricingContext) -> np.ndarray | float:
     return context.parts.total([float(count) for count in own])
 
 
-def _trainable(context: PricingContext) -> list[ParameterSpec]:
+def _trainable_parameters(context: PricingContext) -> list[ParameterSpec]:
     return [p for unit in context.units for p in unit.parameters * unit.count if p.trainable]
 
 
@@ -113,13 +113,13 @@ def _price_kind(
 ) -> np.ndarray:
     """[R, 9] seconds of a template with R choices of sizes."""
     context = PricingContext.of(plan, sizes, trace, cluster, workload, memo)
-    computing = _computing(plan)
+    computing = _compute_fields(plan)
     segments = memo.get(("seconds", computing, context.parts), lambda: segments_of(context))
     key = ("exchanges", computing, context.order, context.parts)
     exchanges = memo.get(key, lambda: exchanges_of(context))
     context, waiting = as_pipeline(context, segments, exchanges)
     passes = passes_of(context, segments)
-    slowest = _slowest(context)
+    slowest = _slowest_ratio(context)
     compute = passes.compute * slowest
     recompute = passes.recompute * slowest
     gather, reduce = gather_and_reduce(context, passes)
@@ -138,7 +138,7 @@ def _price_kind(
         "optimizer": update,
         "offload": offload,
         "bubble": waiting.bubble,
-        "overhead": _overhead(context, operators, device_seconds),
+        "overhead": _host_overhead(context, operators, device_seconds),
         "exchange": exchange + waiting.sends,
     }
     columns = np.empty((len(sizes), len(TimeParts._fields)))
@@ -152,7 +152,7 @@ _VARIATION = 0.08 / 5.4
 equal") find 8 % between the whiskers of 18,800 hours on five clusters, which are 5.4 deviations of a normal distribution."""
 
 
-def _slowest(context: PricingContext) -> np.ndarray:
+def _slowest_ratio(context: PricingContext) -> np.ndarray:
     """[R] time of the slowest of a plan's devices over their mean, by Blom's approximation of the largest of n normal
     values; 1 where figures were measured, which is on the slowest rank."""
     sizes = context.sizes
@@ -164,7 +164,7 @@ def _slowest(context: PricingContext) -> np.ndarray:
     return np.asarray(1 + _VARIATION * np.asarray(largest)[place])
 
 
-def _computing(plan: Plan) -> tuple[object, ...]:
+def _compute_fields(plan: Plan) -> tuple[object, ...]:
     """The fields of a plan that its passes' time depends on."""
     again = plan.recomputation
     kernels = (plan.precision.narrow, plan.replaced, plan.compiled, plan.compiler, plan.extras)
@@ -172,7 +172,7 @@ def _computing(plan: Plan) -> tuple[object, ...]:
     return (*computed_in(plan), *kernels, *recomputed)
 
 
-def _overhead(context: PricingContext, operators: np.ndarray, device_seconds: np.ndarray) -> np.ndarray:
+def _host_overhead(context: PricingContext, operators: np.ndarray, device_seconds: np.ndarray) -> np.ndarray:
     """[R] seconds of starting operators that nothing hides, and of what every step does on the host."""
     exposed = host_seconds(context.hardware.device, operators, device_seconds)
     given = sum(extra.seconds_per_step for extra in context.plan.extras)

@@ -59,13 +59,13 @@ def _by_buckets(context: PricingContext, passes: Passes) -> np.ndarray:
     seconds = collective_seconds("all_reduce", num_bytes, context.data_groups, context.hardware, count)
     last = seconds / max(1, count)
     backward = context.parts.total([each.backward for each in passes.segments])
-    exposed = _exposed(seconds, backward, context.hardware.within_node.overlap)
+    exposed = _exposed_seconds(seconds, backward, context.hardware.within_node.overlap)
     # Each gradient goes into its bucket, which reads one tensor and writes one; further passes add to it.
     moved = num_bytes * (2 + 3 * (context.micro_batches - 1))
     return np.asarray(np.maximum(last, exposed) + moved / device.update_bytes_per_s)
 
 
-def _exposed(seconds: np.ndarray, computing: np.ndarray | float, overlap: float) -> np.ndarray:
+def _exposed_seconds(seconds: np.ndarray, computing: np.ndarray | float, overlap: float) -> np.ndarray:
     """[R] what is left of collectives beside a computation, which hides a share ``overlap`` of what runs beside it."""
     return np.asarray(seconds - overlap * np.minimum(seconds, computing))
 
@@ -96,13 +96,13 @@ def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.n
         each = passes.segments[unit.segment]
         # Prefetched behind the neighbour's computation, which is taken to be as long as its own; the first
         # has none, and in the backward pass the last reduction has none.
-        ahead = _exposed(gathered, each.forward, overlap)
+        ahead = _exposed_seconds(gathered, each.forward, overlap)
         gather = gather + passes_gathered * (count * ahead + is_first * (gathered - ahead))
         behind = each.backward + each.recompute
         if not plan.sharding.keeps_gathered:
-            gather = gather + passes_gathered * count * _exposed(gathered, behind, overlap)
+            gather = gather + passes_gathered * count * _exposed_seconds(gathered, behind, overlap)
             behind = np.maximum(0.0, behind - gathered)
-        exposed = _exposed(reduced, behind, overlap)
+        exposed = _exposed_seconds(reduced, behind, overlap)
         reduce = reduce + passes_reduced * (count * exposed + is_first * (reduced - exposed))
         is_first = False
     return gather, reduce
@@ -168,7 +168,11 @@ def exchanges_of(context: PricingContext) -> tuple[Exchange, ...]:
     found = []
     for s in range(len(segments)):
         seconds, calls = np.zeros(len(context.sizes)), np.zeros(len(context.sizes))
-        for axis, of in (("tensor", _tensor), ("sequence", _sequence), ("expert", _expert)):
+        for axis, of in (
+            ("tensor", _tensor_exchanges),
+            ("sequence", _sequence_exchanges),
+            ("expert", _expert_exchanges),
+        ):
             size = getattr(context.sizes, axis)
             if (size > 1).any():
                 more, count = of(context, context.groups((axis,)), s, again[s])
@@ -194,7 +198,7 @@ def partial_sums(context: PricingContext) -> np.ndarray:
     return collective_seconds("all_reduce", num_bytes, context.groups(("sequence",)), context.hardware)
 
 
-def _tensor(
+def _tensor_exchanges(
     context: PricingContext, groups: Groups, s: int, again: float
 ) -> tuple[np.ndarray, np.ndarray | float]:
     """Megatron's exchanges: one sum for each row layer forward, one for each group of column layers backward.
@@ -204,14 +208,14 @@ def _tensor(
     sums three numbers for each token instead.
     """
     segment, positions = context.trace.segments[s], context.parts.positions(s)
-    output = _output(context, s) / positions
+    output = _output_bytes(context, s) / positions
     if segment.is_block:
         # Recomputation stops before its last sum.
         count = 2 * segment.num_rows + again * max(0, segment.num_rows - 1)
         seconds = collective_seconds("all_reduce", output * count, groups, context.hardware, count)
         if context.sizes.asynchronous.any():
             joined = context.sizes.asynchronous & (groups.within == groups.size)
-            seconds = seconds - np.where(joined, _hidden(context, groups, s, again), 0.0)
+            seconds = seconds - np.where(joined, _hidden_seconds(context, groups, s, again), 0.0)
         return seconds, count
     words = [p for p in segment.parameters if p.tensor_dim == 0 and len(p.shape) == 2]
     if not words:
@@ -229,7 +233,7 @@ def _tensor(
     return np.where(parts, sums, logits) + hidden, np.where(parts, LOSS_CALLS, 1) + 1.0
 
 
-def _hidden(context: PricingContext, groups: Groups, s: int, again: float) -> np.ndarray:
+def _hidden_seconds(context: PricingContext, groups: Groups, s: int, again: float) -> np.ndarray:
     """[R] seconds of gathers and scattered sums that asynchronous exchange hides in a block of segment ``s``.
 
     torch cuts a product and the exchange beside it into a piece for each of n ranks; copies of n - 1 pieces go on while
@@ -248,7 +252,7 @@ def _hidden(context: PricingContext, groups: Groups, s: int, again: float) -> np
     weights, autocast = computed_in(plan)
     dtype = autocast or weights
     tokens = context.num_samples * context.num_tokens / context.sizes.sequence
-    output = _output(context, s) / context.sizes.sequence
+    output = _output_bytes(context, s) / context.sizes.sequence
     exchange = collective_seconds("all_gather", output, groups, context.hardware)
     narrow, width = plan.precision.narrow, DTYPE_BYTES.get(dtype, 4)
     rounded = collective_seconds("all_gather", output / width, groups, context.hardware)
@@ -272,7 +276,7 @@ def _hidden(context: PricingContext, groups: Groups, s: int, again: float) -> np
         return np.asarray(joined - apart)
 
     total = np.zeros(len(context.sizes))
-    for place, (columns, row) in enumerate(regions := _regions(segment)):
+    for place, (columns, row) in enumerate(regions := _column_row_regions(segment)):
         gathered, scattered = saved(columns, is_scattered=False), saved([row], is_scattered=True)
         # Recomputation stops before its last sum.
         total = total + (1 + again) * gathered + (1 + again * (place < len(regions) - 1)) * scattered
@@ -285,7 +289,7 @@ def _hidden(context: PricingContext, groups: Groups, s: int, again: float) -> np
     return total
 
 
-def _regions(segment: Segment) -> list[tuple[list[ParameterSpec], ParameterSpec]]:
+def _column_row_regions(segment: Segment) -> list[tuple[list[ParameterSpec], ParameterSpec]]:
     """The matrices of column layers with that of the row layer behind them."""
     matrices = [each for each in segment.parameters if len(each.shape) == 2 and each.tensor_dim is not None]
     found: list[tuple[list[ParameterSpec], ParameterSpec]] = []
@@ -299,7 +303,7 @@ def _regions(segment: Segment) -> list[tuple[list[ParameterSpec], ParameterSpec]
     return found
 
 
-def _sequence(
+def _sequence_exchanges(
     context: PricingContext, groups: Groups, s: int, again: float
 ) -> tuple[np.ndarray, np.ndarray | float]:
     """Ulysses: queries, keys, values and results change between tokens and heads in each attention; a ring: keys
@@ -309,7 +313,7 @@ def _sequence(
     if not segment.is_block:
         return np.zeros(len(context.sizes)), 0.0
     heads = trace.num_key_value_heads / trace.num_heads if trace.num_heads else 1.0
-    width = _output(context, s) / context.sizes.tensor
+    width = _output_bytes(context, s) / context.sizes.tensor
     if not segment.num_attentions:
         gathers = 2 * (2 + again)
         num_bytes = width * heads * gathers
@@ -326,14 +330,16 @@ def _sequence(
     return np.where(is_ring, around, seconds), np.where(is_ring, turns, count)
 
 
-def _expert(context: PricingContext, groups: Groups, s: int, again: float) -> tuple[np.ndarray, float]:
+def _expert_exchanges(
+    context: PricingContext, groups: Groups, s: int, again: float
+) -> tuple[np.ndarray, float]:
     """Tokens go to the ranks that hold their experts, and results come back, in both passes."""
     count = 2 * context.trace.segments[s].num_routed * (2 + again)
-    routed = _output(context, s) * max(1, context.trace.experts_per_token)
+    routed = _output_bytes(context, s) * max(1, context.trace.experts_per_token)
     return collective_seconds("all_to_all", routed * count, groups, context.hardware, count), count
 
 
-def _output(context: PricingContext, s: int) -> np.ndarray:
+def _output_bytes(context: PricingContext, s: int) -> np.ndarray:
     """[R] bytes of a segment's output [B, T, D]."""
     cost = cost_of(context.plan, context.trace.segments[s])
     return np.asarray(cost.output.at(context.num_samples, context.num_tokens), dtype=float)

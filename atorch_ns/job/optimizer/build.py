@@ -58,7 +58,7 @@ def attach_optimizer(
                 raise InputError(f"{name} must be callable; it is {with_article(given)}.")
         if job.precision.scaler is not None and job.inputs.loss_func is None:
             raise InputError("fp16 scales the loss, so a job with an optimizer needs loss_func.")
-        groups = None if options_of is None else _grouped(job, options_of)
+        groups = None if options_of is None else _group_by_options(job, options_of)
         job.original = replace(job.original, groups=groups)
         job.inputs = replace(job.inputs, optim_func=optim_func, optim_args=optim_args)
         made = make_optimizer(job)
@@ -76,8 +76,8 @@ def attach_optimizer(
     return attached
 
 
-def _grouped(job: Job, options_of: Callable[[str], Mapping[str, Any]]) -> tuple[NamedGroup, ...]:
-    left_out = set() if job.optimizer.takes_frozen else {plain_name(name) for name, _ in _frozen(job)}
+def _group_by_options(job: Job, options_of: Callable[[str], Mapping[str, Any]]) -> tuple[NamedGroup, ...]:
+    left_out = set() if job.optimizer.takes_frozen else {plain_name(name) for name, _ in _frozen_tensors(job)}
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for name in job.original.parameter_order:
         if name in left_out:
@@ -117,7 +117,7 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
     )
     if job.original.groups is None and not job.optimizer.takes_frozen:
         groups = _without_frozen(job, groups)
-    masters = _masters(job)
+    masters = _make_master_weights(job)
     if masters is not None:
         groups = masters.groups(groups)
     untried = require_separable(job, groups)
@@ -208,14 +208,14 @@ def _refuse_foreign_parameters(
         optimizer.register_step_pre_hook(look)
 
 
-def _frozen(job: Job) -> list[tuple[str, torch.Tensor]]:
+def _frozen_tensors(job: Job) -> list[tuple[str, torch.Tensor]]:
     named = job.module.named_parameters()
     return [(plain_name(name), parameter) for name, parameter in named if not parameter.requires_grad]
 
 
 def _without_frozen(job: Job, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What an optimizer gets that takes no further parameters later; once one of the others is thawed, a step says so."""
-    left_out = _frozen(job)
+    left_out = _frozen_tensors(job)
 
     def require_frozen(*_: Any) -> None:
         for name, parameter in left_out:
@@ -231,7 +231,7 @@ def _without_frozen(job: Job, groups: list[dict[str, Any]]) -> list[dict[str, An
     return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
 
 
-def _masters(job: Job) -> MasterWeights | None:
+def _make_master_weights(job: Job) -> MasterWeights | None:
     """fp32 copies that the optimizer updates; ``None`` where it updates the weights themselves."""
     if job.plan.offload_optimizer:
         return MasterWeights(job.module.parameters(), on_host=True, pinned=job.device.type == "cuda")

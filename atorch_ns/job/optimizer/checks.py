@@ -54,33 +54,33 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
     if job.inputs.optim_func is None or job.inputs.optimizer_is_trusted or _is_known(job.inputs.optim_func):
         return ""
     sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
-    if not sharded and not _divided(job):
+    if not sharded and not _is_divided(job):
         return ""
-    if _divided(job):
+    if _is_divided(job):
         _refuse_choice(job, groups)
-    for options in _kinds(groups):
-        make = partial(_made, job, options)
+    for options in _distinct_options(groups):
+        make = partial(_new_optim, job, options)
         with random_states_kept(job.device), warnings.catch_warnings(action="ignore"):
             try:
-                optimizer = make(_parameters(torch.float32, torch.device("cpu")))
+                optimizer = make(_make_parameters(torch.float32, torch.device("cpu")))
             except Exception as error:  # also what is wrong with the real call, which tells it better
-                return _untried(job, error)
+                return _untried_text(job, error)
             judged = isinstance(optimizer, (torch.optim.LBFGS, *NOT_OF_DTENSORS)) or _is_known(
                 type(optimizer)
             )
             if sharded and not judged:
                 _require_tensors(job, make)
-            if not _divided(job):
+            if not _is_divided(job):
                 continue
             if isinstance(optimizer, torch.optim.LBFGS):
-                raise _error(job, "LBFGS searches along one direction of all parameters together")
+                raise _coupling_error(job, "LBFGS searches along one direction of all parameters together")
             if _is_known(type(optimizer)):
                 continue
-            couples, why = _tried(make, job.device)
+            couples, why = _try_coupling(make, job.device)
         if couples:
-            raise _error(job, "its updates of two parameters together and of each alone differ")
+            raise _coupling_error(job, "its updates of two parameters together and of each alone differ")
         if why is not None:
-            return _untried(job, why)
+            return _untried_text(job, why)
     return ""
 
 
@@ -109,7 +109,7 @@ def _copy_arguments(job: Job) -> dict[str, Any]:
     }
 
 
-def _divided(job: Job) -> bool:
+def _is_divided(job: Job) -> bool:
     if job.mesh is None:
         return False
     by_layout = job.plan.sharding.layout != "rows" and job.num_data_ranks > 1
@@ -124,7 +124,7 @@ def _require_tensors(job: Job, make: _Make) -> None:
         return
     if one != other:
         raise BackendError(
-            f"{_name(job)} reads numbers out of sums over gradients or weights (.item(), float()). This strategy makes "
+            f"{_optimizer_name(job)} reads numbers out of sums over gradients or weights (.item(), float()). This strategy makes "
             "DTensors of the parameters, where such a number is that of a rank's own part, so ranks would diverge "
             "without an error. Use ddp, zero1 if it updates each parameter by itself, or an optimizer that keeps such "
             "values in tensors."
@@ -133,15 +133,15 @@ def _require_tensors(job: Job, make: _Make) -> None:
 
 def _numbers_read(make: _Make, factor: float) -> list[Any]:
     """The numbers that steps read, with weights multiplied by ``factor``, and gradients by its square."""
-    parameters = _parameters(torch.float32, torch.device("cpu"))
+    parameters = _make_parameters(torch.float32, torch.device("cpu"))
     with torch.no_grad():
         for parameter in parameters:
             parameter.mul_(factor)
     optimizer = make(parameters)
     reads = _Reads()
     with reads:
-        for step in _gradients():
-            _give(parameters, [factor**2 * gradient for gradient in step])
+        for step in _make_gradients():
+            _set_gradients(parameters, [factor**2 * gradient for gradient in step])
             optimizer.step()
     return reads.numbers
 
@@ -165,7 +165,7 @@ def _is_known(kind: Any) -> bool:
     return known and kind is not torch.optim.LBFGS
 
 
-def _kinds(groups: ParameterGroups) -> list[dict[str, Any]]:
+def _distinct_options(groups: ParameterGroups) -> list[dict[str, Any]]:
     """Options of groups that an optimizer may treat differently: not those that differ in numbers alone."""
     found: dict[Any, dict[str, Any]] = {}
     for group in groups:
@@ -175,7 +175,7 @@ def _kinds(groups: ParameterGroups) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _made(job: Job, options: Mapping[str, Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _new_optim(job: Job, options: Mapping[str, Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     assert job.inputs.optim_func is not None
     optimizer: Any = job.inputs.optim_func([{**options, "params": parameters}], **_copy_arguments(job))
     for group in optimizer.param_groups:
@@ -186,31 +186,33 @@ def _made(job: Job, options: Mapping[str, Any], parameters: list[nn.Parameter]) 
     return optimizer  # type: ignore[no-any-return]
 
 
-def _tried(make: _Make, device: torch.device) -> tuple[bool, Exception | None]:
+def _try_coupling(make: _Make, device: torch.device) -> tuple[bool, Exception | None]:
     """Whether it couples parameters, and why it could not be found out; the first kind of trial that works decides."""
     why: Exception | None = None
     places = dict.fromkeys((torch.device("cpu"), device))
     for place, dtype, with_closure in itertools.product(places, _TOLERANCES, (False, True)):
         try:
-            return _couples(partial(_updates, make, dtype, place, with_closure), _TOLERANCES[dtype]), None
+            return _is_coupled(
+                partial(_run_updates, make, dtype, place, with_closure), _TOLERANCES[dtype]
+            ), None
         except Exception as error:
             why = why or error
     return False, why
 
 
-def _couples(run: Callable[..., _Updates], tolerance: float) -> bool:
+def _is_coupled(run: Callable[..., _Updates], tolerance: float) -> bool:
     together = run((0, 1))
     if not any(bool(update.any()) for updates in together for update in updates):
         raise ValueError("it changed neither of two small parameters")
     alone = [[*first, *second] for first, second in zip(run((0,)), run((1,)), strict=True)]
-    if not _differ(together, alone, tolerance):
+    if not _has_difference(together, alone, tolerance):
         return False
-    if _differ(together, run((0, 1), seed=1), tolerance):
+    if _has_difference(together, run((0, 1), seed=1), tolerance):
         raise ValueError("its updates are random")
     return True
 
 
-def _differ(first: _Updates, second: _Updates, tolerance: float) -> bool:
+def _has_difference(first: _Updates, second: _Updates, tolerance: float) -> bool:
     pairs = zip(itertools.chain(*first), itertools.chain(*second), strict=True)
     for one, other in pairs:
         scale = float(torch.maximum(one.abs().max(), other.abs().max()))
@@ -220,13 +222,13 @@ def _differ(first: _Updates, second: _Updates, tolerance: float) -> bool:
     return False
 
 
-def _parameters(dtype: torch.dtype, device: torch.device) -> list[nn.Parameter]:
+def _make_parameters(dtype: torch.dtype, device: torch.device) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     starts = [torch.randn(shape, generator=generator, device="cpu") for shape in _SHAPES]
     return [nn.Parameter(start.to(device, dtype)) for start in starts]
 
 
-def _gradients() -> list[list[torch.Tensor]]:
+def _make_gradients() -> list[list[torch.Tensor]]:
     """Gradients of each step, mostly along one direction, along which estimated step sizes grow."""
     generator = torch.Generator().manual_seed(1)
     main = [torch.randn(shape, generator=generator, device="cpu") for shape in _SHAPES]
@@ -240,7 +242,7 @@ def _gradients() -> list[list[torch.Tensor]]:
     ]
 
 
-def _updates(
+def _run_updates(
     make: _Make,
     dtype: torch.dtype,
     device: torch.device,
@@ -252,12 +254,12 @@ def _updates(
     """What each step adds to the chosen parameters, of which alone the optimizer knows."""
     torch.manual_seed(seed)
     random.seed(seed)
-    parameters = [_parameters(dtype, device)[index] for index in chosen]
+    parameters = [_make_parameters(dtype, device)[index] for index in chosen]
     optimizer = make(parameters)
     found = []
-    for step in _gradients():
+    for step in _make_gradients():
         before = [parameter.detach().clone() for parameter in parameters]
-        give = partial(_give, parameters, [step[index] for index in chosen])
+        give = partial(_set_gradients, parameters, [step[index] for index in chosen])
         give()
         arguments: list[Any] = [give] if with_closure else []
         optimizer.step(*arguments)
@@ -265,29 +267,29 @@ def _updates(
     return found
 
 
-def _give(parameters: list[nn.Parameter], gradients: list[torch.Tensor]) -> torch.Tensor:
+def _set_gradients(parameters: list[nn.Parameter], gradients: list[torch.Tensor]) -> torch.Tensor:
     """Sets gradients; the closure of optimizers that want one, with a loss that stays."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.to(parameter.device, parameter.dtype)
     return torch.ones((), device=parameters[0].device)
 
 
-def _name(job: Job) -> str:
+def _optimizer_name(job: Job) -> str:
     return getattr(job.inputs.optim_func, "__name__", "the optimizer")
 
 
-def _error(job: Job, why: str) -> BackendError:
+def _coupling_error(job: Job, why: str) -> BackendError:
     return BackendError(
-        f"{_name(job)} updates each parameter by what it sees of the others: {why}. Under this strategy the optimizer "
+        f"{_optimizer_name(job)} updates each parameter by what it sees of the others: {why}. Under this strategy the optimizer "
         "of a rank has a part of the parameters, so it would train otherwise than one process, without an error. Use "
         "ddp, fsdp or zero2 (without not_use_fsdp and DeepSpeed), whose optimizers see all parameters, or "
         "an optimizer that updates each by itself; clip gradients by max_grad_norm in place of within the optimizer."
     )
 
 
-def _untried(job: Job, error: Exception) -> str:
+def _untried_text(job: Job, error: Exception) -> str:
     return (
-        f"{_name(job)} could not be tried with small parameters ({error_text(error)}). Under this strategy "
+        f"{_optimizer_name(job)} could not be tried with small parameters ({error_text(error)}). Under this strategy "
         "the optimizer of a rank has a part of the parameters, which is right only if it updates each by itself. If it "
         "looks at several, by a norm of all gradients or an estimated step size, use ddp, fsdp or zero2."
     )

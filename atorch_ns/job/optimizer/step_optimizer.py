@@ -42,7 +42,7 @@ class MasterWeights:
         self._is_written = False
         for parameter in parameters:
             if parameter.requires_grad:
-                self._add(parameter)
+                self._add_master(parameter)
 
     def master_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor that the optimizer updates for ``parameter``."""
@@ -65,10 +65,10 @@ class MasterWeights:
         for group in groups:
             for place, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and parameter not in masters:
-                    self._add(parameter)
+                    self._add_master(parameter)
                     group["params"][place] = self.master_of(parameter)
 
-    def _add(self, parameter: torch.Tensor) -> None:
+    def _add_master(self, parameter: torch.Tensor) -> None:
         if self._on_host and parameter.is_floating_point():
             master = self._host_tensor(parameter).copy_(parameter.detach())
         elif not self._on_host and parameter.dtype in (torch.float16, torch.bfloat16):
@@ -109,7 +109,7 @@ class MasterWeights:
         has made such a write by then before each. Elements that are as they were keep their precision.
         """
         for parameter, master in self._masters.items():
-            is_marked = self._marks.get(parameter) != _mark(parameter)
+            is_marked = self._marks.get(parameter) != _version_mark(parameter)
             is_new = self._versions.get(master) != master._version
             if is_new or is_marked or self._is_written or self._num_updates < _NUM_LOOKS:
                 kept = local_part(master)  # each rank looks at its own part
@@ -126,7 +126,7 @@ class MasterWeights:
         self._num_updates += 1
         for parameter, master in self._masters.items():
             parameter.copy_(master, non_blocking=self._pinned)
-            self._marks[parameter], self._versions[master] = _mark(parameter), master._version
+            self._marks[parameter], self._versions[master] = _version_mark(parameter), master._version
 
     def _host_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
         return torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=self._pinned)
@@ -140,7 +140,7 @@ _NUM_LOOKS: Final = 3
 """Updates before which all parameters are compared with their masters: what a loop writes each time it writes by then."""
 
 
-def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+def _version_mark(tensor: torch.Tensor) -> tuple[int, int]:
     """What changes where a tensor is written to, or given other memory."""
     return tensor._version, local_part(tensor).data_ptr()
 
@@ -289,7 +289,7 @@ class StepOptimizer(torch.optim.Optimizer):
         else:
             loss = None
         self.prepare_gradients()
-        self.skipped = self._overflow or (self._skip_if_nonfinite and self._nonfinite())
+        self.skipped = self._overflow or (self._skip_if_nonfinite and self._has_nonfinite())
         if not self.skipped:
             self.inner.step()
         if self.scaler is not None:
@@ -384,7 +384,7 @@ class StepOptimizer(torch.optim.Optimizer):
             parameter.grad is not None for group in self.inner.param_groups for parameter in group["params"]
         )
 
-    def _nonfinite(self) -> bool:
+    def _has_nonfinite(self) -> bool:
         """Whether any rank sees a bad gradient: a rank may hold only a part of them."""
         parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
         flag = (~torch.isfinite(self._norm(parameters))).float()

@@ -177,14 +177,14 @@ class _LocalParts(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.view_as_real.default and isinstance(args[0], DTensor):
-            return _pairs(args[0])
+            return _view_as_pairs(args[0])
         if getattr(func, "overloadpacket", None) in _KERNELS:
             parameters, *_ = args
             args = [list(map(_local_part, values, parameters)) for values in args]
         return func(*args, **(kwargs or {}))
 
 
-def _pairs(value: DTensor) -> DTensor:
+def _view_as_pairs(value: DTensor) -> DTensor:
     pairs = torch.view_as_real(value.to_local())
     shape = torch.Size((*value.shape, 2))
     stride = (*(2 * step for step in value.stride()), 1)
@@ -232,16 +232,16 @@ def choose_fused(
         groups: the parameter groups as ``optim_func`` will be given them, with the user's options.
         models: what holds the parameters; embeddings in it may say that their gradients are sparse.
     """
-    kind, given = _unwrapped(optim_func, dict(optim_args or {}))
+    kind, given = _unwrap_partials(optim_func, dict(optim_args or {}))
     if kind not in _FUSED:
         return False, ""
     groups = list(groups)
     if any(given.get(key) is not None or any(key in each for each in groups) for key in _DECIDES):
         return False, ""
     reason = (
-        _sparse(models)
-        or _late(kind, given, groups)
-        or next((reason for group in groups if (reason := _obstacle(group["params"]))), None)
+        _find_sparse_module(models)
+        or _find_late_fault(kind, given, groups)
+        or next((reason for group in groups if (reason := _find_obstacle(group["params"]))), None)
     )
     if reason is not None:
         return False, f"{kind.__name__}: not fused, since {reason}"
@@ -249,7 +249,7 @@ def choose_fused(
     return True, f"{kind.__name__}: {what}"
 
 
-def _unwrapped(function: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _unwrap_partials(function: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The class behind partials, and all keywords that it will be called with."""
     while isinstance(function, partial):
         given = {**function.keywords, **given}
@@ -270,9 +270,9 @@ def optimizer_arguments(
             of the parameters each, torch would refuse it on some of them alone.
     """
     groups, models = list(groups), list(models)
-    kind, asked = _unwrapped(optim_func, dict(optim_args or {}))
+    kind, asked = _unwrap_partials(optim_func, dict(optim_args or {}))
     if kind in _FUSED and asked.get("fused"):
-        reason = _sparse(models) or _wrong(kind, asked, groups)
+        reason = _find_sparse_module(models) or _find_fused_fault(kind, asked, groups)
         if reason is not None:
             raise InputError(
                 f"optim_args has fused=True for {kind.__name__}, and {reason}. Leave fused out: the kernel is then used where "
@@ -283,7 +283,7 @@ def optimizer_arguments(
     return ({**given, "fused": True} if use_fused else given), why
 
 
-def _sparse(models: Iterable[nn.Module]) -> str | None:
+def _find_sparse_module(models: Iterable[nn.Module]) -> str | None:
     """The module whose gradient is sparse, which fused kernels refuse in the first step."""
     for model in models:
         for name, module in model.named_modules():
@@ -293,7 +293,7 @@ def _sparse(models: Iterable[nn.Module]) -> str | None:
     return None
 
 
-def _wrong(
+def _find_fused_fault(
     kind: type[torch.optim.Optimizer], given: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
 ) -> str | None:
     """Why a fused kernel that was asked for cannot be right."""
@@ -306,7 +306,7 @@ def _wrong(
     return None
 
 
-def _late(
+def _find_late_fault(
     kind: type[torch.optim.Optimizer], given: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
 ) -> str | None:
     """SGD's kernel takes momenta of all parameters or of none (torch 2.13)."""
@@ -315,7 +315,7 @@ def _late(
     return None
 
 
-def _obstacle(parameters: Iterable[torch.Tensor]) -> str | None:
+def _find_obstacle(parameters: Iterable[torch.Tensor]) -> str | None:
     """Why one fused call cannot update these parameters; ``None`` if it can."""
     for parameter in parameters:
         if not parameter.is_floating_point():

@@ -25,7 +25,7 @@ def runnable(one: Operator, rule: Rule) -> tuple[Target, bool]:
     if rule.divides:
         target = RUN_AS.get(target, target)
         if rule.kernel:
-            target, needs_group = _kernel(rule, target), True
+            target, needs_group = _bind_kernel(rule, target), True
         elif is_random(one):
             target, needs_group = _own_randomness(target, rule), True
         like = (target if not needs_group else one.call.operator, str(rule), rule.kernel)
@@ -53,7 +53,7 @@ def is_random(one: Operator) -> bool:
     return True
 
 
-def _kernel(rule: Rule, target: Target) -> Target:
+def _bind_kernel(rule: Rule, target: Target) -> Target:
     kernel = getattr(kernels, rule.kernel)
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,7 @@ def _check_in(
 ) -> None:
     with random_states_kept(device):
         torch.manual_seed(0)
-        states = _states(division, model, device, dtype)
+        states = _make_states(division, model, device, dtype)
         inputs = [_as_float(tensor.to(device), dtype) for tensor in tensors]
         whole = _run_whole(division, states, inputs, dtype)
         ranks = [_Record(dtype) for _ in range(division.degree)]
@@ -87,7 +87,7 @@ def _check_in(
                 f"the divided model fails where the whole one runs: {error_line(error)}. A forward pass that takes gradients "
                 "itself (torch.autograd.grad) cannot be divided operator by operator: leave operator_parallel out."
             ) from error
-    _compare(division, whole, ranks)
+    _compare_records(division, whole, ranks)
 
 
 @dataclass
@@ -106,7 +106,7 @@ class _Record:
             self.values[node] = value
 
 
-def _states(
+def _make_states(
     division: Division, model: nn.Module, device: torch.device, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Values for parameters, buffers and constants, by the names of their placeholders."""
@@ -143,7 +143,7 @@ class _Quiet(fx.Interpreter):
         given = self.fetch_args_kwargs_from_env(n)
         args, kwargs = fx.node.map_aggregate(given, lambda value: _as_float(value, self._record.dtype))
         try:
-            result = self._result(n, one, args, kwargs)
+            result = self._compute_result(n, one, args, kwargs)
         except InputError:
             raise
         except Exception as error:
@@ -162,7 +162,7 @@ class _Quiet(fx.Interpreter):
             self._record.keep(value, result)
         return result
 
-    def _result(self, n: fx.Node, one: Operator | None, args: Any, kwargs: Any) -> Any:
+    def _compute_result(self, n: fx.Node, one: Operator | None, args: Any, kwargs: Any) -> Any:
         if one is not None and is_random(one) and n.target is not operator.getitem:
             return _without_chance(one, [value for value in args if not _is_group(value)], kwargs)
         if one is not None and n.target is one.call.operator:
@@ -213,12 +213,12 @@ def _run_whole(
             value = parameters[origin.name] = value.clone().requires_grad_(graph.spec(node).requires_grad)
         given.append(value.clone() if origin.kind == "buffer" else value)
     results = _Quiet(graph.captured.graph, calls, known, record).run(*given)
-    record.cotangents = _backward(results, None)
+    record.cotangents = _run_backward(results, None)
     record.parameters = {name: value.grad for name, value in parameters.items() if value.grad is not None}
     return record
 
 
-def _backward(
+def _run_backward(
     results: Sequence[Any], cotangents: Sequence[torch.Tensor | None] | None
 ) -> list[torch.Tensor | None]:
     """Runs the backward pass from all results that have one; returns the gradients that it began from."""
@@ -268,29 +268,29 @@ def _run_rank(
     outputs = [
         converted(values[node.name], division.placement(node), need, group) for node in division.graph.outputs
     ]
-    _backward(outputs, cotangents)
+    _run_backward(outputs, cotangents)
     for name, value in named.items():
         if value.grad is not None:
             record.parameters[name] = total(value.grad, group) if name in division.summed else value.grad
 
 
-def _compare(division: Division, whole: _Record, ranks: Sequence[_Record]) -> None:
+def _compare_records(division: Division, whole: _Record, ranks: Sequence[_Record]) -> None:
     _compare_results(division, whole, ranks)
     gradients = [
         value.grad for value in whole.values.values() if value.requires_grad and value.grad is not None
     ]
     floor = gradient_floor(gradients)
-    for one, node, placement in reversed(list(_results(division))):
+    for one, node, placement in reversed(list(_operator_results(division))):
         value = whole.values.get(node)
         if value is not None and value.requires_grad and value.grad is not None:
-            parts = [_gradient(rank.values.get(node)) for rank in ranks]
+            parts = [_read_gradient(rank.values.get(node)) for rank in ranks]
             place = WHOLE if isinstance(placement, Partial) else placement
-            _judge(one, "gradient of the result", value.grad, parts, place, floor)
+            _require_close(one, "gradient of the result", value.grad, parts, place, floor)
     _compare_parameters(division, whole, ranks, floor)
 
 
 def _compare_results(division: Division, whole: _Record, ranks: Sequence[_Record]) -> None:
-    for one, node, placement in _results(division):
+    for one, node, placement in _operator_results(division):
         parts = [rank.values.get(node) for rank in ranks]
         known = [part for part in parts if part is not None]
         if node not in whole.values or not known:
@@ -302,7 +302,7 @@ def _compare_results(division: Division, whole: _Record, ranks: Sequence[_Record
                     f"{one} is divided wrongly: a rank's result has shape {tuple(part.shape)} in place of {expected}."
                 )
         if placement == WHOLE or len(known) == len(parts):  # else a rank has failed
-            _judge(one, "result", whole.values[node].detach(), known, placement, 0.0)
+            _require_close(one, "result", whole.values[node].detach(), known, placement, 0.0)
 
 
 def _compare_parameters(division: Division, whole: _Record, ranks: Sequence[_Record], floor: float) -> None:
@@ -314,10 +314,10 @@ def _compare_parameters(division: Division, whole: _Record, ranks: Sequence[_Rec
     for name, gradient in whole.parameters.items():
         placement = division.parameters.get(name, WHOLE)
         parts = [rank.parameters.get(name) for rank in ranks]
-        _judge(users[name], f"gradient of {name}", gradient, parts, placement, floor)
+        _require_close(users[name], f"gradient of {name}", gradient, parts, placement, floor)
 
 
-def _results(division: Division) -> Iterator[tuple[Operator, fx.Node, Placement]]:
+def _operator_results(division: Division) -> Iterator[tuple[Operator, fx.Node, Placement]]:
     for one in division.graph.operators:
         for number, node in enumerate(one.results):
             # Whose values are those of old memory.
@@ -325,11 +325,11 @@ def _results(division: Division) -> Iterator[tuple[Operator, fx.Node, Placement]
                 yield one, node, division.rules[one].outputs[number]
 
 
-def _gradient(value: torch.Tensor | None) -> torch.Tensor | None:
+def _read_gradient(value: torch.Tensor | None) -> torch.Tensor | None:
     return None if value is None or not value.requires_grad else value.grad
 
 
-def _judge(
+def _require_close(
     one: Operator,
     what: str,
     whole: torch.Tensor,

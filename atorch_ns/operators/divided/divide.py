@@ -149,16 +149,16 @@ class _Builder:
         }
 
     def piece(self, gives: Sequence[fx.Node], shared: dict[Any, fx.GraphModule]) -> Piece:
-        states, takes = self._placeholders()
+        states, takes = self._add_placeholders()
         for node in self._segment.nodes:
             if node in self._operators:
-                self._operator(*self._operators[node])
+                self._add_operator(*self._operators[node])
             elif node not in self._raw and node.target is not operator.getitem:
-                self._number(node)
+                self._add_number(node)
         gives = [value for value in gives if value in self._raw]
         self._graph.output(tuple(self._raw[value] for value in gives))
         self._graph.eliminate_dead_code()
-        key = (states, _likeness(self._graph))
+        key = (states, _graph_key(self._graph))
         if key not in shared:
             shared[key] = fx.GraphModule(torch.nn.Module(), self._graph)
         numbers = {node: number for number, node in enumerate(self._graph.nodes)}
@@ -171,7 +171,7 @@ class _Builder:
         taken, given = (tuple(value.name for value in values) for values in (takes, gives))
         return Piece(self._segment.path, shared[key], states, taken, given, ran, computed)
 
-    def _placeholders(self) -> tuple[tuple[str, ...], list[fx.Node]]:
+    def _add_placeholders(self) -> tuple[tuple[str, ...], list[fx.Node]]:
         states = {value: name for value in self._outer if (name := self._own_state(value)) is not None}
         for value, name in states.items():
             # It may begin with a digit.
@@ -191,8 +191,8 @@ class _Builder:
             return origin.name
         return origin.name.removeprefix(f"{path}.") if origin.name.startswith(f"{path}.") else None
 
-    def _operator(self, one: Operator, rule: Rule) -> None:
-        inputs = iter([self._convert(v, need_of(rule, number), one) for number, v in enumerate(one.inputs)])
+    def _add_operator(self, one: Operator, rule: Rule) -> None:
+        inputs = iter([self._value_for(v, need_of(rule, number), one) for number, v in enumerate(one.inputs)])
 
         def put(value: fx.Node) -> Any:
             return next(inputs) if isinstance(value.meta["val"], torch.Tensor) else self._raw[value]
@@ -213,7 +213,7 @@ class _Builder:
             if result is not None:
                 self._raw[result] = self._graph.call_function(operator.getitem, (made, number))
 
-    def _convert(self, value: fx.Node, need: Need, user: Operator) -> fx.Node:
+    def _value_for(self, value: fx.Node, need: Need, user: Operator) -> fx.Node:
         raw = self._raw[value]
         source = self._division.placement(value)
         origin = self._division.graph.origins.get(value)
@@ -233,7 +233,7 @@ class _Builder:
             self._converted[value, need] = made
         return self._converted[value, need]
 
-    def _number(self, node: fx.Node) -> None:
+    def _add_number(self, node: fx.Node) -> None:
         """A number that is computed from sizes or values; those of divided tensors are made whole."""
 
         def whole(value: fx.Node) -> fx.Node:
@@ -266,10 +266,10 @@ class _Builder:
         sizes = list(holder[where])
         if not 0 <= placement.dim - offset < len(sizes):  # a dim that the argument says nothing of
             return
-        sizes[placement.dim - offset] = self._part(sizes[placement.dim - offset], one)
+        sizes[placement.dim - offset] = self._local_size(sizes[placement.dim - offset], one)
         holder[where] = sizes
 
-    def _part(self, size: Any, one: Operator) -> Any:
+    def _local_size(self, size: Any, one: Operator) -> Any:
         if isinstance(size, fx.Node):
             if size not in self._divided_numbers:
                 made = self._graph.call_function(operator.floordiv, (size, self._division.degree))
@@ -282,7 +282,7 @@ class _Builder:
         return size // self._division.degree
 
 
-def _likeness(graph: fx.Graph) -> Any:
+def _graph_key(graph: fx.Graph) -> Any:
     """What two graphs that compute alike have in common: all but the names of their nodes."""
     numbers = {node: number for number, node in enumerate(graph.nodes)}
 

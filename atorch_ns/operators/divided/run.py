@@ -15,12 +15,7 @@ from torch.distributed.tensor import Shard
 
 from atorch_ns.capture.graph.capture import Captured, CaptureError, capture, filled, flat_arguments
 from atorch_ns.capture.graph.operator_graph import OperatorGraph
-from atorch_ns.capture.graph.python_state import (
-    PythonState,
-    UnrepeatableError,
-    carry_state,
-    refuse_hooks,
-)
+from atorch_ns.capture.graph.python_state import PythonState, UnrepeatableError, carry_state, refuse_hooks
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
 from atorch_ns.operators.divided.conversions import Need, converted
@@ -97,9 +92,11 @@ class DividedForward:
         InputError: if it cannot be divided.
         """
         tensors, structure = flat_arguments(args, kwargs)
-        return filled(*self._pass(model, args, kwargs, tensors, structure).run(model, tensors, self._group))
+        return filled(
+            *self._find_pass(model, args, kwargs, tensors, structure).run(model, tensors, self._group)
+        )
 
-    def _pass(
+    def _find_pass(
         self,
         model: nn.Module,
         args: Sequence[Any],
@@ -114,7 +111,7 @@ class DividedForward:
                 f"{type(model).__name__} runs by its operators: {error}. Register it before, on a model that is left whole there, or "
                 "on the whole model."
             ) from None
-        states = self._states(model)
+        states = self._mode_states(model)
         stale: list[tuple[PythonState, _Pass]] = []
         for known, attributes, found in self._passes:
             if known == states and found.captured.fits(tensors, structure) and found.divides(tensors):
@@ -151,7 +148,7 @@ class DividedForward:
         self._passes.append((states, PythonState(model, captured.reads), made))
         return made
 
-    def _states(self, model: nn.Module) -> Any:
+    def _mode_states(self, model: nn.Module) -> Any:
         """What code may read beside arguments and attributes: training modes, autocast, and whether gradients are on."""
         kind = self._device.type
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
@@ -180,10 +177,10 @@ class _Pass:
 
     def divides(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the sizes that follow the number of samples and are divided are divisible."""
-        samples = self._samples(tensors)
-        return not any(each * samples % self.division.degree for each in self._multiples)
+        samples = self._count_samples(tensors)
+        return not any(each * samples % self.division.degree for each in self._sizes_per_sample)
 
-    def _samples(self, tensors: Sequence[torch.Tensor]) -> int:
+    def _count_samples(self, tensors: Sequence[torch.Tensor]) -> int:
         """The first size that may vary."""
         rows = zip(tensors, self.captured.guards, strict=True)
         sizes = (
@@ -195,7 +192,7 @@ class _Pass:
         return next(sizes, 1)
 
     @functools.cached_property
-    def _multiples(self) -> frozenset[Fraction]:
+    def _sizes_per_sample(self) -> frozenset[Fraction]:
         """The sizes that vary and are divided, in units of the number of samples."""
         inputs = [
             node.meta["val"] for node, origin in self.captured.origins.items() if origin.kind == "input"
@@ -214,13 +211,13 @@ class _Pass:
         return frozenset(found)
 
     @functools.cached_property
-    def _outputs(self) -> tuple[tuple[str, Placement], ...]:
+    def _output_placements(self) -> tuple[tuple[str, Placement], ...]:
         return tuple((node.name, self.division.placement(node)) for node in self.division.graph.outputs)
 
     @functools.cached_property
-    def _ends(self) -> tuple[tuple[str, ...], ...]:
+    def _dead_values(self) -> tuple[tuple[str, ...], ...]:
         """For each piece the values that nothing later needs."""
-        needed = {name for name, _ in self._outputs}
+        needed = {name for name, _ in self._output_placements}
         ends: list[tuple[str, ...]] = []
         for piece in reversed(self.pieces):
             ends.append(tuple(name for name in (*piece.takes, *piece.gives) if name not in needed))
@@ -229,23 +226,27 @@ class _Pass:
 
     def run(self, model: nn.Module, tensors: Sequence[torch.Tensor], group: Any) -> tuple[Any, list[Any]]:
         """The nest of results, and the whole results."""
-        values = self._given(model, tensors)
-        for piece, ends in zip(self.pieces, self._ends, strict=True):
+        values = self._initial_values(model, tensors)
+        for piece, ends in zip(self.pieces, self._dead_values, strict=True):
             taken = [values[name] for name in piece.takes]
             if piece.path:
-                given = _submodule(model, piece.path)(_Call(piece, group), *taken)
+                given = _find_submodule(model, piece.path)(_Call(piece, group), *taken)
             else:
                 given = run_piece(model, piece, group, taken)
             values.update(zip(piece.gives, given, strict=True))
             for name in ends:
                 values.pop(name, None)
         whole = Need(WHOLE, False)
-        results = [converted(values[name], placement, whole, group) for name, placement in self._outputs]
+        results = [
+            converted(values[name], placement, whole, group) for name, placement in self._output_placements
+        ]
         return self.captured.outputs, results
 
-    def _given(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    def _initial_values(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """The inputs, constants, and the states that pieces take from outside of their blocks."""
-        wanted = {name for piece in self.pieces for name in piece.takes} | {name for name, _ in self._outputs}
+        wanted = {name for piece in self.pieces for name in piece.takes} | {
+            name for name, _ in self._output_placements
+        }
         values: dict[str, Any] = {}
         for node, origin in self.captured.origins.items():
             if node.name not in wanted:
@@ -255,7 +256,7 @@ class _Pass:
             elif origin.kind == "constant":
                 values[node.name] = self.captured.constants[origin.name]
             else:
-                values[node.name] = _state(model, origin.name)
+                values[node.name] = _read_state(model, origin.name)
         return values
 
 
@@ -271,17 +272,17 @@ class _Call:
 
 def run_piece(module: nn.Module, piece: Piece, group: Any, values: Sequence[Any]) -> tuple[Any, ...]:
     """What a piece gives for its values, with the parameters and buffers of ``module``."""
-    states = [_state(module, name) for name in piece.states]
+    states = [_read_state(module, name) for name in piece.states]
     given: tuple[Any, ...] = piece.body(group, *states, *values)
     return given
 
 
-def _state(module: nn.Module, name: str) -> torch.Tensor:
+def _read_state(module: nn.Module, name: str) -> torch.Tensor:
     path, _, own = name.rpartition(".")
-    return local_part(getattr(_submodule(module, path), own))
+    return local_part(getattr(_find_submodule(module, path), own))
 
 
-def _submodule(module: nn.Module, path: str) -> nn.Module:
+def _find_submodule(module: nn.Module, path: str) -> nn.Module:
     """The module at a path of the user's model, through wrappers that methods have put in between."""
     for name in filter(None, path.split(".")):
         module = getattr(unwrap_checkpoint(module), name)
@@ -311,11 +312,11 @@ class _DividedBlock:
 def _replace_forward(module: nn.Module, style: Any) -> None:
     """Makes a module run by ``style``, in a class of its own that keeps the signature of the user's ``forward``."""
     whole: Any = type(module)
-    module.__class__ = _subclass(style, whole)
+    module.__class__ = _make_subclass(style, whole)
 
 
 @functools.cache
-def _subclass(style: Any, whole: Any) -> Any:
+def _make_subclass(style: Any, whole: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return style.forward(self, *args, **kwargs)
 

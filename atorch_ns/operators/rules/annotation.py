@@ -64,16 +64,16 @@ class Reader:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._tokens = list(self._split())
+        self._tokens = list(self._split_tokens())
         self._next = 0
 
     def sides(self) -> tuple[tuple[Dimensions, ...], tuple[Dimensions, ...]]:
         """The arguments and the results."""
-        inputs = self._tensors("->")
+        inputs = self._read_tensors("->")
         self._next += 1
-        return inputs, self._tensors("")
+        return inputs, self._read_tensors("")
 
-    def _split(self) -> Iterator[tuple[int, str, str, str]]:
+    def _split_tokens(self) -> Iterator[tuple[int, str, str, str]]:
         """Start, sign, name and mark of each token, one of sign and name empty; an empty one ends them."""
         place = 0
         while place < len(self._text):
@@ -87,49 +87,53 @@ class Reader:
             place = token.end()
         yield len(self._text), "", "", ""
 
-    def _fail(self, problem: str) -> NoReturn:
+    def _refuse_token(self, problem: str) -> NoReturn:
         refuse(self._text, self._tokens[self._next][0], problem)
 
-    def _taken(self, sign: str) -> bool:
+    def _take_sign(self, sign: str) -> bool:
         found = self._tokens[self._next][1] == sign
         self._next += found
         return found
 
-    def _tensors(self, end: str) -> tuple[Dimensions, ...]:
-        found = [self._tensor()]
-        while self._taken(","):
-            found.append(self._tensor())
+    def _read_tensors(self, end: str) -> tuple[Dimensions, ...]:
+        found = [self._read_tensor()]
+        while self._take_sign(","):
+            found.append(self._read_tensor())
         _, sign, name, _ = self._tokens[self._next]
         if sign != end or name:
-            self._fail(f"{sign or name!r} is not expected here" if sign or name else f"{end!r} is missing")
+            self._refuse_token(
+                f"{sign or name!r} is not expected here" if sign or name else f"{end!r} is missing"
+            )
         return tuple(found)
 
-    def _tensor(self) -> Dimensions:
-        if self._taken("?"):
+    def _read_tensor(self) -> Dimensions:
+        if self._take_sign("?"):
             return None
         dims: list[Dimension] = []
         while self._tokens[self._next][2] or self._tokens[self._next][1] == "(":
             dims.append(
-                self._bracket() if self._taken("(") else (self._part(star=not has_star(tuple(dims))),)
+                self._read_bracket()
+                if self._take_sign("(")
+                else (self._read_part(star=not has_star(tuple(dims))),)
             )
         if not dims:
-            self._fail("a tensor's dimensions, or '?', are missing")
+            self._refuse_token("a tensor's dimensions, or '?', are missing")
         return tuple(dims)
 
-    def _bracket(self) -> Dimension:
+    def _read_bracket(self) -> Dimension:
         parts = []
         while self._tokens[self._next][2]:
-            parts.append(self._part(star=False))
-        if not parts or not self._taken(")"):
-            self._fail("')' is missing" if parts else "names are missing in the brackets")
+            parts.append(self._read_part(star=False))
+        if not parts or not self._take_sign(")"):
+            self._refuse_token("')' is missing" if parts else "names are missing in the brackets")
         return tuple(parts)
 
-    def _part(self, *, star: bool) -> Part:
+    def _read_part(self, *, star: bool) -> Part:
         _, _, name, mark = self._tokens[self._next]
         if name == "*" and not star:
-            self._fail("'*' stands once in a tensor, and not in brackets")
+            self._refuse_token("'*' stands once in a tensor, and not in brackets")
         if name.isdecimal() and mark == "+":
-            self._fail(f"the fixed size {name} cannot be summed over")
+            self._refuse_token(f"the fixed size {name} cannot be summed over")
         self._next += 1
         return Part(name, mark)
 
@@ -176,13 +180,13 @@ class Annotation:
         Raises:
             InputError: if the shapes do not fit the annotation.
         """
-        expanded, known = self._measured(inputs, sizes)
+        expanded, known = self._measure_sizes(inputs, sizes)
         return tuple(
             None
             if dims is None
             else ()
             if dims == ((Part("1"),),) or dims == ((Part("1", "^"),),)
-            else tuple(math.prod(_size(part, known) for part in dim) for dim in dims)
+            else tuple(math.prod(_part_size(part, known) for part in dim) for dim in dims)
             for dims in expanded.outputs
         )
 
@@ -199,11 +203,11 @@ class Annotation:
         Raises:
             InputError: if the shapes do not fit the annotation.
         """
-        expanded, known = self._measured(inputs, sizes)
+        expanded, known = self._measure_sizes(inputs, sizes)
         tensors = [dims for dims, shape in zip(expanded.inputs, inputs, strict=True) if shape is not None]
         marks = expanded.marks
         found = (
-            _rule(name, marks[name], tensors, expanded.outputs, known, self.text)
+            _rule_for_name(name, marks[name], tensors, expanded.outputs, known, self.text)
             for name, size in known.items()
             if name in marks and "^" not in marks[name] and name not in sizes
             if degree > 1 and size and size % degree == 0
@@ -219,7 +223,7 @@ class Annotation:
                 found[part.name] = found.get(part.name, "") + part.mark
         return found
 
-    def _measured(
+    def _measure_sizes(
         self, inputs: Sequence[Shape | None], sizes: Mapping[str, int]
     ) -> tuple[Annotation, dict[str, int]]:
         """The annotation with names for ``*``, and the size of every name."""
@@ -228,13 +232,13 @@ class Annotation:
                 f"the annotation {self.text!r} has {len(self.inputs)} arguments, and {len(inputs)} are given."
             )
         try:
-            expanded = self._expanded(inputs)
+            expanded = self._expand_stars(inputs)
             return expanded, _Sizes(sizes).of(expanded.inputs, inputs)
         except InputError as error:
             shown = ", ".join("?" if shape is None else str(list(shape)) for shape in inputs)
             raise InputError(f"the annotation {self.text!r} does not fit {shown}: {error}") from error
 
-    def _expanded(self, inputs: Sequence[Shape | None]) -> Annotation:
+    def _expand_stars(self, inputs: Sequence[Shape | None]) -> Annotation:
         """The annotation with ``*1`` for the last of the dimensions that ``*`` stands for, ``*2`` for the one before."""
         counts = [
             0 if dims is None or shape is None else len(shape) - len(dims) + 1
@@ -271,7 +275,7 @@ class Annotation:
         return found
 
 
-def _size(part: Part, sizes: Mapping[str, int]) -> int:
+def _part_size(part: Part, sizes: Mapping[str, int]) -> int:
     return int(part.name) if part.name.isdecimal() else sizes[part.name]
 
 
@@ -294,7 +298,7 @@ class _Sizes:
                 raise InputError(f"{where} has {len(shape)} dimensions in place of {len(dims)}.")
             waiting += [(dim, size, where) for dim, size in zip(dims, shape, strict=True)]
         while waiting:
-            later = [item for item in waiting if not self._learn(*item)]
+            later = [item for item in waiting if not self._learn_sizes(*item)]
             if len(later) == len(waiting):
                 dim, size, where = later[0]
                 raise InputError(
@@ -304,12 +308,12 @@ class _Sizes:
             waiting = later
         return self._known
 
-    def _learn(self, dim: Dimension, size: int, where: str) -> bool:
+    def _learn_sizes(self, dim: Dimension, size: int, where: str) -> bool:
         """Whether the sizes of a dimension's names are known now."""
         unknown = [part for part in dim if not part.name.isdecimal() and part.name not in self._known]
         if len(unknown) > 1:
             return False
-        rest = math.prod(_size(part, self._known) for part in dim if part not in unknown)
+        rest = math.prod(_part_size(part, self._known) for part in dim if part not in unknown)
         if unknown and rest and size % rest == 0:
             self._known[unknown[0].name] = size // rest
         elif unknown or rest != size:
@@ -320,7 +324,7 @@ class _Sizes:
         return True
 
 
-def _rule(
+def _rule_for_name(
     name: str,
     marks: str,
     inputs: Sequence[Dimensions],
@@ -337,7 +341,7 @@ def _rule(
         places = [place for place, dim in enumerate(dims) if any(part.name == name for part in dim)]
         if not places:
             return otherwise
-        first = next((part for part in dims[places[0]] if _size(part, sizes) != 1), None)
+        first = next((part for part in dims[places[0]] if _part_size(part, sizes) != 1), None)
         alone = len(places) == 1 and first is not None and first.name == name
         return Shard(places[0]) if alone else None
 

@@ -79,7 +79,7 @@ def read_constraints(path: str | PathLike[str]) -> tuple[Constraint, ...]:
     found: dict[tuple[str, str], Constraint] = {}
     for number, entry in enumerate(entries, 1):
         own: list[str] = []
-        constraint = _read(entry, own)
+        constraint = _read_constraint(entry, own)
         if constraint is not None:
             place = (_short_name(constraint.name), constraint.parent_module)
             if place in found:
@@ -109,7 +109,7 @@ def allowed(
         InputError: if none is left.
     """
     rules = tuple(rules)
-    constraint = _holding(operator, modules, constraints)
+    constraint = _find_constraint(operator, modules, constraints)
     if constraint is None:
         return rules
     left = tuple(rule for rule in rules if constraint.allows(rule))
@@ -130,7 +130,7 @@ def unused(calls: Iterable[tuple[str, Sequence[str]]], constraints: Sequence[Con
         constraints: the constraints.
     """
     calls = list(calls)
-    used = {id(_holding(operator, modules, constraints)) for operator, modules in calls}
+    used = {id(_find_constraint(operator, modules, constraints)) for operator, modules in calls}
     return tuple(_unused_text(one, calls) for one in constraints if id(one) not in used)
 
 
@@ -147,7 +147,9 @@ def _unused_text(constraint: Constraint, calls: Sequence[tuple[str, Sequence[str
     return f"{head} no module of that name calls {name!r}.{did_you_mean(constraint.parent_module, names)}"
 
 
-def _holding(operator: str, modules: Sequence[str], constraints: Sequence[Constraint]) -> Constraint | None:
+def _find_constraint(
+    operator: str, modules: Sequence[str], constraints: Sequence[Constraint]
+) -> Constraint | None:
     """The constraint that holds for a call."""
     name = _operator_name(operator)
     candidates = [
@@ -172,7 +174,7 @@ def _short_name(name: str) -> str:
     return _ALIASES.get(parts[-1], parts[-1])
 
 
-def _read(entry: Any, problems: list[str]) -> Constraint | None:
+def _read_constraint(entry: Any, problems: list[str]) -> Constraint | None:
     """A constraint; ``None`` if it cannot be read, with the reasons added to the problems."""
     if not isinstance(entry, Mapping):
         problems.append(f"{with_article(entry)} in place of a mapping")
@@ -194,14 +196,14 @@ def _read(entry: Any, problems: list[str]) -> Constraint | None:
     if not isinstance(dims, list):
         problems.append("allowed_partition_dims is no list; write [] where nothing may be divided")
         dims = []
-    pairs = [_pair(item, problems) for item in dims]
+    pairs = [_read_pair(item, problems) for item in dims]
     if problems or not isinstance(name, str):
         return None
     kept = tuple(pair for pair in pairs if pair is not None)
     return Constraint(name=name, parent_module=parent, allowed_partition_dims=kept, replica_allowed=whole)
 
 
-def _pair(item: object, problems: list[str]) -> tuple[int, int] | None:
+def _read_pair(item: object, problems: list[str]) -> tuple[int, int] | None:
     texts = item if isinstance(item, list) else str(item).split(",")
     numbers = [int(text) for text in map(str, texts) if text.strip().isdecimal()]
     if len(numbers) == len(texts) == 2:

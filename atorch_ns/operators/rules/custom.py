@@ -244,7 +244,7 @@ class Registry:
         """
         known = self.entries.get(key)
         if known is not None and (
-            known.annotation != entry.annotation or not _alike(known.function, entry.function)
+            known.annotation != entry.annotation or not _is_same_function(known.function, entry.function)
         ):
             raise InputError(
                 f"an operator {key!r} is registered already, with {known.annotation!r}. Give this one another name: "
@@ -336,8 +336,8 @@ def register_op(
         if operators:
             return target
         if getattr(target, "__name__", "") == "apply" and is_autograd(getattr(target, "__self__", None)):
-            return cast("F", _register(annotation, name, target.__self__, registry).apply)  # type: ignore[attr-defined]
-        return cast("F", _register(annotation, name, target, registry))
+            return cast("F", _register_function(annotation, name, target.__self__, registry).apply)  # type: ignore[attr-defined]
+        return cast("F", _register_function(annotation, name, target, registry))
 
     return register
 
@@ -352,13 +352,13 @@ def registered_rules(call: Call, degree: int, registry: Registry = REGISTERED) -
     if entry is None:
         return None
     try:
-        return _rules(entry, call, degree)
+        return _entry_rules(entry, call, degree)
     except InputError as error:
         shown = " × ".join(str(list(spec.shape)) for spec in call.tensors) or "nothing"
         raise InputError(f"{call.name} on {shown} is registered wrongly: {error}") from error
 
 
-def _rules(entry: Entry, call: Call, degree: int) -> tuple[Rule, ...]:
+def _entry_rules(entry: Entry, call: Call, degree: int) -> tuple[Rule, ...]:
     names = [one.name for one in call.operator._schema.arguments]  # type: ignore[attr-defined]
     named = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
     annotation = entry.annotation_of(named)
@@ -373,7 +373,9 @@ def _rules(entry: Entry, call: Call, degree: int) -> tuple[Rule, ...]:
     tensors = [key for key, shape in measured.items() if shape is not None]
     return tuple(
         Rule(
-            rule.outputs, tuple(_placements(named, dict(zip(tensors, rule.inputs, strict=True)))), rule.source
+            rule.outputs,
+            tuple(_tensor_placements(named, dict(zip(tensors, rule.inputs, strict=True)))),
+            rule.source,
         )
         for rule in annotation.rules(shapes, degree, **sizes)
         if all(
@@ -383,7 +385,7 @@ def _rules(entry: Entry, call: Call, degree: int) -> tuple[Rule, ...]:
     )
 
 
-def _placements(named: dict[str, Any], placed: dict[str, Placement]) -> Iterator[Placement]:
+def _tensor_placements(named: dict[str, Any], placed: dict[str, Placement]) -> Iterator[Placement]:
     """The placements of all tensors; those in lists are whole."""
     for name, value in named.items():
         for item in value if isinstance(value, (tuple, list)) else [value]:
@@ -409,20 +411,20 @@ def _of_torch(target: object) -> list[Overload]:
     return [getattr(packet, overload) for overload in packet.overloads()]
 
 
-def _alike(one: Callable[..., Any] | None, other: Callable[..., Any] | None) -> bool:
+def _is_same_function(one: Callable[..., Any] | None, other: Callable[..., Any] | None) -> bool:
     """Whether two functions are one, or were made by the same lines, as those of a notebook's cell that runs again."""
-    own = _lines(one)
-    return one is other or (own is not None and own == _lines(other))
+    own = _function_definition(one)
+    return one is other or (own is not None and own == _function_definition(other))
 
 
-def _lines(function: object) -> tuple[object, ...] | None:
+def _function_definition(function: object) -> tuple[object, ...] | None:
     """The definition of a function without variables of its own; ``None`` for others."""
     if not isinstance(function, types.FunctionType) or function.__closure__:
         return None
     return function.__module__, function.__qualname__, function.__code__
 
 
-def _register(annotation: Annotating, name: str | None, target: Any, registry: Registry) -> Any:
+def _register_function(annotation: Annotating, name: str | None, target: Any, registry: Registry) -> Any:
     """Registers a function or class; returns what is called in its place."""
     own = str(name or getattr(target, "__name__", ""))
     if not own.isidentifier():

@@ -49,14 +49,14 @@ class Dims:
             if once and all(
                 size and size % degree == 0 and self.fits(letter, size // degree) for size in sizes
             ):
-                yield self._rule(letter)
+                yield self._rule_for_letter(letter)
         if all(spec.is_float for spec in call.outputs):
             for group in self.linear:
                 if group and all(call.tensors[number].is_float for number in group):
                     inputs = (SUM if number in group else WHOLE for number in range(len(call.tensors)))
                     yield Rule((SUM,) * len(call.outputs), tuple(inputs), "linear in its summands")
 
-    def _rule(self, letter: str) -> Rule:
+    def _rule_for_letter(self, letter: str) -> Rule:
         partial = letter in self.summed
 
         def placed(dims: Letters, otherwise: Placement) -> Placement:

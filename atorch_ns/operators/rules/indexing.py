@@ -12,7 +12,7 @@ from atorch_ns.operators.rules.dims import Dims, Letters, Table, broadcast, but,
 _WHY = "dims that no index reads, and those of the indices"
 
 
-def _indexed(call: Call) -> Dims | None:
+def _dims_of_index(call: Call) -> Dims | None:
     """``x[indices]``, and ``x`` with values put there; of a tensor of masks only the whole call."""
     given = call.argument("indices")
     own = call.tensors[0]
@@ -59,7 +59,7 @@ def _index_written(call: Call) -> Dims:
     return Dims(inputs, [own], ["p"], [0], why=_WHY)
 
 
-def _gathered(call: Call) -> Dims | None:
+def _dims_of_gather(call: Call) -> Dims | None:
     """Tensors of one rank that an index of as many dims reads along one; dims in which all are equally large."""
     count = len(call.tensors[0].shape)
     if call.argument("dim") is None or any(len(spec.shape) != count for spec in call.tensors):
@@ -84,10 +84,12 @@ def _one_hot(call: Call) -> Dims | None:
 
 
 INDEXING: Mapping[str, Table] = {
-    **dict.fromkeys(("index", "index_put", "_unsafe_index"), _indexed),
+    **dict.fromkeys(("index", "index_put", "_unsafe_index"), _dims_of_index),
     "index_select": _index_select,
     **dict.fromkeys(("index_add", "index_copy", "index_fill"), _index_written),
-    **dict.fromkeys(("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce"), _gathered),
+    **dict.fromkeys(
+        ("gather", "take_along_dim", "scatter", "scatter_add", "scatter_reduce"), _dims_of_gather
+    ),
     "one_hot": _one_hot,
 }
 """Tables by the operator's name."""

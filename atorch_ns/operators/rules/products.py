@@ -16,7 +16,7 @@ _ALIGNMENT = 16
 """Bytes of which grouped products want rows to be multiples."""
 
 
-def _linear(call: Call) -> Dims:
+def _dims_of_linear(call: Call) -> Dims:
     """[…, I] × [O, I] + [O] to […, O]."""
     rows = letters(len(call.tensors[0].shape) - 1)
     inputs: list[Letters] = [(*rows, "I"), ("O", "I") if len(call.tensors[1].shape) == 2 else ("I",)]
@@ -24,7 +24,7 @@ def _linear(call: Call) -> Dims:
     return Dims([*inputs, ("O",)][: len(call.tensors)], [result], "I", (2,), why=_SUMMED)
 
 
-def _matmul(call: Call) -> Dims:
+def _dims_of_matmul(call: Call) -> Dims:
     """[…, N, I] × […, I, O] to […, N, O], either side with fewer dims."""
     first, second = (spec.shape for spec in call.tensors)
     batch = letters(max(len(first), len(second), 2) - 2)
@@ -35,11 +35,11 @@ def _matmul(call: Call) -> Dims:
     return Dims([one, other], [result], "I", why=_SUMMED)
 
 
-def _outer(call: Call) -> Dims:
+def _dims_of_outer(call: Call) -> Dims:
     return Dims([("N",), ("O",)], [("N", "O")], why="a product for each pair")
 
 
-def _addmm(call: Call) -> Dims:
+def _dims_of_addmm(call: Call) -> Dims:
     """[N, O], broadcast, plus [N, I] × [I, O]; with a leading dim for ``baddbmm``."""
     batch = letters(len(call.tensors[1].shape) - 2)
     result = (*batch, "N", "O")
@@ -47,7 +47,7 @@ def _addmm(call: Call) -> Dims:
     return Dims([added, (*batch, "N", "I"), (*batch, "I", "O")], [result], "I", (0,), why=_SUMMED)
 
 
-def _einsum(call: Call) -> Dims | None:
+def _dims_of_einsum(call: Call) -> Dims | None:
     """By the equation's letters; those of an ellipsis are capitals that it does not use."""
     left, arrow, right = str(call.argument("equation")).replace(" ", "").partition("->")
     sides = left.split(",")
@@ -79,7 +79,7 @@ def _einsum(call: Call) -> Dims | None:
     return Dims(inputs, [read(right, len(unused), None)], summed, why=_SUMMED)
 
 
-def _convolution(call: Call) -> Dims:
+def _dims_of_convolution(call: Call) -> Dims:
     """[B, I, …] with [O, I, …] and [O] to [B, O, …], first two of the weight exchanged if transposed.
 
     Channels are divided only where they are not in groups."""
@@ -94,7 +94,7 @@ def _convolution(call: Call) -> Dims:
     return Dims(inputs[: len(call.tensors)], [(*lead, "O", *space)], "I", (2,), why=_SUMMED)
 
 
-def _attention(call: Call) -> Dims:
+def _dims_of_attention(call: Call) -> Dims:
     """Queries, keys and values […, H, T, D]: samples and heads are independent, and rows of queries without a causal mask.
 
     Masks are broadcast to […, H, T, T]; where heads are grouped, those of keys and values follow those of queries."""
@@ -130,14 +130,14 @@ def _group_norm(call: Call) -> Dims | None:
     return Dims([dims, *frozen(call, 1)], [dims], why="samples are normalised one by one")
 
 
-def _planes(call: Call) -> Dims:
+def _dims_of_channelwise(call: Call) -> Dims:
     """Operators on the last one to three dims, as the name says: the dims before are samples and channels."""
     space = next(int(one) for one in "123" if f"{one}d" in name_of(call))
     dims = (*letters(len(call.tensors[0].shape) - space), *(None,) * space)
     return Dims([dims], [dims] * len(call.outputs), why="each channel of each sample by itself")
 
 
-def _embedding(call: Call) -> Dims | None:
+def _dims_of_embedding(call: Call) -> Dims | None:
     """[V, O] at ids […] to […, O]; rows of the table by a kernel, which leaves zeros for those of other ranks."""
     if call.argument("scale_grad_by_freq") or call.argument("sparse"):
         return None
@@ -163,20 +163,20 @@ _POOLS: Sequence[Any] = [f"{kind}_pool{n}d" for kind in ("avg", "max", "adaptive
 _UPSAMPLE = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
 
 PRODUCTS: Mapping[str, Table] = {
-    "linear": _linear,
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _matmul),
-    "outer": _outer,
-    **dict.fromkeys(("addmm", "baddbmm"), _addmm),
-    "einsum": _einsum,
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _convolution),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _convolution),
-    "scaled_dot_product_attention": _attention,
+    "linear": _dims_of_linear,
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _dims_of_matmul),
+    "outer": _dims_of_outer,
+    **dict.fromkeys(("addmm", "baddbmm"), _dims_of_addmm),
+    "einsum": _dims_of_einsum,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _dims_of_convolution),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _dims_of_convolution),
+    "scaled_dot_product_attention": _dims_of_attention,
     **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"), _layer_norm),
     **dict.fromkeys(("group_norm", "instance_norm"), _group_norm),
-    **dict.fromkeys(_POOLS, _planes),
-    **dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices"), _planes),
-    **dict.fromkeys((f"upsample_{kind}" for kind in _UPSAMPLE), _planes),
-    "embedding": _embedding,
+    **dict.fromkeys(_POOLS, _dims_of_channelwise),
+    **dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices"), _dims_of_channelwise),
+    **dict.fromkeys((f"upsample_{kind}" for kind in _UPSAMPLE), _dims_of_channelwise),
+    "embedding": _dims_of_embedding,
     **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_product),
 }
 """Tables by the operator's name."""

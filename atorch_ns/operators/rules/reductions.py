@@ -25,7 +25,7 @@ _NONE, _MEAN, _SUM = range(3)
 """The numbers of losses' reductions."""
 
 
-def _reduced(call: Call) -> Dims:
+def _dims_of_reduction(call: Call) -> Dims:
     """Dims that are kept may be divided; over those that are summed, the results of ``sum`` and ``mean`` are partial."""
     name, names = name_of(call), arguments_of(call)
     given: Any = call.argument("dim") if "dim" in names else None
@@ -45,7 +45,7 @@ def _reduced(call: Call) -> Dims:
     return Dims([dims], [result], summed, linear=linear, kernels=kernels, why="a sum or mean of elements")
 
 
-def _along(call: Call) -> Dims | None:
+def _dims_of_axis_op(call: Call) -> Dims | None:
     """Operators that look at one dim: the others may be divided."""
     place = call.argument("dim")
     if place is None:
@@ -116,8 +116,8 @@ _ELEMENT_LOSSES = (
 )
 
 REDUCTIONS: Mapping[str, Table] = {
-    **dict.fromkeys(_REDUCING, _reduced),
-    **dict.fromkeys(_ALONG, _along),
+    **dict.fromkeys(_REDUCING, _dims_of_reduction),
+    **dict.fromkeys(_ALONG, _dims_of_axis_op),
     **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"), _sample_loss),
     **dict.fromkeys(_ELEMENT_LOSSES, _pointwise_loss),
 }

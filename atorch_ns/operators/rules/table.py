@@ -75,13 +75,13 @@ def _of_tables(call: Call, degree: int) -> Iterator[Rule]:
     if any(spec.dtype.is_complex for spec in (*call.tensors, *call.outputs)):  # tables are of real numbers
         return
     if name in ("max", "min") and "other" in arguments_of(call):
-        dims: Dims | None = _pointwise(call)
+        dims: Dims | None = _dims_of_pointwise(call)
     elif name == "prelu":
-        dims = _prelu(call)
+        dims = _dims_of_prelu(call)
     elif name in _TABLES:
         dims = _TABLES[name](call)
     elif name in _POINTWISE or torch.Tag.pointwise in getattr(call.operator, "tags", ()):
-        dims = _pointwise(call)
+        dims = _dims_of_pointwise(call)
     else:
         yield from dtensor_rules(call, whole_rule(call), degree)
         return
@@ -95,7 +95,7 @@ def _is_reordered(call: Call) -> bool:
     return any(isinstance(value, TensorSpec) and name not in by_name for name, value in call.kwargs.items())
 
 
-def _pointwise(call: Call) -> Dims | None:
+def _dims_of_pointwise(call: Call) -> Dims | None:
     """Element by element: any dim of the result, and of the arguments that have it."""
     shape = call.outputs[0].shape
     if any(spec.shape != shape for spec in call.outputs) or call.name == "aten.where.default":
@@ -104,10 +104,12 @@ def _pointwise(call: Call) -> Dims | None:
     count = 1 if name_of(call) in _LIKE else len(call.tensors)
     inputs = [broadcast(shape, dims, spec.shape) for spec in call.tensors[:count]]
     outputs = [dims] * len(call.outputs)
-    return Dims([*inputs, *frozen(call, count)], outputs, linear=_summands(call), why="element by element")
+    return Dims(
+        [*inputs, *frozen(call, count)], outputs, linear=_linear_groups(call), why="element by element"
+    )
 
 
-def _summands(call: Call) -> list[list[int]]:
+def _linear_groups(call: Call) -> list[list[int]]:
     """The groups of tensor arguments in which an operator is linear together."""
     name, count = name_of(call), len(call.tensors)
     if name in _LINEAR or (name in _TIMES | _OVER and count == 1 and isinstance(call.args[0], TensorSpec)):
@@ -126,7 +128,7 @@ def _is_exact(call: Call) -> bool:
     return "rounding_mode" not in arguments_of(call) or call.argument("rounding_mode") is None
 
 
-def _prelu(call: Call) -> Dims:
+def _dims_of_prelu(call: Call) -> Dims:
     """[N, C, …] with the slopes of channels [C], or one slope."""
     dims = letters(len(call.tensors[0].shape))
     slopes = dims[1:2] if call.tensors[1].shape != (1,) else (None,)

@@ -21,44 +21,46 @@ from atorch_ns.operators.rules.dims import (
 _MOVED = "elements keep their place along it"
 
 
-def _letters(call: Call) -> Letters:
+def _input_letters(call: Call) -> Letters:
     return letters(len(call.tensors[0].shape))
 
 
-def _moving(inputs: Sequence[Letters], outputs: Sequence[Letters], why: str = _MOVED, **others: Any) -> Dims:
+def _movement_dims(
+    inputs: Sequence[Letters], outputs: Sequence[Letters], why: str = _MOVED, **others: Any
+) -> Dims:
     """The dims of an operator that moves elements and makes none: it may be applied to summands as to their sum."""
     return Dims(inputs, outputs, linear=[range(len(inputs))], why=why, **others)
 
 
-def _permuted(call: Call) -> Dims:
-    dims = _letters(call)
-    return _moving([dims], [tuple(dims[place] for place in _order(call, len(dims)))])
+def _dims_of_permute(call: Call) -> Dims:
+    dims = _input_letters(call)
+    return _movement_dims([dims], [tuple(dims[place] for place in _permutation_order(call, len(dims)))])
 
 
-def _order(call: Call, rank: int) -> list[int]:
+def _permutation_order(call: Call, rank: int) -> list[int]:
     """For each dim of the result the argument's."""
     name = name_of(call)
     if name == "permute":
         return [place % rank for place in call.argument("dims")]
     if name in ("movedim", "moveaxis"):
-        return _moved(call, rank)
+        return _movedim_order(call, rank)
     if name == "numpy_T":
         return list(reversed(range(rank)))
     order = list(range(rank))
     if rank > 1:
-        first, second = _exchanged(call, name)
+        first, second = _swapped_axes(call, name)
         order[first], order[second] = order[second], order[first]
     return order
 
 
-def _exchanged(call: Call, name: str) -> tuple[int, int]:
+def _swapped_axes(call: Call, name: str) -> tuple[int, int]:
     if name in ("t", "mT", "mH", "adjoint", "matrix_H"):
         return -2, -1
     first, second = ("axis0", "axis1") if name == "swapaxes" else ("dim0", "dim1")
     return call.argument(first), call.argument(second)
 
 
-def _moved(call: Call, rank: int) -> list[int]:
+def _movedim_order(call: Call, rank: int) -> list[int]:
     def listed(value: Any) -> list[int]:
         return [place % rank for place in (value if isinstance(value, (list, tuple)) else [value])]
 
@@ -68,14 +70,14 @@ def _moved(call: Call, rank: int) -> list[int]:
     return [by_target[place] if place in by_target else next(rest) for place in range(rank)]
 
 
-def _reshaped(call: Call) -> Dims | None:
+def _dims_of_reshape(call: Call) -> Dims | None:
     """Dims of equal products belong together; of each group the first that is not 1 may be divided, on either side."""
     if call.name.endswith(".dtype"):
         return None
     before, after = call.tensors[0].shape, call.outputs[0].shape
     inputs: list[str | None] = [None] * len(before)
     outputs: list[str | None] = [None] * len(after)
-    for number, (mine, theirs) in enumerate(_groups(before, after)):
+    for number, (mine, theirs) in enumerate(_equal_products(before, after)):
         one = next((place for place in mine if before[place] != 1), None)
         other = next((place for place in theirs if after[place] != 1), None)
         if one is not None and other is not None:
@@ -90,7 +92,7 @@ def _reshaped(call: Call) -> Dims | None:
     return Dims([tuple(inputs), *like], [tuple(outputs)], linear=[[0]], why=why)
 
 
-def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+def _equal_products(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
     """The least runs of dims on both sides whose products are equal; none if there are no elements."""
     if 0 in before:
         return
@@ -111,7 +113,7 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[
         yield mine, theirs
 
 
-def _expanded(call: Call) -> Dims:
+def _dims_of_expand(call: Call) -> Dims:
     shape = call.outputs[0].shape
     dims = letters(len(shape))
     own = broadcast(shape, dims, call.tensors[0].shape)
@@ -119,15 +121,15 @@ def _expanded(call: Call) -> Dims:
     return Dims([own, *like], [dims], linear=[[0]], why="repeated elements are the same for all")
 
 
-def _unsqueezed(call: Call) -> Dims:
-    dims = _letters(call)
+def _dims_of_unsqueeze(call: Call) -> Dims:
+    dims = _input_letters(call)
     place = call.argument("dim") % (len(dims) + 1)
-    return _moving([dims], [(*dims[:place], None, *dims[place:])])
+    return _movement_dims([dims], [(*dims[:place], None, *dims[place:])])
 
 
-def _squeezed(call: Call) -> Dims:
+def _dims_of_squeeze(call: Call) -> Dims:
     """A dim that it would take away if it were 1 must be larger on each rank too."""
-    shape, dims = call.tensors[0].shape, _letters(call)
+    shape, dims = call.tensors[0].shape, _input_letters(call)
     given = call.argument("dim") if "dim" in arguments_of(call) else range(len(shape))
     asked = {
         place % max(len(shape), 1)
@@ -135,71 +137,73 @@ def _squeezed(call: Call) -> Dims:
     }
     kept = tuple(one for place, one in enumerate(dims) if place not in asked or shape[place] != 1)
     touched = {one for place, one in enumerate(dims) if place in asked}
-    return _moving([dims], [kept], fits=lambda letter, size: size > 1 or letter not in touched)
+    return _movement_dims([dims], [kept], fits=lambda letter, size: size > 1 or letter not in touched)
 
 
-def _cut(call: Call) -> Dims:
-    dims = but(_letters(call), call.argument("dim"))
-    return _moving([dims], [dims] * len(call.outputs), why="the dim that it cuts is whole")
+def _dims_of_split(call: Call) -> Dims:
+    dims = but(_input_letters(call), call.argument("dim"))
+    return _movement_dims([dims], [dims] * len(call.outputs), why="the dim that it cuts is whole")
 
 
-def _sliced(call: Call) -> Dims:
+def _dims_of_slice(call: Call) -> Dims:
     place = call.argument("dim") or 0
     if call.tensors[0].shape[place] != call.outputs[0].shape[place]:
-        return _cut(call)
-    dims = _letters(call)
+        return _dims_of_split(call)
+    dims = _input_letters(call)
     start = call.argument("start")
     if start is not None and start < 0:  # of a piece it would be another place
         dims = but(dims, place)
-    return _moving([dims], [dims])
+    return _movement_dims([dims], [dims])
 
 
-def _selected(call: Call) -> Dims:
-    dims = _letters(call)
+def _dims_of_select(call: Call) -> Dims:
+    dims = _input_letters(call)
     place = call.argument("dim") % len(dims)
     results: list[Letters] = [(*dims[:place], *dims[place + 1 :])] * len(call.outputs)
-    return _moving([but(dims, place)], results, why="the dim that it takes from is whole")
+    return _movement_dims([but(dims, place)], results, why="the dim that it takes from is whole")
 
 
-def _windows(call: Call) -> Dims:
-    dims = but(_letters(call), call.argument("dimension"))
-    return _moving([dims], [(*dims, None)], why="the dim that it cuts is whole")
+def _dims_of_unfold(call: Call) -> Dims:
+    dims = but(_input_letters(call), call.argument("dimension"))
+    return _movement_dims([dims], [(*dims, None)], why="the dim that it cuts is whole")
 
 
-def _stacked(call: Call) -> Dims:
-    dims = _letters(call)
+def _dims_of_stack(call: Call) -> Dims:
+    dims = _input_letters(call)
     place = call.argument("dim") % (len(dims) + 1)
-    return _moving([dims] * len(call.tensors), [(*dims[:place], None, *dims[place:])])
+    return _movement_dims([dims] * len(call.tensors), [(*dims[:place], None, *dims[place:])])
 
 
-def _joined(call: Call) -> Dims | None:
+def _dims_of_cat(call: Call) -> Dims | None:
     if len({len(spec.shape) for spec in call.tensors}) > 1:
         return None  # an empty tensor of one dim among others
-    dims = but(_letters(call), call.argument("dim"))
-    return _moving([dims] * len(call.tensors), [dims], why="the dim that it joins is whole")
+    dims = but(_input_letters(call), call.argument("dim"))
+    return _movement_dims([dims] * len(call.tensors), [dims], why="the dim that it joins is whole")
 
 
-def _padded(call: Call) -> Dims:
+def _dims_of_pad(call: Call) -> Dims:
     pad = call.argument("pad")
     touched = [-1 - number for number in range(len(pad) // 2) if pad[2 * number] or pad[2 * number + 1]]
-    dims = but(_letters(call), *touched)
+    dims = but(_input_letters(call), *touched)
     zeros = not call.argument("value") and (
         "mode" not in arguments_of(call) or call.argument("mode") == "constant"
     )
     return Dims([dims], [dims], linear=[[0]] if zeros else [], why="the dims that are padded are whole")
 
 
-def _repeated(call: Call) -> Dims:
+def _dims_of_repeat(call: Call) -> Dims:
     given = call.argument("repeats" if name_of(call) == "repeat" else "dims")
     shape, rank = call.tensors[0].shape, len(call.outputs[0].shape)
     counts = [1] * (rank - len(given)) + list(given)
     dims = tuple(one if count == 1 else None for one, count in zip(letters(rank), counts, strict=True))
     new = rank - len(shape)
-    return _moving([dims[new:]], [(*(None,) * new, *dims[new:])], why="the dims that are repeated are whole")
+    return _movement_dims(
+        [dims[new:]], [(*(None,) * new, *dims[new:])], why="the dims that are repeated are whole"
+    )
 
 
-def _interleaved(call: Call) -> Dims | None:
-    dims = _letters(call)
+def _dims_of_repeat_interleave(call: Call) -> Dims | None:
+    dims = _input_letters(call)
     place = call.argument("dim")
     if len(call.tensors) > 1:
         if place is None:
@@ -208,45 +212,49 @@ def _interleaved(call: Call) -> Dims | None:
         return Dims([own, *frozen(call, 1)], [own], linear=[[0]], why="the dim that is repeated is whole")
     if place is None:  # of all dims one is made
         dims = but(dims, *range(1, len(dims)))
-        return _moving([dims], [dims[:1] or (None,)])
-    return _moving([dims], [dims], why="each element is repeated beside itself")
+        return _movement_dims([dims], [dims[:1] or (None,)])
+    return _movement_dims([dims], [dims], why="each element is repeated beside itself")
 
 
-def _turned(call: Call) -> Dims:
-    dims = but(_letters(call), *(call.argument("dims") or range(len(call.tensors[0].shape))))
-    return _moving([dims], [dims], why="the dims that are turned are whole")
+def _dims_of_flip(call: Call) -> Dims:
+    dims = but(_input_letters(call), *(call.argument("dims") or range(len(call.tensors[0].shape))))
+    return _movement_dims([dims], [dims], why="the dims that are turned are whole")
 
 
-def _triangle(call: Call) -> Dims:
-    dims = but(_letters(call), -1, -2)
-    return _moving([dims], [dims], why="each matrix by itself")
+def _dims_of_triangle(call: Call) -> Dims:
+    dims = but(_input_letters(call), -1, -2)
+    return _movement_dims([dims], [dims], why="each matrix by itself")
 
 
-def _made(call: Call) -> Dims:
+def _dims_of_factory(call: Call) -> Dims:
     return Dims(frozen(call), [letters(len(call.outputs[0].shape))], why="every element is made alike")
 
 
 VIEWS: Mapping[str, Table] = {
-    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "_reshape_alias"), _reshaped),
-    **dict.fromkeys(("view_as", "reshape_as"), _reshaped),
-    **dict.fromkeys(("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims"), _permuted),
-    **dict.fromkeys(("mT", "mH", "adjoint", "matrix_H", "numpy_T"), _permuted),
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expanded),
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "narrow"), _cut),
-    **dict.fromkeys(("tril", "triu"), _triangle),
-    **dict.fromkeys(("flip", "roll"), _turned),
-    **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn", "randint"), _made),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _made),
-    "unsqueeze": _unsqueezed,
-    "squeeze": _squeezed,
-    "slice": _sliced,
-    "unfold": _windows,
-    **dict.fromkeys(("select", "unbind"), _selected),
-    "stack": _stacked,
-    "cat": _joined,
-    **dict.fromkeys(("pad", "constant_pad_nd"), _padded),
-    **dict.fromkeys(("repeat", "tile"), _repeated),
-    "repeat_interleave": _interleaved,
+    **dict.fromkeys(
+        ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "_reshape_alias"), _dims_of_reshape
+    ),
+    **dict.fromkeys(("view_as", "reshape_as"), _dims_of_reshape),
+    **dict.fromkeys(
+        ("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims"), _dims_of_permute
+    ),
+    **dict.fromkeys(("mT", "mH", "adjoint", "matrix_H", "numpy_T"), _dims_of_permute),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _dims_of_expand),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "narrow"), _dims_of_split),
+    **dict.fromkeys(("tril", "triu"), _dims_of_triangle),
+    **dict.fromkeys(("flip", "roll"), _dims_of_flip),
+    **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn", "randint"), _dims_of_factory),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _dims_of_factory),
+    "unsqueeze": _dims_of_unsqueeze,
+    "squeeze": _dims_of_squeeze,
+    "slice": _dims_of_slice,
+    "unfold": _dims_of_unfold,
+    **dict.fromkeys(("select", "unbind"), _dims_of_select),
+    "stack": _dims_of_stack,
+    "cat": _dims_of_cat,
+    **dict.fromkeys(("pad", "constant_pad_nd"), _dims_of_pad),
+    **dict.fromkeys(("repeat", "tile"), _dims_of_repeat),
+    "repeat_interleave": _dims_of_repeat_interleave,
 }
 """Tables by the operator's name."""
 

@@ -171,14 +171,14 @@ class _Assembly:
 
     def done(self) -> Assembled:
         for node in self._graph.origins:
-            self._outside(node)
+            self._add_origin(node)
         for one in self._graph.operators:
-            self._operator(one)
-        self._read()
+            self._add_operator(one)
+        self._link_readers()
         groups = {
             draft.group: Group(count=draft.count, recomputed=True) for draft in self._drafts if draft.group
         }
-        nodes = tuple(self._node(draft) for draft in self._drafts)
+        nodes = tuple(self._build_node(draft) for draft in self._drafts)
         counted = [(self._work[d.key], d.count) for d in self._drafts if d.key in self._work]
         started = sum(n * (w.forward.num_operators + w.backward.num_operators) for w, n in counted)
         # Operators of a CPU have it in their own time.
@@ -191,7 +191,7 @@ class _Assembly:
             tuple(draft.key for draft in self._drafts),
         )
 
-    def _node(self, draft: _Draft) -> Node:
+    def _build_node(self, draft: _Draft) -> Node:
         positions = [position for position, _ in draft.inputs]
         options = tuple(
             Option(
@@ -213,22 +213,22 @@ class _Assembly:
             group=draft.group,
         )
 
-    def _draft(self, key: str, make: Any) -> int:
+    def _ensure_draft(self, key: str, make: Any) -> int:
         if key not in self._numbers:
             self._numbers[key] = len(self._drafts)
             self._drafts.append(make())
         return self._numbers[key]
 
-    def _outside(self, value: fx.Node) -> None:
+    def _add_origin(self, value: fx.Node) -> None:
         """A parameter, which may be divided, or another value from outside, which is whole."""
         origin = self._graph.origins[value]
         spec = self._graph.spec(value)
         if origin.kind != "parameter":
-            number = self._draft(value.name, lambda: _Draft(value.name, (Option(outputs=("R",)),)))
+            number = self._ensure_draft(value.name, lambda: _Draft(value.name, (Option(outputs=("R",)),)))
             self._drafts[number].count = 1
         else:
             key = self._graph.parameter_key(value)
-            number = self._draft(key, lambda: self._parameter(key, spec))
+            number = self._ensure_draft(key, lambda: self._draft_parameter(key, spec))
             self._drafts[number].count += self._count_of(origin.name)
         self._results[value] = (number, 0)
 
@@ -239,7 +239,7 @@ class _Assembly:
                 return self._graph.count(number)
         return 1
 
-    def _parameter(self, key: str, spec: TensorSpec) -> _Draft:
+    def _draft_parameter(self, key: str, spec: TensorSpec) -> _Draft:
         degree = self._prices.degree
         dims = [dim for dim, size in enumerate(spec.shape) if size and size % degree == 0]
         placements: list[Placement] = [WHOLE, *(Shard(dim) for dim in dims)]
@@ -253,22 +253,22 @@ class _Assembly:
                 resident=resident,
                 gradients=gradients,
             )
-            for one, (resident, gradients) in ((one, self._held(spec, one)) for one in placements)
+            for one, (resident, gradients) in ((one, self._held_bytes(spec, one)) for one in placements)
         )
         return _Draft(key, options, placements=tuple(placements))
 
-    def _held(self, spec: TensorSpec, placement: Placement) -> tuple[float, float]:
+    def _held_bytes(self, spec: TensorSpec, placement: Placement) -> tuple[float, float]:
         local = self._prices.local_bytes(spec, placement)
         return self._states.of(local) if spec.requires_grad else (local, 0.0)
 
-    def _operator(self, one: Operator) -> None:
-        number = self._draft(one.key, lambda: self._choices(one))
+    def _add_operator(self, one: Operator) -> None:
+        number = self._ensure_draft(one.key, lambda: self._draft_operator(one))
         self._drafts[number].count += self._graph.count(one.segment)
         for place, node in enumerate(one.results):
             if node is not None:
                 self._results[node] = (number, place)
 
-    def _choices(self, one: Operator) -> _Draft:
+    def _draft_operator(self, one: Operator) -> _Draft:
         readers = [self._num_readers[node] if node is not None else 0 for node in one.results]
         work = work_of(one, self._device, self._prices.device.type).summing_gradients(
             one.call.outputs, readers
@@ -278,10 +278,10 @@ class _Assembly:
         segment = self._graph.segments[one.segment]
         group = segment.kind if self._recomputed and segment.path else ""
         return _Draft(
-            one.key, tuple(self._option(one, rule, work) for rule in rules), rules=rules, group=group
+            one.key, tuple(self._build_option(one, rule, work) for rule in rules), rules=rules, group=group
         )
 
-    def _option(self, one: Operator, rule: Rule, work: Work) -> Option:
+    def _build_option(self, one: Operator, rule: Rule, work: Work) -> Option:
         forward, backward = self._prices.seconds(one, rule, work)
         sizes = zip((*one.call.tensors, *one.call.outputs), (*rule.inputs, *rule.outputs), strict=True)
         local = 0.0 if work.is_view else sum(self._prices.local_bytes(*pair) for pair in sizes)
@@ -295,7 +295,7 @@ class _Assembly:
             transient=local,  # besides what is saved: what it reads and makes, or in the backward pass their gradients
         )
 
-    def _read(self) -> None:
+    def _link_readers(self) -> None:
         """The uses of all values, with their readers."""
         readers: dict[tuple[fx.Node, int], list[tuple[Operator, int]]] = {}
         for one in self._graph.operators:
@@ -306,24 +306,26 @@ class _Assembly:
             marks = tuple((self._numbers[one.key], place) for one, place in found)
             kind = self._graph.segments[segment].kind or segment
             saved = [self._work[self._drafts[number].key].saved_inputs[place] for number, place in marks]
-            use = self._use(value, source, segment, (source, kind, marks), saved=any(saved))
+            use = self._add_use(value, source, segment, (source, kind, marks), saved=any(saved))
             for (number, place), one_saves in zip(marks, saved, strict=True):
                 self._drafts[number].inputs[place, use] = Input(use, one_saves)
-        self._leave()
+        self._add_results()
 
-    def _leave(self) -> None:
+    def _add_results(self) -> None:
         """The model's results, which are whole on every rank and held until the step ends."""
         leaving = self._graph.outputs
-        number = self._draft(
+        number = self._ensure_draft(
             RESULTS, lambda: _Draft(RESULTS, (Option(needs=("R",) * len(leaving)),), count=1)
         )
         for place, value in enumerate(leaving):
             produced = self._graph.producers.get(value)
             segment = produced[0].segment if produced else 0
-            use = self._use(value, self._results[value], segment, (RESULTS, place), saved=True)
+            use = self._add_use(value, self._results[value], segment, (RESULTS, place), saved=True)
             self._drafts[number].inputs[place, use] = Input(use, True)
 
-    def _use(self, value: fx.Node, source: tuple[int, int], segment: int, mark: Any, *, saved: bool) -> int:
+    def _add_use(
+        self, value: fx.Node, source: tuple[int, int], segment: int, mark: Any, *, saved: bool
+    ) -> int:
         if mark not in self._uses:
             self._uses[mark] = len(self._made)
             spec = self._graph.spec(value)
@@ -339,10 +341,10 @@ class _Assembly:
                 {
                     "node": node,
                     "result": result,
-                    "conversions": self._conversions(
+                    "conversions": self._price_conversions(
                         spec, is_parameter, saved=saved, by_whole=self._graph.in_units and not inside
                     ),
-                    "saved": {} if is_parameter else self._saved(spec),
+                    "saved": {} if is_parameter else self._saved_bytes(spec),
                     "count": 0,
                     # A parameter is converted inside of the block, again where it is recomputed.
                     "enters": self._recomputed
@@ -354,13 +356,13 @@ class _Assembly:
         self._made[number]["count"] += self._graph.count(segment)
         return number
 
-    def _conversions(
+    def _price_conversions(
         self, spec: TensorSpec, is_parameter: bool, *, saved: bool, by_whole: bool
     ) -> Mapping[tuple[Label, Label], Conversion]:
         """By labels; ``by_whole`` for a value that is whole on the way."""
         found: dict[tuple[Label, Label], Conversion] = {}
-        for source in self._placements(spec):
-            for need in self._needs(spec):
+        for source in self._possible_placements(spec):
+            for need in self._needs_for(spec):
                 if is_parameter and (source, need) == (WHOLE, Need(WHOLE, True)):
                     seconds, moved = self._prices.gradient_sum(spec)
                     forward = 0.0
@@ -376,13 +378,13 @@ class _Assembly:
                 found[placement_text(source), str(need)] = Conversion(seconds, moved, forward, held)
         return found
 
-    def _placements(self, spec: TensorSpec) -> Sequence[Placement]:
+    def _possible_placements(self, spec: TensorSpec) -> Sequence[Placement]:
         degree = self._prices.degree
         shards = [Shard(dim) for dim, size in enumerate(spec.shape) if size and size % degree == 0]
         return [WHOLE, *shards, *([SUM] if spec.is_float else [])]
 
-    def _needs(self, spec: TensorSpec) -> Sequence[Need]:
-        return [*(Need(one, False) for one in self._placements(spec)), Need(WHOLE, True)]
+    def _needs_for(self, spec: TensorSpec) -> Sequence[Need]:
+        return [*(Need(one, False) for one in self._possible_placements(spec)), Need(WHOLE, True)]
 
-    def _saved(self, spec: TensorSpec) -> Mapping[Label, float]:
-        return {str(need): self._prices.local_bytes(spec, need.placement) for need in self._needs(spec)}
+    def _saved_bytes(self, spec: TensorSpec) -> Mapping[Label, float]:
+        return {str(need): self._prices.local_bytes(spec, need.placement) for need in self._needs_for(spec)}

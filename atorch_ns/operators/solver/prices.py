@@ -66,7 +66,7 @@ def work_of(one: Operator, device: torch.device, priced_for: str) -> Work:
     kernels = nullcontext() if priced_for == device.type else DropoutOfGpus()
     with fake_tensor_mode(), quiet_fake_kernels(), torch.enable_grad(), kernels:
         try:
-            return _measured(one.call, device)
+            return _measure_call(one.call, device)
         except RuntimeError:  # an operator without a fake kernel, or a gradient for its dtype
             call = one.call
             moved = sum(spec.num_bytes for spec in (*call.tensors, *call.outputs))
@@ -78,7 +78,7 @@ def work_of(one: Operator, device: torch.device, priced_for: str) -> Work:
             return Work(forward, backward, False, (True,) * len(call.tensors), 0)
 
 
-def _measured(call: Call, device: torch.device) -> Work:
+def _measure_call(call: Call, device: torch.device) -> Work:
     inputs: list[torch.Tensor] = []
 
     def made(value: Any) -> Any:
@@ -91,7 +91,7 @@ def _measured(call: Call, device: torch.device) -> Work:
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[_memory(tensor)] = tensor
+        kept[_storage_id(tensor)] = tensor
         return tensor
 
     with OperatorCounter() as counter:
@@ -103,7 +103,7 @@ def _measured(call: Call, device: torch.device) -> Work:
         trained = [value for value in inputs if value.requires_grad]
         if gradients and trained:  # not backward(), which would copy a gradient that two arguments share
             torch.autograd.grad(gradients, trained, given, allow_unused=True)
-    sources, made_here = [_memory(x) for x in inputs], [_memory(x) for x in outputs]
+    sources, made_here = [_storage_id(x) for x in inputs], [_storage_id(x) for x in outputs]
     other = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in (*sources, *made_here))
     return Work(
         forward,
@@ -114,7 +114,7 @@ def _measured(call: Call, device: torch.device) -> Work:
     )
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 

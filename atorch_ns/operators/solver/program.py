@@ -119,16 +119,16 @@ class Milp:
         matrix.start_ = np.cumsum([0, *(len(terms) for terms, _ in self.rows)])
         matrix.index_ = np.fromiter(chain.from_iterable(terms for terms, _ in self.rows), np.int32)
         matrix.value_ = np.fromiter(chain.from_iterable(terms.values() for terms, _ in self.rows), np.float64)
-        highs = _silent()
+        highs = _make_silent_solver()
         limits = {"threads": 1, "mip_rel_gap": gap, "mip_abs_gap": 0.0, "time_limit": time_limit}
         for option, value in (limits | _SEARCH).items():
             highs.setOptionValue(option, value)
         highs.passModel(program)
         highs.run()
-        return _solution(highs, unit)
+        return _read_solution(highs, unit)
 
 
-def _silent() -> highspy.Highs:
+def _make_silent_solver() -> highspy.Highs:
     """HiGHS without its log; highspy 1.16 writes a first line before an option can be set."""
     import highspy
 
@@ -140,7 +140,7 @@ def _silent() -> highspy.Highs:
     return Silent()  # type: ignore[no-untyped-call]
 
 
-def _solution(highs: highspy.Highs, unit: float) -> Solution:
+def _read_solution(highs: highspy.Highs, unit: float) -> Solution:
     import highspy
 
     found, info, status = highs.getModelStatus(), highs.getInfo(), highspy.HighsModelStatus
@@ -232,45 +232,45 @@ class Program:
                 option = node.options[index]
                 add(self._memory, {column: option.resident / self._unit})
                 add(self._gradients, {column: option.gradients / self._unit})
-                self._charge({column: 1.0}, option.seconds, option.forward_seconds, node.group)
+                self._charge_seconds({column: 1.0}, option.seconds, option.forward_seconds, node.group)
 
     def _add_use(self, use: Use, readers: Sequence[Reader], group: str) -> None:
-        given = self._labels(use.node, use.label)
+        given = self._label_sums(use.node, use.label)
         wanted: dict[Label, list[Terms]] = defaultdict(list)
         saved: dict[Label, list[Terms]] = defaultdict(list)
         for reader in readers:
-            for label, terms in self._labels(reader.node, reader.label).items():
+            for label, terms in self._label_sums(reader.node, reader.label).items():
                 wanted[label].append(terms)
                 if self._problem.saves(reader):
                     saved[label].append(terms)
         needed = {label: self._milp.largest(terms) for label, terms in wanted.items()}
-        self._convert(use, given, needed, "" if use.enters else group, shared=len(readers) > 1)
+        self._charge_conversions(use, given, needed, "" if use.enters else group, shared=len(readers) > 1)
         for label, terms in needed.items():
             size = use.count * use.saved.get(label, 0.0) / self._unit
             held = self._milp.largest(saved[label])
             if not size:
                 continue
             if use.enters:
-                add(self._saved, self._milp.largest([held, self._again(terms, group)]), size)
+                add(self._saved, self._milp.largest([held, self._recomputed_terms(terms, group)]), size)
             else:
-                self._hold(held, size, group)
+                self._add_held_bytes(held, size, group)
 
-    def _hold(self, terms: Terms, size: float, group: str) -> None:
+    def _add_held_bytes(self, terms: Terms, size: float, group: str) -> None:
         """Holds bytes wherever a sum is 1: until the backward pass, or while the group is recomputed."""
-        again = self._again(terms, group) if terms else {}
+        again = self._recomputed_terms(terms, group) if terms else {}
         add(self._saved, terms, size)
         add(self._saved, again, -size)
         if again:
             add(self._inner[group], again, size / self._problem.groups[group].count)
 
-    def _labels(self, node: int, label: Callable[[Option], Label]) -> dict[Label, Terms]:
+    def _label_sums(self, node: int, label: Callable[[Option], Label]) -> dict[Label, Terms]:
         """The sum of the options of each label; it is 1 for the label that is chosen."""
         found: dict[Label, Terms] = defaultdict(dict)
         for index, column in self._chosen[node].items():
             found[label(self._problem.nodes[node].options[index])][column] = 1.0
         return found
 
-    def _convert(
+    def _charge_conversions(
         self,
         use: Use,
         given: Mapping[Label, Terms],
@@ -300,9 +300,9 @@ class Program:
                 for source, column in split.items():
                     leaving[source][column] = 1.0
             for one, seconds, forward_seconds, held in columns:
-                self._charge(one, use.count * seconds, use.count * forward_seconds, group)
+                self._charge_seconds(one, use.count * seconds, use.count * forward_seconds, group)
                 if held:
-                    self._hold(one, use.count * held / self._unit, group)
+                    self._add_held_bytes(one, use.count * held / self._unit, group)
         for source, columns_of in leaving.items():
             for part in [{column: 1.0} for column in columns_of] if shared else [columns_of]:
                 self._milp.at_least(given[source], part)
@@ -327,13 +327,13 @@ class Program:
                 add(self._memory, excess, number)
                 self._milp.at_least({**bound, **excess}, peak)
 
-    def _charge(self, terms: Terms, seconds: float, forward_seconds: float, group: str) -> None:
+    def _charge_seconds(self, terms: Terms, seconds: float, forward_seconds: float, group: str) -> None:
         """Adds seconds wherever a sum is 1, and those of the forward pass again where it is recomputed."""
         add(self._seconds, terms, seconds)
         if forward_seconds and group:
-            add(self._seconds, self._again(terms, group), forward_seconds)
+            add(self._seconds, self._recomputed_terms(terms, group), forward_seconds)
 
-    def _again(self, terms: Terms, group: str) -> Terms:
+    def _recomputed_terms(self, terms: Terms, group: str) -> Terms:
         """A sum that is 1 where another is and the group is recomputed."""
         recomputed = self._groups[group] if group else {}
         if not recomputed or ONE in recomputed:

@@ -59,7 +59,7 @@ def solve(
     Raises:
         InputError: if no choice can be converted, none fits in the memory, or none was found in time.
     """
-    options = _possible(problem, memory=memory_limit is not None)
+    options = _possible_options(problem, memory=memory_limit is not None)
     if memory_limit is not None:
         parts = _least_parts(problem, options)
         least = sum(parts.values())
@@ -93,13 +93,13 @@ def solve(
     )
 
 
-def _possible(problem: Problem, *, memory: bool) -> list[list[int]]:
+def _possible_options(problem: Problem, *, memory: bool) -> list[list[int]]:
     """The options without those that another one dominates or that no conversion can reach.
 
     Raises:
         InputError: if none are left.
     """
-    kept = [_undominated(node.options, memory=memory) for node in problem.nodes]
+    kept = [_undominated_options(node.options, memory=memory) for node in problem.nodes]
     nodes, changed = problem.nodes, True
 
     def labels(node: int, label: Callable[[Option], Label]) -> set[Label]:
@@ -127,7 +127,7 @@ def _possible(problem: Problem, *, memory: bool) -> list[list[int]]:
     return kept
 
 
-def _undominated(options: Sequence[Option], *, memory: bool) -> list[int]:
+def _undominated_options(options: Sequence[Option], *, memory: bool) -> list[int]:
     """The indices of the options without those that are nowhere better than another with the same labels."""
 
     def costs(option: Option) -> tuple[float, ...]:

@@ -61,10 +61,10 @@ def refused_cuts(graph: CallGraph) -> dict[int, str]:
     """The positions at which the model cannot be cut, each with the reason."""
     refused: dict[int, str] = {}
     for cut in range(1, len(graph.calls)):
-        problem = _problem(graph, cut)
+        problem = _cut_problem(graph, cut)
         if not problem:
             try:
-                _crossing(graph, cut, ())
+                _find_crossing(graph, cut, ())
             except InputError as error:
                 problem = str(error)
         if problem:
@@ -84,10 +84,10 @@ def plan_crossings(graph: CallGraph, cuts: Sequence[int]) -> tuple[Crossing, ...
     forced: set[int] = set()
     for place in range(len(cuts) - 1, -1, -1):
         cut = cuts[place]
-        problem = _problem(graph, cut)
+        problem = _cut_problem(graph, cut)
         if problem:
             raise InputError(f"the model cannot be cut before {graph.calls[cut].path}: {problem}")
-        crossing = _crossing(graph, cut, forced)
+        crossing = _find_crossing(graph, cut, forced)
         found.append(crossing)
         before = cuts[place - 1] if place else 0
         outputs = {one.value for one in crossing.carried if not one.is_argument}
@@ -121,7 +121,7 @@ def stage_parameters(
     return frozenset(names)
 
 
-def _crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossing:
+def _find_crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossing:
     alive = graph.alive_at(cut)
     first = graph.calls[cut].arguments
     outputs = set(forced)
@@ -129,31 +129,37 @@ def _crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossing:
         if value not in first:
             sources = graph.sources[value]
             if sources is None:
-                raise InputError(_unfollowed(graph, value))
+                raise InputError(_describe_unfollowed(graph, value))
             outputs |= sources
     arguments = []
     for value in alive:
         if value in first:
             sources = graph.sources[value]
-            if sources is None and _hidden(graph, value):
-                raise InputError(_unfollowed(graph, value))
+            if sources is None and _find_hidden_source(graph, value):
+                raise InputError(_describe_unfollowed(graph, value))
             if sources is not None and _num_bytes(graph, sources - outputs) <= _num_bytes(graph, [value]):
                 outputs |= sources
             else:
                 arguments.append(value)
     carried = [
-        Carried(value=number, spec=_spec(graph, number), call=value.call, leaf=value.leaf)
+        Carried(value=number, spec=_carried_spec(graph, number), call=value.call, leaf=value.leaf)
         for number in sorted(outputs)
         for value in (graph.values[number],)
     ]
     carried += [
-        Carried(value=number, spec=_spec(graph, number), call=cut, leaf=first.index(number), is_argument=True)
+        Carried(
+            value=number,
+            spec=_carried_spec(graph, number),
+            call=cut,
+            leaf=first.index(number),
+            is_argument=True,
+        )
         for number in arguments
     ]
     return Crossing(cut=cut, carried=tuple(carried))
 
 
-def _spec(graph: CallGraph, number: int) -> TensorSpec:
+def _carried_spec(graph: CallGraph, number: int) -> TensorSpec:
     """Without a gradient where the loss does not depend on it.
 
     torch's schedules would send back zeros, with which an optimizer decays weights that one process leaves alone.
@@ -166,7 +172,7 @@ def _num_bytes(graph: CallGraph, values: Collection[int]) -> int:
     return sum(graph.values[value].spec.num_bytes for value in values)
 
 
-def _problem(graph: CallGraph, cut: int) -> str:
+def _cut_problem(graph: CallGraph, cut: int) -> str:
     if cut in graph.sealed:
         return (
             f"{graph.calls[cut].path} is called by a torch.autograd.Function of the model's own, which computes gradients "
@@ -183,9 +189,9 @@ def _problem(graph: CallGraph, cut: int) -> str:
     return ""
 
 
-def _unfollowed(graph: CallGraph, number: int) -> str:
+def _describe_unfollowed(graph: CallGraph, number: int) -> str:
     value = graph.values[number]
-    hidden = _hidden(graph, number)
+    hidden = _find_hidden_source(graph, number)
     if hidden:
         return (
             f"the model reads {hidden} after the cut, where only the stage that has {_unit_of(graph, hidden)} knows "
@@ -198,7 +204,7 @@ def _unfollowed(graph: CallGraph, number: int) -> str:
     )
 
 
-def _hidden(graph: CallGraph, number: int) -> str:
+def _find_hidden_source(graph: CallGraph, number: int) -> str:
     """A description of the tensor inside a unit that a value was computed from; empty if there is none."""
     waiting, seen = [number], set()
     while waiting:

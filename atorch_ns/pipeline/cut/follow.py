@@ -81,7 +81,7 @@ class Follower(TorchFunctionMode):
         whole = {id(module) for _, module in units}
         parts = [(unit, part) for unit, module in units for part in module.modules() if id(part) not in whole]
         with (
-            call_hooks(units, self._entering, self._leaving, prepend=True),
+            call_hooks(units, self._enter_unit, self._leave_unit, prepend=True),
             call_hooks(parts, self._entering_part, lambda *_: None),
             self,
         ):
@@ -90,13 +90,13 @@ class Follower(TorchFunctionMode):
     def conclude(self, result: Any, shown: Any = ()) -> None:
         """Records the result of the pass, the loss or the model's output, and outputs that are wanted beside it."""
         self._busy = True
-        self._results = [self._number(tensor) for tensor in tensors_of(result)]
+        self._results = [self._value_id(tensor) for tensor in tensors_of(result)]
         reached = _nodes_behind(tensor.grad_fn for tensor in tensors_of(result))
         if reached:
             self._unreached = frozenset(
                 number for number, nodes in enumerate(self._nodes) if nodes and reached.isdisjoint(nodes)
             )
-        self._shown = [self._number(tensor) for tensor in tensors_of(shown)]
+        self._shown = [self._value_id(tensor) for tensor in tensors_of(shown)]
 
     def graph(self) -> CallGraph:
         """The graph of the pass."""
@@ -127,33 +127,33 @@ class Follower(TorchFunctionMode):
             self._note_read(given)
         result = func(*args, **kwargs)
         if given or isinstance(result, (torch.Tensor, tuple, list)):
-            self._note(given, versions, result)
+            self._record_results(given, versions, result)
         return result
 
     def _note_read(self, given: list[torch.Tensor]) -> None:
-        numbers = [self._number(tensor) for tensor in given]
+        numbers = [self._value_id(tensor) for tensor in given]
         self._reads += [(len(self._calls), n) for n in numbers if self._values[n].last_call >= 0]
 
-    def _note(self, given: list[torch.Tensor], versions: list[int], result: Any) -> None:
+    def _record_results(self, given: list[torch.Tensor], versions: list[int], result: Any) -> None:
         made = [tensor for tensor in tensors_of(result) if id(tensor) not in {id(one) for one in given}]
         changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
         if not made and not changed:
             return
-        inputs = [self._number(tensor) for tensor in given]
+        inputs = [self._value_id(tensor) for tensor in given]
         for tensor in changed:
-            self._mutate(tensor, inputs)
+            self._record_mutation(tensor, inputs)
         for tensor in made:
-            self._add(tensor, inputs)
+            self._derive_value(tensor, inputs)
 
-    def _mutate(self, tensor: torch.Tensor, inputs: list[int], *, followable: bool = True) -> None:
+    def _record_mutation(self, tensor: torch.Tensor, inputs: list[int], *, followable: bool = True) -> None:
         """Gives new values to all tensors that share the memory of ``tensor``."""
-        for sharer in self._by_storage.get(_storage(tensor), [tensor]):
-            number = self._add(sharer, [self._number(sharer), *inputs], followable=followable)
+        for sharer in self._by_storage.get(_storage_id(tensor), [tensor]):
+            number = self._derive_value(sharer, [self._value_id(sharer), *inputs], followable=followable)
             self._mutates |= self._values[number].last_call >= 0
 
-    def _add(self, tensor: torch.Tensor, inputs: Iterable[int], *, followable: bool = True) -> int:
+    def _derive_value(self, tensor: torch.Tensor, inputs: Iterable[int], *, followable: bool = True) -> int:
         sources = tuple(dict.fromkeys(inputs))
-        return self._put(
+        return self._add_value(
             tensor,
             inputs=sources,
             needs_grad=any(self._grads[source] for source in sources),
@@ -161,7 +161,7 @@ class Follower(TorchFunctionMode):
             followable=followable,
         )
 
-    def _put(
+    def _add_value(
         self, tensor: torch.Tensor, *, needs_grad: bool, position: int | None = None, **fields: Any
     ) -> int:
         number = len(self._values)
@@ -174,7 +174,7 @@ class Follower(TorchFunctionMode):
         self._numbers[id(tensor)] = number
         self._kept.append(tensor)
         self._nodes.append(self._nodes_of(tensor))
-        sharers = self._by_storage.setdefault(_storage(tensor), [])
+        sharers = self._by_storage.setdefault(_storage_id(tensor), [])
         if not any(tensor is one for one in sharers):
             sharers.append(tensor)
         return number
@@ -188,27 +188,27 @@ class Follower(TorchFunctionMode):
         finally:
             self._busy = is_busy
 
-    def _number(self, tensor: torch.Tensor) -> int:
+    def _value_id(self, tensor: torch.Tensor) -> int:
         """The number of the value that a tensor holds now."""
         number = self._numbers.get(id(tensor))
         if number is not None and not self._gains_grad(tensor, number):
             return number
         name, parameter = self._parameters.get(id(tensor), ("", None))
         if parameter is not None:
-            return self._put(tensor, needs_grad=parameter.requires_grad, parameters=(name,))
-        hidden = self._hidden(tensor)
+            return self._add_value(tensor, needs_grad=parameter.requires_grad, parameters=(name,))
+        hidden = self._hidden_value(tensor)
         if hidden is not None:
             return hidden
-        sharers = [self._numbers[id(one)] for one in self._by_storage.get(_storage(tensor), [])]
+        sharers = [self._numbers[id(one)] for one in self._by_storage.get(_storage_id(tensor), [])]
         if sharers and not self._gains_grad(tensor, sharers[-1]):  # a view whose creation was not seen
-            return self._add(tensor, [sharers[-1]])
+            return self._derive_value(tensor, [sharers[-1]])
         if tensor.grad_fn is None:  # of the batch, a buffer, a constant
-            return self._put(tensor, needs_grad=False)
+            return self._add_value(tensor, needs_grad=False)
         if self._without_grad:
             self._sealed.update(range(self._without_grad[0] + 1, len(self._calls)))
             self._without_grad = []
         inputs = tuple(sharers[-1:]) if number is None else (number,)
-        return self._put(
+        return self._add_value(
             tensor, inputs=inputs, needs_grad=True, last_call=len(self._calls) - 1, followable=False
         )
 
@@ -216,15 +216,17 @@ class Follower(TorchFunctionMode):
         """Whether a value that was made without gradients has them now, as results of autograd functions do."""
         return number in self._gradless and tensor.grad_fn is not None
 
-    def _hidden(self, tensor: torch.Tensor) -> int | None:
+    def _hidden_value(self, tensor: torch.Tensor) -> int | None:
         """The value of a tensor that a unit holds, or made and did not return."""
         name, buffer = self._buffers.get(id(tensor), ("", None))
         if buffer is not None:
-            return self._put(tensor, needs_grad=False, position=0, last_call=0, followable=False, hidden=name)
+            return self._add_value(
+                tensor, needs_grad=False, position=0, last_call=0, followable=False, hidden=name
+            )
         call = self._made_inside.get(tensor)
         if call is None:
             return None
-        return self._put(
+        return self._add_value(
             tensor,
             needs_grad=tensor.requires_grad or self._needs_grad(call),
             position=call + 1,
@@ -240,12 +242,12 @@ class Follower(TorchFunctionMode):
         distinguished.
         """
         call = self._calls[number]
-        for place, attributes, name, tensor in _attributes(call.unit):
+        for place, attributes, name, tensor in _attribute_tensors(call.unit):
             if tensor is call.attributes.get(place):
                 continue
             alias = tensor.view_as(tensor)
             attributes[name] = alias
-            self._put(
+            self._add_value(
                 alias, needs_grad=tensor.requires_grad, last_call=number, followable=False, hidden=place
             )
 
@@ -254,13 +256,13 @@ class Follower(TorchFunctionMode):
         trains = any(p.requires_grad for p in call.unit.module.parameters())
         return trains or any(self._grads[value] for value in call.arguments)
 
-    def _entering(self, unit: NamedModule, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_unit(self, unit: NamedModule, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._busy = True
         if self._depth == 0:
             given = tensors_of((args, kwargs))
-            call = _OpenCall(unit, [self._number(tensor) for tensor in given])
+            call = _OpenCall(unit, [self._value_id(tensor) for tensor in given])
             self._versions = [(tensor, tensor._version) for tensor in given]
-            call.attributes = {place: tensor for place, _, _, tensor in _attributes(unit)}
+            call.attributes = {place: tensor for place, _, _, tensor in _attribute_tensors(unit)}
             if not torch.is_grad_enabled():
                 self._without_grad.append(len(self._calls))
             self._calls.append(call)
@@ -272,7 +274,7 @@ class Follower(TorchFunctionMode):
         if self._depth == 0:
             self._taken_apart.add(unit.name)
 
-    def _leaving(self, _: NamedModule, __: nn.Module, args: Any, output: Any) -> None:
+    def _leave_unit(self, _: NamedModule, __: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
@@ -280,12 +282,12 @@ class Follower(TorchFunctionMode):
         call = self._calls[number]
         for tensor, version in self._versions:
             if tensor._version != version:
-                self._mutate(tensor, call.arguments, followable=False)
+                self._record_mutation(tensor, call.arguments, followable=False)
         self._versions = []
         self._note_attributes(number)
         needs_grad = self._needs_grad(number)
         for leaf, tensor in enumerate(tensors_of(output)):
-            value = self._put(tensor, needs_grad=needs_grad, last_call=number, call=number, leaf=leaf)
+            value = self._add_value(tensor, needs_grad=needs_grad, last_call=number, call=number, leaf=leaf)
             call.outputs.append(value)
         call.set_output(output, self._values)
         if self.on_call is not None:
@@ -316,7 +318,7 @@ class _OpenCall:
         return Call(path=self.path, arguments=arguments, outputs=outputs, output=self.output)
 
 
-def _attributes(unit: NamedModule) -> list[tuple[str, dict[str, Any], str, torch.Tensor]]:
+def _attribute_tensors(unit: NamedModule) -> list[tuple[str, dict[str, Any], str, torch.Tensor]]:
     """The tensors in attributes of a unit's modules: ``(path, dictionary, name in it, tensor)``."""
     return [
         (f"{path}.{name}", attributes, name, value)
@@ -339,7 +341,7 @@ def _nodes_behind(nodes: Iterable[Any]) -> set[Any]:
     return found
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage_id(tensor: torch.Tensor) -> int:
     return int(without_transforms(tensor).untyped_storage()._cdata)
 
 

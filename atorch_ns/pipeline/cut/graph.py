@@ -36,7 +36,7 @@ def find_units(
         InputError: if there is no module at one of ``starts``, or it is inside of a leaf.
     """
     blocks = {id(block.module) for block in repeated_blocks(model)}
-    units = list(_inside(NamedModule("", model), blocks, leaves))
+    units = list(_walk_units(NamedModule("", model), blocks, leaves))
     if not blocks:
         while len(units) < at_least and _split_largest(units, leaves):
             pass
@@ -60,11 +60,11 @@ def split_units(
                 f"{unit.name} is to stay whole, but the model calls modules inside of it from outside. Select the "
                 "module whose forward calls them, or none."
             )
-        found += _parts(unit, leaves) if unit.name in paths else [unit]
+        found += _inner_units(unit, leaves) if unit.name in paths else [unit]
     return found
 
 
-def _inside(found: NamedModule, blocks: set[int], leaves: Sequence[str]) -> Iterator[NamedModule]:
+def _walk_units(found: NamedModule, blocks: set[int], leaves: Sequence[str]) -> Iterator[NamedModule]:
     """The units of a module, which is one itself if it is a block or a leaf, or can be called and holds none."""
     if not _has_parameters(found.module):
         return
@@ -73,8 +73,8 @@ def _inside(found: NamedModule, blocks: set[int], leaves: Sequence[str]) -> Iter
     if whole or (not holds_block and found.name and can_be_called(found.module)):
         yield found
     else:
-        for child in _children(found):
-            yield from _inside(child, blocks, leaves)
+        for child in _child_modules(found):
+            yield from _walk_units(child, blocks, leaves)
 
 
 def _is_leaf(found: NamedModule, leaves: Sequence[str]) -> bool:
@@ -92,11 +92,15 @@ def _is_leaf(found: NamedModule, leaves: Sequence[str]) -> bool:
 
 def _split_largest(units: list[NamedModule], leaves: Sequence[str]) -> bool:
     """Replaces the largest unit that has parts by its parts; false if none has any."""
-    sizes = [(_size(unit.module), -place) for place, unit in enumerate(units) if _parts(unit, leaves)]
+    sizes = [
+        (_count_parameters(unit.module), -place)
+        for place, unit in enumerate(units)
+        if _inner_units(unit, leaves)
+    ]
     if not sizes:
         return False
     place = -max(sizes)[1]
-    units[place : place + 1] = _parts(units[place], leaves)
+    units[place : place + 1] = _inner_units(units[place], leaves)
     return True
 
 
@@ -117,17 +121,17 @@ def _begin_at(model: nn.Module, units: list[NamedModule], path: str, leaves: Seq
             raise InputError(
                 f"no stage can begin at {path!r}: {units[place].name}, which holds it, is to stay whole."
             )
-        units[place : place + 1] = _parts(units[place], leaves)
+        units[place : place + 1] = _inner_units(units[place], leaves)
 
 
-def _parts(unit: NamedModule, leaves: Sequence[str]) -> list[NamedModule]:
+def _inner_units(unit: NamedModule, leaves: Sequence[str]) -> list[NamedModule]:
     """The units inside of one; none inside of a leaf."""
     if _is_leaf(unit, leaves):
         return []
-    return [part for child in _children(unit) for part in _inside(child, set(), leaves)]
+    return [part for child in _child_modules(unit) for part in _walk_units(child, set(), leaves)]
 
 
-def _children(found: NamedModule) -> Iterator[NamedModule]:
+def _child_modules(found: NamedModule) -> Iterator[NamedModule]:
     prefix = f"{found.name}." if found.name else ""
     for name, child in found.module.named_children():
         yield NamedModule(prefix + name, child)
@@ -137,7 +141,7 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _size(module: nn.Module) -> int:
+def _count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 

@@ -142,7 +142,7 @@ def install_stages(
     mine = {path for path, stages in assignment.unit_stages.items() if any(stage in own for stage in stages)}
     in_use = _modules_in_use(model, units, mine)
     switch = PassSwitch()
-    places = _places(model)
+    places = _find_registrations(model)
     asked = {module: found for module in model.modules() if (found := _asked_for(module)) is not None}
     modules: dict[str, nn.Module] = {}
     for unit in units:
@@ -150,7 +150,7 @@ def install_stages(
         if unit.name in mine:
             made = Unit(unit.module, unit.name, switch, settings.method)
         else:
-            made = _stub(unit.module, unit.name, switch, kept_ids, in_use, settings)
+            made = _make_stub(unit.module, unit.name, switch, kept_ids, in_use, settings)
         modules[unit.name] = made
         for parent, name in places[id(unit.module)]:
             parent._modules[name] = made
@@ -160,12 +160,14 @@ def install_stages(
     _release_between(model, units, kept_ids, settings.device)
     for module, parameter in asked.items():
         if module is not model and next(module.parameters(), None) is None:
-            module.__dict__["parameters"] = partial(_lent, _without_memory(parameter, settings.device))
-    model.register_forward_pre_hook(_seeding(switch, settings))
+            module.__dict__["parameters"] = partial(
+                _placeholder_parameters, _without_memory(parameter, settings.device)
+            )
+    model.register_forward_pre_hook(_make_seed_hook(switch, settings))
     return tuple(
         StageModule(
             model,
-            _held(model, modules, assignment, stage, ids) if len(own) > 1 else [model],
+            _modules_of_stage(model, modules, assignment, stage, ids) if len(own) > 1 else [model],
             number=stage,
             is_last=stage == len(assignment.ranges) - 1,
             switch=switch,
@@ -208,12 +210,12 @@ def _asked_for(module: nn.Module) -> nn.Parameter | None:
     return next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
 
 
-def _lent(parameter: torch.Tensor, recurse: bool = True) -> Iterator[torch.Tensor]:
+def _placeholder_parameters(parameter: torch.Tensor, recurse: bool = True) -> Iterator[torch.Tensor]:
     """In place of the method ``parameters`` of a module that holds none here: one without memory."""
     return iter((parameter,) if recurse else ())
 
 
-def _seeding(switch: PassSwitch, settings: StageSettings) -> Callable[..., None]:
+def _make_seed_hook(switch: PassSwitch, settings: StageSettings) -> Callable[..., None]:
     """A hook before each pass of the model that seeds its random numbers.
 
     Where no stage runs, the user has called the model, which is an error on every rank alike.
@@ -230,7 +232,7 @@ def _seeding(switch: PassSwitch, settings: StageSettings) -> Callable[..., None]
     return seed
 
 
-def _held(
+def _modules_of_stage(
     model: nn.Module,
     modules: dict[str, nn.Module],
     assignment: StageAssignment,
@@ -246,10 +248,10 @@ def _held(
         if isinstance(module, Stub) and any(id(p) in wanted for p in module.parameters())
     ]
     covered = {id(p) for module in held for p in module.parameters()}
-    return held + _between(model, modules.values(), wanted - covered)
+    return held + _parameter_holders(model, modules.values(), wanted - covered)
 
 
-def _between(model: nn.Module, modules: Iterable[nn.Module], wanted: set[int]) -> list[nn.Module]:
+def _parameter_holders(model: nn.Module, modules: Iterable[nn.Module], wanted: set[int]) -> list[nn.Module]:
     """Holders of parameters that belong to no unit. They share the dictionary of the module that owns these, so
     that a parameter replaced in one is replaced in the other."""
     inside = {id(child) for module in modules for child in module.modules()}
@@ -262,7 +264,7 @@ def _between(model: nn.Module, modules: Iterable[nn.Module], wanted: set[int]) -
     return holders
 
 
-def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+def _find_registrations(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """The parents and names under which each module is registered, by identity."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
@@ -282,7 +284,7 @@ def _modules_in_use(model: nn.Module, units: Sequence[NamedModule], mine: set[st
     return used
 
 
-def _stub(
+def _make_stub(
     module: nn.Module,
     path: str,
     switch: PassSwitch,
@@ -294,11 +296,11 @@ def _stub(
     stub, device = Stub(module, path, switch, settings.method), settings.device
     for name, child in module.named_children():
         if any(id(p) in kept for p in child.parameters()):
-            stub._modules[name] = _stub(child, f"{path}.{name}", switch, kept, in_use, settings)
+            stub._modules[name] = _make_stub(child, f"{path}.{name}", switch, kept, in_use, settings)
         else:
             for inner in child.modules():
-                _release(inner, in_use, device)
-    _release(module, in_use, device, kept)
+                _release_memory(inner, in_use, device)
+    _release_memory(module, in_use, device, kept)
     if id(module) not in in_use:
         # For code that reads the parts of one that never runs, such as lists.
         module._modules.update(stub._modules)
@@ -306,7 +308,9 @@ def _stub(
     return stub
 
 
-def _release(module: nn.Module, in_use: set[int], device: torch.device, kept: Collection[int] = ()) -> None:
+def _release_memory(
+    module: nn.Module, in_use: set[int], device: torch.device, kept: Collection[int] = ()
+) -> None:
     """Replaces parameters and buffers of a module that does not run here by tensors without memory, but for those
     whose identities are ``kept``."""
     if id(module) in in_use:

@@ -89,11 +89,7 @@ def live_values(graph: CallGraph, refused: Collection[int]) -> dict[int, frozens
 
 
 def farthest_min_deps(
-    sizes: Sequence[int],
-    live: Mapping[int, Collection[int]],
-    count: int,
-    *,
-    embeddings: Collection[int] = (),
+    sizes: Sequence[int], live: Mapping[int, Collection[int]], count: int, *, embeddings: Collection[int] = ()
 ) -> tuple[int, ...]:
     """Where about ``count`` shards of equal parameters begin, the first shard left out.
 
@@ -126,7 +122,7 @@ def farthest_min_deps(
         if not after:
             return tuple(starts[1:])
         near = [place for place in after if before[place] - before[begin] <= 2 * target]
-        starts.append(min(near or after[:1], key=lambda place: _cost(live[place])))
+        starts.append(min(near or after[:1], key=lambda place: _crossing_cost(live[place])))
 
 
 def nearest_min_deps(live: Mapping[int, Collection[int]]) -> tuple[int, ...]:
@@ -146,16 +142,16 @@ def nearest_min_deps(live: Mapping[int, Collection[int]]) -> tuple[int, ...]:
     runs: list[list[int]] = []
     for place in sorted(live):
         last = live[runs[-1][-1]] if runs else ()
-        if _cost(last) == _cost(live[place]) and not set(last).isdisjoint(live[place]):
+        if _crossing_cost(last) == _crossing_cost(live[place]) and not set(last).isdisjoint(live[place]):
             runs[-1].append(place)
         else:
             runs.append([place])
-    costs = [1, *(_cost(live[run[0]]) for run in runs), 1]
+    costs = [1, *(_crossing_cost(live[run[0]]) for run in runs), 1]
     beside = zip(runs, costs, costs[1:], costs[2:], strict=False)
     return tuple(place for run, left, own, right in beside if own <= min(left, right) for place in run)
 
 
-def _cost(values: Collection[int]) -> int:
+def _crossing_cost(values: Collection[int]) -> int:
     """What a place costs: the values that cross it. Something always does, be it context alone."""
     return max(1, len(values))
 

@@ -44,7 +44,7 @@ class CallCosts(OperatorCounter):
     @contextmanager
     def counting(self) -> Iterator[CallCosts]:
         """Counts the costs of the code inside the block."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed), self:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, lambda packed: packed), self:
             yield self
 
     def added_to(self, graph: CallGraph) -> CallGraph:
@@ -57,7 +57,7 @@ class CallCosts(OperatorCounter):
         calls = (replace(call, **vars(cost)) for call, cost in zip(graph.calls, costs, strict=True))
         return replace(graph, calls=tuple(calls))
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _pack_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
             self._storages.add(storage._cdata)
@@ -111,7 +111,7 @@ class CallTracer:
         self._device = device
         self._paths = [unit.name for unit in units]
         with self._mode, quiet_fake_kernels():
-            self._copy = copy_structure(model, self._make, {})
+            self._copy = copy_structure(model, self._make_fake_tensor, {})
             self._copy.train(model.training)
 
     def trace(self, batch: Any, how: HowToRun, thawed: Collection[str] = ()) -> CallGraph:
@@ -129,18 +129,18 @@ class CallTracer:
         follower = Follower(self._copy, units)
         with random_states_kept(), self._mode, quiet_fake_kernels():
             if how.weights is not None:
-                _cast(self._copy, how.weights)
+                _cast_parameters(self._copy, how.weights)
             largest = largest_real(math.prod(samples_and_tokens(batch)))
             fake = map_tensors(lambda tensor: fake_like(tensor, self._device, largest=largest), batch)
             costs = CallCosts(follower, self._copy.parameters())
             with RealValues(largest), costs.counting():
                 try:
-                    _run(self._copy, fake, follower, how, self._device)
+                    _run_model(self._copy, fake, follower, how, self._device)
                 except Exception as error:
-                    raise InputError(_refused(follower, error)) from error
+                    raise InputError(_refusal_message(follower, error)) from error
         return costs.added_to(follower.graph())
 
-    def _make(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _make_fake_tensor(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
         return fake_like(tensor, self._device, is_parameter=kind == "parameter")
 
 
@@ -157,7 +157,7 @@ def trace_with_values(
     nothing_saved = torch.autograd.graph.saved_tensors_hooks(lambda _: empty, lambda kept: kept)
     with buffers_and_generators_kept(model, device), torch.enable_grad(), nothing_saved:
         try:
-            _run(model, batch, follower, how, device)
+            _run_model(model, batch, follower, how, device)
         except Exception as error:
             raise InputError(f"the model raised {type(error).__name__} on a sample batch: {error}") from error
     return follower.graph()
@@ -174,7 +174,7 @@ def without_memory(model: nn.Module) -> nn.Module:
     return copy_structure(model, make, {})
 
 
-def _run(model: nn.Module, batch: Any, follower: Follower, how: HowToRun, device: torch.device) -> None:
+def _run_model(model: nn.Module, batch: Any, follower: Follower, how: HowToRun, device: torch.device) -> None:
     autocast = torch.autocast(device.type, how.autocast) if how.autocast else nullcontext()
     with follower.watching(), autocast:
         given = batch if how.weights is None else floats_to(batch, how.weights)
@@ -187,13 +187,13 @@ def _run(model: nn.Module, batch: Any, follower: Follower, how: HowToRun, device
     follower.conclude(used, output if how.outputs else ())
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
-def _refused(follower: Follower, error: Exception) -> str:
+def _refusal_message(follower: Follower, error: Exception) -> str:
     read = follower.last_read
     looked = f" It looked into a value that {read} computes." if read else ""
     return f"the model does not run without its data ({error_line(error)}).{looked}"

@@ -216,7 +216,7 @@ def choose_schedule(
     if schedules is None:
         schedules = _of_use(costs)
     evaluated = [
-        _evaluated(costs, info, on_rank, num_ranks, num_micro_batches, limit_bytes, cuts, recompute)
+        _evaluate_schedule(costs, info, on_rank, num_ranks, num_micro_batches, limit_bytes, cuts, recompute)
         for info in schedules
         for on_rank in sorted(set(stages_per_rank))
         if info.fewest_stages <= on_rank and (info.most_stages is None or on_rank <= info.most_stages)
@@ -364,7 +364,7 @@ class _Pipeline:
         )
 
 
-def _evaluated(
+def _evaluate_schedule(
     costs: BlockCosts,
     info: ScheduleInfo,
     on_rank: int,
@@ -383,11 +383,11 @@ def _evaluated(
         pipeline = _Pipeline(costs, info, orders, num_stages, num_micro_batches, shares)
         if cuts is not None and len(cuts) + 1 != num_stages:
             raise InputError(f"it has {num_stages} stages, but the cuts {list(cuts)} make {len(cuts) + 1}.")
-        chosen = _cut(pipeline, limit_bytes) if cuts is None else tuple(cuts)
+        chosen = _choose_cuts(pipeline, limit_bytes) if cuts is None else tuple(cuts)
         if recompute.is_chosen:
             pipeline, chosen = _least_recomputing(pipeline, chosen, limit_bytes, look=cuts is None)
         elif recompute.by_stage == "level":
-            pipeline = _levelled(pipeline, chosen)
+            pipeline = _level_shares(pipeline, chosen)
         step = pipeline.step(chosen)
         timeline = simulate(orders, step.costs)
     except InputError as error:
@@ -402,7 +402,7 @@ def _evaluated(
         step_seconds=timeline.step_seconds,
         bubble_share=timeline.bubble_share,
         peak_bytes=peaks,
-        problem=_over(
+        problem=_limit_problem(
             peaks,
             limit_bytes,
             "" if cuts is not None else " in its fastest cut, and none was found that fits",
@@ -410,7 +410,7 @@ def _evaluated(
     )
 
 
-def _cut(pipeline: _Pipeline, limit_bytes: float | None) -> tuple[int, ...]:
+def _choose_cuts(pipeline: _Pipeline, limit_bytes: float | None) -> tuple[int, ...]:
     """The cut with the fastest slowest stage that fits; if none was found, the fastest.
 
     With one stage on a rank it is exact. With several, the limit is of their sum: the fastest cut is taken if
@@ -419,11 +419,11 @@ def _cut(pipeline: _Pipeline, limit_bytes: float | None) -> tuple[int, ...]:
     costs, num_stages = pipeline.costs, pipeline.num_stages
     cut = partial(partition, costs.seconds(pipeline.shares), num_stages, allowed_cuts=costs.allowed_cuts)
     fastest = cut()
-    if limit_bytes is None or not _over(pipeline.peaks(fastest), limit_bytes):
+    if limit_bytes is None or not _limit_problem(pipeline.peaks(fastest), limit_bytes):
         return fastest
     memory = costs.memory(live_micro_batches(pipeline.orders), pipeline.num_micro_batches, pipeline.shares)
     found = []
-    for limits in _parts(pipeline, fastest, limit_bytes):
+    for limits in _stage_limits(pipeline, fastest, limit_bytes):
         with suppress(InputError):
             found.append(cut(memory=memory, limit=limits))
     return min(found, key=pipeline.slowest, default=fastest)
@@ -436,10 +436,10 @@ def _least_recomputing(
     others, on those that are fastest without recomputation; the faster of both."""
     nothing = replace(pipeline, shares=(0.0,) * pipeline.num_stages)
     if limit_bytes is None:
-        return nothing, _cut(nothing, None) if look else cuts
-    tried = [cuts, _cut(nothing, None)] if look else [cuts]
+        return nothing, _choose_cuts(nothing, None) if look else cuts
+    tried = [cuts, _choose_cuts(nothing, None)] if look else [cuts]
     found = [
-        (fitted, own) for own in tried if (fitted := _fitted(nothing, pipeline.shares, own, limit_bytes))
+        (fitted, own) for own in tried if (fitted := _fit_shares(nothing, pipeline.shares, own, limit_bytes))
     ]
     return min(
         found,
@@ -448,7 +448,7 @@ def _least_recomputing(
     )
 
 
-def _fitted(
+def _fit_shares(
     pipeline: _Pipeline, most: Sequence[float], cuts: tuple[int, ...], limit_bytes: float
 ) -> _Pipeline | None:
     """The pipeline with the least shares with which every rank fits, block by block; ``None`` if none do."""
@@ -468,7 +468,7 @@ def _fitted(
     return pipeline
 
 
-def _levelled(pipeline: _Pipeline, cuts: tuple[int, ...]) -> _Pipeline:
+def _level_shares(pipeline: _Pipeline, cuts: tuple[int, ...]) -> _Pipeline:
     """The pipeline whose ranks hold as nearly as many bytes of activations as the first one as whole blocks allow."""
     able = pipeline.most_able(cuts)
     most = [1.0] * (pipeline.num_stages - 1) + [0.0 if pipeline.info.keeps_last else 1.0]
@@ -479,7 +479,7 @@ def _levelled(pipeline: _Pipeline, cuts: tuple[int, ...]) -> _Pipeline:
     return pipeline
 
 
-def _parts(pipeline: _Pipeline, fastest: tuple[int, ...], limit_bytes: float) -> Iterator[list[float]]:
+def _stage_limits(pipeline: _Pipeline, fastest: tuple[int, ...], limit_bytes: float) -> Iterator[list[float]]:
     """Limits of stages from that of a rank: equal ones, then the bytes used in ``fastest`` plus equal slack."""
     on_rank = pipeline.num_stages // pipeline.num_ranks
     yield [limit_bytes / on_rank] * pipeline.num_stages
@@ -496,7 +496,7 @@ def _parts(pipeline: _Pipeline, fastest: tuple[int, ...], limit_bytes: float) ->
     yield limits
 
 
-def _over(peak_bytes: Sequence[float], limit_bytes: float | None, where: str = "") -> str:
+def _limit_problem(peak_bytes: Sequence[float], limit_bytes: float | None, where: str = "") -> str:
     most = max(peak_bytes)
     if limit_bytes is None or most <= limit_bytes:
         return ""

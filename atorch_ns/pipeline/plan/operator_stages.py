@@ -89,7 +89,7 @@ class StageTables:
     @cached_property
     def terms(self) -> Array:
         """The least of what is limited, by column and length, in rising order."""
-        return np.unique(self._least[np.isfinite(self._least)])
+        return np.unique(self._least_terms[np.isfinite(self._least_terms)])
 
     @cached_property
     def bound(self) -> float:
@@ -106,7 +106,7 @@ class StageTables:
         Each table holds sums by first segment and number of devices, for the stages from that segment on: the table at index
         ``k`` for ``k`` stages, and the last one for all numbers of stages that reach the last level, if any number is allowed.
         """
-        columns, lengths = np.nonzero(self._least <= most)
+        columns, lengths = np.nonzero(self._least_terms <= most)
         largest, seconds = self.largest[:, columns, lengths], self.seconds[:, columns, lengths]
         seconds = np.where(largest <= most, seconds, math.inf)
         while len(seconds) > 1 and np.array_equal(seconds[-1], seconds[-2]):
@@ -120,10 +120,10 @@ class StageTables:
             tables.append(self._any_more(tables[-1], kinds))
         counts = range(1, len(tables)) if self.num_stages is None else [self.num_stages]
         total, count = min((float(tables[count][0, self.num_devices]), count) for count in counts)
-        return Found(total, self._stages(tables, kinds, count)) if total < math.inf else None
+        return Found(total, self._find_stages(tables, kinds, count)) if total < math.inf else None
 
     @cached_property
-    def _least(self) -> Array:
+    def _least_terms(self) -> Array:
         least: Array = self.largest.min(axis=(0, 3))
         return least
 
@@ -158,7 +158,7 @@ class StageTables:
             np.minimum(table[start], rest[start], out=either[start])
         return table
 
-    def _stages(self, tables: Sequence[Array], kinds: _Kinds, index: int) -> tuple[tuple[int, int], ...]:
+    def _find_stages(self, tables: Sequence[Array], kinds: _Kinds, index: int) -> tuple[tuple[int, int], ...]:
         """The stages that led to the whole model's entry in a table."""
         found, start, left = [], 0, self.num_devices
         while index:
@@ -202,7 +202,7 @@ def plan_stages(cost: Cost, task: PipelineTask) -> StagePlan:
     Raises:
         InputError: if none fits.
     """
-    different = {stages: estimate for estimate, stages in _candidates(cost, task)}
+    different = {stages: estimate for estimate, stages in _find_candidates(cost, task)}
     found = sorted(different.items(), key=lambda one: one[1])[:_NUM_SIMULATED]
     if not found:
         raise InputError(_none_fits(cost, task))
@@ -211,7 +211,7 @@ def plan_stages(cost: Cost, task: PipelineTask) -> StagePlan:
     return StagePlan(stages=stages, step_seconds=seconds, estimated_seconds=estimate)
 
 
-def _candidates(cost: Cost, task: PipelineTask) -> Iterator[tuple[float, tuple[Stage, ...]]]:
+def _find_candidates(cost: Cost, task: PipelineTask) -> Iterator[tuple[float, tuple[Stage, ...]]]:
     """Estimates and stages of pipelines that no other beats in both terms of the estimate."""
     if not task.equal_degrees:
         yield from _Search(cost, task, task.allowed_degrees, task.num_stages).frontier()
@@ -240,7 +240,7 @@ class _Search:
         for column in range(len(self._columns)):
             for start in range(num):
                 for stop in range(start + 1, num + 1):
-                    varies |= self._fill(column, start, stop)
+                    varies |= self._fill_costs(column, start, stop)
         levels = slice(None if varies else 1)
         self._tables = StageTables(
             self._seconds[levels],
@@ -266,7 +266,7 @@ class _Search:
             found = tables.least_sum(most)
         best, bound = math.inf, tables.bound
         while found is not None:
-            stages = self._stages(found)
+            stages = self._build_stages(found)
             estimate = estimated_seconds(stages, self._task)
             yield estimate, stages
             below = math.nextafter(max(largest_term(stage.cost, self._task) for stage in stages), -math.inf)
@@ -274,15 +274,15 @@ class _Search:
             best = min(best, estimate)
             found = tables.least_sum(most)
 
-    def _fill(self, column: int, start: int, stop: int) -> bool:
+    def _fill_costs(self, column: int, start: int, stop: int) -> bool:
         """Asks for the costs of the stages of some segments; returns whether they vary with the micro-batches in flight."""
-        first = self._ask(column, start, stop, 0)
+        first = self._fitting_cost(column, start, stop, 0)
         if first is None:
             return False
         high = len(self._levels) - 1
-        last = self._ask(column, start, stop, high) if high else first
+        last = self._fitting_cost(column, start, stop, high) if high else first
         self._fill_between(column, start, stop, (0, first), (high, last))
-        return last is None or _times(first) != _times(last)
+        return last is None or _step_times(first) != _step_times(last)
 
     def _fill_between(
         self,
@@ -294,28 +294,28 @@ class _Search:
     ) -> None:
         """Fills the levels from one to another, of which the costs are known."""
         (bottom, first), (top, last) = low, high
-        constant = last is not None and _times(first) == _times(last)
+        constant = last is not None and _step_times(first) == _step_times(last)
         if constant or top - bottom < 2:
-            self._write(slice(bottom, top + 1 if constant else top), column, start, stop, first)
+            self._write_costs(slice(bottom, top + 1 if constant else top), column, start, stop, first)
             if last is not None and not constant:
-                self._write(slice(top, top + 1), column, start, stop, last)
+                self._write_costs(slice(top, top + 1), column, start, stop, last)
             return
         middle = (bottom + top) // 2
-        cost = self._ask(column, start, stop, middle)
+        cost = self._fitting_cost(column, start, stop, middle)
         self._fill_between(column, start, stop, low, (middle, cost))
         if cost is not None:
             self._fill_between(column, start, stop, (middle, cost), high)
 
-    def _write(self, levels: slice, column: int, start: int, stop: int, cost: StageCost) -> None:
+    def _write_costs(self, levels: slice, column: int, start: int, stop: int, cost: StageCost) -> None:
         self._seconds[levels, column, stop - start, start] = cost.seconds + self._task.sent(start)
         self._largest[levels, column, stop - start, start] = largest_term(cost, self._task)
 
-    def _ask(self, column: int, start: int, stop: int, level: int) -> StageCost | None:
+    def _fitting_cost(self, column: int, start: int, stop: int, level: int) -> StageCost | None:
         cost = self._cost(start, stop, *self._columns[column], self._levels[level])
         limit = self._task.memory_limit
         return None if cost is None or (limit is not None and cost.memory > limit) else cost
 
-    def _stages(self, found: Found) -> tuple[Stage, ...]:
+    def _build_stages(self, found: Found) -> tuple[Stage, ...]:
         stages, start = [], 0
         for position, (column, length) in zip(range(len(found.stages), 0, -1), found.stages, strict=True):
             asked = (start, start + length, *self._columns[column], self._task.in_flight(position))
@@ -326,7 +326,7 @@ class _Search:
         return tuple(stages)
 
 
-def _times(cost: StageCost) -> tuple[float, float]:
+def _step_times(cost: StageCost) -> tuple[float, float]:
     return cost.seconds, cost.per_step
 
 

@@ -28,7 +28,7 @@ def uniform_cuts(
         >>> uniform_cuts(10, 4)
         (3, 6, 8)
     """
-    return _even(num_blocks, num_stages, allowed_cuts, lambda stage, rest: stage < rest)
+    return _even_cuts(num_blocks, num_stages, allowed_cuts, lambda stage, rest: stage < rest)
 
 
 def uniform_floor_cuts(
@@ -45,7 +45,7 @@ def uniform_floor_cuts(
         >>> uniform_floor_cuts(10, 4)
         (2, 5, 8)
     """
-    return _even(num_blocks, num_stages, allowed_cuts, lambda stage, rest: 1 <= stage <= rest)
+    return _even_cuts(num_blocks, num_stages, allowed_cuts, lambda stage, rest: 1 <= stage <= rest)
 
 
 def custom_cuts(
@@ -80,11 +80,11 @@ def custom_cuts(
             problems.append(f"the model cannot be cut before block {cut}: {refused[cut].rstrip('.')}.")
     if problems:
         open_places = [cut for cut in range(1, num_blocks) if not refused or cut not in refused]
-        raise InputError(f"{' '.join(problems)} It can be cut before blocks {_runs(open_places)}.")
+        raise InputError(f"{' '.join(problems)} It can be cut before blocks {_ranges_text(open_places)}.")
     return cuts
 
 
-def _even(
+def _even_cuts(
     num_blocks: int,
     num_stages: int,
     allowed_cuts: Collection[int] | None,
@@ -111,7 +111,7 @@ def _order_problems(cuts: Sequence[int], num_blocks: int) -> list[str]:
     return problems
 
 
-def _runs(numbers: Sequence[int]) -> str:
+def _ranges_text(numbers: Sequence[int]) -> str:
     """Ascending numbers as text, neighbours as one range."""
     parts: list[list[int]] = []
     for number in numbers:
@@ -180,13 +180,13 @@ def partition(
         ((4,), (1,))
     """
     num = np.shape(costs)[-1]
-    starts = _starts(num, num_stages, allowed_cuts)
+    starts = _allowed_starts(num, num_stages, allowed_cuts)
     times = np.where(starts[:, None], _span_sums(costs, "costs"), np.inf)
     fits = None
     if limit is not None:
         if memory is None:
             raise InputError("a limit needs the bytes of the blocks: give memory too.")
-        fits = _bytes(memory, num, num_stages) <= _limits(limit, num_stages)[:, None, None]
+        fits = _span_bytes(memory, num, num_stages) <= _stage_limits(limit, num_stages)[:, None, None]
     slowest = _least_maximum(times if fits is None else np.where(fits, times, np.inf), num_stages)
     if not math.isfinite(slowest):
         assert memory is not None
@@ -207,7 +207,7 @@ def stage_ranges(cuts: Sequence[int], num_blocks: int) -> tuple[range, ...]:
     return tuple(range(first, last) for first, last in pairwise(edges))
 
 
-def _starts(num: int, num_stages: int, allowed_cuts: Collection[int] | None) -> NDArray[np.bool_]:
+def _allowed_starts(num: int, num_stages: int, allowed_cuts: Collection[int] | None) -> NDArray[np.bool_]:
     """Whether a stage may begin at each position, 0 to ``num``."""
     if num_stages < 1:
         raise InputError(f"a pipeline of {num_stages} stages is none. Use 1 or more.")
@@ -250,7 +250,7 @@ def _at_ends(values: Sequence[float], num: int, name: str) -> _Matrix:
     return at[:, None] + at[None, :]
 
 
-def _bytes(memory: StageMemory, num: int, num_stages: int) -> _Matrix:
+def _span_bytes(memory: StageMemory, num: int, num_stages: int) -> _Matrix:
     """Bytes of every span of blocks as every stage: ``[stage, i, j]``."""
     lengths = (len(memory.states), np.shape(memory.activations)[-1], len(memory.live))
     if lengths != (num, num, num_stages):
@@ -266,7 +266,7 @@ def _bytes(memory: StageMemory, num: int, num_stages: int) -> _Matrix:
     return sums
 
 
-def _limits(limit: float | Sequence[float], num_stages: int) -> _Matrix:
+def _stage_limits(limit: float | Sequence[float], num_stages: int) -> _Matrix:
     limits = np.asarray(limit, dtype=np.float64)
     if limits.ndim == 1 and len(limits) != num_stages:
         raise InputError(
@@ -306,8 +306,8 @@ def _does_not_fit(
 ) -> str:
     """The message that says how much a stage must be allowed for any cut to fit."""
     num = len(memory.states)
-    spans = np.where(starts[None, :, None], _bytes(memory, num, num_stages), np.inf)
-    limits = _limits(limit, num_stages)
+    spans = np.where(starts[None, :, None], _span_bytes(memory, num, num_stages), np.inf)
+    limits = _stage_limits(limit, num_stages)
     over = _least_maximum(spans - limits[:, None, None], num_stages)
     same = limits.min() == limits.max()
     given = bytes_text(limits[0]) if same else f"{bytes_text(limits.min())} to {bytes_text(limits.max())}"

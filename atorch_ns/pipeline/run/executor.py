@@ -107,19 +107,19 @@ class _Inbox:
                 self._expected.append(given)
                 self.taken_before[given] = taken
                 taken = []
-        self._post()
+        self._post_receive()
 
     def take(self, message: Message) -> Tensors:
         while message not in self._posted:
-            self._post()
+            self._post_receive()
         tensors, works = self._posted.pop(message)
         for work in works:
             work.wait()
         if not self._posted:
-            self._post()
+            self._post_receive()
         return tensors
 
-    def _post(self) -> None:
+    def _post_receive(self) -> None:
         if not self._expected:
             return
         message = self._expected.popleft()
@@ -203,10 +203,10 @@ class Execution:
             stage.set_requires_gradient_sync(False)
         for action in self._order:
             due = time.perf_counter()
-            arrived = self._arrived(action)
+            arrived = self._receive_tensors(action)
             begun = time.perf_counter()
             try:
-                given = self._take(action, arrived)
+                given = self._run_action(action, arrived)
             except Exception:
                 self.stages[action.stage].failed = True
                 raise
@@ -215,7 +215,7 @@ class Execution:
                 self._hand_on(message, given)
             self.timeline.append(Timed(action, due, begun, time.perf_counter()))
         for message in list(self._sent):
-            self._release(message)
+            self._release_sent(message)
         for stage in sharded:
             reduce_after_backward(stage)
 
@@ -226,7 +226,7 @@ class Execution:
         specs = [one.spec for one in crossing.carried] if crossing else []
         return specs if message.chain == "F" else [spec for spec in specs if spec.requires_grad]
 
-    def _arrived(self, action: Action) -> Tensors:
+    def _receive_tensors(self, action: Action) -> Tensors:
         message = taken_by(action, len(self.rank_of))
         if message is None:
             return ()
@@ -236,10 +236,10 @@ class Execution:
         inbox = self._inboxes[source]
         arrived = inbox.take(message)
         for taken in inbox.taken_before[message]:
-            self._release(taken)
+            self._release_sent(taken)
         return arrived
 
-    def _release(self, message: Message) -> None:
+    def _release_sent(self, message: Message) -> None:
         """Lets tensors go that the other rank has: waits for nothing."""
         for _, work in self._sent.pop(message):
             work.wait()
@@ -252,7 +252,7 @@ class Execution:
         group = self.links.between(self.links.rank, target)
         self._sent[message] = [(t, dist.isend(t, group=group, group_dst=target)) for t in tensors]
 
-    def _take(self, action: Action, arrived: Tensors) -> Tensors:
+    def _run_action(self, action: Action, arrived: Tensors) -> Tensors:
         """Computes; returns what the next stage is handed."""
         kind, number, micro_batch = action
         key = (number, micro_batch)
@@ -262,19 +262,19 @@ class Execution:
                 tensor.requires_grad_(one.spec.requires_grad)
             later = WeightGradients(self._layers[number]) if self._layers else None
             held = self._held[key] = _Held(arrived, later=later)
-            results = self._forward(action, held, with_graph=key not in self._again)
+            results = self._run_forward(action, held, with_graph=key not in self._again)
             if number + 1 == len(self.rank_of):
                 self.losses[micro_batch] = results[0].detach()
             return tuple(tensor.detach() for tensor in results)
         held = self._held[key]
         if kind == "R":
             with self.keeping(), buffers_lent(self.stages[number]):
-                self._forward(action, held, with_graph=True)
+                self._run_forward(action, held, with_graph=True)
             return ()
         given: Tensors = ()
         if kind != "W":
             held.gradients = arrived or held.gradients
-            self._backward(held)
+            self._run_backward(held)
             given, held.received = _gradients_of(held.received), ()
         if kind != "I":
             if held.later is not None:
@@ -283,7 +283,7 @@ class Execution:
             del self._held[key]
         return given
 
-    def _forward(self, action: Action, held: _Held, *, with_graph: bool) -> Tensors:
+    def _run_forward(self, action: Action, held: _Held, *, with_graph: bool) -> Tensors:
         stage = self.stages[action.stage]
         keeping = self.keeping if action.stage in self.kept else nullcontext
         lent = buffers_lent(stage) if action.micro_batch in self.idle else nullcontext()
@@ -296,7 +296,7 @@ class Execution:
             held.gradients = tuple(torch.ones_like(loss) for loss in trained)
         return results
 
-    def _backward(self, held: _Held) -> None:
+    def _run_backward(self, held: _Held) -> None:
         """A backward pass, but for what is computed later."""
         run = torch.autograd.backward if held.later is None else held.later.backward
         if held.edges:

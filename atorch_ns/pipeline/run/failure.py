@@ -34,11 +34,11 @@ class FailureNotes:
 
     def note_own(self, error: BaseException, stages: Sequence[int]) -> None:
         """Notes that this rank failed."""
-        self._write(f"failed:{self._failure(error, stages)}")
+        self._write_note(f"failed:{self._describe_failure(error, stages)}")
 
     def note_lost(self) -> None:
         """Notes that this rank runs, but cannot reach another."""
-        self._write("lost:")
+        self._write_note("lost:")
 
     def raise_own(self, error: BaseException, stages: Sequence[int]) -> NoReturn:
         """Raises this rank's failure, with its stages.
@@ -48,10 +48,10 @@ class FailureNotes:
         """
         if isinstance(error, AtorchError):
             raise error
-        text = f"{self._failure(error, stages)}. The other ranks of the pipeline stop too."
+        text = f"{self._describe_failure(error, stages)}. The other ranks of the pipeline stop too."
         raise StepError(text) from error
 
-    def _failure(self, error: BaseException, stages: Sequence[int]) -> str:
+    def _describe_failure(self, error: BaseException, stages: Sequence[int]) -> str:
         where = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         return f"rank {self._rank} ({where}) failed: {error_text(error)}"
 
@@ -62,7 +62,7 @@ class FailureNotes:
             RankError: from ``error``, naming the ranks that failed or do not answer.
         """
         others = [rank for rank in self._ranks if rank != self._rank]
-        notes = self._read(others)
+        notes = self._read_notes(others)
         failures = {
             rank: note.removeprefix("failed:") for rank, note in notes.items() if note.startswith("failed:")
         }
@@ -82,13 +82,13 @@ class FailureNotes:
             f"still run: {error_text(error)}"
         ) from error
 
-    def _write(self, note: str) -> None:
+    def _write_note(self, note: str) -> None:
         try:
             self._store.set(str(self._rank), note)
         except RuntimeError:  # the store is gone with the rank that kept it
             return
 
-    def _read(self, ranks: Sequence[int]) -> dict[int, str]:
+    def _read_notes(self, ranks: Sequence[int]) -> dict[int, str]:
         """The notes of ``ranks``; those present when one failed or the time is over."""
         notes: dict[int, str] = {}
         until = time.monotonic() + _PATIENCE_S

@@ -59,15 +59,15 @@ class Pieces:
 
     def of(self, stage: StageRange) -> StageRange:
         """A stage that receives and sends pieces of what has a gradient and divides."""
-        received, sent = (self._crossing(one) for one in (stage.received, stage.sent))
+        received, sent = (self._divide_crossing(one) for one in (stage.received, stage.sent))
         return replace(stage, received=received, sent=sent)
 
-    def _crossing(self, crossing: Crossing | None) -> Crossing | None:
+    def _divide_crossing(self, crossing: Crossing | None) -> Crossing | None:
         if crossing is None:
             return None
-        return replace(crossing, carried=tuple(map(self._carried, crossing.carried)))
+        return replace(crossing, carried=tuple(map(self._divide_carried, crossing.carried)))
 
-    def _carried(self, one: Carried) -> Carried:
+    def _divide_carried(self, one: Carried) -> Carried:
         shape = list(one.spec.shape)
         if not one.spec.requires_grad or len(shape) <= self.dim + 1 or shape[self.dim] % self.num_ranks:
             return one
@@ -121,7 +121,7 @@ class StagePass:
         }
         # Memory of its own, where the code between units may write into a stand-in.
         self._is_dense = graph.mutates or any(one.is_argument for one in carried)
-        self._wanted = {(c.call, c.leaf) for c in _outputs(stage.sent)}
+        self._wanted = {(c.call, c.leaf) for c in _carried_outputs(stage.sent)}
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}
 
     def call(self, path: str, unit: nn.Module | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -138,9 +138,9 @@ class StagePass:
         """
         if self._is_inside and unit is not None:
             return unit(*args, **kwargs)
-        number = self._next(path)
+        number = self._next_call(path)
         if number == self._stage.end:
-            self._collect(args, kwargs)
+            self._collect_outgoing(args, kwargs)
             raise StageEnd
         if number < self._stage.begin:
             return self._stand_in(number)
@@ -148,9 +148,9 @@ class StagePass:
             raise StepError(f"this rank was to run {path}, which it does not have.")
         if number == self._stage.begin:
             self._fill_arguments(args, kwargs)
-        with self._inside(), random_stream(self.seed + number * CALL_STRIDE, self._device):
+        with self._inside_unit(), random_stream(self.seed + number * CALL_STRIDE, self._device):
             output = unit(*args, **kwargs)
-        self._keep(number, output)
+        self._keep_outputs(number, output)
         return output
 
     def call_seeds(self, paths: Sequence[str]) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ class StagePass:
             return ()
         return tuple(self.seed + number * CALL_STRIDE for number in calls)
 
-    def _next(self, path: str) -> int:
+    def _next_call(self, path: str) -> int:
         number = self.num_calls
         traced = self._graph.paths
         if number >= len(traced) or traced[number] != path:
@@ -174,7 +174,7 @@ class StagePass:
         return number
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
+    def _inside_unit(self) -> Iterator[None]:
         self._is_inside = True
         try:
             yield
@@ -187,11 +187,11 @@ class StagePass:
         def make(spec: TensorSpec) -> torch.Tensor:
             arrived = self._arrived.get((False, number, next(places)))
             if arrived is None:
-                return _zeros(spec, self._device, dense=self._is_dense)
+                return _make_zeros(spec, self._device, dense=self._is_dense)
             return arrived.clone() if self._graph.mutates else arrived
 
         output = map_instances(TensorSpec, make, self._graph.calls[number].output)
-        self._keep(number, output)
+        self._keep_outputs(number, output)
         return output
 
     def _fill_arguments(self, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -203,14 +203,14 @@ class StagePass:
                     stand_in.detach_()  # from code whose results will not be used
                 stand_in.copy_(tensor)
 
-    def _keep(self, number: int, output: Any) -> None:
+    def _keep_outputs(self, number: int, output: Any) -> None:
         if not any(call == number for call, _ in self._wanted):
             return
         for leaf, tensor in enumerate(tensors_of(output)):
             if (number, leaf) in self._wanted:  # as it is now: the next stage changes it in place itself
                 self._outputs[number, leaf] = tensor.clone() if self._graph.mutates else tensor
 
-    def _collect(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _collect_outgoing(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         assert self._stage.sent is not None
         given = tensors_of((args, kwargs))
         received = {id(tensor) for tensor in self._arrived.values()}
@@ -219,7 +219,7 @@ class StagePass:
             for one in self._stage.sent.carried
         )
         self.sent = tuple(
-            _sendable(
+            _make_sendable(
                 self._pieces.divide(tensor) if self._pieces and one.in_pieces else tensor, one, received
             )
             for one, tensor in crossing
@@ -227,17 +227,17 @@ class StagePass:
         self._outputs.clear()
 
 
-def _outputs(crossing: Crossing | None) -> list[Carried]:
+def _carried_outputs(crossing: Crossing | None) -> list[Carried]:
     return [one for one in crossing.carried if not one.is_argument] if crossing else []
 
 
-def _zeros(spec: TensorSpec, device: torch.device, *, dense: bool) -> torch.Tensor:
+def _make_zeros(spec: TensorSpec, device: torch.device, *, dense: bool) -> torch.Tensor:
     if dense:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
     return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
 
 
-def _sendable(tensor: torch.Tensor, carried: Carried, received: set[int]) -> torch.Tensor:
+def _make_sendable(tensor: torch.Tensor, carried: Carried, received: set[int]) -> torch.Tensor:
     """The tensor in the form that was traced: dense, of its dtype, not a view, with a gradient or without."""
     spec = carried.spec
     if tuple(tensor.shape) != spec.shape:

@@ -84,7 +84,7 @@ class StageSet:
             StepError: if the model calls other units than when it was cut.
         """
         thawed = self._find_thawed()
-        known = [self._known(micro_batch, outputs, thawed) for micro_batch in micro_batches]
+        known = [self._trace_micro_batch(micro_batch, outputs, thawed) for micro_batch in micro_batches]
         # An evaluation leaves the masks to come alone.
         draws = any(stage.model_training for stage in self.stages)
         seed = self._draw_seed() if draws else 0
@@ -98,7 +98,7 @@ class StageSet:
         for stage in self.stages:
             stage.finish()
 
-    def _known(
+    def _trace_micro_batch(
         self, micro_batch: Any, outputs: bool, thawed: frozenset[str]
     ) -> tuple[CallGraph, tuple[StageRange, ...]]:
         key = (signature(micro_batch), outputs, thawed)
@@ -168,18 +168,18 @@ class PipelineRunner:
 
     def forward_backward(self, work: StepWork) -> Passed:
         """Adds the gradients of the shares of all losses; collective over the pipeline."""
-        return self._run(work, self._orders(len(work.micro_batches)))
+        return self._run_orders(work, self._orders(len(work.micro_batches)))
 
     @torch.no_grad()
     def forward(self, work: StepWork) -> Passed:
         """The losses and outputs without gradients; collective over the pipeline."""
-        return self._run(work, forward_only(self._set.rank_of, len(work.micro_batches)))
+        return self._run_orders(work, forward_only(self._set.rank_of, len(work.micro_batches)))
 
-    def _run(self, work: StepWork, orders: Orders) -> Passed:
-        with self._failing():
-            return self._execute(work, orders)
+    def _run_orders(self, work: StepWork, orders: Orders) -> Passed:
+        with self._share_failure():
+            return self._execute_orders(work, orders)
 
-    def _execute(self, work: StepWork, orders: Orders) -> Passed:
+    def _execute_orders(self, work: StepWork, orders: Orders) -> Passed:
         losses = torch.zeros(len(work.micro_batches), device=self._device)
         ranks = dist.get_process_group_ranks(self._links.up)
         askers = [place for place, rank in enumerate(ranks) if rank in work.askers]
@@ -211,10 +211,10 @@ class PipelineRunner:
         finally:
             self._set.finish()
         dist.broadcast(losses, group=self._links.up, group_src=self._set.rank_of[-1])
-        found = self._exchanged(tuple(outputs[number] for number in sorted(outputs)), askers)
+        found = self._exchange_outputs(tuple(outputs[number] for number in sorted(outputs)), askers)
         return Passed(losses=losses, outputs=found if work.wants_outputs else ())
 
-    def _exchanged(self, outputs: tuple[Any, ...], askers: Collection[int]) -> tuple[Any, ...]:
+    def _exchange_outputs(self, outputs: tuple[Any, ...], askers: Collection[int]) -> tuple[Any, ...]:
         """The outputs, which the last stage's rank has, on the ranks of the pipeline that want them."""
         links, last = self._links, self._set.rank_of[-1]
         if links.rank == last:
@@ -227,7 +227,7 @@ class PipelineRunner:
         return outputs
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _share_failure(self) -> Iterator[None]:
         """Makes all ranks of the pipeline fail if one does, each with the reason.
 
         Raises:

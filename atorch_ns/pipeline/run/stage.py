@@ -227,7 +227,7 @@ class StageModule(nn.Module):
         stage_pass = StagePass(graph, own, received, device=self._device, seed=seed, pieces=self.pieces)
         try:
             with random_stream(seed, self._device):
-                output = self._run(stage_pass, batch)
+                output = self._run_pass(stage_pass, batch)
                 if self.is_last:
                     assert self._loss_of is not None
                     return torch.stack([self._loss_of(number, batch, output)])
@@ -241,7 +241,7 @@ class StageModule(nn.Module):
             )
         return stage_pass.sent
 
-    def _run(self, stage_pass: StagePass, batch: Any) -> Any:
+    def _run_pass(self, stage_pass: StagePass, batch: Any) -> Any:
         self._switch.running = stage_pass
         try:
             return call_model(self.__dict__["_model"], batch, self._format)

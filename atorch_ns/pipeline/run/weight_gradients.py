@@ -63,13 +63,13 @@ class WeightGradients:
 
     def __enter__(self) -> None:
         for layer in self._layers:
-            layer.forward = partial(self._forward, layer)
+            layer.forward = partial(self._forward_layer, layer)
 
     def __exit__(self, *_: object) -> None:
         for layer in self._layers:
             del layer.forward
 
-    def _forward(self, layer: Any, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+    def _forward_layer(self, layer: Any, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         run, own = type(layer).forward, layer._parameters
         weight, bias = own.get("weight"), own.get("bias")
         # What is no parameter, as under torch's parametrizations, is computed anew whenever it is read.

@@ -55,14 +55,14 @@ def _in_turn(stage: int, ahead: int, num: int) -> Iterator[Action]:
 
 def pre_recompute(rank: int, size: PipelineSize) -> Iterator[Action]:
     """1F1B; the last micro-batches, whose backward passes wait for those of later stages, are recomputed meanwhile."""
-    return _early(one_forward_one_backward(rank, size), _waiting(rank, size))
+    return _recompute_early(one_forward_one_backward(rank, size), _waiting_micro_batches(rank, size))
 
 
 def last_no_recompute(rank: int, size: PipelineSize) -> Iterator[Action]:
     """As :func:`pre_recompute`, beside a last stage that keeps its activations: the stage before it recomputes its first
     micro-batch while it waits, and no others."""
-    early = {0} if rank == size.num_stages - 2 else _waiting(rank, size)
-    return _early(one_forward_one_backward(rank, size), early)
+    early = {0} if rank == size.num_stages - 2 else _waiting_micro_batches(rank, size)
+    return _recompute_early(one_forward_one_backward(rank, size), early)
 
 
 def shifted_critical_path(rank: int, size: PipelineSize) -> Iterator[Action]:
@@ -75,18 +75,18 @@ def shifted_critical_path(rank: int, size: PipelineSize) -> Iterator[Action]:
         order = [*forwards[:3], *backwards[:2]]
         for index in range(2, num):
             order += [*forwards[index + 1 : index + 2], backwards[index]]
-        return _early(order, {0, 1})
-    early = _waiting(rank, size) | ({0} if from_end == 2 else set())
-    return _early(one_forward_one_backward(rank, size), early)
+        return _recompute_early(order, {0, 1})
+    early = _waiting_micro_batches(rank, size) | ({0} if from_end == 2 else set())
+    return _recompute_early(one_forward_one_backward(rank, size), early)
 
 
-def _waiting(stage: int, size: PipelineSize) -> set[int]:
+def _waiting_micro_batches(stage: int, size: PipelineSize) -> set[int]:
     """The micro-batches at the end whose gradients a stage of 1F1B waits for with nothing else to do."""
     num = size.num_micro_batches
     return set(range(max(0, num - (size.num_stages - 1 - stage)), num))
 
 
-def _early(order: Iterable[Action], micro_batches: Collection[int]) -> Iterator[Action]:
+def _recompute_early(order: Iterable[Action], micro_batches: Collection[int]) -> Iterator[Action]:
     """The order with recomputations of some micro-batches before their backward passes."""
     for action in order:
         if action.kind == "B" and action.micro_batch in micro_batches:

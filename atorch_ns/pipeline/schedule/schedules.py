@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline.schedule import orders
 from atorch_ns.pipeline.schedule.actions import MOST_PASSES, Action, Orders, check_orders
 from atorch_ns.pipeline.schedule.orders import Order, PipelineSize
+from atorch_ns.system import table_rows
 from atorch_ns.text import counted, error_text, near_matches, with_article
 
 
@@ -126,10 +129,10 @@ class ScheduleInfo:
                 f"{self.name} needs {_stages_text(self)} on a rank, but stages_per_rank is {on_rank}. "
                 f"Use stages_per_rank={self.usual_stages} or one of {_names_for(on_rank)}."
             )
-        if self._accepts(num_ranks, num_micro_batches, on_rank):
+        if self._can_run(num_ranks, num_micro_batches, on_rank):
             return ""
         near = self.near_micro_batches(num_ranks, num_micro_batches, on_rank)
-        return f"{self.reason(num_ranks, num_micro_batches, on_rank)} Use {_or(near)} micro-batches."
+        return f"{self.reason(num_ranks, num_micro_batches, on_rank)} Use {_choice_text(near)} micro-batches."
 
     def check(self, num_ranks: int, num_micro_batches: int, stages_per_rank: int | None = None) -> None:
         """Raises the :meth:`problem` of this pipeline, if any.
@@ -146,10 +149,10 @@ class ScheduleInfo:
     ) -> tuple[int, ...]:
         """The numbers of micro-batches that can be run: the two nearest below and above the given one."""
         on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
-        below = _first(self, num_ranks, on_rank, range(num_micro_batches - 1, 0, -1), 2)
+        below = _first_accepted(self, num_ranks, on_rank, range(num_micro_batches - 1, 0, -1), 2)
         # A multiple of the ranks that is at least the number of stages can always be run.
         above = range(num_micro_batches + 1, num_micro_batches + num_ranks * (on_rank + 2))
-        return (*reversed(below), *_first(self, num_ranks, on_rank, above, 2))
+        return (*reversed(below), *_first_accepted(self, num_ranks, on_rank, above, 2))
 
     def dividing(self, num_ranks: int, stages_per_rank: int | None, rows: int) -> list[int]:
         """The numbers of micro-batches that divide a batch of so many rows and can be run."""
@@ -169,7 +172,7 @@ class ScheduleInfo:
             few, key=lambda number: (max(number, 2 * stages) / min(number, 2 * stages), -number), default=None
         )
 
-    def _accepts(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> bool:
+    def _can_run(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> bool:
         if num_micro_batches < self.fewest_micro_batches:
             return False
         if self.micro_batches == "stages":
@@ -194,93 +197,18 @@ class ScheduleInfo:
         )
 
 
-SCHEDULES: tuple[ScheduleInfo, ...] = (
-    ScheduleInfo(
-        name="1F1B",
-        order=orders.one_forward_one_backward,
-        most_stages=1,
-        usual_stages=1,
-        summary="one forward, one backward in turn: the bubble of GPipe with the memory of p micro-batches "
-        "(PipeDream-Flush, arXiv:2006.09503)",
-    ),
-    ScheduleInfo(
-        name="GPipe",
-        order=orders.gpipe,
-        most_stages=1,
-        usual_stages=1,
-        summary="all forwards, then all backwards; every micro-batch's activations are held (arXiv:1811.06965)",
-    ),
-    ScheduleInfo(
-        name="Interleaved1F1B",
-        order=orders.torchs("ScheduleInterleaved1F1B"),
-        micro_batches="rounds",
-        summary="1F1B with v stages on a rank: a bubble of 1/v, v times the sends (arXiv:2104.04473)",
-    ),
-    ScheduleInfo(
-        name="LoopedBFS",
-        order=orders.torchs("ScheduleLoopedBFS"),
-        summary="v stages on a rank, each running all micro-batches before the next (arXiv:2211.05953)",
-    ),
-    ScheduleInfo(
-        name="InterleavedZeroBubble",
-        order=orders.torchs("ScheduleInterleavedZeroBubble"),
-        splits_backward=True,
-        micro_batches="rounds",
-        summary="interleaved 1F1B whose bubble is filled with weight gradients (ZB-H1, arXiv:2401.10241)",
-    ),
-    ScheduleInfo(
-        name="ZBVZeroBubble",
-        order=orders.torchs("ScheduleZBVZeroBubble"),
-        placement="v",
-        fewest_stages=2,
-        most_stages=2,
-        splits_backward=True,
-        summary="two stages on a rank in a V, weight gradients fill the bubble (ZB-V, arXiv:2401.10241)",
-    ),
-    ScheduleInfo(
-        name="DualPipeV",
-        order=orders.torchs("ScheduleDualPipeV"),
-        placement="v",
-        fewest_stages=2,
-        most_stages=2,
-        splits_backward=True,
-        micro_batches="stages",
-        summary="two stages on a rank in a V, forwards of one paired with backwards of the other "
-        "(arXiv:2412.19437)",
-    ),
-    ScheduleInfo(
-        name="PreRecompute1F1B",
-        order=orders.pre_recompute,
-        most_stages=1,
-        usual_stages=1,
-        micro_batches="stages",
-        recomputes=True,
-        summary="1F1B whose last micro-batches are recomputed while their gradients are waited for (Merak, "
-        "arXiv:2206.04959)",
-    ),
-    ScheduleInfo(
-        name="LastNoRecompute1F1B",
-        order=orders.last_no_recompute,
-        most_stages=1,
-        usual_stages=1,
-        micro_batches="stages",
-        recomputes=True,
-        keeps_last=True,
-        summary="as PreRecompute1F1B, with a last stage that recomputes nothing (Merak)",
-    ),
-    ScheduleInfo(
-        name="ShiftedCriticalPath",
-        order=orders.shifted_critical_path,
-        most_stages=1,
-        usual_stages=1,
-        micro_batches="stages",
-        fewest_micro_batches=3,
-        recomputes=True,
-        keeps_last=True,
-        summary="as LastNoRecompute1F1B, with a third forward pass ahead in the last stage but one (Merak, "
-        "arXiv:2206.04959)",
-    ),
-)
+def _read_schedule(row: Mapping[str, str]) -> ScheduleInfo:
+    """A line of ``schedules.csv``; its order is a function of ``orders``, or that of torch's class."""
+    numbers = ("fewest_stages", "most_stages", "usual_stages", "fewest_micro_batches")
+    fields: dict[str, Any] = {key: row[key] for key in ("name", "placement", "micro_batches", "summary")}
+    fields |= {key: int(row[key]) for key in numbers if row[key]}
+    fields |= dict.fromkeys(row["does"].split(), True)
+    by_torch = row["order"] == "torch"
+    order = orders.torchs(f"Schedule{row['name']}") if by_torch else getattr(orders, row["order"])
+    return ScheduleInfo(order=order, **fields)
+
+
+SCHEDULES = tuple(map(_read_schedule, table_rows(Path(__file__).with_name("schedules.csv"))))
 """Every schedule, the simplest first."""
 
 _ALIASES: dict[str, tuple[str, str]] = {
@@ -319,14 +247,14 @@ def get_schedule(name: str) -> ScheduleInfo:
         "'ds_default' is run as 1F1B: DeepSpeed's default order is 1F1B."
     """
     if ":" in name:
-        return _users(name)
-    by_key = {_key(info.name): info for info in SCHEDULES}
-    key = _key(name)
+        return _import_schedule(name)
+    by_key = {_schedule_key(info.name): info for info in SCHEDULES}
+    key = _schedule_key(name)
     if key in by_key:
         return by_key[key]
     if key in _ALIASES:
         own, note = _ALIASES[key]
-        info = by_key[_key(own)]
+        info = by_key[_schedule_key(own)]
         return replace(info, note=f"{name!r} is run as {own}: {note}.") if note else info
     names = [info.name for info in SCHEDULES]
     near = near_matches(key, [*by_key, *_ALIASES])
@@ -335,7 +263,7 @@ def get_schedule(name: str) -> ScheduleInfo:
     raise InputError(f"there is no pipeline schedule {name!r}.{hint} Known: {', '.join(names)}, or 'auto'.")
 
 
-def _users(name: str) -> ScheduleInfo:
+def _import_schedule(name: str) -> ScheduleInfo:
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -345,12 +273,14 @@ def _users(name: str) -> ScheduleInfo:
     return replace(found, name=name)
 
 
-def _key(name: str) -> str:
+def _schedule_key(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "").replace(" ", "").removeprefix("schedule")
 
 
-def _first(info: ScheduleInfo, num_ranks: int, on_rank: int, numbers: range, count: int) -> tuple[int, ...]:
-    return tuple(islice((number for number in numbers if info._accepts(num_ranks, number, on_rank)), count))
+def _first_accepted(
+    info: ScheduleInfo, num_ranks: int, on_rank: int, numbers: range, count: int
+) -> tuple[int, ...]:
+    return tuple(islice((number for number in numbers if info._can_run(num_ranks, number, on_rank)), count))
 
 
 def _stages_text(info: ScheduleInfo) -> str:
@@ -367,6 +297,6 @@ def _names_for(on_rank: int) -> str:
     )
 
 
-def _or(numbers: tuple[int, ...]) -> str:
+def _choice_text(numbers: tuple[int, ...]) -> str:
     texts = [str(number) for number in numbers]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"

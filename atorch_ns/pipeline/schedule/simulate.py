@@ -142,13 +142,13 @@ def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts) -> Timeline:
         raise InputError("a pipeline without actions has no timeline: give the actions of every rank.")
     if num_stages != costs.num_stages:
         raise InputError(f"the actions are of {num_stages} stages, but the costs are of {costs.num_stages}.")
-    kinds = _passes(orders, costs)
+    kinds = _build_passes(orders, costs)
     passes = [_of_rank(order, kinds) for order in orders]
-    starts = _run(orders, passes)
+    starts = _start_times(orders, passes)
     stuck = [rank for rank, order in enumerate(orders) if len(starts[rank]) < len(order)]
     if stuck:
         waiting = ", ".join(
-            f"rank {rank} with {_name(orders[rank][len(starts[rank])])}" for rank in stuck[:4]
+            f"rank {rank} with {_describe_action(orders[rank][len(starts[rank])])}" for rank in stuck[:4]
         )
         raise InputError(f"the actions wait for each other and never end: {waiting}.")
     begun = tuple(np.array(times, dtype=np.float64) for times in starts)
@@ -175,7 +175,7 @@ _RECOMPUTED = "recomputed"
 """The kind of a whole backward pass whose activations another pass has recomputed."""
 
 
-def _passes(orders: Sequence[Sequence[Action]], costs: StageCosts) -> dict[tuple[str, int], _Pass]:
+def _build_passes(orders: Sequence[Sequence[Action]], costs: StageCosts) -> dict[tuple[str, int], _Pass]:
     rank_of = {action.stage: rank for rank, order in enumerate(orders) for action in order}
     last = costs.num_stages - 1
     # What has to travel over each boundary: nothing between stages on one rank.
@@ -203,7 +203,7 @@ def _of_rank(order: Sequence[Action], kinds: Mapping[tuple[str, int], _Pass]) ->
     ]
 
 
-def _run(orders: Sequence[Sequence[Action]], passes: Sequence[Sequence[_Pass]]) -> list[list[float]]:
+def _start_times(orders: Sequence[Sequence[Action]], passes: Sequence[Sequence[_Pass]]) -> list[list[float]]:
     """The start times of each rank's actions, as far as they can be run."""
     ended: dict[tuple[str, int, int], float] = {}
     waiting: dict[tuple[str, int, int], int] = {}
@@ -234,7 +234,7 @@ def _run(orders: Sequence[Sequence[Action]], passes: Sequence[Sequence[_Pass]]) 
     return starts
 
 
-def _name(action: Action) -> str:
+def _describe_action(action: Action) -> str:
     kinds = {
         "F": "forward",
         "B": "backward",

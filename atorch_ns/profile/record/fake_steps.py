@@ -43,19 +43,19 @@ class FakeSteps:
     def prepared(self, precision: Precision, sizes: tuple[int, int]) -> Iterator[tuple[nn.Module, Any]]:
         """The copy of the model and a batch of the given B and T, inside the modes that they run in."""
         with self._mode, quiet_fake_kernels():
-            model = copy_structure(self._subject.model, partial(self._tensor, precision), self._containers)
+            model = copy_structure(self._subject.model, partial(self._fake_copy, precision), self._containers)
             if sizes not in self._batches:
-                self._batches[sizes] = map_tensors(partial(self._resized, sizes), self._subject.batch)
+                self._batches[sizes] = map_tensors(partial(self._resize_tensor, sizes), self._subject.batch)
             kernels = nullcontext() if self._subject.counts_workspaces else DropoutOfGpus()
             with RealValues(largest_real(math.prod(sizes))), kernels:
                 yield model, self._batches[sizes]
 
-    def _tensor(self, precision: Precision, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _fake_copy(self, precision: Precision, kind: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the copy of the model."""
         dtype = precision.dtype_of(kind, tensor)
         return fake_like(tensor, self._device, dtype=dtype, is_parameter=kind == "parameter")
 
-    def _resized(self, sizes: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
+    def _resize_tensor(self, sizes: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the batch of B and T."""
         shape = resized_shape(tuple(tensor.shape), self._subject.sizes, sizes)
         largest = largest_real(math.prod(sizes))

@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
     def running(self) -> Iterator[Recorder]:
         """Records what runs inside; memory is freed in a fixed order."""
         handles = [
-            p.register_post_accumulate_grad_hook(self._gradient) for p in self._parameters if p.requires_grad
+            p.register_post_accumulate_grad_hook(self._note_grad) for p in self._parameters if p.requires_grad
         ]
         collects = gc.isenabled()
         gc.disable()
@@ -201,24 +201,24 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func.namespace == "prim":
-            return _described(func, args)
+            return _tensor_metadata(func, args)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        made = _tensors(out)
+        made = _dense_tensors(out)
         if is_free(func):
             for tensor in made:
-                self._see(tensor)
+                self._record_allocation(tensor)
             return out
-        read = _tensors(args)
+        read = _dense_tensors(args)
         if kwargs:
-            read += _tensors(tuple(kwargs.values()))
+            read += _dense_tensors(tuple(kwargs.values()))
         for tensor in read:
             self._note_use(tensor)
         flops = count_flops(func, args, kwargs, out)
         self.recording.add(Event.OPERATOR, -1, label(func), flops, moved_bytes([*read, *made]))
         event = len(self.recording.kinds) - 1
         for tensor in made:
-            self._see(tensor)
+            self._record_allocation(tensor)
         if self._counts_workspaces:
             self._pass_through(workspace_bytes(func, args, out))
         self._note_operands(event, func, args, read, made)
@@ -230,17 +230,17 @@ class Recorder(TorchDispatchMode):
     def _note_operands(
         self, event: int, func: Any, args: tuple[Any, ...], read: list[torch.Tensor], made: list[torch.Tensor]
     ) -> None:
-        self.recording.reads[event] = tuple(self._mark(tensor) for tensor in read)
-        self.recording.writes[event] = tuple(self._mark(tensor) for tensor in made)
+        self.recording.reads[event] = tuple(self._storage_number(tensor) for tensor in read)
+        self.recording.writes[event] = tuple(self._storage_number(tensor) for tensor in made)
         factors = _FACTORS.get(func)
         if factors is not None:
             left, right, bias = factors
             strides = args[right].stride()
             self.recording.products[event] = Product(
-                self._mark(args[left]),
-                self._mark(args[right]),
+                self._storage_number(args[left]),
+                self._storage_number(args[right]),
                 strides[-1] != 1 and strides[-2] == 1,
-                None if bias is None else self._mark(args[bias]),
+                None if bias is None else self._storage_number(args[bias]),
             )
 
     def _note_attention(
@@ -256,19 +256,19 @@ class Recorder(TorchDispatchMode):
                 query.shape[1], key.shape[1], query.shape[3], is_causal(func, args, kwargs), query.shape[2]
             )
 
-    def _mark(self, tensor: torch.Tensor) -> int:
+    def _storage_number(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage; -1 less the number of a given one."""
         address = tensor.untyped_storage()._cdata
         given = self._numbers.get(address)
         return self._live[address][0] if given is None else -1 - given
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _record_allocation(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._live or address in self._numbers:
             return
         number, self._count = self._count, self._count + 1
-        self._live[address] = (number, weakref.ref(storage, partial(self._forget, address, number)))
+        self._live[address] = (number, weakref.ref(storage, partial(self._record_free, address, number)))
         self.recording.add(Event.ALLOCATE, number, size=storage.nbytes())
 
     def _pass_through(self, sizes: tuple[int, ...]) -> None:
@@ -280,7 +280,7 @@ class Recorder(TorchDispatchMode):
         for number in range(first, self._count):
             self.recording.add(Event.FREE, number)
 
-    def _forget(self, address: int, number: int, _: Any) -> None:
+    def _record_free(self, address: int, number: int, _: Any) -> None:
         if self._live.pop(address, None) is not None:
             self.recording.add(Event.FREE, number)
 
@@ -297,7 +297,7 @@ class Recorder(TorchDispatchMode):
             if entry is not None:
                 self.recording.casts.add(entry[0])
 
-    def _gradient(self, parameter: torch.Tensor) -> None:
+    def _note_grad(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None and parameter.grad.layout is torch.strided:
             entry = self._live.get(parameter.grad.untyped_storage()._cdata)
             if entry is not None:
@@ -314,7 +314,7 @@ _FACTORS: Mapping[Any, tuple[int, int, int | None]] = {
 """Positions of the left factor, the right factor and the summand among an operator's arguments."""
 
 
-def _described(func: Any, args: tuple[Any, ...]) -> Any:
+def _tensor_metadata(func: Any, args: tuple[Any, ...]) -> Any:
     """The metadata of a tensor. Two of three calls are for the device of a fake tensor, which holds it."""
     if func is torch.ops.prim.device.default:
         device = getattr(args[0], "fake_device", None)
@@ -323,7 +323,7 @@ def _described(func: Any, args: tuple[Any, ...]) -> Any:
     return func(*args)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _dense_tensors(value: Any) -> list[torch.Tensor]:
     """The dense tensors in an operator's arguments or results; lists of tensors are one deep."""
     if isinstance(value, torch.Tensor):
         return [value] if value.layout is torch.strided else []
@@ -381,48 +381,48 @@ class Boundaries:
     def watching(self) -> Iterator[None]:
         """Watches the blocks; the first stretch begins at once."""
         # Before hooks that cast inputs, whose work is the block's.
-        with call_hooks(self._blocks.items(), self._entering, self._leaving, prepend=True):
+        with call_hooks(self._blocks.items(), self._enter_block, self._leave_block, prepend=True):
             self._recorder.enter_phase(forward_of(0))
             yield
 
     def start_backward(self) -> None:
         """The forward pass is over and all that it leaves behind is alive."""
         self._is_backward = True
-        self._backward(len(self.occurrences) - 1)
+        self._begin_backward(len(self.occurrences) - 1)
 
-    def _entering(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_block(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_backward or self._inside is not None:
             return  # recomputed, or a block inside a block
         tensors = unique_tensors_of((args, kwargs))
-        self._hook(tensors, len(self.occurrences) - 1)
+        self._hook_gradients(tensors, len(self.occurrences) - 1)
         if not self.occurrences[-1].block:
             self.occurrences[-1].outputs = _storage_bytes(tensors)
         self._inside = path
         shapes = tuple((tuple(t.shape), str(t.dtype)) for t in tensors)
-        self._begin(Occurrence(block=path, inputs=shapes))
+        self._begin_occurrence(Occurrence(block=path, inputs=shapes))
 
-    def _leaving(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
+    def _leave_block(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
         if self._is_backward or self._inside != path:
             return
         tensors = unique_tensors_of(output)
         self.occurrences[-1].outputs = _storage_bytes(tensors)
-        self._hook(tensors, len(self.occurrences) - 1)
+        self._hook_gradients(tensors, len(self.occurrences) - 1)
         self._inside = None
-        self._begin(Occurrence())
+        self._begin_occurrence(Occurrence())
 
-    def _begin(self, occurrence: Occurrence) -> None:
+    def _begin_occurrence(self, occurrence: Occurrence) -> None:
         self.occurrences.append(occurrence)
         self._recorder.enter_phase(forward_of(len(self.occurrences) - 1))
 
-    def _hook(self, tensors: list[torch.Tensor], occurrence: int) -> None:
+    def _hook_gradients(self, tensors: list[torch.Tensor], occurrence: int) -> None:
         """When the gradient of one of the tensors is complete, the backward pass of its maker begins."""
         alive = {id(tensor) for ref in self._hooked if (tensor := ref()) is not None}
         for tensor in tensors:
             if tensor.grad_fn is not None and id(tensor) not in alive:
-                tensor.register_hook(lambda _: self._backward(occurrence))
+                tensor.register_hook(lambda _: self._begin_backward(occurrence))
                 self._hooked.append(weakref.ref(tensor))
 
-    def _backward(self, occurrence: int) -> None:
+    def _begin_backward(self, occurrence: int) -> None:
         phase = backward_of(occurrence)
         current = self._recorder.phase
         if self._is_backward and (current % 2 == 0 or phase < current):

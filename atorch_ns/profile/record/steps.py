@@ -209,14 +209,14 @@ def record_step(
         for number, name in enumerate(parameters)
         if not name.startswith(inside)
     }
-    division = _division(model, recorder.recording, boundaries.occurrences, inside)
+    division = _division_of_model(model, recorder.recording, boundaries.occurrences, inside)
     dims = {name: division.dims[number] for number, name in enumerate(parameters) if number in division.dims}
     return RecordedStep(
         recorder.recording, boundaries.occurrences, uses, samples_and_tokens(batch), division, dims
     )
 
 
-def _division(
+def _division_of_model(
     model: nn.Module, recording: Recording, occurrences: Sequence[Occurrence], inside: tuple[str, ...]
 ) -> Division:
     words = vocabulary_size(model)

@@ -119,16 +119,16 @@ class _Walk:
             elif kind == Event.ALLOCATE:
                 self._sizes[key] = recording.sizes[event]
             elif kind == Event.OPERATOR:
-                self._operator(event)
+                self._follow_operator(event)
         gradients = {made for made, number in recording.gradient_of.items() if number in self._found.dims}
         self._found.storages = set(self._sources) - recording.gradients | gradients
         return self._found
 
-    def _operator(self, event: int) -> None:
+    def _follow_operator(self, event: int) -> None:
         reads = self._recording.reads[event]
         product = self._recording.products.get(event)
         if product is not None and product.right in self._origin:
-            self._product(event, product, self._origin[product.right])
+            self._follow_product(event, product, self._origin[product.right])
             return
         label = self._recording.labels[event]
         if label == "aten._to_copy" and reads[0] in self._origin:
@@ -140,8 +140,8 @@ class _Walk:
         if not divided:
             return
         if label in _MEETING:
-            self._meet(reads, divided)
-        self._divide(event, frozenset().union(*(self._sources[mark] for mark in divided)))
+            self._refuse_whole_operands(reads, divided)
+        self._mark_divided(event, frozenset().union(*(self._sources[mark] for mark in divided)))
 
     def _follow_words(self, event: int, reads: Sequence[int]) -> None:
         """Marks results computed from values for words as values for words, if they are as large."""
@@ -156,7 +156,7 @@ class _Walk:
                 # 16-bit logits, of which fp32 is made.
                 self._found.loss_share = share / 2 if share > 1 else share
 
-    def _product(self, event: int, product: Product, number: int) -> None:
+    def _follow_product(self, event: int, product: Product, number: int) -> None:
         output_dim = 0 if product.transposed else 1
         if number in self._vocabulary:
             self._found.operators.add(event)
@@ -168,7 +168,7 @@ class _Walk:
         dim = self._found.dims.get(number)
         sources = self._sources.get(product.left, frozenset())
         if dim is None:
-            if not self._begins(number, sources):
+            if not self._can_begin(number, sources):
                 if sources:
                     raise _Refusal(sources)
                 return
@@ -182,15 +182,15 @@ class _Walk:
             counts[self._phase] = counts.get(self._phase, 0) + 1
         self._found.operators.add(event)
         if dim == output_dim:
-            self._divide(event, sources | {number})
+            self._mark_divided(event, sources | {number})
 
-    def _begins(self, number: int, sources: frozenset[int]) -> bool:
+    def _can_begin(self, number: int, sources: frozenset[int]) -> bool:
         """Whether a weight that has no role yet may get one: a matrix of this block that is used forward."""
         forward = bool(self._block) and self._phase % 2 == 0
         own = all(self._blocks[source] == self._block for source in sources)
         return forward and own and len(self._shapes[number]) == 2 and number not in self._whole
 
-    def _meet(self, reads: Sequence[int], divided: Sequence[int]) -> None:
+    def _refuse_whole_operands(self, reads: Sequence[int], divided: Sequence[int]) -> None:
         """Refuses what would add a part of a tensor to a whole one of its size."""
         size = max(self._sizes.get(mark, 0) for mark in divided)
         others = [mark for mark in reads if mark not in self._sources and mark >= 0]
@@ -198,7 +198,7 @@ class _Walk:
         if self._phase % 2 == 0 and any(self._sizes.get(mark, 0) >= size for mark in others):
             raise _Refusal(frozenset().union(*(self._sources[mark] for mark in divided)))
 
-    def _divide(self, event: int, sources: frozenset[int]) -> None:
+    def _mark_divided(self, event: int, sources: frozenset[int]) -> None:
         self._found.operators.add(event)
         for made in self._recording.writes[event]:
             if made >= 0:

@@ -20,7 +20,7 @@ _GAP = 6  # between a bar and its figure
 
 def waterfall_picture(info: WaterfallInfo) -> str:
     """The baseline's step, each change as a floating bar, and the winner's step."""
-    changes = ", ".join(f"{bar.label} {_signed(bar.change)}" for bar in info.bars)
+    changes = ", ".join(f"{bar.label} {_signed_seconds_text(bar.change)}" for bar in info.bars)
     description = (
         f"From {seconds_text(info.baseline_seconds)} to {seconds_text(info.winner_seconds)}: "
         f"{changes or 'the baseline won'}."
@@ -31,7 +31,7 @@ def waterfall_picture(info: WaterfallInfo) -> str:
         note = "" if bar.source == "measured" else f" ({bar.source})"
         low, high = sorted((bar.before, bar.after))
         rows.append(
-            (f"{bar.label}{note}", low, high, "faster" if bar.change <= 0 else "slower", _amount(bar))
+            (f"{bar.label}{note}", low, high, "faster" if bar.change <= 0 else "slower", _change_text(bar))
         )
     rows.append((f"winner: {info.winner}", 0.0, info.winner_seconds, "total", end))
     title = "From the baseline to the winner"
@@ -47,12 +47,12 @@ def waterfall_picture(info: WaterfallInfo) -> str:
     return canvas.finish()
 
 
-def _amount(bar: WaterfallBar) -> str:
+def _change_text(bar: WaterfallBar) -> str:
     share = percent_text(abs(bar.change) / bar.before if bar.before else None)
-    return f"{'◀' if bar.change <= 0 else '▶'} {_signed(bar.change)} ({share})"
+    return f"{'◀' if bar.change <= 0 else '▶'} {_signed_seconds_text(bar.change)} ({share})"
 
 
-def _signed(seconds: float) -> str:
+def _signed_seconds_text(seconds: float) -> str:
     return f"{'+' if seconds > 0 else '−'}{seconds_text(abs(seconds))}"
 
 
@@ -66,18 +66,18 @@ def memory_picture(info: MemoryInfo) -> str:
     over = sum(info.over(bar) > 0 for bar in info.bars)
     description = (
         f"{len(info.bars)} candidates, {over} of them over the limit of "
-        f"{bytes_text(info.limit_bytes or None)}. " + _sentence(info.bars, bytes_text)
+        f"{bytes_text(info.limit_bytes or None)}. " + _first_bar_sentence(info.bars, bytes_text)
     )
-    return _stacked("memory", "Peak memory per rank", description, info, bytes_text, info.limit_bytes)
+    return _stacked_bars("memory", "Peak memory per rank", description, info, bytes_text, info.limit_bytes)
 
 
 def time_picture(info: TimeInfo) -> str:
     """Predicted steps in parts; a diamond where it was measured."""
-    description = f"{len(info.bars)} candidates. " + _sentence(info.bars, seconds_text)
-    return _stacked("time", "Seconds per step", description, info, seconds_text)
+    description = f"{len(info.bars)} candidates. " + _first_bar_sentence(info.bars, seconds_text)
+    return _stacked_bars("time", "Seconds per step", description, info, seconds_text)
 
 
-def _stacked(
+def _stacked_bars(
     name: str,
     title: str,
     description: str,
@@ -89,7 +89,7 @@ def _stacked(
     legend = legend_rows([info.names[part] for part in used], WIDTH)
     top = _LINE * (len(legend) + 1) + 12
     canvas = Canvas(name, title, description, WIDTH, int(top + _ROW * len(info.bars) + 10))
-    highest = max((_longest(bar) for bar in info.bars), default=0.0)
+    highest = max((_longest_value(bar) for bar in info.bars), default=0.0)
     # A limit far above every bar would press them flat: it is then named, but not drawn.
     drawn = 0 < limit <= 4 * highest
     scale = (WIDTH - _EDGE) / (max(highest, limit if drawn else 0.0) or 1.0)
@@ -156,12 +156,12 @@ def _draw_legend(
             canvas.text(x + FONT + 7, y, label)
 
 
-def _longest(bar: Bar) -> float:
+def _longest_value(bar: Bar) -> float:
     measured = bar.measured.value if bar.measured is not None else None
     return max(bar.predicted, measured or 0.0)
 
 
-def _sentence(bars: Sequence[Bar], shown: Callable[[float | None], str]) -> str:
+def _first_bar_sentence(bars: Sequence[Bar], shown: Callable[[float | None], str]) -> str:
     """The first bar as a sentence."""
     if not bars:
         return ""
@@ -197,8 +197,8 @@ def timeline_picture(info: TimelineInfo) -> str:
     """Ranks from top to bottom, time from left to right; the empty parts of a row are idle."""
     rows = info.first(MOST_ROWS)
     scale = (WIDTH - _LEFT - _RIGHT) / (info.step_seconds or 1.0)
-    spans = [list(_merged(row, scale)) for row in rows]
-    legend = _legend(info, spans)
+    spans = [list(_merge_thin_blocks(row, scale)) for row in rows]
+    legend = _timeline_legend(info, spans)
     top = _LINE * (len(legend) + 2)
     bottom = top + _RANK_ROW * len(rows)
     title, height = f"Pipeline: {info.schedule}", int(bottom + 26)
@@ -218,7 +218,7 @@ def timeline_picture(info: TimelineInfo) -> str:
     return canvas.finish()
 
 
-def _merged(row: TimelineRow, scale: float) -> Iterator[_Span]:
+def _merge_thin_blocks(row: TimelineRow, scale: float) -> Iterator[_Span]:
     """The row's blocks in the units of the picture, thin neighbours as one."""
     start = end = 0.0
     thin: set[str] = set()
@@ -227,7 +227,7 @@ def _merged(row: TimelineRow, scale: float) -> Iterator[_Span]:
         if not length:  # the first stage's backward for inputs, which it does not have
             continue
         if thin and (length >= _THIN or x > end + 1):
-            yield _whole(thin, start, end)
+            yield _merged_span(thin, start, end)
             thin = set()
         if length >= _THIN:
             yield _Span(block.kind, x, length, block.lap > 0, str(block.micro_batch))
@@ -236,10 +236,10 @@ def _merged(row: TimelineRow, scale: float) -> Iterator[_Span]:
         end = x + length
         thin.add(block.kind)
     if thin:
-        yield _whole(thin, start, end)
+        yield _merged_span(thin, start, end)
 
 
-def _whole(kinds: Iterable[str], start: float, end: float) -> _Span:
+def _merged_span(kinds: Iterable[str], start: float, end: float) -> _Span:
     only = set(kinds)
     return _Span(only.pop() if len(only) == 1 else "mixed", start, end - start, False, "")
 
@@ -266,7 +266,7 @@ def _draw_axis(canvas: Canvas, info: TimelineInfo, scale: float, y: float) -> No
             canvas.text(x, y + 14, seconds_text(tick) if tick else "0", anchor="middle", style="muted")
 
 
-def _legend(info: TimelineInfo, spans: Sequence[Sequence[_Span]]) -> list[list[tuple[float, str]]]:
+def _timeline_legend(info: TimelineInfo, spans: Sequence[Sequence[_Span]]) -> list[list[tuple[float, str]]]:
     drawn = {span.kind for row in spans for span in row}
     kinds = [KIND_NAMES[kind] for kind in info.kinds if kind in drawn]
     mixed = [_MIXED] if "mixed" in drawn else []

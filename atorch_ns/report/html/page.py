@@ -105,19 +105,19 @@ def report_html(
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"breakable": breakable, "kept_together": kept_together}
     return environment.from_string(PAGE).render(
-        title=_title(applied, search),
+        title=_page_title(applied, search),
         style=STYLE,
         applied=None if applied is None else _applied_table(applied),
         notes=() if applied is None else applied.notes,
         actual=() if actual is None else actual_lines(actual)[1:],
         search=None if search is None else _search_values(search),
-        sections=tuple(_sections(search, timeline)),
+        sections=tuple(_build_sections(search, timeline)),
     )
 
 
 def report_figures(search: SearchOutcome | None, timeline: TimelineInfo | None) -> tuple[Figure, ...]:
     """The pictures of the page, in its order."""
-    return tuple(figure for section in _sections(search, timeline) for figure in section.figures)
+    return tuple(figure for section in _build_sections(search, timeline) for figure in section.figures)
 
 
 def _search_values(search: SearchOutcome) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _search_values(search: SearchOutcome) -> dict[str, Any]:
         "sentences": verdict(search),
         "candidates": candidates_table(info._replace(lines=shown)).without_unknown(),
         "candidates_note": _PLANNED if info.planned else _TRIED,
-        "folded": tuple(_folded(info, shown)),
+        "folded": tuple(_collapsed_tables(info, shown)),
         "best": best,
         "lists": tuple((heading, lines) for heading, lines in lists if lines),
         "settings": tuple((name.replace("_", " "), str(value)) for name, value in settings.items()),
@@ -142,7 +142,7 @@ def _worth_a_line(line: CandidateLine) -> bool:
     return line.number <= _SHOWN or line.trial_number > 0 or line.is_baseline
 
 
-def _folded(info: CandidatesInfo, shown: tuple[CandidateLine, ...]) -> Iterator[tuple[str, Table]]:
+def _collapsed_tables(info: CandidatesInfo, shown: tuple[CandidateLine, ...]) -> Iterator[tuple[str, Table]]:
     """Tables that are closed at first: candidates that were not tried, and those that were pruned."""
     rest = tuple(line for line in info.considered if line not in shown)
     more = "more that were not chosen" if info.planned else "more that were not tried"
@@ -152,7 +152,7 @@ def _folded(info: CandidatesInfo, shown: tuple[CandidateLine, ...]) -> Iterator[
             yield f"{len(lines)} {title}", table
 
 
-def _sections(search: SearchOutcome | None, timeline: TimelineInfo | None) -> Iterator[_Section]:
+def _build_sections(search: SearchOutcome | None, timeline: TimelineInfo | None) -> Iterator[_Section]:
     if search is not None:
         yield from _search_sections(search)
     if timeline is not None:
@@ -160,30 +160,30 @@ def _sections(search: SearchOutcome | None, timeline: TimelineInfo | None) -> It
         if len(timeline.rows) > MOST_ROWS:
             note += f" {MOST_ROWS} of the {len(timeline.rows)} ranks are drawn."
         table = timeline_table(timeline)
-        yield _section("timeline", "The pipeline's step", timeline_picture(timeline), note, table)
+        yield _figure_section("timeline", "The pipeline's step", timeline_picture(timeline), note, table)
 
 
 def _search_sections(search: SearchOutcome) -> Iterator[_Section]:
     memory, time, pareto = memory_info(search), time_info(search), pareto_info(search)
     caption = "Bars are predicted parts, numbered as in the legend"
     caption += "." if is_planned(search) else "; a diamond is what was measured."
-    yield _section("memory", "Memory per rank", memory_picture(memory), caption, memory_table(memory))
-    yield _section("time", "Time of a step", time_picture(time), caption, time_table(time))
+    yield _figure_section("memory", "Memory per rank", memory_picture(memory), caption, memory_table(memory))
+    yield _figure_section("time", "Time of a step", time_picture(time), caption, time_table(time))
     waterfall = waterfall_info(search)
     if waterfall is not None:
         source = (
             " (predicted)" if is_planned(search) else ". Measured where both ends of a link were measured"
         )
         note, table = f"Which change brought how much{source}.", waterfall_table(waterfall)
-        yield _section(
+        yield _figure_section(
             "waterfall", "From the baseline to the winner", waterfall_picture(waterfall), note, table
         )
     note = "Below and left of the line there is no candidate."
-    yield _section("pareto", "Time against memory", pareto_picture(pareto), note, pareto_table(pareto))
+    yield _figure_section("pareto", "Time against memory", pareto_picture(pareto), note, pareto_table(pareto))
     history = history_info(search)
     if history.points:
         note = "Medians of the timed steps with their standard errors."
-        yield _section("history", "The search", history_picture(history), note, history_table(history))
+        yield _figure_section("history", "The search", history_picture(history), note, history_table(history))
         infos = tuple(accuracy_info(search, quantity) for quantity in QUANTITIES)
         note = "On the dashed diagonal the prediction was right."
         figures = (
@@ -195,11 +195,11 @@ def _search_sections(search: SearchOutcome) -> Iterator[_Section]:
         yield _Section("accuracy", "Predicted against measured", tuple(figures), accuracy_table(infos))
 
 
-def _section(name: str, title: str, picture: str, caption: str, table: Table) -> _Section:
+def _figure_section(name: str, title: str, picture: str, caption: str, table: Table) -> _Section:
     return _Section(name, title, (Figure(name, picture, caption),), table)
 
 
-def _title(applied: Report | None, search: SearchOutcome | None) -> str:
+def _page_title(applied: Report | None, search: SearchOutcome | None) -> str:
     if search is not None:
         if search.winner is None:
             return f"{search.setting.model}: no strategy could be chosen"
@@ -233,19 +233,19 @@ def pieces(text: str) -> list[str]:
     A line may end after an opening parenthesis, a comma, a dot or a slash. Only a word that is longer than
     :data:`LONGEST_PIECE` is divided, at underscores and capitals where it has them.
     """
-    return [part for piece in _AFTER.split(text) for part in _short(piece)]
+    return [part for piece in _AFTER.split(text) for part in _split_long_words(piece)]
 
 
-def _short(piece: str) -> list[str]:
+def _split_long_words(piece: str) -> list[str]:
     parts = [""]
     for word in re.split(r"(?<=\s)", piece):
-        first, *more = _divided(word) if len(word.strip()) > LONGEST_PIECE else [word]
+        first, *more = _split_word(word) if len(word.strip()) > LONGEST_PIECE else [word]
         parts[-1] += first
         parts += more
     return parts
 
 
-def _divided(word: str) -> list[str]:
+def _split_word(word: str) -> list[str]:
     """Parts of a long word, each as long as may be."""
     parts: list[str] = []
     for part in _INSIDE.split(word):

@@ -31,17 +31,15 @@ class _Axes:
 
     def x(self, value: float) -> float:
         """Horizontal position of a value."""
-        return _LEFT + _share(self._across, value) * (self._canvas.width - _LEFT - _RIGHT)
+        return _LEFT + _axis_fraction(self._across, value) * (self._canvas.width - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
         """Vertical position of a value."""
         bottom = self._canvas.height - _BOTTOM
-        return bottom - _share(self._up, value) * (self._canvas.height - _TOP - _BOTTOM)
+        return bottom - _axis_fraction(self._up, value) * (self._canvas.height - _TOP - _BOTTOM)
 
     def draw(
-        self,
-        across: tuple[str, Callable[[float | None], str]],
-        up: tuple[str, Callable[[float | None], str]],
+        self, across: tuple[str, Callable[[float | None], str]], up: tuple[str, Callable[[float | None], str]]
     ) -> None:
         """Grid, ticks and the axes' names."""
         canvas = self._canvas
@@ -56,9 +54,9 @@ class _Axes:
             canvas.text(self.x(value), bottom + 18, across[1](value), anchor="middle", style="muted")
         canvas.keep_free(0, bottom, canvas.width, canvas.height)
         canvas.keep_free(0, _TOP, _LEFT, bottom)
-        name = f"{across[0]}{_kind(self._across)} →"
+        name = f"{across[0]}{_scale_note(self._across)} →"
         canvas.text(canvas.width - _RIGHT, canvas.height - 8, name, anchor="end", style="muted")
-        canvas.text(0, _TOP - 16, f"↑ {up[0]}{_kind(self._up)}", style="muted")
+        canvas.text(0, _TOP - 16, f"↑ {up[0]}{_scale_note(self._up)}", style="muted")
 
 
 def history_picture(info: HistoryInfo) -> str:
@@ -76,7 +74,7 @@ def history_picture(info: HistoryInfo) -> str:
     last = max((point.trial for point in info.points), default=1)
     step = max(1, round(last / 8))
     medians = [point.seconds for point in info.points if point.seconds is not None]
-    up = _far_ticks(medians) or _ticks([*least, *(value * 1.01 for value in known)], seconds_text)
+    up = _far_ticks(medians) or _linear_ticks([*least, *(value * 1.01 for value in known)], seconds_text)
     axes = _Axes(canvas, range(0, last + step + 1, step), up)
     axes.draw(("trial", lambda value: f"{value:.0f}"), ("step, measured", seconds_text))
     stair: list[tuple[float, float]] = []
@@ -119,7 +117,7 @@ def accuracy_picture(info: AccuracyInfo) -> str:
     if info.quantity == "memory":
         ticks = _bytes_ticks(values)
     else:
-        ticks = _far_ticks(values) or _ticks(values, seconds_text)
+        ticks = _far_ticks(values) or _linear_ticks(values, seconds_text)
     axes = _Axes(canvas, ticks, ticks)
     axes.draw(("predicted", shown), ("measured", shown))
     canvas.text(0, FONT, merit)
@@ -141,7 +139,7 @@ def pareto_picture(info: ParetoInfo) -> str:
     drawn = 0 < info.limit_bytes <= 2 * max(peaks, default=1.0)
     up = _bytes_ticks([*peaks, info.limit_bytes] if drawn else peaks)
     times = [point.time.value or 0.0 for point in info.points]
-    across = _far_ticks(times) or _ticks(times, seconds_text)
+    across = _far_ticks(times) or _linear_ticks(times, seconds_text)
     axes = _Axes(canvas, across, up)
     axes.draw(("step", seconds_text), ("peak memory per rank", bytes_text))
     if drawn:
@@ -150,9 +148,9 @@ def pareto_picture(info: ParetoInfo) -> str:
         limit = f"limit {bytes_text(info.limit_bytes)}"
         canvas.text(WIDTH - _RIGHT, y - 4, limit, anchor="end")
         canvas.keep_free(WIDTH - _RIGHT - text_width(limit), y - 4 - FONT, WIDTH - _RIGHT, y)
-    canvas.path([_place(axes, point) for point in front], style="stair")
+    canvas.path([_point_position(axes, point) for point in front], style="stair")
     for point in sorted(info.points, key=lambda point: (point.on_front, point.is_best)):
-        x, y = _place(axes, point)
+        x, y = _point_position(axes, point)
         measured = point.time.source == "measured"
         shape = "diamond" if point.is_best else "circle" if measured else "square"
         style = "won" if point.is_best else "dot" if measured else "hollow"
@@ -164,11 +162,11 @@ def pareto_picture(info: ParetoInfo) -> str:
     return canvas.finish()
 
 
-def _place(axes: _Axes, point: ParetoPoint) -> tuple[float, float]:
+def _point_position(axes: _Axes, point: ParetoPoint) -> tuple[float, float]:
     return axes.x(point.time.value or 0.0), axes.y(point.memory.value or 0.0)
 
 
-def _ticks(values: Sequence[float], shown: Callable[[float | None], str]) -> tuple[float, ...]:
+def _linear_ticks(values: Sequence[float], shown: Callable[[float | None], str]) -> tuple[float, ...]:
     """Ticks from zero, or from below the least value where the values lie close together far from zero.
 
     Not so close that ticks would read alike.
@@ -205,11 +203,11 @@ def _is_far(ticks: Sequence[float]) -> bool:
     return ticks[0] > 0 and ticks[-1] >= _FAR * ticks[0]
 
 
-def _kind(ticks: Sequence[float]) -> str:
+def _scale_note(ticks: Sequence[float]) -> str:
     return " (logarithmic)" if _is_far(ticks) else ""
 
 
-def _share(ticks: Sequence[float], value: float) -> float:
+def _axis_fraction(ticks: Sequence[float], value: float) -> float:
     """Position of a value along an axis, from 0 to 1; values below a logarithmic axis are at its beginning."""
     first, last = ticks[0], ticks[-1]
     if _is_far(ticks):
@@ -225,4 +223,4 @@ def _bytes_ticks(values: Sequence[float]) -> tuple[float, ...]:
     """Ticks that are round in the binary unit that they are written in."""
     highest = max(values, default=1.0)
     unit = next((size for size in (2.0**40, 2.0**30, 2.0**20, 2.0**10) if highest >= size), 1.0)
-    return tuple(tick * unit for tick in _ticks([value / unit for value in values], _in_unit(unit)))
+    return tuple(tick * unit for tick in _linear_ticks([value / unit for value in values], _in_unit(unit)))

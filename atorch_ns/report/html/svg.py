@@ -38,38 +38,38 @@ class Canvas:
     def box(self, x: float, y: float, width: float, height: float, *, style: str, tip: str = "") -> None:
         """A rectangle; ``tip`` is shown when it is pointed at."""
         size = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}"'
-        self._add("rect", size, style, tip)
+        self._add_element("rect", size, style, tip)
 
     def boxes(self, corners: Iterable[tuple[float, float, float, float]], *, style: str) -> None:
         """Many rectangles of one style, each ``(x, y, width, height)``, written as one shape."""
         parts = (
             f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z" for x, y, width, height in corners
         )
-        self._add("path", f'd="{"".join(parts)}"', style)
+        self._add_element("path", f'd="{"".join(parts)}"', style)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, *, style: str) -> None:
         """A straight line."""
-        self._add("line", f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"', style)
+        self._add_element("line", f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"', style)
 
     def path(self, points: Sequence[tuple[float, float]], *, style: str) -> None:
         """A line through points."""
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self._add("polyline", f'points="{text}" fill="none"', style)
+        self._add_element("polyline", f'points="{text}" fill="none"', style)
 
     def mark(self, x: float, y: float, shape: str, *, style: str, size: float = 5, tip: str = "") -> None:
         """A point: ``circle``, ``square``, ``diamond`` or ``cross``, so that colour is not needed to distinguish them."""
         if shape == "circle":
-            self._add("circle", f'cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}"', style, tip)
+            self._add_element("circle", f'cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}"', style, tip)
         elif shape == "square":
             self.box(x - size, y - size, 2 * size, 2 * size, style=style, tip=tip)
         elif shape == "diamond":
             corners = ((x, y - size), (x + size, y), (x, y + size), (x - size, y))
             text = " ".join(f"{px:.1f},{py:.1f}" for px, py in corners)
-            self._add("polygon", f'points="{text}"', style, tip)
+            self._add_element("polygon", f'points="{text}"', style, tip)
         else:
             ends = f"M{x - size:.1f} {y - size:.1f}L{x + size:.1f} {y + size:.1f}"
             other = f"M{x - size:.1f} {y + size:.1f}L{x + size:.1f} {y - size:.1f}"
-            self._add("path", f'd="{ends}{other}"', style, tip)
+            self._add_element("path", f'd="{ends}{other}"', style, tip)
 
     def text(self, x: float, y: float, text: str, *, style: str = "", anchor: str = "start") -> None:
         """Text whose baseline is at ``y``; ``anchor`` is start, middle or end."""
@@ -93,7 +93,7 @@ class Canvas:
         ):
             box = (left, base - FONT - 1, left + width, base + 5)
             inside = box[0] >= 0 and box[1] >= 0 and box[2] <= self.width and box[3] <= self.height
-            if inside and not any(_overlap(box, other) for other in self._labels):
+            if inside and not any(_boxes_overlap(box, other) for other in self._labels):
                 self._labels.append(box)
                 self.text(left, base, text, style="muted")
                 return
@@ -106,12 +106,12 @@ class Canvas:
         """The picture's text."""
         return "\n".join([*self._parts, "</svg>"])
 
-    def _add(self, tag: str, attributes: str, style: str, tip: str = "") -> None:
+    def _add_element(self, tag: str, attributes: str, style: str, tip: str = "") -> None:
         start = f"<{tag} {attributes} class={quoteattr(style)}"
         self._parts.append(f"{start}><title>{escape(tip)}</title></{tag}>" if tip else f"{start}/>")
 
 
-def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+def _boxes_overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 

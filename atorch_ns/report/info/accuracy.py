@@ -89,12 +89,12 @@ def rank_correlation(first: list[float], second: list[float]) -> float | None:
     if len(first) < 3:
         return None
     try:
-        return statistics.correlation(_ranks(first), _ranks(second))
+        return statistics.correlation(_average_ranks(first), _average_ranks(second))
     except statistics.StatisticsError:  # all values of one side are equal
         return None
 
 
-def _ranks(values: list[float]) -> list[float]:
+def _average_ranks(values: list[float]) -> list[float]:
     ordered = sorted(values)
     first = {value: position for position, value in reversed(list(enumerate(ordered)))}
     return [first[value] + (ordered.count(value) - 1) / 2 for value in values]
@@ -150,17 +150,17 @@ class ActualInfo(NamedTuple):
     @property
     def time_error(self) -> float | None:
         """``predicted / actual - 1``; ``None`` where one is unknown."""
-        return _error(self.predicted_seconds, self.actual_seconds.value)
+        return _relative_error(self.predicted_seconds, self.actual_seconds.value)
 
     @property
     def trial_error(self) -> float | None:
         """The same for the step that the search ranked by."""
-        return _error(self.trial_seconds.value, self.actual_seconds.value)
+        return _relative_error(self.trial_seconds.value, self.actual_seconds.value)
 
     @property
     def memory_error(self) -> float | None:
         """The same for the predicted peak."""
-        return _error(self.predicted_bytes, self.actual_bytes.value)
+        return _relative_error(self.predicted_bytes, self.actual_bytes.value)
 
 
 def actual_info(actual: Actual, search: SearchOutcome | None) -> ActualInfo:
@@ -181,5 +181,5 @@ def actual_info(actual: Actual, search: SearchOutcome | None) -> ActualInfo:
     )
 
 
-def _error(predicted: float | None, actual: float | None) -> float | None:
+def _relative_error(predicted: float | None, actual: float | None) -> float | None:
     return predicted / actual - 1 if predicted is not None and actual else None

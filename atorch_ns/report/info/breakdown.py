@@ -74,13 +74,13 @@ class TimeInfo(NamedTuple):
 
 def memory_info(outcome: SearchOutcome, *, limit: int = 12) -> MemoryInfo:
     """Memory of the first ``limit`` candidates worth showing; the winner and the baseline always are."""
-    bars = _bars(outcome, limit, lambda estimate: estimate.memory, peak)
+    bars = _build_bars(outcome, limit, lambda estimate: estimate.memory, peak)
     return MemoryInfo(MemoryParts._fields, bars, outcome.setting.memory_limit_bytes)
 
 
 def time_info(outcome: SearchOutcome, *, limit: int = 12) -> TimeInfo:
     """Step time of the first ``limit`` candidates worth showing."""
-    return TimeInfo(TimeParts._fields, _bars(outcome, limit, lambda estimate: estimate.time, seconds))
+    return TimeInfo(TimeParts._fields, _build_bars(outcome, limit, lambda estimate: estimate.time, seconds))
 
 
 def used_parts(info: MemoryInfo | TimeInfo) -> list[int]:
@@ -88,7 +88,7 @@ def used_parts(info: MemoryInfo | TimeInfo) -> list[int]:
     return [part for part in range(len(info.names)) if any(bar.parts[part] for bar in info.bars)]
 
 
-def _bars(
+def _build_bars(
     outcome: SearchOutcome,
     limit: int,
     parts: Callable[[Estimate], Sequence[float]],

@@ -34,18 +34,18 @@ class Figure(NamedTuple):
     def as_seconds(self) -> str:
         """The time as text: ``"42.1 ms ±0.3 ms (measured, n=20)"``."""
         if self.source != "measured":
-            return f"{seconds_text(self.value)} ({self._between(seconds_text)}{self.source})"
+            return f"{seconds_text(self.value)} ({self._interval_text(seconds_text)}{self.source})"
         shown = measured_text(self.value, self.spread if self.num > 1 else None)
         return f"{shown} (measured, n={self.num})"
 
     def as_bytes(self) -> str:
         """The memory as text: ``"812 MiB (measured, the highest of 2 ranks)"``."""
         if self.source != "measured":
-            return f"{bytes_text(self.value)} ({self._between(bytes_text)}{self.source})"
+            return f"{bytes_text(self.value)} ({self._interval_text(bytes_text)}{self.source})"
         among = f", the highest of {self.num} ranks" if self.num > 1 else ""
         return f"{bytes_text(self.value)} (measured{among})"
 
-    def _between(self, text: Callable[[float], str]) -> str:
+    def _interval_text(self, text: Callable[[float], str]) -> str:
         if self.value is None or self.interval is None:
             return ""
         within = range_text(self.value, self.interval, text)
@@ -165,7 +165,7 @@ class CandidatesInfo(NamedTuple):
             if seconds is not None and size is not None and not line.trial_number:
                 like = first.setdefault((seconds, size), line)
                 if like is not line and line.fate == "untried" and not line.is_baseline:
-                    changes.setdefault(like.number, []).append(_change(like.label, line.label))
+                    changes.setdefault(like.number, []).append(_label_change(like.label, line.label))
                     continue
             kept.append(line)
         return self._replace(lines=tuple(_with_twins(line, changes.get(line.number, ())) for line in kept))
@@ -188,7 +188,7 @@ def _with_twins(line: CandidateLine, changes: Sequence[str]) -> CandidateLine:
     return line._replace(reason=reason.removeprefix("; "))
 
 
-def _change(before: str, after: str) -> str:
+def _label_change(before: str, after: str) -> str:
     """What another strategy has more, or in the place of something: ``"with module_replace"``."""
     old, new = before.split(" + "), after.split(" + ")
     gone = [part for part in old if part not in new]
@@ -201,11 +201,11 @@ def _change(before: str, after: str) -> str:
 def candidates_info(outcome: SearchOutcome) -> CandidatesInfo:
     """The table's data, in the order of the outcome's rows."""
     limit = outcome.setting.memory_limit_bytes
-    lines = tuple(_line(outcome, number, row) for number, row in enumerate(outcome.rows, 1))
+    lines = tuple(_candidate_line(outcome, number, row) for number, row in enumerate(outcome.rows, 1))
     return CandidatesInfo(lines, limit, is_planned(outcome))
 
 
-def _line(outcome: SearchOutcome, number: int, row: Row) -> CandidateLine:
+def _candidate_line(outcome: SearchOutcome, number: int, row: Row) -> CandidateLine:
     candidate, memory, limit = row.candidate, peak(row), outcome.setting.memory_limit_bytes
     estimate = candidate.estimate
     return CandidateLine(
@@ -223,7 +223,7 @@ def _line(outcome: SearchOutcome, number: int, row: Row) -> CandidateLine:
         bytes_interval=estimate.peak_bytes_interval if estimate else None,
         time=seconds(row),
         memory=memory,
-        speedup=_speedup(row, outcome.baseline),
+        speedup=_speedup_over_baseline(row, outcome.baseline),
         limit_share=memory.value / limit if memory.value is not None and limit else None,
         trial_number=row.trial_number,
         reason=row.reason or (candidate.pruned.reason if candidate.pruned else ""),
@@ -231,7 +231,7 @@ def _line(outcome: SearchOutcome, number: int, row: Row) -> CandidateLine:
     )
 
 
-def _speedup(row: Row, baseline: Row | None) -> float | None:
+def _speedup_over_baseline(row: Row, baseline: Row | None) -> float | None:
     if baseline is None or row.fate == "failed":
         return None
     step, reference = seconds(row), seconds(baseline)
@@ -239,11 +239,11 @@ def _speedup(row: Row, baseline: Row | None) -> float | None:
         estimates = row.candidate.estimate, baseline.candidate.estimate
         if estimates[0] is None or estimates[1] is None:
             return None
-        return _ratio(estimates[1].step_seconds, estimates[0].step_seconds)
-    return _ratio(reference.value, step.value)
+        return _safe_ratio(estimates[1].step_seconds, estimates[0].step_seconds)
+    return _safe_ratio(reference.value, step.value)
 
 
-def _ratio(over: float | None, under: float | None) -> float | None:
+def _safe_ratio(over: float | None, under: float | None) -> float | None:
     return over / under if over and under else None
 
 
@@ -315,9 +315,9 @@ def history_info(outcome: SearchOutcome) -> HistoryInfo:
         if trial is None or row.trial_number == 0:
             continue
         value = trial.median_seconds if trial.succeeded else None
-        if value is not None and row.fate != "failed" and _fits(row, outcome.setting.memory_limit_bytes):
+        if value is not None and row.fate != "failed" and _has_room(row, outcome.setting.memory_limit_bytes):
             rivals = [each for each in (best, row) if each is not None]
-            best = winner if winner in rivals else min(rivals, key=lambda each: _value(each, outcome))
+            best = winner if winner in rivals else min(rivals, key=lambda each: _row_objective(each, outcome))
         points.append(
             HistoryPoint(
                 trial=row.trial_number,
@@ -335,12 +335,12 @@ def history_info(outcome: SearchOutcome) -> HistoryInfo:
     return HistoryInfo(tuple(points), outcome.lower_bound_seconds, winner.trial_number if winner else 0)
 
 
-def _fits(row: Row, limit_bytes: int) -> bool:
+def _has_room(row: Row, limit_bytes: int) -> bool:
     held = row.trial.max_peak_bytes if row.trial is not None else 0
     return not limit_bytes or held <= limit_bytes
 
 
-def _value(row: Row, outcome: SearchOutcome) -> float:
+def _row_objective(row: Row, outcome: SearchOutcome) -> float:
     """The search's objective, which it minimises; measured if possible."""
     objective = outcome.settings.objective
     held = peak(row).value or math.inf

@@ -74,12 +74,12 @@ def explain_search(outcome: SearchOutcome) -> tuple[str, ...]:
     tried = [row for row in others if row.trial is not None]
     if tried:
         lines.append("Tried and not chosen:")
-        lines += [f"  {row.candidate.label}: {_fate(row)}" for row in tried]
+        lines += [f"  {row.candidate.label}: {_fate_text(row)}" for row in tried]
     rest = [row for row in others if row.trial is None]
     shown = rest[:8]
     if shown:
         lines.append("Not chosen:" if is_planned(outcome) else "Not tried:")
-        lines += [f"  {row.candidate.label}: {_fate(row)}" for row in shown]
+        lines += [f"  {row.candidate.label}: {_fate_text(row)}" for row in shown]
     if len(rest) > len(shown):
         lines.append(f"  and {len(rest) - len(shown)} more; ask for one with --why")
     return tuple(lines)
@@ -99,7 +99,7 @@ def explain_why(outcome: SearchOutcome, name: str) -> tuple[str, ...]:
     methods = dict.fromkeys(step for each in outcome.rows for step, _ in each.candidate.steps)
     if name in methods:
         return tuple(_of_method(outcome, name))
-    row = _row(outcome, name)
+    row = _find_row(outcome, name)
     if row is not None:
         return tuple(_of_candidate(outcome, row))
     known = [*methods, *(each.candidate.key for each in outcome.rows)]
@@ -110,7 +110,7 @@ def explain_why(outcome: SearchOutcome, name: str) -> tuple[str, ...]:
     )
 
 
-def _row(outcome: SearchOutcome, name: str) -> Row | None:
+def _find_row(outcome: SearchOutcome, name: str) -> Row | None:
     for number, row in enumerate(outcome.rows, 1):
         if name in (row.candidate.key, f"#{number}", str(number), row.candidate.label):
             return row
@@ -118,15 +118,15 @@ def _row(outcome: SearchOutcome, name: str) -> Row | None:
 
 
 def _of_candidate(outcome: SearchOutcome, row: Row) -> Iterator[str]:
-    yield f"{row.candidate.label} ({row.candidate.key}): {_fate(row)}"
+    yield f"{row.candidate.label} ({row.candidate.key}): {_fate_text(row)}"
     time, memory = seconds(row), peak(row)
     yield f"  step: {time.as_seconds()}; peak: {memory.as_bytes()}"
-    yield from _compared(outcome, row)
+    yield from _compare_with_winner(outcome, row)
     if row.trial is not None and row.trial.log:
         yield f"  log of its trial: {row.trial.log}"
 
 
-def _compared(outcome: SearchOutcome, row: Row) -> Iterator[str]:
+def _compare_with_winner(outcome: SearchOutcome, row: Row) -> Iterator[str]:
     """Part by part against the winner, by the estimate."""
     winner = outcome.winner
     if winner is None or winner is row:
@@ -149,33 +149,33 @@ def _compared(outcome: SearchOutcome, row: Row) -> Iterator[str]:
 
 
 def _of_method(outcome: SearchOutcome, name: str) -> Iterator[str]:
-    having = [row for row in outcome.rows if _has(row, name)]
-    without = [row for row in outcome.rows if not _has(row, name)]
+    having = [row for row in outcome.rows if _has_method(row, name)]
+    without = [row for row in outcome.rows if not _has_method(row, name)]
     winner = outcome.winner
-    chosen = winner is not None and _has(winner, name)
+    chosen = winner is not None and _has_method(winner, name)
     yield f"{name} is {'part of what was chosen' if chosen else 'not part of what was chosen'}."
     if chosen and winner is not None:
         figures = f"{seconds(winner).as_seconds()}, {peak(winner).as_bytes()}"
         yield f"  The best candidate with it is what was chosen, {winner.candidate.label}: {figures}"
     others = without if chosen else having
-    rival = _best(others, outcome)
+    rival = _best_row(others, outcome)
     preposition = "without" if chosen else "with"
     if rival is None:
-        yield f"  No candidate {preposition} it could be used. {_commonest(others)}"
+        yield f"  No candidate {preposition} it could be used. {_example_text(others)}"
         return
     figures = f"{seconds(rival).as_seconds()}, {peak(rival).as_bytes()}"
-    yield f"  The best candidate {preposition} it is {rival.candidate.label}: {figures}; {_fate(rival)}"
-    yield from _compared(outcome, rival)
+    yield f"  The best candidate {preposition} it is {rival.candidate.label}: {figures}; {_fate_text(rival)}"
+    yield from _compare_with_winner(outcome, rival)
     failed = [row for row in others if row.fate in ("failed", "pruned")]
     if failed:
-        yield f"  {len(failed)} of {len(others)} candidates {preposition} it failed or were pruned. {_commonest(failed)}"
+        yield f"  {len(failed)} of {len(others)} candidates {preposition} it failed or were pruned. {_example_text(failed)}"
 
 
-def _has(row: Row, name: str) -> bool:
+def _has_method(row: Row, name: str) -> bool:
     return any(step == name for step, _ in row.candidate.steps)
 
 
-def _best(rows: Sequence[Row], outcome: SearchOutcome) -> Row | None:
+def _best_row(rows: Sequence[Row], outcome: SearchOutcome) -> Row | None:
     """The best row by the objective; measured rows take precedence."""
     figure = peak if outcome.settings.objective == "memory" else seconds
     usable = [row for row in rows if row.fate not in ("failed", "pruned") and figure(row).value is not None]
@@ -183,11 +183,11 @@ def _best(rows: Sequence[Row], outcome: SearchOutcome) -> Row | None:
     return min(measured or usable, key=lambda row: figure(row).value or 0.0, default=None)
 
 
-def _commonest(rows: Sequence[Row]) -> str:
-    return f"For example {rows[0].candidate.label}: {_fate(rows[0])}" if rows else ""
+def _example_text(rows: Sequence[Row]) -> str:
+    return f"For example {rows[0].candidate.label}: {_fate_text(rows[0])}" if rows else ""
 
 
-def _fate(row: Row) -> str:
+def _fate_text(row: Row) -> str:
     reason = row.reason or (row.candidate.pruned.reason if row.candidate.pruned else "")
     if row.fate == "untried" and reason.startswith(("predicted", "not tried")):
         return reason  # which says it already

@@ -88,24 +88,24 @@ def waterfall_info(outcome: SearchOutcome) -> WaterfallInfo | None:
     start, end = seconds(baseline).value, seconds(winner).value
     if start is None or end is None:
         return None
-    bars = tuple(_bars(outcome, baseline, winner)) if baseline is not winner else ()
+    bars = tuple(_build_bars(outcome, baseline, winner)) if baseline is not winner else ()
     return WaterfallInfo(
-        baseline.candidate.label, winner.candidate.label, start, end, bars, _parts(baseline, winner)
+        baseline.candidate.label, winner.candidate.label, start, end, bars, _part_changes(baseline, winner)
     )
 
 
-def _bars(outcome: SearchOutcome, baseline: Row, winner: Row) -> Iterator[WaterfallBar]:
+def _build_bars(outcome: SearchOutcome, baseline: Row, winner: Row) -> Iterator[WaterfallBar]:
     old, new = dict(baseline.candidate.steps), dict(winner.candidate.steps)
     changed = [name for name in {**old, **new} if old.get(name, _ABSENT) != new.get(name, _ABSENT)]
     weakest = ("measured", "corrected", "predicted", "unknown")
-    for (before, first), (after, second) in pairwise(_chain(outcome, baseline, winner, changed)):
+    for (before, first), (after, second) in pairwise(_longest_chain(outcome, baseline, winner, changed)):
         label = ", ".join(_change_text(name, old, new) for name in changed if name in after - before)
         figures = seconds(first), seconds(second)
         source = max((figure.source for figure in figures), key=weakest.index)
         yield WaterfallBar(label, figures[0].value or 0.0, figures[1].value or 0.0, source)
 
 
-def _chain(outcome: SearchOutcome, baseline: Row, winner: Row, changed: list[str]) -> list[_Link]:
+def _longest_chain(outcome: SearchOutcome, baseline: Row, winner: Row, changed: list[str]) -> list[_Link]:
     """The longest chain from the baseline to the winner: the changes made up to each row, and the row.
 
     Args:
@@ -117,13 +117,13 @@ def _chain(outcome: SearchOutcome, baseline: Row, winner: Row, changed: list[str
     if len(changed) > _MOST_CHANGES:
         return [(frozenset(), baseline), (everything, winner)]
     old, new = dict(baseline.candidate.steps), dict(winner.candidate.steps)
-    known = {_identity(row.candidate.steps): row for row in outcome.rows if seconds(row).value is not None}
+    known = {_steps_key(row.candidate.steps): row for row in outcome.rows if seconds(row).value is not None}
     chains: dict[frozenset[str], list[_Link]] = {frozenset(): [(frozenset(), baseline)]}
     for size in range(1, len(changed) + 1):
         for subset in map(frozenset, combinations(changed, size)):
             applied = {name: (new if name in subset else old).get(name, _ABSENT) for name in {**old, **new}}
             steps = [(name, config) for name, config in applied.items() if config is not _ABSENT]
-            row = winner if subset == everything else known.get(_identity(steps))
+            row = winner if subset == everything else known.get(_steps_key(steps))
             if row is not None:
                 below = [chain for made, chain in chains.items() if made < subset]
                 longest = max(below, key=lambda chain: (len(chain), _num_measured(chain)))
@@ -135,22 +135,22 @@ def _num_measured(chain: Iterable[_Link]) -> int:
     return sum(seconds(row).source == "measured" for _, row in chain)
 
 
-def _identity(steps: Iterable[tuple[str, Any]]) -> frozenset[str]:
+def _steps_key(steps: Iterable[tuple[str, Any]]) -> frozenset[str]:
     return frozenset(f"{name} {json.dumps(config or None, sort_keys=True)}" for name, config in steps)
 
 
 def _change_text(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     if name not in old:
         return f"+ {name}"
-    return f"- {name}" if name not in new else f"{name}: {_short(old[name])} → {_short(new[name])}"
+    return f"- {name}" if name not in new else f"{name}: {_json_text(old[name])} → {_json_text(new[name])}"
 
 
-def _short(config: Any) -> str:
+def _json_text(config: Any) -> str:
     text = json.dumps(config or {}, ensure_ascii=False).strip("{}").replace('"', "")
     return text if text else "defaults"
 
 
-def _parts(baseline: Row, winner: Row) -> tuple[PartChange, ...]:
+def _part_changes(baseline: Row, winner: Row) -> tuple[PartChange, ...]:
     first, second = baseline.candidate.estimate, winner.candidate.estimate
     if first is None or second is None:
         return ()
@@ -171,7 +171,7 @@ def setting_text(setting: Setting) -> str:
 
 def verdict(outcome: SearchOutcome) -> tuple[str, ...]:
     """The choice, its figures, how sure it is, and why the search ended: a sentence each."""
-    sentences = [*_choice(outcome), *_certainty(outcome)]
+    sentences = [*_choice_sentences(outcome), *_certainty_sentences(outcome)]
     if is_planned(outcome):
         trials = "No trial was run: every figure is a prediction"
     else:
@@ -185,7 +185,7 @@ def verdict(outcome: SearchOutcome) -> tuple[str, ...]:
     return tuple(with_period(text) for text in sentences if text)
 
 
-def _choice(outcome: SearchOutcome) -> list[str]:
+def _choice_sentences(outcome: SearchOutcome) -> list[str]:
     winner, baseline = outcome.winner, outcome.baseline
     if winner is None:
         alone = len(outcome.rows) == 1
@@ -194,8 +194,8 @@ def _choice(outcome: SearchOutcome) -> list[str]:
         return [f"{every} be used", *nearest]
     sentences = [
         f"Chosen: {winner.candidate.label}",
-        f"One step takes {seconds(winner).as_seconds()}; {_against(outcome, winner)}",
-        _memory(winner, outcome),
+        f"One step takes {seconds(winner).as_seconds()}; {_gain_text(outcome, winner)}",
+        _memory_sentence(winner, outcome),
     ]
     single = outcome.single_process
     if single is not None:
@@ -225,7 +225,7 @@ def _single_text(single: SingleProcess, winner: Row, num_ranks: int) -> str:
     return f"Use one process: it {takes}, and {ranks}{', the same within the noise' if is_tied else ''}"
 
 
-def _memory(winner: Row, outcome: SearchOutcome) -> str:
+def _memory_sentence(winner: Row, outcome: SearchOutcome) -> str:
     tensors, limit = peak(winner).as_bytes(), bytes_text(outcome.setting.memory_limit_bytes or None)
     trial = winner.trial
     if trial is None or not trial.succeeded or not trial.process_bytes:
@@ -239,7 +239,7 @@ def _memory(winner: Row, outcome: SearchOutcome) -> str:
     )
 
 
-def _against(outcome: SearchOutcome, winner: Row) -> str:
+def _gain_text(outcome: SearchOutcome, winner: Row) -> str:
     """The gain over the best plain strategy of its precision; then that of the precision, between the best plain ones."""
     baseline = outcome.baseline
     if baseline is None or baseline is winner:
@@ -250,11 +250,11 @@ def _against(outcome: SearchOutcome, winner: Row) -> str:
     plain = _best_plain(outcome, precision)
     if plain is None or plain is winner:
         alike = "" if precision == usual else f", the gain of {precision} included"
-        return f"{_times(winner, baseline)}{alike}"
+        return f"{_speedup_text(winner, baseline)}{alike}"
     if precision == usual:
-        return _times(winner, plain)
-    gain = _times(plain, _best_plain(outcome, usual) or baseline)
-    return f"{_times(winner, plain)} in the same precision, which by {precision} itself is {gain}"
+        return _speedup_text(winner, plain)
+    gain = _speedup_text(plain, _best_plain(outcome, usual) or baseline)
+    return f"{_speedup_text(winner, plain)} in the same precision, which by {precision} itself is {gain}"
 
 
 def _best_plain(outcome: SearchOutcome, precision: str) -> Row | None:
@@ -264,13 +264,13 @@ def _best_plain(outcome: SearchOutcome, precision: str) -> Row | None:
     return min(plain, key=lambda row: (row.trial is None, seconds(row).value), default=None)
 
 
-def _times(row: Row, other: Row) -> str:
+def _speedup_text(row: Row, other: Row) -> str:
     name = f"the {'baseline' if other.candidate.is_baseline else 'plain'} {other.candidate.label}"
     ratio = (seconds(other).value or 0.0) / (seconds(row).value or 1.0)
     return f"{compared_text(ratio, name)} with {seconds(other).as_seconds()}"
 
 
-def _certainty(outcome: SearchOutcome) -> list[str]:
+def _certainty_sentences(outcome: SearchOutcome) -> list[str]:
     sentences = []
     if (beside := outcome.beside) is not None:
         low, middle, high = (bytes_text(value) for value in (beside.low, beside.middle, beside.high))

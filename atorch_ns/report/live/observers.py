@@ -90,7 +90,7 @@ class LineLog(SearchView):
     ) -> None:
         super().__init__(stream, verbose=verbose, time_limit_s=time_limit_s, clock=clock)
         self._lock = threading.Lock()
-        self._heartbeat = Heartbeat(self._still, every_s=every_s)
+        self._heartbeat = Heartbeat(self._write_heartbeat, every_s=every_s)
 
     def close(self) -> None:
         """Stops the heartbeat; no line is written afterwards."""
@@ -101,18 +101,18 @@ class LineLog(SearchView):
         with self._lock:
             self._progress.note(event)
             for line in event_lines(event, self._progress, verbose=self._verbose):
-                self._write(line)
+                self._write_line(line)
         if isinstance(event, Ended):
             self.close()
         else:
             self._heartbeat.touch()
 
-    def _still(self) -> None:
+    def _write_heartbeat(self) -> None:
         with self._lock:
             progress = self._progress
-            self._write(f"still {progress.doing}, for {progress.doing_for_s:.0f} s")
+            self._write_line(f"still {progress.doing}, for {progress.doing_for_s:.0f} s")
 
-    def _write(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         self._stream.write(f"[{self._progress.elapsed_s:6.1f} s] {line}\n")
         self._stream.flush()
 
@@ -213,14 +213,14 @@ class SafeStream:
 
     def write(self, text: str) -> int:
         """Writes, or drops the text."""
-        self._attempt(lambda: self._stream.write(text))
+        self._try_action(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
         """Flushes, if there is still something to flush to."""
-        self._attempt(self._stream.flush)
+        self._try_action(self._stream.flush)
 
-    def _attempt(self, action: Callable[[], object]) -> None:
+    def _try_action(self, action: Callable[[], object]) -> None:
         if not self._broken:
             try:
                 action()

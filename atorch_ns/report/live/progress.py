@@ -89,31 +89,31 @@ class Progress:
         """Updates the state by an event."""
         match event:
             case Profiling():
-                self._now(f"profiling {event.model}")
+                self._set_activity(f"profiling {event.model}")
             case Priced():
                 self.setting = event.setting
                 self.candidates = {candidate.key: candidate for candidate in event.candidates}
-                self._now("preparing the trials")
+                self._set_activity("preparing the trials")
             case TrialStarted():
                 self.running, self.number = event.candidate, event.number
                 self.kind = event.task.kind
                 what = _DOING.get(self.kind, f"trial {event.number}:")
                 again = f" (attempt {event.task.attempt + 1})" if event.task.attempt else ""
-                self._now(f"{what} {event.candidate.label}{again}")
+                self._set_activity(f"{what} {event.candidate.label}{again}")
             case TrialEnded():
                 failed_probe = self.kind == "probe" and event.outcome.status != "ok"
                 if self.kind == "trial" or failed_probe:  # others give no step time of the candidate
                     self.trials[event.candidate.key] = event.outcome
                 self.candidates.setdefault(event.candidate.key, event.candidate)
                 self.running, self.best = None, event.best
-                self._now("choosing the next trial")
+                self._set_activity("choosing the next trial")
             case Note():
                 self.notes.append(event.text)
             case Ended():
                 self.running, self.outcome, self.best = None, event.outcome, event.outcome.best
-                self._now("done")
+                self._set_activity("done")
 
-    def _now(self, doing: str) -> None:
+    def _set_activity(self, doing: str) -> None:
         self.doing, self._doing_since = doing, self._clock()
 
 
@@ -217,17 +217,17 @@ def live_view(progress: Progress, num_rows: int) -> RenderableType:
     foot = f"{progress.elapsed_text()}   {progress.doing}{so_far}"
     parts: list[RenderableType] = [Text(head)]
     if progress.candidates:
-        parts.append(_table(progress, num_rows))
+        parts.append(_candidates_table(progress, num_rows))
     parts += [Text(note, style="yellow") for note in progress.notes[-3:]]
     parts.append(Text(foot))
     return Group(*parts)
 
 
-def _table(progress: Progress, num_rows: int) -> RenderableType:
+def _candidates_table(progress: Progress, num_rows: int) -> RenderableType:
     from rich import box
     from rich.table import Table
 
-    shown = _shown(progress, num_rows)
+    shown = _candidates_to_show(progress, num_rows)
     hidden = len(progress.candidates) - len(shown)
     pruned = sum(candidate.pruned is not None for candidate in progress.candidates.values())
     caption = f"{hidden} more not shown, {pruned} pruned by the estimate" if hidden else None
@@ -237,12 +237,12 @@ def _table(progress: Progress, num_rows: int) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for candidate in shown:
-        state, style = _state(progress, candidate)
-        table.add_row(*_cells(progress, candidate), state, style=style)
+        state, style = _state_and_style(progress, candidate)
+        table.add_row(*_row_cells(progress, candidate), state, style=style)
     return table
 
 
-def _cells(progress: Progress, candidate: Candidate) -> tuple[str, ...]:
+def _row_cells(progress: Progress, candidate: Candidate) -> tuple[str, ...]:
     estimate, trial = candidate.estimate, progress.trials.get(candidate.key)
     succeeded = trial is not None and trial.succeeded
     spread = trial.noise_seconds if trial and len(trial.step_seconds) > 1 else None
@@ -257,7 +257,7 @@ def _cells(progress: Progress, candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def _state(progress: Progress, candidate: Candidate) -> tuple[str, str]:
+def _state_and_style(progress: Progress, candidate: Candidate) -> tuple[str, str]:
     """State of a candidate as text, and a style that repeats it."""
     trial = progress.trials.get(candidate.key)
     if progress.running is not None and progress.running.key == candidate.key:
@@ -271,7 +271,7 @@ def _state(progress: Progress, candidate: Candidate) -> tuple[str, str]:
     return ("· waiting" if progress.outcome is None else "· not tried"), "dim"
 
 
-def _shown(progress: Progress, num_rows: int) -> list[Candidate]:
+def _candidates_to_show(progress: Progress, num_rows: int) -> list[Candidate]:
     """Baseline, what runs, what was tried, then what comes next by the estimate."""
 
     def rank(candidate: Candidate) -> int:

@@ -83,15 +83,15 @@ class Table(NamedTuple):
     def without_unknown(self) -> Table:
         """The table without the columns in which nothing is known."""
         places = range(len(self.columns))
-        return self._with(
+        return self._keep_columns(
             [at for at in places if any(row[at] != UNKNOWN for row in self.rows) or not self.rows]
         )
 
     def without(self, column: str) -> Table:
         """The table without a column, for tables whose rows are numbered as in one before."""
-        return self._with([at for at, name in enumerate(self.columns) if name != column])
+        return self._keep_columns([at for at, name in enumerate(self.columns) if name != column])
 
-    def _with(self, kept: list[int]) -> Table:
+    def _keep_columns(self, kept: list[int]) -> Table:
         return self._replace(
             columns=tuple(self.columns[at] for at in kept),
             rows=tuple(tuple(row[at] for at in kept) for row in self.rows),
@@ -115,7 +115,9 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
     columns, rows = (
         _with_sentences_under_names(table) if table.ends_in_sentences else (table.columns, table.rows)
     )
-    widths = _widths([(name, *(row[at] for row in rows)) for at, name in enumerate(columns)], narrow, width)
+    widths = _column_widths(
+        [(name, *(row[at] for row in rows)) for at, name in enumerate(columns)], narrow, width
+    )
     drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for position, name in enumerate(columns):
         justify = "left" if position in table.words else "right"
@@ -134,7 +136,7 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
 
 
-def _widths(columns: Sequence[Sequence[str]], narrow: Set[int], room: int) -> list[int]:
+def _column_widths(columns: Sequence[Sequence[str]], narrow: Set[int], room: int) -> list[int]:
     """The characters of each column; together more than ``room`` where words would be broken otherwise.
 
     Numbers and short text have lines that are whole before long text has more than it needs; their heads may be in two
@@ -209,7 +211,7 @@ def candidates_table(info: CandidatesInfo) -> Table:
         "fate": lambda line: fate_text(line, planned=info.planned),
         "why": lambda line: line.reason,
     }
-    return _table(info.lines, columns, {"strategy", "fate", "why"})._replace(ends_in_sentences=True)
+    return _build_table(info.lines, columns, {"strategy", "fate", "why"})._replace(ends_in_sentences=True)
 
 
 def memory_table(info: MemoryInfo) -> Table:
@@ -233,7 +235,7 @@ def memory_table(info: MemoryInfo) -> Table:
         "of the limit": left if info.limit_bytes else lambda bar: UNKNOWN,
         "worst moment": lambda bar: bar.note,
     }
-    return _table(info.bars, columns, {"strategy", "worst moment"})._replace(ends_in_sentences=True)
+    return _build_table(info.bars, columns, {"strategy", "worst moment"})._replace(ends_in_sentences=True)
 
 
 def time_table(info: TimeInfo) -> Table:
@@ -243,7 +245,7 @@ def time_table(info: TimeInfo) -> Table:
         known = bar.measured
         return _measured_seconds(known.value, known.spread, known.num) if known else UNKNOWN
 
-    return _table(info.bars, {**_part_columns(info, seconds_text), "measured": measured}, {"strategy"})
+    return _build_table(info.bars, {**_part_columns(info, seconds_text), "measured": measured}, {"strategy"})
 
 
 def _part_columns(info: MemoryInfo | TimeInfo, text: Callable[[float], str]) -> _Columns[Bar]:
@@ -275,7 +277,7 @@ def history_table(info: HistoryInfo) -> Table:
         "best so far": best,
         "took": lambda point: seconds_text(point.total_seconds),
     }
-    return _table(info.points, columns, {"strategy", "how it ended"})
+    return _build_table(info.points, columns, {"strategy", "how it ended"})
 
 
 def waterfall_table(info: WaterfallInfo) -> Table:
@@ -287,7 +289,7 @@ def waterfall_table(info: WaterfallInfo) -> Table:
         "difference": lambda bar: f"{'+' if bar.change > 0 else '-'}{seconds_text(abs(bar.change))}",
         "source": lambda bar: bar.source,
     }
-    return _table(info.bars, columns, {"change", "source"})
+    return _build_table(info.bars, columns, {"change", "source"})
 
 
 def accuracy_table(infos: Iterable[AccuracyInfo]) -> Table:
@@ -299,7 +301,7 @@ def accuracy_table(infos: Iterable[AccuracyInfo]) -> Table:
         "median error": lambda info: percent_text(info.median_error),
         "worst error": lambda info: percent_text(info.worst_error),
     }
-    return _table(infos, columns, {"predicted"})
+    return _build_table(infos, columns, {"predicted"})
 
 
 def pareto_table(info: ParetoInfo) -> Table:
@@ -310,7 +312,7 @@ def pareto_table(info: ParetoInfo) -> Table:
         "step": lambda point: point.time.as_seconds(),
         "peak": lambda point: point.memory.as_bytes(),
     }
-    return _table(info.front, columns, {"strategy"})
+    return _build_table(info.front, columns, {"strategy"})
 
 
 def timeline_table(info: TimelineInfo) -> Table:
@@ -322,7 +324,7 @@ def timeline_table(info: TimelineInfo) -> Table:
         "idle": lambda row: percent_text(row.idle_share),
         "micro-batches held at most": lambda row: " + ".join(map(str, row.live_micro_batches)),
     }
-    return _table(info.rows, columns, set())
+    return _build_table(info.rows, columns, set())
 
 
 def parts_table(estimate: Estimate) -> Table:
@@ -349,7 +351,7 @@ def collectives_table(collectives: tuple[Collective, ...]) -> Table:
         "calls": lambda each: str(each.count),
         "bytes": lambda each: bytes_text(each.num_bytes),
     }
-    return _table(collectives, columns, {"collective", "over"})
+    return _build_table(collectives, columns, {"collective", "over"})
 
 
 def operators_table(info: OperatorsInfo) -> Table:
@@ -363,7 +365,7 @@ def operators_table(info: OperatorsInfo) -> Table:
         "of bytes": lambda line: percent_text(line.bytes_share),
         "mostly in": lambda line: line.mostly_in,
     }
-    return _table(info.lines, columns, {"operator", "mostly in"})
+    return _build_table(info.lines, columns, {"operator", "mostly in"})
 
 
 def comparisons_table(found: Iterable[Comparison]) -> Table:
@@ -380,10 +382,10 @@ def comparisons_table(found: Iterable[Comparison]) -> Table:
         "table": lambda one: shown(one.table, one.unit),
         "of the table": lambda one: percent_text(one.share),
     }
-    return _table(found, columns, {"figure"})
+    return _build_table(found, columns, {"figure"})
 
 
-def _table(items: Iterable[T], columns: _Columns[T], words: Set[str]) -> Table:
+def _build_table(items: Iterable[T], columns: _Columns[T], words: Set[str]) -> Table:
     """A table with a row for each item and the given columns; ``words`` are the heads of columns of text."""
     rows = tuple(tuple(cell(item) for cell in columns.values()) for item in items)
     return Table(tuple(columns), rows, frozenset(at for at, head in enumerate(columns) if head in words))

@@ -36,14 +36,7 @@ from atorch_ns.report.text.tables import (
     waterfall_table,
 )
 from atorch_ns.search import SearchOutcome
-from atorch_ns.text import (
-    bytes_text,
-    change_text,
-    counted,
-    percent_text,
-    range_text,
-    seconds_text,
-)
+from atorch_ns.text import bytes_text, change_text, counted, percent_text, range_text, seconds_text
 
 KIND_NAMES = {
     "F": "forward",
@@ -86,7 +79,7 @@ def timeline_text(info: TimelineInfo, *, width: int = TEXT_WIDTH) -> str:
     columns = min(max(10, width - _LABEL - _SHARE), max(1, round(info.step_seconds / shortest)))
     shown = info.first(_ROWS)
     lines = [
-        f"  rank {row.rank:<4}  {_letters(row, info.step_seconds, columns)}  {percent_text(row.idle_share)} idle"
+        f"  rank {row.rank:<4}  {_timeline_letters(row, info.step_seconds, columns)}  {percent_text(row.idle_share)} idle"
         for row in shown
     ]
     hidden = len(info.rows) - len(shown)
@@ -97,7 +90,7 @@ def timeline_text(info: TimelineInfo, *, width: int = TEXT_WIDTH) -> str:
     return "\n".join([timeline_sentence(info), *lines, f"  {legend}, {_IDLE} idle{small}"])
 
 
-def _letters(row: TimelineRow, step_seconds: float, columns: int) -> str:
+def _timeline_letters(row: TimelineRow, step_seconds: float, columns: int) -> str:
     """The pass that runs at the middle of each slice."""
     letters, blocks = [], iter(row.blocks)
     block = next(blocks, None)
@@ -182,12 +175,12 @@ def _candidate_parts(info: CandidatesInfo, width: int, top: int | None) -> Itera
     numbers = {line.number for line in shown.lines}
     hidden = [line for line in info.lines if line.number not in numbers]
     if hidden:
-        kinds = Counter(_kind(line, planned=info.planned) for line in hidden)
+        kinds = Counter(_fate_kind(line, planned=info.planned) for line in hidden)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         yield f"  and {len(hidden)} more: {counts}"
 
 
-def _kind(line: CandidateLine, *, planned: bool) -> str:
+def _fate_kind(line: CandidateLine, *, planned: bool) -> str:
     if line.fate == "pruned":
         return f"pruned ({line.pruned_kind})" if line.pruned_kind else "pruned"
     return fate_text(line, planned=planned).partition(" ")[2]

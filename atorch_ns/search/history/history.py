@@ -128,7 +128,7 @@ class History:
         self._lock = threading.RLock()
         try:
             if self._journal.open():
-                self._note(f"the last entry of the history {self.path} was incomplete and was cut off.")
+                self._send_note(f"the last entry of the history {self.path} was incomplete and was cut off.")
         except OptunaJournalError:
             raise
         except (OSError, ValueError) as error:
@@ -155,12 +155,12 @@ class History:
             task=task,
             outcome=outcome,
         )
-        self._append(setting, HistoryLine(study=setting.fingerprint, trial=trial))
+        self._add_line(setting, HistoryLine(study=setting.fingerprint, trial=trial))
 
     def replay(self, search: Search) -> int:
         """Gives a search the trials of the one of its setting that was never ended; returns their number."""
         with self._lock:
-            study = self._study(search.setting.fingerprint)
+            study = self._read_study(search.setting.fingerprint)
             trials = [trial for trial in study.trials if trial.run == study.num_searches]
         return sum(search.resume(trial.key, trial.outcome) for trial in trials)
 
@@ -174,29 +174,29 @@ class History:
                 "steps": winner.candidate.steps,
                 "seconds": winner.trial.median_seconds,
             }
-        self._append(outcome.setting, HistoryLine(study=outcome.setting.fingerprint, ended=True, best=best))
+        self._add_line(outcome.setting, HistoryLine(study=outcome.setting.fingerprint, ended=True, best=best))
 
     def known(self, fingerprint: str) -> Known | None:
         """What an earlier search of this setting found; ``None`` if none was ended or found any."""
-        best = self._study(fingerprint).best
+        best = self._read_study(fingerprint).best
         return None if best is None else Known(best["key"], float(best["seconds"]))
 
-    def _study(self, fingerprint: str) -> StudyRecord:
+    def _read_study(self, fingerprint: str) -> StudyRecord:
         """All that is known of a setting by now, from this process and others."""
 
         with self._lock:
-            self._attempt("read", lambda: _add_lines(self._studies, self._journal.new_lines()))
+            self._try_action("read", lambda: _add_lines(self._studies, self._journal.new_lines()))
             empty = StudyRecord(name=fingerprint)
             return empty if self.problem else self._studies.get(fingerprint, empty)
 
-    def _append(self, setting: Setting, line: HistoryLine) -> None:
+    def _add_line(self, setting: Setting, line: HistoryLine) -> None:
         with self._lock:
-            if self._study(setting.fingerprint).setting is None:
+            if self._read_study(setting.fingerprint).setting is None:
                 first = HistoryLine(study=setting.fingerprint, setting=setting)
-                self._attempt("written", lambda: self._journal.append(to_json(first)))
-            self._attempt("written", lambda: self._journal.append(to_json(line)))
+                self._try_action("written", lambda: self._journal.append(to_json(first)))
+            self._try_action("written", lambda: self._journal.append(to_json(line)))
 
-    def _attempt(self, what: str, do: Callable[[], None]) -> None:
+    def _try_action(self, what: str, do: Callable[[], None]) -> None:
         """Calls ``do`` unless the file has failed; a failure is noted."""
         if not self.problem:
             try:
@@ -207,9 +207,9 @@ class History:
     def _give_up(self, what: str, error: Exception) -> None:
         reason = error_text(error)
         self.problem = f"the history {self.path} cannot be {what} ({reason}); the search goes on without it."
-        self._note(self.problem)
+        self._send_note(self.problem)
 
-    def _note(self, text: str) -> None:
+    def _send_note(self, text: str) -> None:
         if self._on_note is not None:
             self._on_note(text)
 

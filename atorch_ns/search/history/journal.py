@@ -46,14 +46,14 @@ class Journal:
         if self._path.exists():
             self._check_header()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._locked() as (_, cut):
+        with self._open_locked_file() as (_, cut):
             return cut
 
     def append(self, line: str) -> None:
         """Adds a line, which is on the disk when this returns."""
-        with self._locked() as (file, _):
+        with self._open_locked_file() as (file, _):
             file.write(line.encode() + b"\n")
-            _flush(file)
+            _flush_to_disk(file)
 
     def new_lines(self) -> list[str]:
         """The complete lines that were added since the last call, by any process; at first all of them.
@@ -75,7 +75,7 @@ class Journal:
         return lines[first:]
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[tuple[IO[bytes], bool]]:
+    def _open_locked_file(self) -> Iterator[tuple[IO[bytes], bool]]:
         """The file, ready to append a line, and whether an incomplete one was cut off."""
         with self._path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # closing the file gives the lock back
@@ -89,7 +89,7 @@ class Journal:
             if size == 0:
                 file.write(HEADER)
             if cut or size == 0:
-                _flush(file)
+                _flush_to_disk(file)
             yield file, cut
 
     def _check_header(self) -> None:
@@ -106,6 +106,6 @@ class Journal:
             raise ValueError("its first line is not that of a history of this version")
 
 
-def _flush(file: IO[bytes]) -> None:
+def _flush_to_disk(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())

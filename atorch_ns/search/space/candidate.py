@@ -147,19 +147,19 @@ def label_of(steps: Iterable[Step], *, leave_out: Iterable[str] = ()) -> str:
         leave_out: names of methods that go without saying.
     """
     hidden = set(leave_out)
-    return " + ".join(_short(step) for step in steps if step.name not in hidden) or "plain"
+    return " + ".join(_step_label(step) for step in steps if step.name not in hidden) or "plain"
 
 
-def _short(step: Step) -> str:
+def _step_label(step: Step) -> str:
     config = step.config
     if config is None:
         return step.name
     if not isinstance(config, dict):
         return str(step)
-    return f"{step.name}({', '.join(_item(key, value) for key, value in config.items())})"
+    return f"{step.name}({', '.join(_config_item_text(key, value) for key, value in config.items())})"
 
 
-def _item(key: str, value: object) -> str:
+def _config_item_text(key: str, value: object) -> str:
     if value is True:
         return key
     if isinstance(value, str):

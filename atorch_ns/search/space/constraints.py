@@ -107,11 +107,11 @@ def read_constraints(
             be used here.
     """
     problems: list[str] = []
-    wanted = _entries("included", included, registry, problems)
-    banned = _entries("excluded", excluded, registry, problems)
+    wanted = _read_entries("included", included, registry, problems)
+    banned = _read_entries("excluded", excluded, registry, problems)
     if not problems:
-        problems += _contradictions(wanted, banned, registry)
-        problems += _impossible(wanted, registry, cluster, profile)
+        problems += _find_contradictions(wanted, banned, registry)
+        problems += _find_unusable_methods(wanted, registry, cluster, profile)
     if problems:
         lines = problems if len(problems) == 1 else ["", *(f"  {n}. {p}" for n, p in enumerate(problems, 1))]
         raise InputError("the strategy cannot be searched for as asked: " + "\n".join(lines))
@@ -121,7 +121,7 @@ def read_constraints(
     return Constraints(tuple(wanted), tuple(banned), fixed)
 
 
-def _entries(
+def _read_entries(
     argument: str, entries: Sequence[Any] | None, registry: Registry, problems: list[str]
 ) -> list[Constraint]:
     if isinstance(entries, str):
@@ -134,7 +134,7 @@ def _entries(
         except StrategyError as error:
             problems.append(f"{argument}: {error}")
             continue
-        constraint = _constraint(step, registry)
+        constraint = _read_constraint(step, registry)
         if isinstance(constraint, str):
             problems.append(f"{argument}: {constraint}")
         else:
@@ -142,7 +142,7 @@ def _entries(
     return found
 
 
-def _constraint(step: Step, registry: Registry) -> Constraint | str:
+def _read_constraint(step: Step, registry: Registry) -> Constraint | str:
     if step.name in registry:
         method = registry.get(step.name)
         if step.config is None:
@@ -150,16 +150,16 @@ def _constraint(step: Step, registry: Registry) -> Constraint | str:
         try:
             return Constraint(str(step), (method.name,), method.Config.model_validate(step.config))
         except ValidationError as error:
-            return f"{step.name}: " + "; ".join(_issue(issue) for issue in error.errors())
-    groups = _groups(registry)
+            return f"{step.name}: " + "; ".join(_issue_text(issue) for issue in error.errors())
+    groups = _method_groups(registry)
     if step.name not in groups:
-        return _unknown(step.name, registry, groups)
+        return _unknown_name_text(step.name, registry, groups)
     if step.config is not None:
         return f"{step.name} is a group of methods and takes no config; name one of {', '.join(groups[step.name])}."
     return Constraint(step.name, groups[step.name])
 
 
-def _groups(registry: Registry) -> dict[str, tuple[str, ...]]:
+def _method_groups(registry: Registry) -> dict[str, tuple[str, ...]]:
     """Method names by role and by phase."""
     groups: dict[str, list[str]] = {phase.name.lower(): [] for phase in Phase}
     for method in registry:
@@ -168,7 +168,7 @@ def _groups(registry: Registry) -> dict[str, tuple[str, ...]]:
     return {name: tuple(dict.fromkeys(methods)) for name, methods in groups.items() if methods}
 
 
-def _unknown(name: str, registry: Registry, groups: dict[str, tuple[str, ...]]) -> str:
+def _unknown_name_text(name: str, registry: Registry, groups: dict[str, tuple[str, ...]]) -> str:
     known = [method.name for method in registry]
     aliases = [alias for method in registry for alias in method.aliases]
     names = f"Methods: {', '.join(known)}; groups: {', '.join(groups)}."
@@ -176,17 +176,17 @@ def _unknown(name: str, registry: Registry, groups: dict[str, tuple[str, ...]]) 
     return f"unknown method or group {name!r}.{hint}"
 
 
-def _issue(issue: Any) -> str:
+def _issue_text(issue: Any) -> str:
     key = ".".join(str(part) for part in issue["loc"])
     message = issue["msg"].removeprefix("Value error, ")
     return f"{key}: {message}" if key else message
 
 
-def _contradictions(wanted: list[Constraint], banned: list[Constraint], registry: Registry) -> list[str]:
+def _find_contradictions(wanted: list[Constraint], banned: list[Constraint], registry: Registry) -> list[str]:
     problems = [
         f"{constraint.written} is both included and excluded."
         for constraint in wanted
-        if all(_banned(name, constraint.config, banned) for name in constraint.methods)
+        if all(_is_banned(name, constraint.config, banned) for name in constraint.methods)
     ]
     items = []
     for constraint in wanted:
@@ -201,13 +201,13 @@ def _contradictions(wanted: list[Constraint], banned: list[Constraint], registry
     return problems
 
 
-def _banned(method: str, config: MethodConfig | None, banned: list[Constraint]) -> bool:
+def _is_banned(method: str, config: MethodConfig | None, banned: list[Constraint]) -> bool:
     if config is not None:
         return any(constraint.matches(method, config) for constraint in banned)
     return any(method in constraint.methods and constraint.config is None for constraint in banned)
 
 
-def _impossible(
+def _find_unusable_methods(
     wanted: list[Constraint], registry: Registry, cluster: Cluster, profile: Profile | None
 ) -> list[str]:
     """Problems of methods that were asked for by name and cannot be used here."""

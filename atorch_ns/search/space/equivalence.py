@@ -27,11 +27,11 @@ def canonical(plan: Plan) -> Plan:
         "recomputes": plan.recomputation.kind != "none",
     }
     changes: dict[str, Any] = {
-        "axes": _axes(plan, {axis for axes in over.values() for axis in axes}),
+        "axes": _canonical_axes(plan, {axis for axes in over.values() for axis in axes}),
         "extras": tuple(sorted(plan.extras, key=lambda extra: extra.method)),
         **{axis: getattr(_DEFAULT, axis) for axis in MODEL_AXES if plan.size(axis) == 1},
-        "sharding": {**over, **_idle(sharding, conditions)},
-        "recomputation": _idle(plan.recomputation, conditions),
+        "sharding": {**over, **_idle_defaults(sharding, conditions)},
+        "recomputation": _idle_defaults(plan.recomputation, conditions),
     }
     if plan.size("pipeline") == 1 and plan.recomputation.share == "auto":  # of one stage, all blocks
         changes["recomputation"] |= {"share": None, "every": 1}
@@ -41,8 +41,8 @@ def canonical(plan: Plan) -> Plan:
         changes["gradient_sync"] = "none"
     sizes = dict(changes["axes"])
     if sizes.get("data", 1) == 1 and sizes.get("zero", 1) > 1:
-        changes["axes"] = tuple((_data(name), size) for name, size in changes["axes"])
-        changes["sharding"] |= {name: tuple(map(_data, axes)) for name, axes in over.items()}
+        changes["axes"] = tuple((_rename_zero_axis(name), size) for name, size in changes["axes"])
+        changes["sharding"] |= {name: tuple(map(_rename_zero_axis, axes)) for name, axes in over.items()}
     return plan.changed(**changes)
 
 
@@ -50,7 +50,7 @@ _DEFAULT = Plan()
 _SHARDED = ("parameters_over", "gradients_over", "optimizer_over")
 
 
-def _idle(group: Any, conditions: Mapping[str, bool]) -> dict[str, Any]:
+def _idle_defaults(group: Any, conditions: Mapping[str, bool]) -> dict[str, Any]:
     """The defaults of a group's fields that change nothing, since their condition does not hold."""
     return {
         one.name: one.default
@@ -59,7 +59,7 @@ def _idle(group: Any, conditions: Mapping[str, bool]) -> dict[str, Any]:
     }
 
 
-def _axes(plan: Plan, used: set[str]) -> tuple[tuple[str, int], ...]:
+def _canonical_axes(plan: Plan, used: set[str]) -> tuple[tuple[str, int], ...]:
     axes = tuple((name, size) for name, size in plan.axes if size > 1)
     if "zero" in used or plan.size("zero") == 1:
         return axes
@@ -67,5 +67,5 @@ def _axes(plan: Plan, used: set[str]) -> tuple[tuple[str, int], ...]:
     return (*others, ("data", plan.num_data_ranks))
 
 
-def _data(axis: str) -> str:
+def _rename_zero_axis(axis: str) -> str:
     return "data" if axis == "zero" else axis

@@ -86,7 +86,7 @@ class PricedRows:
         chosen = (*self.options[self.option[row]].chosen, *template.chosen)
         if self.reduces_each[row]:
             plan = template.plan.changed(sharding={"reduces_each": True})
-            chosen = tuple(_following(item, plan) for item in chosen)
+            chosen = tuple(_follow_plan(item, plan) for item in chosen)
         return steps_of(chosen, mesh, self.splitters[int(self.micro_batches[row])])
 
 
@@ -144,7 +144,7 @@ def _open_reductions(table: PlanTable) -> np.ndarray:
     return np.asarray(is_open[table.template] & is_whole & (table.micro_batches > 1))
 
 
-def _following(item: Chosen, plan: Plan) -> Chosen:
+def _follow_plan(item: Chosen, plan: Plan) -> Chosen:
     if not isinstance(item.method, FollowsPlan):
         return item
     return replace(item, config=item.method.following(item.config, plan))
@@ -189,7 +189,7 @@ class _Kinds:
         if not any(segment.replaced_costs for segment in trace.segments):
             alike["replaced"] = False
         for one in templates:
-            kind = template_of(one.plan, axes=_order(one.plan.axes), **alike)
+            kind = template_of(one.plan, axes=_template_axes(one.plan.axes), **alike)
             index.append(kinds.setdefault(kind, len(kinds)))
             own = AxisUse.of(one.plan)
             if own not in rows:
@@ -201,7 +201,7 @@ class _Kinds:
 
 
 @cache
-def _order(axes: tuple[AxisSize, ...]) -> tuple[AxisSize, ...]:
+def _template_axes(axes: tuple[AxisSize, ...]) -> tuple[AxisSize, ...]:
     """The axes of a kind without sizes: all axes, where those of the plan are in the order of most meshes."""
     places = [_ORDER.index(name) for name, _ in axes if name in _ORDER]
     usual = len(places) == len(axes) and places == sorted(places)
@@ -235,10 +235,10 @@ class _Rows:
     def of(self, index: int, template: Template) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Columns of one template: [n] its index, [n, 6] shapes, [n] options and [n] numbers of micro-batches."""
         own = AxisUse.of(template.plan)
-        filled = self._filled(template.chosen)
+        filled = self._used_axes(template.chosen)
         none = np.zeros(0, int)
         parts = [(np.zeros((0, 2 + len(MODEL_AXES)), int), none, none)]
-        for place, use in self._possible(template.group, own, filled):
+        for place, use in self._find_uses(template.group, own, filled):
             if (
                 template.plan.whole_backward
                 and _splits_backward(use.pipeline.schedule)
@@ -247,19 +247,19 @@ class _Rows:
                 continue
             if use.tensor.asynchronous and template.plan.compiler != "inductor":
                 continue
-            shapes, counts = self._columns(template.group, use)
+            shapes, counts = self._cached_columns(template.group, use)
             parts.append((shapes, np.full(len(counts), place), counts))
         shapes, option, counts = (np.concatenate(each) for each in zip(*parts, strict=True))
         return np.full(len(counts), index), shapes, option, counts
 
-    def _filled(self, chosen: tuple[Chosen, ...]) -> frozenset[str]:
+    def _used_axes(self, chosen: tuple[Chosen, ...]) -> frozenset[str]:
         """The axes that methods of a template use."""
         for item in chosen:
             if id(item) not in self.axes:
                 self.axes[id(item)] = frozenset(axes_of(item))
         return frozenset().union(*(self.axes[id(item)] for item in chosen))
 
-    def _possible(self, group: MeshGroup, own: AxisUse, filled: frozenset[str]) -> list[tuple[int, AxisUse]]:
+    def _find_uses(self, group: MeshGroup, own: AxisUse, filled: frozenset[str]) -> list[tuple[int, AxisUse]]:
         """The options that are possible on a group of meshes: their indices, and what they come to with ``own``."""
         key = (id(group), own, filled)
         if key not in self.possible:
@@ -270,15 +270,15 @@ class _Rows:
             ]
         return self.possible[key]
 
-    def _columns(self, group: MeshGroup, use: AxisUse) -> tuple[np.ndarray, np.ndarray]:
+    def _cached_columns(self, group: MeshGroup, use: AxisUse) -> tuple[np.ndarray, np.ndarray]:
         """[n, 6] shapes of a group with [n] numbers of micro-batches, where this setting of the axes is possible."""
         key = (id(group), use)
         if key not in self.known:
-            self.known[key] = self._found(group, use)
+            self.known[key] = self._compute_columns(group, use)
         return self.known[key]
 
-    def _found(self, group: MeshGroup, use: AxisUse) -> tuple[np.ndarray, np.ndarray]:
-        counts, most = self._allowed
+    def _compute_columns(self, group: MeshGroup, use: AxisUse) -> tuple[np.ndarray, np.ndarray]:
+        counts, most = self._allowed_micro_batches
         meshes = np.asarray(list(group.meshes), dtype=np.int64)  # [M, 6]
         shapes = np.repeat(meshes, len(counts), axis=0)
         micro_batches = np.tile(counts, len(meshes))
@@ -298,7 +298,7 @@ class _Rows:
         return shapes[kept], micro_batches[kept]
 
     @cached_property
-    def _allowed(self) -> tuple[np.ndarray, int]:
+    def _allowed_micro_batches(self) -> tuple[np.ndarray, int]:
         """Numbers of micro-batches, and the largest for plans without a pipeline."""
         counts = np.asarray(sorted(self.choices.micro_batches), dtype=np.int64)
         counts = counts[self.workload.global_batch % counts == 0]

@@ -102,9 +102,9 @@ class _Explorer:
         if not templates.distinct:
             raise InputError(_nothing_left(templates, choices, constraints))
         limit = memory_limit(context.cluster, context.settings)
-        rows, selected = self._priced(templates, choices, limit)
+        rows, selected = self._price_and_select(templates, choices, limit)
         baseline = (
-            self._plain(constraints) if base is None else context.resolve(base.strategy, check_model=True)
+            self._base_plan(constraints) if base is None else context.resolve(base.strategy, check_model=True)
         )
         if baseline is not None:
             parts = baseline.plan.num_data_ranks * baseline.plan.num_micro_batches
@@ -115,10 +115,12 @@ class _Explorer:
             candidates = self._with_hint(candidates, constraints, limit)
         known = {candidate.key for candidate in candidates}
         candidates += [one for one in self._writer.duplicates(templates) if one.key not in known]
-        notes = (*_notes(rows, selected, templates, choices), *self._advice(candidates))
+        notes = (*_search_notes(rows, selected, templates, choices), *self._pipeline_notes(candidates))
         return Space(candidates=tuple(candidates), num_priced=len(rows), notes=notes)
 
-    def _priced(self, templates: Templates, choices: Choices, limit: Limits) -> tuple[PricedRows, Selection]:
+    def _price_and_select(
+        self, templates: Templates, choices: Choices, limit: Limits
+    ) -> tuple[PricedRows, Selection]:
         """The rows and the best of them; where nothing fits, with as many micro-batches as there can be.
 
         Raises:
@@ -151,13 +153,13 @@ class _Explorer:
         rows = priced(most)
         return rows, select_rows(rows, limit)
 
-    def _advice(self, candidates: list[Candidate]) -> list[str]:
+    def _pipeline_notes(self, candidates: list[Candidate]) -> list[str]:
         """Notes for the user about candidates that may win."""
         cuts = {method.name for method in self._context.registry if "axis:pipeline" in method.provides}
         used = {name for one in candidates if one.pruned is None for name, _ in one.steps if name in cuts}
         return [f"where {name} is in a strategy, {train_step_only(name)}." for name in sorted(used)]
 
-    def _plain(self, constraints: Constraints) -> Resolved | None:
+    def _base_plan(self, constraints: Constraints) -> Resolved | None:
         """The strategy of the required methods alone; ``None`` if the constraints forbid it."""
         fixed = [constraint for constraint in constraints.included if len(constraint.methods) == 1]
         steps = [(w.methods[0], w.config.as_json() if w.config is not None else None) for w in fixed]
@@ -233,7 +235,9 @@ def _nothing_left(templates: Templates, choices: Choices, constraints: Constrain
     return f"no strategy is left to search: {why} Ask for less in included and excluded."
 
 
-def _notes(rows: PricedRows, selected: Selection, templates: Templates, choices: Choices) -> tuple[str, ...]:
+def _search_notes(
+    rows: PricedRows, selected: Selection, templates: Templates, choices: Choices
+) -> tuple[str, ...]:
     notes = [f"{name} is not searched: {reason}" for name, reason in choices.refused.items()]
     written = len(selected.fitting) + len(selected.too_large)
     if len(rows) > written:

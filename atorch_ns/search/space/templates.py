@@ -8,16 +8,7 @@ from typing import Any
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import StrategyError
-from atorch_ns.method import (
-    Chosen,
-    Method,
-    MethodConfig,
-    Registry,
-    Resolved,
-    clash,
-    ordered,
-    resolve,
-)
+from atorch_ns.method import Chosen, Method, MethodConfig, Registry, Resolved, clash, ordered, resolve
 from atorch_ns.method.method import fit_config
 from atorch_ns.profile import Profile
 from atorch_ns.search.space.constraints import Constraints, why_not
@@ -63,17 +54,17 @@ def find_choices(
     for method in registry:
         if base is not None and not any(name in base for name in (method.name, *method.aliases)):
             continue
-        configs, reason = _configs(method, profile, cluster, constraints, base)
+        configs, reason = _method_configs(method, profile, cluster, constraints, base)
         if reason is not None and (not configs or reason != EXCLUDED):
             refused[method.name] = reason
         if not configs:
             continue
         chosen = tuple(Chosen(method, config) for config in configs)
         must = constraints.requires(method.name) or base is not None
-        changed = set().union(*(_changed(item) for item in chosen))
+        changed = set().union(*(_changed_fields(item) for item in chosen))
         if changed and changed <= {"axes", "rank_order"}:
             meshes = chosen
-        elif changed <= {*MODEL_AXES} and not must and len(axes := _axes(chosen)) == 1:
+        elif changed <= {*MODEL_AXES} and not must and len(axes := _default_model_axes(chosen)) == 1:
             options[axes.pop()] = (None, *chosen)
         elif changed == {"num_micro_batches"}:
             micro_batches = {item.method.plan(Plan(), item.config).num_micro_batches: item for item in chosen}
@@ -84,12 +75,12 @@ def find_choices(
     return Choices(tuple(kinds), meshes, micro_batches, refused, options)
 
 
-def _axes(chosen: Sequence[Chosen]) -> set[str]:
+def _default_model_axes(chosen: Sequence[Chosen]) -> set[str]:
     """The axes that divide the model and for which a method is added by default."""
     return {axis for item in chosen if item.method.default_for is not None for axis in axes_of(item)}
 
 
-def _configs(
+def _method_configs(
     method: Method[Any], profile: Profile, cluster: Cluster, constraints: Constraints, base: Strategy | None
 ) -> tuple[list[MethodConfig], str | None]:
     """The configs to choose from, and why one was left out; ``None`` if none was."""
@@ -136,7 +127,7 @@ def axes_of(item: Chosen) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis in MODEL_AXES)
 
 
-def _changed(item: Chosen) -> set[str]:
+def _changed_fields(item: Chosen) -> set[str]:
     """The fields of a plan that a method changes."""
     before = Plan()
     after = item.method.plan(before, item.config)
@@ -213,7 +204,7 @@ def find_templates(
     only: Collection[str] | None = None,
 ) -> Templates:
     """Every legal combination, of the methods named by ``only`` if given; of those with the same effect the simplest."""
-    combinations, left_out = _combinations(choices.kinds)
+    combinations, left_out = _build_combinations(choices.kinds)
     combinations.sort(key=len)
     distinct: dict[Plan, Template] = {}
     same: list[tuple[Resolved, Template]] = []
@@ -243,8 +234,8 @@ def find_templates(
                 continue
             if only is not None and any(item.method.name not in only for item in complete):
                 continue
-            plan = _folded(complete, known) if resolved is None else resolved.plan
-            kind = _kind(canonical(plan))
+            plan = _fold_plan_cached(complete, known) if resolved is None else resolved.plan
+            kind = _plan_kind(canonical(plan))
             if kind not in distinct:
                 distinct[kind] = Template(chosen, plan, group)
             elif resolved is not None:
@@ -253,7 +244,7 @@ def find_templates(
     return Templates(tuple(distinct.values()), tuple(same), refused, left_out)
 
 
-def _folded(chosen: Iterable[Chosen], known: dict[tuple[int, ...], Plan]) -> Plan:
+def _fold_plan_cached(chosen: Iterable[Chosen], known: dict[tuple[int, ...], Plan]) -> Plan:
     """:func:`~atorch_ns.method.fold_plan`, of which ``known`` has the plans of what other combinations begin with.
 
     Combinations of one group are made of the same objects, which live as long as ``known``.
@@ -315,7 +306,7 @@ class _Completion:
         return ordered((*self.mesh, *missing, *chosen))
 
 
-def _combinations(kinds: Sequence[tuple[Chosen | None, ...]]) -> tuple[list[tuple[Chosen, ...]], int]:
+def _build_combinations(kinds: Sequence[tuple[Chosen | None, ...]]) -> tuple[list[tuple[Chosen, ...]], int]:
     found: list[tuple[Chosen, ...]] = [()]
     left_out = 0
     for alternatives in kinds:
@@ -350,7 +341,7 @@ def steps_of(chosen: Iterable[Chosen], *more: Chosen | None) -> list[tuple[str, 
     return [(item.method.name, item.config.as_json() or None) for item in items]
 
 
-def _kind(plan: Plan) -> Plan:
+def _plan_kind(plan: Plan) -> Plan:
     """The plan without what differs between the rows of a table."""
     axes = tuple((name, 0) for name, _ in plan.axes)
     return replace(plan, axes=tuple(sorted(axes)), num_micro_batches=1)

@@ -15,13 +15,7 @@ from atorch_ns.estimate import Estimate, PlanTable, Workload, price
 from atorch_ns.method import Registry, Resolved, resolve
 from atorch_ns.profile import Profile
 from atorch_ns.search.objective import SearchSettings
-from atorch_ns.search.space.candidate import (
-    Candidate,
-    Pruned,
-    key_of,
-    label_of,
-    refusal_keys,
-)
+from atorch_ns.search.space.candidate import Candidate, Pruned, key_of, label_of, refusal_keys
 from atorch_ns.search.space.constraints import Constraints
 from atorch_ns.search.space.equivalence import canonical
 from atorch_ns.search.space.limits import Limits, Selection, memory_limit
@@ -98,7 +92,7 @@ class CandidateWriter:
                 if key_of(one.strategy.steps) not in resolved and constraints.violation(one.chosen) is None:
                     resolved[key_of(one.strategy.steps)] = (one, self._context.estimates([one])[0])
         plain = baseline and _without_sharding(baseline.plan)
-        twins = _twins({name: one for name, (one, _) in resolved.items()}, key)
+        twins = _find_equivalents({name: one for name, (one, _) in resolved.items()}, key)
         candidates = []
         for name, (one, estimated) in resolved.items():
             candidate = self.candidate(one, estimated, is_baseline=name == key, limit=limit)
@@ -108,7 +102,7 @@ class CandidateWriter:
                 candidate = self._same_as(candidate, resolved[twins[name]][0])
             candidates.append(candidate)
         plans = [one.plan for one, _ in resolved.values()]
-        candidates = self._ordered(self._with_batches(candidates, plans, limit))
+        candidates = self._sort_candidates(self._with_batches(candidates, plans, limit))
         return candidates if key is not None else _mark_simplest(candidates)
 
     def _fits_alone(self, resolved: Resolved, limit: Limits) -> bool:
@@ -133,7 +127,7 @@ class CandidateWriter:
 
     def _same_as(self, candidate: Candidate, other: Resolved) -> Candidate:
         """The candidate, pruned because it amounts to another."""
-        label = label_of(other.strategy.steps, leave_out=self._implied(other))
+        label = label_of(other.strategy.steps, leave_out=self._implied_methods(other))
         return replace(candidate, pruned=Pruned(kind="same", reason=f"amounts to {label} on this cluster"))
 
     def candidate(
@@ -155,7 +149,7 @@ class CandidateWriter:
         return Candidate(
             key=key_of(steps),
             steps=tuple((step.name, step.config) for step in steps),
-            label=label_of(steps, leave_out=self._implied(resolved)),
+            label=label_of(steps, leave_out=self._implied_methods(resolved)),
             estimate=estimated,
             is_baseline=is_baseline,
             pruned=pruned,
@@ -165,7 +159,7 @@ class CandidateWriter:
             precision=label_of(step for step in steps if step.name in dtypes) if dtypes else "",
         )
 
-    def _implied(self, resolved: Resolved) -> list[str]:
+    def _implied_methods(self, resolved: Resolved) -> list[str]:
         """Methods that labels leave out, since every strategy has them in this form."""
         left = [item for item in resolved.chosen if item.method.default_for is None]
         plain_mesh = resolved.plan.size("data") == self._context.cluster.world_size
@@ -203,14 +197,13 @@ class CandidateWriter:
             for one, size, peak in zip(candidates, largest, peaks, strict=True)
         ]
 
-    def _ordered(self, candidates: list[Candidate]) -> list[Candidate]:
+    def _sort_candidates(self, candidates: list[Candidate]) -> list[Candidate]:
         def order(one: Candidate) -> tuple[Any, ...]:
             if one.estimate is None:
                 return (one.pruned is not None, 0.0, len(one.steps), one.key)
-            first = {
-                "memory": one.estimate.peak_bytes,
-                "batch": -float(one.largest_batch or 0),
-            }.get(self._context.settings.objective, one.estimate.step_seconds)
+            first = {"memory": one.estimate.peak_bytes, "batch": -float(one.largest_batch or 0)}.get(
+                self._context.settings.objective, one.estimate.step_seconds
+            )
             return (one.pruned is not None, first, one.estimate.step_seconds, len(one.steps), one.key)
 
         return sorted(candidates, key=order)
@@ -223,7 +216,7 @@ def _without_sharding(plan: Plan) -> Plan:
     return plan.changed(axes=axes, **{name: getattr(Plan(), name) for name in free})
 
 
-def _twins(resolved: dict[str, Resolved], baseline: str | None) -> dict[str, str]:
+def _find_equivalents(resolved: dict[str, Resolved], baseline: str | None) -> dict[str, str]:
     """Keys of strategies that run like another, with that other's; the baseline is kept, else the first."""
     first: dict[Plan, str] = {}
     if baseline is not None:

@@ -54,15 +54,15 @@ class GlobalBalance:
 
     def attach(self) -> None:
         """Adds the hook."""
-        self._model.register_forward_hook(torch.compiler.disable(self._after), with_kwargs=True)
+        self._model.register_forward_hook(torch.compiler.disable(self._replace_aux_loss), with_kwargs=True)
 
-    def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _replace_aux_loss(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         loss, logits = getattr(output, "aux_loss", None), getattr(output, "router_logits", None)
         if self._given_up or not isinstance(loss, torch.Tensor) or not isinstance(output, Mapping):
             return None
         mask = self._signature.bind(*args, **kwargs).arguments.get("attention_mask")
-        coefficient = _setting(model, (_COEFFICIENT,))
-        seen = _Seen.of(logits, _setting(model, _TOP_K), mask)
+        coefficient = _model_setting(model, (_COEFFICIENT,))
+        seen = _Seen.of(logits, _model_setting(model, _TOP_K), mask)
         counts = None if seen is None or coefficient is None else self._over_ranks(seen, loss)
         if seen is None or counts is None:
             self._give_up(model)
@@ -132,7 +132,7 @@ class _Seen(NamedTuple):
         return bool((mine - loss).abs() <= _TOLERANCE * loss.abs())
 
 
-def _setting(model: nn.Module, names: tuple[str, ...]) -> Any:
+def _model_setting(model: nn.Module, names: tuple[str, ...]) -> Any:
     """The first of ``names`` that the model or its config has."""
     config = getattr(model, "config", None)
     for holder in (model, config, getattr(config, "text_config", None)):

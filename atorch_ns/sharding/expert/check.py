@@ -43,10 +43,10 @@ def why_not_dividable(experts: FoundExperts, ranks: int) -> str | None:
     """
     first = experts.module._parameters[experts.divided[0]]
     assert first is not None
-    with _evaluating(experts.module):
+    with _eval_mode(experts.module):
         try:
-            tokens, index, weights = _sample(experts, first)
-            whole = _call(experts, tokens, index, weights)
+            tokens, index, weights = _make_batch(experts, first)
+            whole = _call_experts(experts, tokens, index, weights)
         except Exception as error:
             return f"calling it with a few tokens fails: {error_text(error)}"
         if not bool(torch.isfinite(whole).all()):  # values that were never set: nothing can be compared
@@ -72,9 +72,9 @@ def why_not_dividable(experts: FoundExperts, ranks: int) -> str | None:
 def why_not_answerable(listed: ListedExperts) -> str | None:
     """The reason why a layer's experts cannot be computed together; ``None`` if they can. Nothing is communicated."""
     device = next(listed.layer.parameters()).device
-    with torch.enable_grad(), _evaluating(listed.layer), buffers_and_generators_kept(listed.layer, device):
+    with torch.enable_grad(), _eval_mode(listed.layer), buffers_and_generators_kept(listed.layer, device):
         try:
-            tokens, whole = _whole(listed)
+            tokens, whole = _run_whole_layer(listed)
         except Exception as error:  # the user's code, on an input of a guessed shape
             return f"calling it with a few tokens fails: {error_text(error)}"
         if not all(bool(torch.isfinite(tensor).all()) for tensor in whole):
@@ -82,7 +82,7 @@ def why_not_answerable(listed: ListedExperts) -> str | None:
         calls = ExpertCalls(str(listed))
         intercept(listed.experts, calls)
         try:
-            found = _twice(listed, calls, tokens)
+            found = _run_passes(listed, calls, tokens)
         except StepError as error:
             return str(error)
         except Exception as error:  # as above: on what experts have not computed
@@ -103,7 +103,7 @@ def why_not_answerable(listed: ListedExperts) -> str | None:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _eval_mode(module: nn.Module) -> Iterator[None]:
     """Turns dropout off, so that two calls can be compared."""
     with modes_kept(module):
         module.eval()
@@ -127,7 +127,7 @@ def _by_frequency(sizes: list[int]) -> list[int]:
     return sorted(set(sizes), key=lambda size: -sizes.count(size))
 
 
-def _sample(experts: FoundExperts, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _make_batch(experts: FoundExperts, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A few tokens with two choices each, such that every share is chosen; of the first width that fits."""
     generator = torch.Generator().manual_seed(0)
     count = experts.num_experts
@@ -139,11 +139,11 @@ def _sample(experts: FoundExperts, like: torch.Tensor) -> tuple[torch.Tensor, to
         [size for name in experts.divided for size in experts.module.get_parameter(name).shape[1:]]
     )
     inputs = (torch.randn(len(one), width, generator=generator).to(like) for width in widths)
-    tokens, _ = _first_accepted(inputs, lambda given: _call(experts, given, index, weights))
+    tokens, _ = _first_accepted(inputs, lambda given: _call_experts(experts, given, index, weights))
     return tokens, index, weights
 
 
-def _call(
+def _call_experts(
     experts: FoundExperts, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     result = experts.module(tokens.clone(), index, weights)
@@ -159,13 +159,13 @@ def _by_shares(
     for rank in range(ranks):
         rows = (index[:, 0] // per_rank == rank).nonzero()[:, 0]
         if len(rows):
-            with _share(experts, slice(rank * per_rank, (rank + 1) * per_rank)):
-                out[rows] = _call(experts, tokens[rows], index[rows] - rank * per_rank, weights[rows])
+            with _select_experts(experts, slice(rank * per_rank, (rank + 1) * per_rank)):
+                out[rows] = _call_experts(experts, tokens[rows], index[rows] - rank * per_rank, weights[rows])
     return out
 
 
 @contextmanager
-def _share(experts: FoundExperts, chosen: slice) -> Iterator[None]:
+def _select_experts(experts: FoundExperts, chosen: slice) -> Iterator[None]:
     """Leaves the module only the ``chosen`` experts inside the block."""
     module = experts.module
     parameters = {name: module._parameters[name] for name in experts.divided}
@@ -182,36 +182,38 @@ def _share(experts: FoundExperts, chosen: slice) -> Iterator[None]:
             setattr(module, name, experts.num_experts)
 
 
-def _whole(listed: ListedExperts) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _run_whole_layer(listed: ListedExperts) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Tokens that the layer accepts, and its results and gradients for them."""
     like = next(listed.experts[0].parameters())
     widths = _by_frequency([size for parameter in listed.experts[0].parameters() for size in parameter.shape])
     generator = torch.Generator().manual_seed(0)
     shapes = (shape for width in widths for shape in ((_ROWS, _TOKENS, width), (_ROWS * _TOKENS, width)))
     inputs = (torch.randn(shape, generator=generator).to(like).requires_grad_() for shape in shapes)
-    return _first_accepted(inputs, lambda given: _results(_targets(listed, given), listed.layer(given)))
+    return _first_accepted(
+        inputs, lambda given: _results_and_gradients(_gradient_targets(listed, given), listed.layer(given))
+    )
 
 
-def _twice(listed: ListedExperts, calls: ExpertCalls, tokens: torch.Tensor) -> list[torch.Tensor] | None:
+def _run_passes(listed: ListedExperts, calls: ExpertCalls, tokens: torch.Tensor) -> list[torch.Tensor] | None:
     """The results of the two passes; ``None`` if the layer calls no expert."""
-    targets = _targets(listed, tokens)
+    targets = _gradient_targets(listed, tokens)
     calls.begin()
-    with buffers_and_generators_kept(listed.layer, tokens.device), _hidden(listed):
+    with buffers_and_generators_kept(listed.layer, tokens.device), _hide_parameters(listed):
         listed.layer.forward(tokens)
     rows = calls.rows()
     if rows is None:
         return None
     calls.answer(rows.results(listed.num_experts, lambda number, given: listed.experts[number](*given)))
-    with _hidden(listed):
+    with _hide_parameters(listed):
         output = listed.layer(tokens)
-    return _results(targets, output)
+    return _results_and_gradients(targets, output)
 
 
-def _targets(listed: ListedExperts, tokens: torch.Tensor) -> list[torch.Tensor]:
+def _gradient_targets(listed: ListedExperts, tokens: torch.Tensor) -> list[torch.Tensor]:
     return [tokens, *(parameter for parameter in listed.layer.parameters() if parameter.requires_grad)]
 
 
-def _results(targets: list[torch.Tensor], output: Any) -> list[torch.Tensor]:
+def _results_and_gradients(targets: list[torch.Tensor], output: Any) -> list[torch.Tensor]:
     """The floating results, and the gradients of their weighted sum."""
     found = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
     total = weighted_sum(found, seed=1)
@@ -221,7 +223,7 @@ def _results(targets: list[torch.Tensor], output: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _hidden(listed: ListedExperts) -> Iterator[None]:
+def _hide_parameters(listed: ListedExperts) -> Iterator[None]:
     """Fills the experts' parameters with NaN: code that reads them would get those of a part."""
     modules = [module for expert in listed.experts for module in expert.modules()]
     kept = [(module, dict(module._parameters)) for module in modules]

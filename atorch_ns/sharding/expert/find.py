@@ -124,7 +124,7 @@ def find_experts(
     unfit: list[UnfitExperts] = []
     for name, module in candidates:
         listed = _is_list_of_experts(module)
-        examined = _examine_list(model, name, module) if listed else _examine(name, module)
+        examined = _examine_list(model, name, module) if listed else _examine_module(name, module)
         if isinstance(examined, UnfitExperts):
             unfit.append(examined)
         else:
@@ -133,7 +133,7 @@ def find_experts(
 
 
 def _looks_like_experts(name: str, module: nn.Module) -> bool:
-    if _arguments(module) is not None and any(True for _ in module.parameters()):
+    if _argument_names(module) is not None and any(True for _ in module.parameters()):
         return True
     return _is_list_of_experts(module) and "expert" in name.rpartition(".")[2].lower()
 
@@ -144,8 +144,8 @@ def _is_list_of_experts(module: nn.Module) -> bool:
     return is_list and len(children) > 1 and len({type(child) for child in children}) == 1
 
 
-def _examine(name: str, module: nn.Module) -> FoundExperts | UnfitExperts:
-    arguments = _arguments(module)
+def _examine_module(name: str, module: nn.Module) -> FoundExperts | UnfitExperts:
+    arguments = _argument_names(module)
     if arguments is None:
         return UnfitExperts(
             name,
@@ -202,7 +202,7 @@ def _why_not_listed(layer: nn.Module, experts: tuple[nn.Module, ...]) -> str | N
     return None
 
 
-def _arguments(module: nn.Module) -> tuple[str, str, str] | None:
+def _argument_names(module: nn.Module) -> tuple[str, str, str] | None:
     parameters = list(inspect.signature(module.forward).parameters.values())
     if len(parameters) < 3 or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters[:3]):
         return None

@@ -200,17 +200,17 @@ class _DividedForward:
 
     def attach(self) -> None:
         """Adds the hooks."""
-        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        before, after = torch.compiler.disable(self._send_tokens), torch.compiler.disable(self._return_tokens)
         self._module.register_forward_pre_hook(before, with_kwargs=True)
         self._module.register_forward_hook(after, always_call=True)
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _send_tokens(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         bound = self._signature.bind(*args, **kwargs)
         hidden, index, weights = (bound.arguments[name] for name in self._arguments)
         num_choices = index.size(-1)
         route = Route.find(index.reshape(-1, num_choices), self._num_experts, self._group)
         arrived = route.send(hidden.reshape(-1, hidden.size(-1)), weights.reshape(-1, num_choices))
-        places = list(self._places(module))
+        places = list(self._parameter_slots(module))
         self._under_way.append((route, hidden.shape, places))
         for place in places:
             place.held[place.key] = scale_gradient(local_part(place.parameter), 1 / self._group.size())
@@ -218,7 +218,9 @@ class _DividedForward:
         bound.arguments.update(zip(self._arguments, given, strict=True))
         return bound.args, bound.kwargs
 
-    def _after(self, module: nn.Module, args: Any, output: torch.Tensor | None) -> torch.Tensor | None:
+    def _return_tokens(
+        self, module: nn.Module, args: Any, output: torch.Tensor | None
+    ) -> torch.Tensor | None:
         if not self._under_way:  # the pass failed before it began
             return None
         route, shape, places = self._under_way.pop()
@@ -226,7 +228,7 @@ class _DividedForward:
             place.held[place.key] = place.parameter
         return None if output is None else route.bring_back(output).view(shape)
 
-    def _places(self, module: nn.Module) -> Iterator[_Place]:
+    def _parameter_slots(self, module: nn.Module) -> Iterator[_Place]:
         for name in self._names:
             owner, _, key = name.rpartition(".")
             held: dict[str, Any] = module.get_submodule(owner)._parameters

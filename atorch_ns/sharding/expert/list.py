@@ -75,11 +75,11 @@ class _DividedLayer:
     def attach(self) -> None:
         """Adds the hooks."""
         intercept(self._listed.experts, self._calls)
-        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        before, after = torch.compiler.disable(self._answer_calls), torch.compiler.disable(self._end_calls)
         self._listed.layer.register_forward_pre_hook(before, with_kwargs=True)
         self._listed.layer.register_forward_hook(after, always_call=True)
 
-    def _before(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+    def _answer_calls(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         self._calls.begin()
         device = next(self._listed.experts[0].parameters()).device
         with buffers_and_generators_kept(layer, device):
@@ -90,23 +90,23 @@ class _DividedLayer:
                 f"no token of this rank's batch reached {self._listed}, and the other ranks wait for some. Give every "
                 "rank at least one token."
             )
-        self._calls.answer(self._answers(rows))
+        self._calls.answer(self._route_rows(rows))
 
-    def _after(self, layer: nn.Module, args: Any, output: Any) -> None:
+    def _end_calls(self, layer: nn.Module, args: Any, output: Any) -> None:
         self._calls.end()
 
-    def _answers(self, rows: Rows) -> torch.Tensor:
+    def _route_rows(self, rows: Rows) -> torch.Tensor:
         """The experts' results for the rows, [R, D]; collective."""
         route = Route.find(rows.experts[:, None], len(self._listed.experts), self._group)
         arrived = route.send(rows.features, rows.features.new_ones(len(rows.features), 1))
-        return route.bring_back(self._computed(arrived, rows.widths))
+        return route.bring_back(self._compute_local_experts(arrived, rows.widths))
 
-    def _computed(self, arrived: Arrived, widths: tuple[int, ...]) -> torch.Tensor:
+    def _compute_local_experts(self, arrived: Arrived, widths: tuple[int, ...]) -> torch.Tensor:
         """The results of this rank's experts for the P rows that arrived."""
         experts = self._listed.experts
         per_rank = len(experts) // self._group.size()
         first = self._group.rank() * per_rank
-        parameters = self._parameters(per_rank)
+        parameters = self._local_expert_parameters(per_rank)
 
         def compute(place: int, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
             found: torch.Tensor = functional_call(experts[first + place], parameters[place], given)
@@ -114,7 +114,7 @@ class _DividedLayer:
 
         return Rows(arrived.tokens, arrived.index[:, 0], widths).results(per_rank, compute)
 
-    def _parameters(self, per_rank: int) -> list[dict[str, torch.Tensor]]:
+    def _local_expert_parameters(self, per_rank: int) -> list[dict[str, torch.Tensor]]:
         """The parameters of this rank's experts, whole; collective."""
         ranks, first = self._group.size(), self._group.rank() * per_rank
         found: list[dict[str, torch.Tensor]] = [{} for _ in range(per_rank)]
@@ -184,7 +184,9 @@ class ExpertCalls:
             return None
         widths = {tuple(one.size(-1) for one in given) for _, _, given in self._recorded}
         if len(widths) > 1:
-            raise self._error(f"its experts are called with arguments of different widths: {sorted(widths)}")
+            raise self._calls_error(
+                f"its experts are called with arguments of different widths: {sorted(widths)}"
+            )
         features = torch.cat([torch.cat(given, -1) for _, _, given in self._recorded])
         experts = [torch.full((len(given[0]),), number) for number, _, given in self._recorded]
         return Rows(features, torch.cat(experts).to(features.device), widths.pop())
@@ -201,7 +203,7 @@ class ExpertCalls:
     def call(self, number: int, args: Sequence[Any], kwargs: Any) -> torch.Tensor:
         """Records or answers a call of one expert."""
         if kwargs or not args or not all(isinstance(one, torch.Tensor) and one.dim() for one in args):
-            raise self._error("its experts are called with more than tensors of rows")
+            raise self._calls_error("its experts are called with more than tensors of rows")
         lead = args[0].shape[:-1]
         if self.state == "record":
             given = tuple(one.reshape(lead.numel(), -1) for one in args)
@@ -209,13 +211,13 @@ class ExpertCalls:
             return torch.zeros_like(args[0])
         place, self._next = self._next, self._next + 1
         if place >= len(self._recorded) or self._recorded[place][:2] != (number, lead):
-            raise self._error(
+            raise self._calls_error(
                 f"call {place + 1} of its experts is another one when its code runs again: it may depend on what "
                 "experts return"
             )
         return self._answers[place].reshape(*lead, -1)
 
-    def _error(self, reason: str) -> StepError:
+    def _calls_error(self, reason: str) -> StepError:
         return StepError(
             f"expert_parallel cannot follow the calls of {self._name}: {reason}. Stack the experts' parameters in one "
             "module with forward(hidden_states, top_k_index, top_k_weights), or leave the axis out."

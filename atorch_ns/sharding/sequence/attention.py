@@ -132,8 +132,8 @@ def multi_head_attention(
     )
     crossed = it["key"] is not it["query"] and it["key"].size(0) != it["query"].size(0)
     heads = it["num_heads"]
-    q, k, v = (_split(x, heads) for x in _projected(it, query, key, value))
-    causal, mask = _mask(it, heads, crossed, widen)
+    q, k, v = (_split_heads(x, heads) for x in _project_inputs(it, query, key, value))
+    causal, mask = _combine_masks(it, heads, crossed, widen)
     # [B, H, T, E].
     mixed = attend(AttentionCall(q, k, v, mask, it["dropout_p"] if it["training"] else 0.0, causal))
     joined = mixed.permute(2, 0, 1, 3).flatten(2)
@@ -141,7 +141,7 @@ def multi_head_attention(
     return (out if is_batched else out.squeeze(1)), None
 
 
-def _projected(
+def _project_inputs(
     it: dict[str, Any], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> list[torch.Tensor]:
     if it["use_separate_proj_weight"]:
@@ -153,13 +153,15 @@ def _projected(
     return [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
 
 
-def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     """[T, B, D] to [B, H, T, E]."""
     divided: torch.Tensor = x.unflatten(-1, (heads, -1))
     return divided.permute(1, 2, 0, 3)
 
 
-def _mask(it: dict[str, Any], heads: int, crossed: bool, widen: Widen) -> tuple[bool, torch.Tensor | None]:
+def _combine_masks(
+    it: dict[str, Any], heads: int, crossed: bool, widen: Widen
+) -> tuple[bool, torch.Tensor | None]:
     """Whether the call is causal, and the mask that is added to [B, H, T, S]."""
     attention, padding = it["attn_mask"], it["key_padding_mask"]
     if it["is_causal"] and padding is None:

@@ -77,7 +77,7 @@ class SeenCalls(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.attentions.append(AttentionCall.of(*args, **kwargs))
         elif func is F.multi_head_attention_forward:
-            multi_head_attention(self._note, lambda mask, _: mask, *args, **kwargs)
+            multi_head_attention(self._record_attention, lambda mask, _: mask, *args, **kwargs)
         elif (count := position_count(func, args, kwargs)) is not None:
             if count == self._length:
                 self.sites.add(self._count)
@@ -89,7 +89,7 @@ class SeenCalls(TorchFunctionMode):
             self.num_products += 1
         return func(*args, **kwargs)
 
-    def _note(self, call: AttentionCall) -> torch.Tensor:
+    def _record_attention(self, call: AttentionCall) -> torch.Tensor:
         self.attentions.append(call)
         return call.run()
 
@@ -121,20 +121,20 @@ class DividedCalls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attention(AttentionCall.of(*args, **kwargs))
+            return self._run_divided_attention(AttentionCall.of(*args, **kwargs))
         if func is F.multi_head_attention_forward:
-            return multi_head_attention(self._attention, self._whole, *args, **kwargs)
+            return multi_head_attention(self._run_divided_attention, self._widen_mask, *args, **kwargs)
         if self._plan.sites and (count := position_count(func, args, kwargs)) is not None:
             self._num_sites += 1
             numbers = self._plan.sites.get(self._num_sites - 1)
             if numbers is not None:
-                self._expect(count)
+                self._expect_local_length(count)
                 return with_positions(
                     func, args, kwargs, self._layout, numbers, rows=bool(self._plan.products)
                 )
         if self._plan.products:
             if (product := Product.of(func, args, kwargs)) is not None:
-                args, kwargs = self._gathered(product, args, kwargs)
+                args, kwargs = self._gather_keys(product, args, kwargs)
                 return func(*args, **kwargs)
             if (rows := triangle(func, args, kwargs, self._layout)) is not None:
                 return rows
@@ -161,7 +161,7 @@ class DividedCalls(TorchFunctionMode):
                 f"{self._plan.num_products} when it was tested: its code takes another branch. {USE_SDPA}"
             )
 
-    def _gathered(
+    def _gather_keys(
         self, product: Product, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a product, with the keys of all ranks where they are those of the sequence."""
@@ -181,7 +181,7 @@ class DividedCalls(TorchFunctionMode):
             f"a matrix product has {length} keys where this rank holds {self._layout.local} positions. {USE_SDPA}"
         )
 
-    def _attention(self, call: AttentionCall) -> torch.Tensor:
+    def _run_divided_attention(self, call: AttentionCall) -> torch.Tensor:
         place = self._num_attentions
         self._num_attentions += 1
         call = call.cast()
@@ -192,12 +192,12 @@ class DividedCalls(TorchFunctionMode):
             )
         if place in self._plan.crossed or call.key.size(-2) != self._layout.local:
             self.crossed.add(place)
-            return self._cross(call)
+            return self._run_cross_attention(call)
         if self._plan.kind == "ring":
             return ring_attention(call, self._layout, self._group)
         return ulysses_attention(call, self._layout, self._group)
 
-    def _cross(self, call: AttentionCall) -> torch.Tensor:
+    def _run_cross_attention(self, call: AttentionCall) -> torch.Tensor:
         """Attention of this rank's queries to keys that every rank has whole."""
         if call.causal:
             raise InputError("a causal attention call sees keys that are not divided as its queries are.")
@@ -206,10 +206,10 @@ class DividedCalls(TorchFunctionMode):
             mask = self._layout.select(mask, -2)
         return replace(call, mask=mask).run()
 
-    def _whole(self, mask: torch.Tensor, crossed: bool) -> torch.Tensor:
+    def _widen_mask(self, mask: torch.Tensor, crossed: bool) -> torch.Tensor:
         return mask if crossed else whole_mask(mask, self._layout, self._group)
 
-    def _expect(self, count: int) -> None:
+    def _expect_local_length(self, count: int) -> None:
         if count != self._layout.local:
             raise InputError(
                 f"a block made {count} position numbers where this rank holds {self._layout.local} positions. "
@@ -226,7 +226,7 @@ def position_count(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
         start, end, step = _range_of(*args, **kwargs)
         return end if isinstance(end, int) and start == 0 and step == 1 else _OTHER
     if func is torch.Tensor.__getitem__:
-        return next((int(item.stop) for item in _indices(args[1]) if _is_prefix(item)), None)
+        return next((int(item.stop) for item in _index_tuple(args[1]) if _is_prefix(item)), None)
     if func in _FILLED or func in _FILLED_LIKE:
         size = _size_of(func, args, kwargs)
         if size is None or len(size) < 2 or not all(isinstance(number, int) for number in size):
@@ -256,8 +256,8 @@ def with_positions(
         return own if numbers == "own" else torch.arange(layout.length, device=own.device).to(found)
     if func is torch.Tensor.__getitem__:
         table, index = args
-        indices = [slice(0, layout.length) if _is_prefix(item) else item for item in _indices(index)]
-        prefixes = [place for place, item in enumerate(_indices(index)) if _is_prefix(item)]
+        indices = [slice(0, layout.length) if _is_prefix(item) else item for item in _index_tuple(index)]
+        prefixes = [place for place, item in enumerate(_index_tuple(index)) if _is_prefix(item)]
         if own_square or (numbers == "own" and len(prefixes) == 1):
             indices[prefixes[0]] = layout.own(table.device)
         return table[tuple(indices)]
@@ -303,7 +303,7 @@ def _range_of(*bounds: Any, start: Any = 0, end: Any = None, step: Any = 1, **_:
     return start, end, step
 
 
-def _indices(index: Any) -> tuple[Any, ...]:
+def _index_tuple(index: Any) -> tuple[Any, ...]:
     return index if isinstance(index, tuple) else (index,)
 
 

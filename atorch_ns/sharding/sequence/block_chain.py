@@ -101,8 +101,8 @@ class BlockChain:
                     self._settings.restore_precision(copied)
                 self._known[kind] = _Known(copied)
             self._known[kind].uncalled.add(place)
-            block.module.register_forward_pre_hook(self._entering(place), with_kwargs=True)
-            block.module.register_forward_hook(self._leaving(place), always_call=True)
+            block.module.register_forward_pre_hook(self._make_enter_hook(place), with_kwargs=True)
+            block.module.register_forward_hook(self._make_leave_hook(place), always_call=True)
 
     def join(self, places: Mapping[int, Sequence[tuple[Path, Path]]]) -> None:
         """Makes blocks hand their results on divided; must not be called between a forward pass and its backward.
@@ -158,13 +158,13 @@ class BlockChain:
     def _take_in(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         arguments, group = (args, kwargs), self._settings.group
         hidden = find_hidden(arguments, self._settings.dim)
-        plan = self._known[self._kinds[0]].plans.get(_form(arguments))
+        plan = self._known[self._kinds[0]].plans.get(_argument_form(arguments))
         self._has_part = hidden is not None and isinstance(plan, BlockPlan) and hidden[0] in plan.divided
         if hidden is None or not isinstance(plan, BlockPlan) or not self._has_part:
             return None
         path, whole = hidden
         self._last_length = whole.size(self._settings.dim)
-        part = self._layout(self._last_length).divide(whole, plan.divided[path], group)
+        part = self._sequence_layout(self._last_length).divide(whole, plan.divided[path], group)
         part = scale_gradient(part, 1 / group.size())
         self._lengths[part] = self._last_length
         return map_leaves(lambda place, leaf: part if place == path else leaf, arguments)
@@ -193,17 +193,17 @@ class BlockChain:
         """The names of the blocks that run whole, with the reason."""
         return {self.blocks[place].name: why for place, why in sorted(self._whole.items())}
 
-    def _entering(self, place: int) -> Any:
+    def _make_enter_hook(self, place: int) -> Any:
         def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if module is not self.blocks[place].module:  # a copy under test
                 return None
             arguments = (args, kwargs)
             length = self._length_of(place, arguments)
-            plan = self._plan(place, arguments, length)
+            plan = self._plan_for_call(place, arguments, length)
             if plan is None:
                 self._running.append(None)
                 return None
-            layout = self._layout(length)
+            layout = self._sequence_layout(length)
             arguments = divide_arguments(arguments, plan, layout, self._settings.group)
             calls = DividedCalls(plan, layout, self._settings.group)
             calls.enter()
@@ -214,7 +214,7 @@ class BlockChain:
 
         return torch.compiler.disable(entering)
 
-    def _leaving(self, place: int) -> Any:
+    def _make_leave_hook(self, place: int) -> Any:
         def leaving(module: nn.Module, args: Any, output: Any) -> Any:
             if module is not self.blocks[place].module or not self._running:  # or it failed before it began
                 return None
@@ -279,7 +279,7 @@ class BlockChain:
         if self._is_first(place):
             is_part = self._has_part
             if in_backward():  # of this call or of another
-                is_part = is_part and size == self._layout(self._last_length).local
+                is_part = is_part and size == self._sequence_layout(self._last_length).local
             if place or not is_part:
                 return int(self._lengths.get(hidden, size))
         return int(self._lengths.get(hidden, self._last_length))
@@ -288,14 +288,14 @@ class BlockChain:
         """Whether the block takes whole hidden states."""
         return place == 0 or place - 1 not in self._joined
 
-    def _layout(self, length: int) -> SequenceLayout:
+    def _sequence_layout(self, length: int) -> SequenceLayout:
         group = self._settings.group
         return SequenceLayout(length, group.size(), group.rank(), bool(self._zigzag))
 
-    def _plan(self, place: int, arguments: Any, length: int) -> BlockPlan | None:
+    def _plan_for_call(self, place: int, arguments: Any, length: int) -> BlockPlan | None:
         """The plan of a call; ``None`` for a block that runs whole."""
         known = self._known[self._kinds[place]]
-        form = _form(arguments)
+        form = _argument_form(arguments)
         plan = known.plans.get(form)
         if plan is None:
             plan = known.plans[form] = self._find_plan(place, arguments, length)
@@ -337,7 +337,7 @@ class BlockChain:
         return plan
 
 
-def _form(arguments: Any) -> _Form:
+def _argument_form(arguments: Any) -> _Form:
     return frozenset(
         (path, leaf.dim(), leaf.dim() > 3 and leaf.size(-2) > 1)
         for path, leaf in leaves(arguments)

@@ -84,10 +84,10 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._depth > 0:
-            self._keep(result)
+            self._record_inner_tensors(result)
         elif getattr(getattr(func, "__self__", None), "__name__", "") not in _METADATA:
-            self._note((args, kwargs))
-            self._refuse((args, kwargs), result)
+            self._mark_read_outputs((args, kwargs))
+            self._refuse_outside_uses((args, kwargs), result)
         return result
 
     def enter(self, index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -98,7 +98,7 @@ class _Watch(TorchFunctionMode):
         self._given = {id(tensor) for tensor in tensors_of((args, kwargs))}
         self._calls.append(index)
         self._continues.append(bool(self._last & self._given))
-        self._note((args, kwargs), but=self._last)
+        self._mark_read_outputs((args, kwargs), but=self._last)
 
     def leave(self, _: int, __: nn.Module, args: Any, output: Any) -> None:
         """The hook after a block: its output is followed from here on."""
@@ -123,25 +123,25 @@ class _Watch(TorchFunctionMode):
                 found.append([index])
         return found
 
-    def _note(self, values: Any, but: Collection[int] = ()) -> None:
+    def _mark_read_outputs(self, values: Any, but: Collection[int] = ()) -> None:
         """Marks the calls whose outputs are among ``values`` as read by something other than the next block."""
         for leaf in tensors_of(values):
             place = self._outputs.get(leaf)
             if place is not None and id(leaf) not in but:
                 self._read.add(place)
 
-    def _keep(self, result: Any) -> None:
+    def _record_inner_tensors(self, result: Any) -> None:
         """Remembers tensors that a block computes inside."""
         for leaf in tensors_of(result):
             if id(leaf) not in self._given | self._parameters.keys():
                 self._kept[leaf] = self._calls[-1]
 
-    def _refuse(self, values: Any, result: Any) -> None:
+    def _refuse_outside_uses(self, values: Any, result: Any) -> None:
         for leaf in tensors_of(values):
             index = self._kept.get(leaf)
             if index is not None:
                 raise InputError(
-                    f"the model uses a value that {self._block(index)} computes and does not return, as an attribute "
+                    f"the model uses a value that {self._block_label(index)} computes and does not return, as an attribute "
                     "of the block or by a hook. With the sequence divided each rank would see its own part of it. "
                     "Return it from the block, or do not divide the sequence."
                 )
@@ -150,12 +150,12 @@ class _Watch(TorchFunctionMode):
             if tensors_of(result):
                 owner, name = self._parameters[id(leaf)]
                 raise InputError(
-                    f"{name} of {self._block(owner)} is used outside of that block, in the model's own code or in the "
+                    f"{name} of {self._block_label(owner)} is used outside of that block, in the model's own code or in the "
                     "loss. With the sequence divided its gradient there cannot be told from that of its own part. Use the "
                     "optimizer's weight_decay for penalties, or do not divide the sequence."
                 )
 
-    def _block(self, index: int) -> str:
+    def _block_label(self, index: int) -> str:
         return f"block {index} ({type(self._blocks[index]).__qualname__})"
 
 
@@ -183,7 +183,7 @@ def join_blocks(
     refused = [why for chain in chains for why in chain.left_whole().values()]
     if refused and not any(chain.plans() for chain in chains):
         raise refused[0]
-    agreed = _agreed(links.keys(), len(blocks), settings)
+    agreed = _agree_on_pairs(links.keys(), len(blocks), settings)
     first = 0
     for chain in chains:
         last = first + len(chain.blocks) - 1
@@ -211,12 +211,12 @@ def find_links(
     joined: set[Pair] = set()
     handed: dict[Pair, Links] = {}
     for training in (True, False):
-        with _unchanged(module, device), torch.no_grad():
+        with _preserve_state(module, device), torch.no_grad():
             module.train(training)
             for norm in module.modules():
                 if isinstance(norm, BatchNorm):  # it refuses to train on a single value per channel
                     norm.eval()
-            found, seen = _observe(blocks, dim, forward)
+            found, seen = _observe_chains(blocks, dim, forward)
         handed.update(seen)
         called = {index for chain in found for index in chain}
         pairs = {pair for chain in found for pair in itertools.pairwise(chain)} & seen.keys()
@@ -246,7 +246,7 @@ def join_at_first_call(module: nn.Module, chains: Sequence[BlockChain], settings
     handle = module.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)
 
 
-def _observe(
+def _observe_chains(
     blocks: Sequence[nn.Module], dim: int, forward: Callable[[], object]
 ) -> tuple[list[list[int]], dict[Pair, Links]]:
     """The chains of a pass, and for blocks that handed hidden states to others the links between them."""
@@ -270,7 +270,7 @@ def _observe(
         return find_chains(blocks, forward, shared_parameters=True), handed
 
 
-def _agreed(pairs: Iterable[Pair], num_blocks: int, settings: SequenceSettings) -> list[int]:
+def _agree_on_pairs(pairs: Iterable[Pair], num_blocks: int, settings: SequenceSettings) -> list[int]:
     """The first blocks of the pairs that all ranks of the group have found; collective."""
     joined = torch.zeros(max(num_blocks, 1), dtype=torch.int32, device=settings.device)
     for index, following in pairs:
@@ -280,7 +280,7 @@ def _agreed(pairs: Iterable[Pair], num_blocks: int, settings: SequenceSettings) 
 
 
 @contextmanager
-def _unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
+def _preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Modes, buffers and random states are afterwards as before; inside, random states are equal on all ranks."""
     with modes_kept(module), buffers_and_generators_kept(module, device):
         torch.default_generator.manual_seed(0)

@@ -59,9 +59,9 @@ class SequenceLayout:
 
     def positions(self, rank: int) -> list[int]:
         """The L positions of a rank, ascending; padding has positions from T on."""
-        return [position for run in self._runs(rank) for position in run]
+        return [position for run in self._rank_spans(rank) for position in run]
 
-    def _runs(self, rank: int) -> tuple[range, ...]:
+    def _rank_spans(self, rank: int) -> tuple[range, ...]:
         if not self.zigzag:
             return (range(rank * self.local, (rank + 1) * self.local),)
         half = self.local // 2
@@ -74,7 +74,7 @@ class SequenceLayout:
 
     def places(self, rank: int, device: torch.device) -> torch.Tensor:
         """:meth:`positions`, int64 [L], made on ``device``: a copy from the host would wait for what it computes."""
-        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self._runs(rank)])
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self._rank_spans(rank)])
 
     def own(self, device: torch.device) -> torch.Tensor:
         """This rank's positions, int64 [L]; padding stands at the last position."""

@@ -59,7 +59,7 @@ class Product:
             return None
         if min(left.dim(), right.dim()) < 3:
             return None
-        terms = _terms(args[0]) if func is torch.einsum else ("ij", "jk", "ik")
+        terms = _parse_equation(args[0]) if func is torch.einsum else ("ij", "jk", "ik")
         return None if terms is None or len(args) > 3 else cls(left, right, places[1], terms)
 
     def gathered_dim(self, length: int) -> int | None:
@@ -69,12 +69,12 @@ class Product:
         """
         left, right, result = self.terms
         queries = (set(left) & set(result)) - set(right)
-        if not any(self.left.size(_dim(left, letter)) == length for letter in queries):
+        if not any(self.left.size(_dim_of_letter(left, letter)) == length for letter in queries):
             return None
         for letter in right:
             is_key = (letter in result) != (letter in left)
-            if is_key and self.right.size(_dim(right, letter)) == length:
-                return _dim(right, letter)
+            if is_key and self.right.size(_dim_of_letter(right, letter)) == length:
+                return _dim_of_letter(right, letter)
         return None
 
     def with_right(
@@ -90,7 +90,7 @@ class Product:
         return layout.in_order(all_gather(self.right, dim, group), dim)
 
 
-def _terms(equation: Any) -> tuple[str, str, str] | None:
+def _parse_equation(equation: Any) -> tuple[str, str, str] | None:
     """Letters of ``"...ab,...bc->...ac"``; ``None`` unless the result is written and dots stand in front."""
     factors, arrow, result = str(equation).replace(" ", "").partition("->")
     left, comma, right = factors.partition(",")
@@ -100,6 +100,6 @@ def _terms(equation: Any) -> tuple[str, str, str] | None:
     return terms[0], terms[1], terms[2]
 
 
-def _dim(term: str, letter: str) -> int:
+def _dim_of_letter(term: str, letter: str) -> int:
     """Counted from the end, since dimensions may lead."""
     return term.index(letter) - len(term)

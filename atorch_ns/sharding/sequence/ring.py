@@ -40,19 +40,21 @@ _LARGEST_WIDTH: Final = 256
 
 
 @functools.cache
-def _proved(device: torch.device, dtype: torch.dtype, width: int) -> FlashAttention | None:
+def _tested_kernel(device: torch.device, dtype: torch.dtype, width: int) -> FlashAttention | None:
     dtypes = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16, torch.float16)}
     if dtype not in dtypes.get(device.type, ()):
         return None
     kernel = FlashAttention(device.type)
     try:
-        errors = isolated(lambda: [_error(kernel, device, dtype, width, c) for c in (False, True)], device)
+        errors = isolated(
+            lambda: [_kernel_error(kernel, device, dtype, width, c) for c in (False, True)], device
+        )
     except (RuntimeError, TypeError, AttributeError):  # missing in this build or device, or another signature
         return None
     return kernel if max(errors) < _TOLERANCES[dtype] else None
 
 
-def _error(
+def _kernel_error(
     kernel: FlashAttention, device: torch.device, dtype: torch.dtype, width: int, causal: bool
 ) -> float:
     """The largest deviation of a kernel from the formula."""
@@ -124,7 +126,7 @@ class Part:
             return None
         if query.dim() != 4 or width % 8 or width > _LARGEST_WIDTH:
             return None
-        return _proved(query.device, query.dtype, width)
+        return _tested_kernel(query.device, query.dtype, width)
 
 
 def attend(
@@ -141,10 +143,10 @@ def attend(
         out, lse = kernel.forward(query, key, value, part.causal, part.scale)
         return out.float(), lse
     outs, logarithms = [], []
-    for rows in _chunks(query, key):
+    for rows in _query_chunks(query, key):
         scores = part.scores(query, key, rows)
         logarithms.append(torch.logsumexp(scores, -1))
-        weights = scores.sub_(_finite(logarithms[-1])[..., None]).exp_()
+        weights = scores.sub_(_finite_lse(logarithms[-1])[..., None]).exp_()
         outs.append(weights @ value.float())
     return torch.cat(outs, -2), torch.cat(logarithms, -1)
 
@@ -154,7 +156,7 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result and the logarithm over the keys of both."""
     total = torch.logaddexp(lse, more_lse)
-    safe = _finite(total)
+    safe = _finite_lse(total)
     out = out * torch.exp(lse - safe)[..., None] + more * torch.exp(more_lse - safe)[..., None]
     return out, total
 
@@ -182,15 +184,15 @@ def attend_backward(
     out, lse = result
     kernel = part.kernel(query, key, value)
     if kernel is not None:
-        given = (out.to(query.dtype), _finite(lse))
+        given = (out.to(query.dtype), _finite_lse(lse))
         return *kernel.backward(gradient.to(query.dtype), tensors, given, part.causal, part.scale), None
     keys, values = key.float(), value.float()
     of_query, of_key, of_value = [], torch.zeros_like(keys), torch.zeros_like(values)
     of_mask = None
     if trains_mask and part.mask is not None:
         of_mask = torch.zeros_like(part.mask, dtype=torch.float32)
-    for rows in _chunks(query, key):
-        weights = part.scores(query, key, rows).sub_(_finite(lse[..., rows])[..., None]).exp_()
+    for rows in _query_chunks(query, key):
+        weights = part.scores(query, key, rows).sub_(_finite_lse(lse[..., rows])[..., None]).exp_()
         mine = gradient[..., rows, :]
         of_value += weights.transpose(-1, -2) @ mine
         share = (mine * out[..., rows, :]).sum(-1, keepdim=True)
@@ -203,7 +205,7 @@ def attend_backward(
     return torch.cat(of_query, -2), of_key, of_value, of_mask
 
 
-def _chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
+def _query_chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
     """Slices of queries with at most ``_MOST_SCORES`` scores."""
     length = query.size(-2)
     per_row = query[..., 0, 0].numel() * key.size(-2)
@@ -212,7 +214,7 @@ def _chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
         yield slice(start, min(start + step, length))
 
 
-def _finite(lse: torch.Tensor) -> torch.Tensor:
+def _finite_lse(lse: torch.Tensor) -> torch.Tensor:
     """The logarithms, zero where no key is seen, so that exp(-inf - lse) is zero and not NaN."""
     return torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
 
@@ -272,7 +274,7 @@ class _Ring:
             return None
         everything = slice(0, layout.local)
         if not self.causal or sender == rank:
-            part = Part(self.scale, self.causal, self._columns(mask, sender, real))
+            part = Part(self.scale, self.causal, self._mask_columns(mask, sender, real))
             # Under a causal mask what is padding comes last and need not see anything here.
             return _Step(slice(0, real) if self.causal else everything, slice(0, real), part)
         part = Part(self.scale)
@@ -281,7 +283,7 @@ class _Ring:
             return _Step(everything, slice(0, min(real, half) if layout.zigzag else real), part)
         return _Step(slice(half, layout.local), slice(0, real), part) if layout.zigzag else None
 
-    def _columns(self, mask: torch.Tensor | None, sender: int, real: int) -> torch.Tensor | None:
+    def _mask_columns(self, mask: torch.Tensor | None, sender: int, real: int) -> torch.Tensor | None:
         if mask is None or mask.size(-1) == 1:
             return mask
         return mask.index_select(-1, self.positions(sender, real, mask.device))
@@ -332,7 +334,10 @@ class _RingAttention(torch.autograd.Function):
             step = ring.step(sender, mask)
             if step is not None:
                 rows = step.queries
-                k, v = _spread(keys[..., step.keys, :], groups), _spread(values[..., step.keys, :], groups)
+                k, v = (
+                    _repeat_heads(keys[..., step.keys, :], groups),
+                    _repeat_heads(values[..., step.keys, :], groups),
+                )
                 more, more_lse = attend(query[..., rows, :], k, v, step.part)
                 merged, total = merge(out[..., rows, :], lse[..., rows], more, more_lse)
                 out[..., rows, :], lse[..., rows] = merged, total
@@ -355,37 +360,39 @@ class _RingAttention(torch.autograd.Function):
                 rows, columns = step.queries, step.keys
                 tensors = (
                     query[..., rows, :],
-                    _spread(keys[..., columns, :], groups),
-                    _spread(values[..., columns, :], groups),
+                    _repeat_heads(keys[..., columns, :], groups),
+                    _repeat_heads(values[..., columns, :], groups),
                 )
                 result = (out[..., rows, :], lse[..., rows])
                 found = attend_backward(
                     gradient[..., rows, :], tensors, result, step.part, trains_mask=of_mask is not None
                 )
                 of_query[..., rows, :] += found[0]
-                of_key, of_value = _views(travelling, key, value)
-                of_key[..., columns, :] += _collect(found[1], groups)
-                of_value[..., columns, :] += _collect(found[2], groups)
+                of_key, of_value = _key_value_views(travelling, key, value)
+                of_key[..., columns, :] += _sum_repeated_heads(found[1], groups)
+                of_value[..., columns, :] += _sum_repeated_heads(found[2], groups)
                 if of_mask is not None and found[3] is not None:
                     ring.add_columns(of_mask, found[3], sender, rows)
             works, arriving = sent_on(travelling, ring.group)
             for work in works:
                 work.wait()
             travelling = arriving
-        of_key, of_value = _views(travelling, key, value)
+        of_key, of_value = _key_value_views(travelling, key, value)
         found_mask = None if of_mask is None else of_mask.to(mask.dtype)
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), found_mask, None
 
 
-def _views(flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _key_value_views(
+    flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     return flat[: key.numel()].view(key.shape), flat[key.numel() :].view(value.shape)
 
 
-def _spread(x: torch.Tensor, times: int) -> torch.Tensor:
+def _repeat_heads(x: torch.Tensor, times: int) -> torch.Tensor:
     """Shared heads [..., K, S, E] repeated for every query head, [..., H, S, E]."""
     return x if times == 1 else x.repeat_interleave(times, -3)
 
 
-def _collect(x: torch.Tensor, times: int) -> torch.Tensor:
-    """The sum over the query heads that share a key head: the gradient of :func:`_spread`."""
+def _sum_repeated_heads(x: torch.Tensor, times: int) -> torch.Tensor:
+    """The sum over the query heads that share a key head: the gradient of :func:`_repeat_heads`."""
     return x if times == 1 else x.unflatten(-3, (-1, times)).sum(-3)

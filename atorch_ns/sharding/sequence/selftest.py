@@ -138,7 +138,7 @@ def _try_all(subject: Subject) -> Found:
             return found, zigzag
         if error < best[0] or not best[1]:
             best = (error, why)
-    raise InputError(_refusal(subject, seen, *best))
+    raise InputError(_refusal_message(subject, seen, *best))
 
 
 def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
@@ -153,7 +153,7 @@ def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
             given = copied_state(arguments)  # a run may write into a cache
             with seen:
                 output = subject.block(*given[0], **given[1])
-            return _outcome(subject.block, output, arguments), seen, arguments, length
+            return _compute_outcome(subject.block, output, arguments), seen, arguments, length
         except Exception as error:  # the user's block may raise anything: a table may end, a view not fit
             failure = error if failure is None or (squares and few_rows) else failure
     assert failure is not None  # there is a length to test
@@ -163,7 +163,7 @@ def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
     ) from failure
 
 
-def _outcome(block: nn.Module, output: Any, arguments: Any) -> _Outcome:
+def _compute_outcome(block: nn.Module, output: Any, arguments: Any) -> _Outcome:
     """The gradients of a weighted sum of the floating results."""
     floats = (leaf for _, leaf in leaves(output) if _is_trained(leaf) and leaf.is_floating_point())
     loss = weighted_sum(floats, seed=1)
@@ -194,7 +194,7 @@ def _error_of(
         ranks = simulate(settings.group.size(), run, settings.device)
     except Exception as failure:  # a wrong guess fails in whatever way the block's code does
         return float("inf"), plan, f"it raises {error_text(failure)}"
-    error, why = max((_compare(whole, outcome) for _, outcome in ranks), key=itemgetter(0))
+    error, why = max((_compare_outcomes(whole, outcome) for _, outcome in ranks), key=itemgetter(0))
     return error, ranks[settings.group.rank()][0], why
 
 
@@ -216,7 +216,7 @@ def _run_divided(
         products=calls.products,
         outputs=_divided_outputs(output, whole.output, layout),
     )
-    outcome = _outcome(block, gather_results(output, plan, layout, group), arguments)
+    outcome = _compute_outcome(block, gather_results(output, plan, layout, group), arguments)
     gradients = {
         name: gradient if name.startswith("input ") else total(gradient, group) / group.size()
         for name, gradient in outcome.gradients.items()
@@ -240,7 +240,7 @@ def _divided_outputs(output: Any, whole: Any, layout: SequenceLayout) -> dict[Pa
     return found
 
 
-def _compare(whole: _Outcome, found: _Outcome) -> tuple[float, str]:
+def _compare_outcomes(whole: _Outcome, found: _Outcome) -> tuple[float, str]:
     """The largest error, relative to the largest value, and a clause that says where."""
     outputs = dict(leaves(found.output))
     errors = {
@@ -255,7 +255,7 @@ def _compare(whole: _Outcome, found: _Outcome) -> tuple[float, str]:
     return errors[where], f"{where} is off by {errors[where]:.1e}"
 
 
-def _refusal(subject: Subject, seen: SeenCalls, error: float, why: str) -> str:
+def _refusal_message(subject: Subject, seen: SeenCalls, error: float, why: str) -> str:
     kind = type(subject.block).__name__
     head = (
         f"sequence_parallel cannot divide {subject.name} ({kind}) over {subject.settings.group.size()} ranks: on a small "
@@ -307,26 +307,26 @@ def candidates(
     divisions = [
         division
         for squares in (True, False)
-        for division in _divisions(
+        for division in _candidate_divisions(
             arguments, hidden, length, subject.settings.dim, squares=squares, rows=bool(seen.products)
         )
     ]
-    for kind in _kinds(subject, seen):
+    for kind in _candidate_kinds(subject, seen):
         preferred = (
             kind == "ring" and subject.settings.balanced and any(call.causal for call in seen.attentions)
         )
         zigzag = preferred if subject.zigzag is None else subject.zigzag
-        for sites, divided in itertools.product(_numberings(seen), _distinct(divisions)):
+        for sites, divided in itertools.product(_candidate_numberings(seen), _unique_values(divisions)):
             plan = BlockPlan(kind=kind, divided=divided, sites=sites)
             yield replace(plan, products=seen.products, num_products=seen.num_products), zigzag
 
 
-def _distinct(values: Sequence[T]) -> list[T]:
+def _unique_values(values: Sequence[T]) -> list[T]:
     """The first of equal values each."""
     return [value for place, value in enumerate(values) if value not in values[:place]]
 
 
-def _numberings(seen: SeenCalls) -> list[Mapping[int, Numbers]]:
+def _candidate_numberings(seen: SeenCalls) -> list[Mapping[int, Numbers]]:
     """The possible meanings of numbers and tables of the sequence's length: none, a rank's positions, or all."""
     sites = sorted(seen.sites)
     if not sites:
@@ -337,10 +337,10 @@ def _numberings(seen: SeenCalls) -> list[Mapping[int, Numbers]]:
         same += [
             dict(zip(sites, chosen, strict=True)) for chosen in itertools.product(choices, repeat=len(sites))
         ]
-    return _distinct(same)
+    return _unique_values(same)
 
 
-def _kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, ...]:
+def _candidate_kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, ...]:
     own = [call for call in seen.attentions if call.query.size(-2) == call.key.size(-2)]
     kind = subject.settings.kind
     if seen.products and kind != "auto":
@@ -360,7 +360,7 @@ def _kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, ...]:
     )
 
 
-def _divisions(
+def _candidate_divisions(
     arguments: Any, hidden: tuple[Path, torch.Tensor], length: int, dim: int, *, squares: bool, rows: bool
 ) -> list[dict[Path, int]]:
     """Sets of arguments to divide, the likeliest first.
@@ -391,7 +391,7 @@ def _divisions(
             {path: dim, **others, **streams, **those},
             {path: dim, **those},
         ]
-    return _distinct(found)
+    return _unique_values(found)
 
 
 def lengths_to_test(subject: Subject) -> list[int]:

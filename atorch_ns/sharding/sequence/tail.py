@@ -41,7 +41,7 @@ def study_tail(
             with prepare(subject, at) as (copy, small), torch.enable_grad():
                 _divide_after(copy, blocks, degree, dim, study)
                 study.output = run(copy.train(), small)
-                study.parameters = _names(copy, study)
+                study.parameters = _used_parameter_names(copy, study)
             return study
         except Exception as error:
             study.failure = error_line(error)
@@ -77,7 +77,7 @@ def _divide_after(model: nn.Module, blocks: Sequence[str], degree: int, dim: int
         model.get_submodule(path).register_forward_hook(leaving(path))
 
 
-def _names(model: nn.Module, study: LossStudy) -> frozenset[str] | None:
+def _used_parameter_names(model: nn.Module, study: LossStudy) -> frozenset[str] | None:
     """All names of the parameters that were used on parts; ``None`` where a value computed from some was."""
     used = {id(one) for one in study.uses.parameters}
     named = {plain_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}

@@ -28,12 +28,12 @@ from atorch_ns.sharding.sequence.plan import SequenceLayout
 from atorch_ns.torch_compat import tensor_without_storage
 
 
-def _functions(names: str, *homes: Any) -> frozenset[Any]:
+def _find_functions(names: str, *homes: Any) -> frozenset[Any]:
     """The functions of these names in each of the homes that has them."""
     return frozenset(getattr(home, name) for name in names.split() for home in homes if hasattr(home, name))
 
 
-_ELEMENTWISE: Final = _functions(
+_ELEMENTWISE: Final = _find_functions(
     "float half bfloat16 double to type type_as contiguous clone detach cpu cuda neg abs exp log log1p sqrt rsqrt square "
     "pow tanh sigmoid relu clamp clamp_min clamp_max masked_fill add sub mul div true_divide eq ne lt le gt ge bool long "
     "int logical_and logical_or logical_not isnan isinf where minimum maximum softplus gelu silu nan_to_num __neg__ "
@@ -44,22 +44,22 @@ _ELEMENTWISE: Final = _functions(
     F,
 )
 """Functions of each position by itself; other tensors among their arguments are broadcast."""
-_WITH_WEIGHTS: Final = _functions("linear layer_norm rms_norm", F, torch)
+_WITH_WEIGHTS: Final = _find_functions("linear layer_norm rms_norm", F, torch)
 """Functions of the last dimensions of each position, whose other tensors are weights."""
-_OVER_FEATURES: Final = _functions(
+_OVER_FEATURES: Final = _find_functions(
     "sum mean amax amin argmax argmin logsumexp var std prod all any softmax log_softmax norm",
     Tensor,
     torch,
     F,
 )
 """Functions over dimensions, ``dim``."""
-_SUMS: Final = _functions("sum mean", Tensor, torch)
-_MEANS: Final = _functions("mean", Tensor, torch)
-_VIEWS: Final = _functions("view reshape", Tensor, torch)
-_GATHER: Final = _functions("gather", Tensor, torch)
-_RESHAPED: Final = _functions("flatten unsqueeze squeeze transpose swapaxes", Tensor, torch)
-_DROPOUT: Final = _functions("dropout", F, torch)
-_MATMUL: Final = _functions("matmul __matmul__ mm", Tensor, torch)
+_SUMS: Final = _find_functions("sum mean", Tensor, torch)
+_MEANS: Final = _find_functions("mean", Tensor, torch)
+_VIEWS: Final = _find_functions("view reshape", Tensor, torch)
+_GATHER: Final = _find_functions("gather", Tensor, torch)
+_RESHAPED: Final = _find_functions("flatten unsqueeze squeeze transpose swapaxes", Tensor, torch)
+_DROPOUT: Final = _find_functions("dropout", F, torch)
+_MATMUL: Final = _find_functions("matmul __matmul__ mm", Tensor, torch)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class DividedTokens(DividedTensor):
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
         """See :class:`DividedTensor`."""
         at = replace(self._at, layout=replace(self._at.layout, rank=group.rank()), group=group)
-        lead, ranks = self._lead, float(group.size())
+        lead, ranks = self._leading_sizes, float(group.size())
         part = at.select(whole, at.dim, lead).contiguous()
         return (
             part,
@@ -180,12 +180,12 @@ class DividedTokens(DividedTensor):
         if func is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
         if func in _ELEMENTWISE and kwargs.get("inplace") is not True:
-            return divided._elementwise(func, args, kwargs)
+            return divided._map_elements(func, args, kwargs)
         if not args or args[0] is not divided:
             return NotImplemented
         others = [one for one in (*args[1:], *kwargs.values()) if isinstance(one, DividedTokens)]
         if func in _GATHER:
-            return divided._gather(*args[1:], **kwargs)
+            return divided._gather_features(*args[1:], **kwargs)
         if others:
             return NotImplemented
         if func in _WITH_WEIGHTS or func in _MATMUL:
@@ -194,39 +194,39 @@ class DividedTokens(DividedTensor):
             passed = inspect.signature(F.dropout).bind(*args, **kwargs)
             passed.apply_defaults()
             idle = not passed.arguments["training"] or passed.arguments["p"] == 0
-            return divided._like(divided._part.clone()) if idle else NotImplemented
+            return divided._wrap_part(divided._part.clone()) if idle else NotImplemented
         if func in _OVER_FEATURES:
-            return divided._over(func, args[1:], kwargs)
+            return divided._run_over_dims(func, args[1:], kwargs)
         if func in _VIEWS:
-            return divided._viewed(args[1:], kwargs)
+            return divided._view_tokens(args[1:], kwargs)
         if func in _RESHAPED:
-            return divided._reshaped(func, args[1:], kwargs)
-        return divided._item(args[1]) if func is Tensor.__getitem__ else NotImplemented
+            return divided._reshape_tokens(func, args[1:], kwargs)
+        return divided._index_tokens(args[1]) if func is Tensor.__getitem__ else NotImplemented
 
     def through(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The result of a function of the last dimension of each position, such as a divided layer; its logits may be divided
         over the vocabulary too."""
         has_features = self._at.whole_dim < self.dim() - 1
-        made: torch.Tensor = self._like(function(self._part)) if has_features else function(self.whole())
+        made: torch.Tensor = self._wrap_part(function(self._part)) if has_features else function(self.whole())
         return made
 
-    def _like(self, part: torch.Tensor, **changes: Any) -> DividedTokens:
+    def _wrap_part(self, part: torch.Tensor, **changes: Any) -> DividedTokens:
         return DividedTokens.of(part, replace(self._at, **changes), self._uses)
 
-    def _elementwise(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _map_elements(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function of each element: other tensors are taken at this rank's positions where they have all."""
-        parts = [self._localised(one) for one in args]
-        named = {name: self._localised(one) for name, one in kwargs.items()}
+        parts = [self._localise_argument(one) for one in args]
+        named = {name: self._localise_argument(one) for name, one in kwargs.items()}
         if any(one is NotImplemented for one in (*parts, *named.values())):
             return NotImplemented
         made = func(*parts, **named)
         size = self._part.size(self._at.dim)
         if not isinstance(made, Tensor) or made.dim() != self._part.dim() or made.size(self._at.dim) != size:
             return NotImplemented
-        self._note(args, kwargs)
-        return self._like(made)
+        self._note_parameters(args, kwargs)
+        return self._wrap_part(made)
 
-    def _localised(self, other: Any) -> Any:
+    def _localise_argument(self, other: Any) -> Any:
         """Another argument of an element-wise function at this rank's positions; ``NotImplemented`` if it has others."""
         if isinstance(other, DividedTokens):
             alike = other._at == self._at and other._part.dim() == self._part.dim()
@@ -240,10 +240,10 @@ class DividedTokens(DividedTensor):
             return self._at.enter(other)
         if other.size(-1 - after) != self.size(self._at.whole_dim):
             return NotImplemented
-        return self._at.select(self._at.enter(other), other.dim() - 1 - after, self._lead)
+        return self._at.select(self._at.enter(other), other.dim() - 1 - after, self._leading_sizes)
 
     @property
-    def _lead(self) -> Sequence[int]:
+    def _leading_sizes(self) -> Sequence[int]:
         """Sizes of the part before positions."""
         return self._part.shape[: self._at.dim]
 
@@ -257,12 +257,12 @@ class DividedTokens(DividedTensor):
             shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
             if after < (1 if isinstance(shape, Tensor) else len(tuple(shape))):
                 return NotImplemented
-        self._note(args, kwargs)
+        self._note_parameters(args, kwargs)
         weights = [self._at.enter(one) for one in args[1:]]
         named = {name: self._at.enter(one) for name, one in kwargs.items()}
-        return self._like(func(self._part, *weights, **named))
+        return self._wrap_part(func(self._part, *weights, **named))
 
-    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._uses is not None:
             given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
             self._uses.parameters += [
@@ -271,7 +271,7 @@ class DividedTokens(DividedTensor):
                 if not isinstance(one, DividedTokens) and one.requires_grad and one.is_leaf
             ]
 
-    def _over(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_over_dims(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function over dimensions; over positions, a sum or a mean of all ranks'."""
         named, rest = dict(kwargs), list(args)
         dims = rest.pop(0) if rest else named.pop("dim", None)
@@ -284,16 +284,18 @@ class DividedTokens(DividedTensor):
         wanted = [dim % self.dim() for dim in wanted]
         places = [at.part_dim(dim, self.dim()) for dim in wanted]
         if at.whole_dim in wanted:
-            return self._sum(func, wanted, rest, named) if func in _SUMS else NotImplemented
+            return self._sum_positions(func, wanted, rest, named) if func in _SUMS else NotImplemented
         keeps = bool(named.get("keepdim", rest[0] if rest and isinstance(rest[0], bool) else False))
-        keeps = keeps or func in _functions("softmax log_softmax", Tensor, torch, F)
+        keeps = keeps or func in _find_functions("softmax log_softmax", Tensor, torch, F)
         before = 0 if keeps else sum(place < at.dim for place in places)
-        if len(places) > 1 and func not in _SUMS | _functions("amax amin logsumexp var std", Tensor, torch):
+        if len(places) > 1 and func not in _SUMS | _find_functions(
+            "amax amin logsumexp var std", Tensor, torch
+        ):
             return NotImplemented
         made = func(self._part, places[0] if isinstance(dims, int) else tuple(places), *rest, **named)
-        return self._like(made, dim=at.dim - before)
+        return self._wrap_part(made, dim=at.dim - before)
 
-    def _sum(
+    def _sum_positions(
         self, func: Callable[..., Any], wanted: Sequence[int], rest: list[Any], named: dict[str, Any]
     ) -> Any:
         """A sum or mean over positions, a plain tensor that is the same on all ranks."""
@@ -312,17 +314,17 @@ class DividedTokens(DividedTensor):
             found = found / math.prod(self.size(dim) for dim in wanted)
         return found.to(dtype) if dtype.is_floating_point else found
 
-    def _gather(self, dim: int, index: Any = None, **kwargs: Any) -> Any:
+    def _gather_features(self, dim: int, index: Any = None, **kwargs: Any) -> Any:
         """Values at whole or divided indices along a dimension of features."""
         at = self._at
         if kwargs or dim % self.dim() == at.whole_dim or not isinstance(index, Tensor):
             return NotImplemented
-        own = self._localised(index)
+        own = self._localise_argument(index)
         if own is NotImplemented or own.dim() != self._part.dim():
             return NotImplemented
-        return self._like(self._part.gather(at.part_dim(dim, self.dim()), own))
+        return self._wrap_part(self._part.gather(at.part_dim(dim, self.dim()), own))
 
-    def _viewed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _view_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Other sizes, where positions stay apart or become one dimension with all before them, or the reverse."""
         wanted = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(wanted, (tuple, list)):
@@ -336,10 +338,10 @@ class DividedTokens(DividedTensor):
         at, shape = self._at, list(self._part.shape)
         for merged in (at.merged, not at.merged):
             if sizes == replace(at, merged=merged).whole_shape(shape):
-                return self._like(self._part.view(self._part.shape), merged=merged)
+                return self._wrap_part(self._part.view(self._part.shape), merged=merged)
         return NotImplemented
 
-    def _reshaped(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _reshape_tokens(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Functions that merge, add, remove or exchange dimensions."""
         at, name = self._at, func.__name__
         dims = [*args, *kwargs.values()]
@@ -348,7 +350,9 @@ class DividedTokens(DividedTensor):
         if name == "flatten":
             ends = [*dims, *(0, -1)[len(dims) :]]
             is_lead = ends[0] == 0 and ends[1] % self.dim() == at.whole_dim
-            return self._like(self._part.view(self._part.shape), merged=True) if is_lead else NotImplemented
+            return (
+                self._wrap_part(self._part.view(self._part.shape), merged=True) if is_lead else NotImplemented
+            )
         if name in ("unsqueeze", "squeeze") and len(dims) == 1:
             place = dims[0] % (self.dim() + (name == "unsqueeze"))
             if place == at.whole_dim and (name == "squeeze" or at.merged):
@@ -358,14 +362,14 @@ class DividedTokens(DividedTensor):
                 return self
             part_dim = place + (at.dim if at.merged else 0)
             shift = (1 if name == "unsqueeze" else -1) * moves
-            return self._like(func(self._part, part_dim), dim=at.dim + shift)
+            return self._wrap_part(func(self._part, part_dim), dim=at.dim + shift)
         if name in ("transpose", "swapaxes") and len(dims) == 2 and not at.merged:
             one, other = (dim % self.dim() for dim in dims)
             moved = {one: other, other: one}.get(at.dim, at.dim)
-            return self._like(self._part.transpose(one, other), dim=moved)
+            return self._wrap_part(self._part.transpose(one, other), dim=moved)
         return NotImplemented
 
-    def _item(self, index: Any) -> Any:
+    def _index_tokens(self, index: Any) -> Any:
         """``tokens[…]`` by numbers and slices; a slice of positions without steps keeps the part as it is."""
         items = list(index) if isinstance(index, tuple) else [index]
         if not all(item is Ellipsis or isinstance(item, (slice, int)) for item in items):
@@ -386,7 +390,7 @@ class DividedTokens(DividedTensor):
         before = sum(isinstance(item, int) for item in items[: at.whole_dim])
         kept = self._part[tuple([slice(None)] * (at.dim if at.merged else 0) + items)]
         moved = {} if whole else {"start": at.start + start, "length": stop - start}
-        return self._like(kept, dim=at.dim - before, **moved)
+        return self._wrap_part(kept, dim=at.dim - before, **moved)
 
 
 def _cross_entropy(
@@ -423,7 +427,7 @@ def _cross_entropy(
         input._uses.losses.append(LossCall(*call))
     dim = at.dim - (1 if not at.merged and classes < at.dim else 0)
     own_at = replace(at, dim=dim)
-    own = own_at.select(target, dim, input._lead)
+    own = own_at.select(target, dim, input._leading_sizes)
     own = own.masked_fill(~own_at.mask(own), ignore_index)
     rows = input._part.movedim(at.part_dim(classes, input.dim()), -1)
     losses = F.cross_entropy(
@@ -434,7 +438,7 @@ def _cross_entropy(
         **options,
     )
     if reduction == "none":
-        return input._like(losses.view(own.shape), dim=dim)
+        return input._wrap_part(losses.view(own.shape), dim=dim)
     found = at.total(losses)
     if reduction == "sum":
         return found

@@ -55,7 +55,7 @@ def divide(
     names = names_of(model)
     modules = {plain_name(path): module for path, module in model.named_modules(remove_duplicate=False)}
     parts_made: dict[int, nn.Parameter] = {}
-    region_of = _regions(modules, regions, group, stream)
+    region_of = _make_regions(modules, regions, group, stream)
     for path, layer in layout.layers.items():
         module = modules[path]
         kind = kind_of(module)
@@ -65,9 +65,9 @@ def divide(
             if parameter is None or isinstance(parameter, DTensor) or id(parameter) in parts_made:
                 continue  # done under another of its names
             packing = Packing(dim, parts, group.size) if parts else None
-            made = _part(parameter, dim, packing, group)
+            made = _divide_parameter(parameter, dim, packing, group)
             parts_made[id(made)] = made
-            _put(modules, names[id(parameter)], made, dim, packing, done)
+            _replace_parameter(modules, names[id(parameter)], made, dim, packing, done)
         if kind is None:
             attention_by_heads(module, group)
         else:
@@ -92,10 +92,17 @@ def divide_parameters(model: nn.Module, dims: Mapping[str, int], group: TensorGr
         holder, _, own = name.rpartition(".")
         parameter = modules[holder]._parameters[own]
         if parameter is not None and not isinstance(parameter, DTensor):
-            _put(modules, names[id(parameter)], _part(parameter, dim, None, group), dim, None, Divided())
+            _replace_parameter(
+                modules,
+                names[id(parameter)],
+                _divide_parameter(parameter, dim, None, group),
+                dim,
+                None,
+                Divided(),
+            )
 
 
-def _put(
+def _replace_parameter(
     modules: Mapping[str, nn.Module],
     names: Sequence[str],
     made: nn.Parameter,
@@ -113,7 +120,9 @@ def _put(
 
 
 @torch.no_grad()
-def _part(parameter: nn.Parameter, dim: int, packing: Packing | None, group: TensorGroup) -> nn.Parameter:
+def _divide_parameter(
+    parameter: nn.Parameter, dim: int, packing: Packing | None, group: TensorGroup
+) -> nn.Parameter:
     whole = parameter.detach()
     if packing is not None:
         whole = packing.pack(whole)
@@ -137,7 +146,7 @@ def on_meta(whole: torch.Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
     )
 
 
-def _regions(
+def _make_regions(
     modules: Mapping[str, nn.Module],
     specs: Iterable[RegionSpec],
     group: TensorGroup,

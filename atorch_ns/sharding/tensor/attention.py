@@ -63,11 +63,11 @@ class DividedAttention:
         """Same arguments and results as ``nn.MultiheadAttention.forward``."""
         batched = query.dim() == 3
         inputs = [_batch_first(self, x, batched) for x in (query, key, value)]
-        q, k, v = _heads(self, [self._region.enter(x) for x in inputs])
+        q, k, v = _project_heads(self, [self._region.enter(x) for x in inputs])
         self._region.inside(self.training, q.device)
         causal = is_causal and key_padding_mask is None and not need_weights
         # As in torch: where only the hint counts, the mask is not looked at.
-        mask = None if causal else _mask(self, key_padding_mask, attn_mask, q.shape[0], batched)
+        mask = None if causal else _combine_masks(self, key_padding_mask, attn_mask, q.shape[0], batched)
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -93,7 +93,7 @@ def _batch_first(module: Any, x: torch.Tensor, batched: bool) -> torch.Tensor:
     return x if module.batch_first else x.transpose(0, 1)
 
 
-def _heads(module: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _project_heads(module: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Queries, keys and values of this rank's heads, each [B, H / n, T or S, D / H]."""
     if module.in_proj_weight is not None:
         weights = local_part(module.in_proj_weight).chunk(3)
@@ -106,7 +106,7 @@ def _heads(module: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for x in flat]
 
 
-def _mask(
+def _combine_masks(
     module: Any, padding: torch.Tensor | None, mask: torch.Tensor | None, num_samples: int, batched: bool
 ) -> torch.Tensor | None:
     """Both masks as one that is added to the scores: broadcastable to [B, H / n, T, S]."""

@@ -116,13 +116,13 @@ def choose_plan(
             continue
         if failure is None or users:
             break
-        plan = _without(model, plan, layout, failure, degree)
+        plan = _drop_failed_unit(model, plan, layout, failure, degree)
         layout = plan.resolve(model)
     plan = replace(plan, left=grouped(plan.left))
     if not layout.layers:
         raise _nothing_divided(model, degree, plan, graph)
     if failure is not None:
-        raise _failed(model, degree, graph, test, plan, failure)
+        raise _make_plan_error(model, degree, graph, test, plan, failure)
     stream = None
     if sequence_dim is not None:
         stream, partial = _choose_stream(model, test, graph, layout, regions, sequence_dim)
@@ -235,7 +235,7 @@ def _nothing_divided(model: nn.Module, degree: int, plan: TensorPlan, graph: Lay
     return no_layer_divides(model, degree, plan.left, [] if degree in works else works)
 
 
-def _failed(
+def _make_plan_error(
     model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, plan: TensorPlan, failure: Failure
 ) -> InputError:
     """The error for a user's plan, with the settings that would work where some are found."""
@@ -266,7 +266,9 @@ def _failed(
     )
 
 
-def _without(model: nn.Module, plan: TensorPlan, layout: Layout, failure: Failure, degree: int) -> TensorPlan:
+def _drop_failed_unit(
+    model: nn.Module, plan: TensorPlan, layout: Layout, failure: Failure, degree: int
+) -> TensorPlan:
     """The plan that leaves the failed unit whole, with those of its kind and the layers that share their weights."""
 
     def failed(path: str) -> bool:
@@ -302,7 +304,7 @@ def _choose_stream(
     Raises:
         InputError: if no block can be divided, or one computes something else on pieces.
     """
-    chains = _chains(graph, regions, dim)
+    chains = _find_block_chains(graph, regions, dim)
     failure = Failure("", "it repeats no block whose layers are all divided")
     kept = [(path, why) for chain in chains for path in chain if (why := graph.blocks.kept.get(path))]
     if kept:
@@ -359,7 +361,7 @@ def _check_partial(graph: LayerGraph, partial: Iterable[str], stream: StreamSpec
         )
 
 
-def _chains(graph: LayerGraph, regions: Iterable[RegionSpec], dim: int) -> list[tuple[str, ...]]:
+def _find_block_chains(graph: LayerGraph, regions: Iterable[RegionSpec], dim: int) -> list[tuple[str, ...]]:
     """Chains of blocks that hold divided layers and hand their first output to the next one's stream."""
     specs = list(regions)
     chains: list[list[str]] = []

@@ -32,7 +32,7 @@ def misfits(model: nn.Module, layout: Layout, degree: int) -> dict[str, str]:
     names = names_of(model)
     for path, layer in layout.layers.items():
         module = model.get_submodule(path)
-        why = _misfit(module, layer, degree) or _tied_mismatch(model, layout, path, names)
+        why = _misfit_reason(module, layer, degree) or _tied_mismatch(model, layout, path, names)
         if why is not None:
             found[path] = why
     return found
@@ -57,7 +57,7 @@ def names_of(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
-def _misfit(module: nn.Module, layer: LayerStyle, degree: int) -> str | None:
+def _misfit_reason(module: nn.Module, layer: LayerStyle, degree: int) -> str | None:
     if layer.style == "heads":
         return why_not_by_heads(module, degree)
     kind = kind_of(module)
@@ -103,7 +103,7 @@ def check_degree(model: nn.Module, degree: int) -> None:
     if degree < 1 or (heads and heads % degree):
         raise InputError(
             f"tensor={degree} does not divide the {heads} attention heads of {type(model).__name__}, and a head "
-            f"is computed by one rank. Use tensor in {_set(degrees(model))}, or set undivided='keep' in "
+            f"is computed by one rank. Use tensor in {_format_set(degrees(model))}, or set undivided='keep' in "
             "tensor_parallel to leave attention whole on every rank."
         )
 
@@ -115,8 +115,8 @@ def degrees(model: nn.Module) -> list[int]:
     """
     heads = num_heads(model)
     groups = num_key_value_heads(model)
-    both = _divisors(math.gcd(heads, groups)) if heads else []
-    return both if len(both) > 1 else _divisors(heads)
+    both = _find_divisors(math.gcd(heads, groups)) if heads else []
+    return both if len(both) > 1 else _find_divisors(heads)
 
 
 def no_layer_divides(
@@ -129,18 +129,18 @@ def no_layer_divides(
         works: degrees that divide some of its layers.
     """
     reasons = first_few([f"{path}: {why}" for path, why in left.items()], 3, "; ")
-    advice = f"Use tensor in {_set(works)}, " if works else ""
+    advice = f"Use tensor in {_format_set(works)}, " if works else ""
     return InputError(
         f"tensor={degree} divides no layer of {type(model).__name__}{f' ({reasons})' if reasons else ''}. "
         f"{advice or 'Use '}another axis than tensor, or name layers in the plan of tensor_parallel."
     )
 
 
-def _divisors(number: int) -> list[int]:
+def _find_divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0] if number else []
 
 
-def _set(numbers: Iterable[int]) -> str:
+def _format_set(numbers: Iterable[int]) -> str:
     return "{" + ", ".join(map(str, numbers)) + "}"
 
 
@@ -151,29 +151,29 @@ def check_heads(model: nn.Module, layout: Layout, graph: LayerGraph, degree: int
         InputError: naming the heads, those of keys and values, and the degrees that would work.
     """
     for path, heads in _whole_attention(model, layout, graph):
-        works = _divisors(math.gcd(*heads.values()))
+        works = _find_divisors(math.gcd(*heads.values()))
         if degree in works or len(works) == 1:
             continue
         counts = " and ".join(f"{name}={number}" for name, number in heads.items())
         raise InputError(
             f"tensor={degree} does not divide the heads of {path} ({type(model.get_submodule(path)).__name__}: "
-            f"{counts}), and a head is computed by one rank. Use tensor in {_set(works)}, or set "
+            f"{counts}), and a head is computed by one rank. Use tensor in {_format_set(works)}, or set "
             "undivided='keep' in tensor_parallel to leave such attention whole on every rank."
         )
 
 
 def heads_reason(model: nn.Module, spec: RegionSpec, degree: int) -> str:
     """The reason why heads keep attention whole, and the degrees that divide them; empty where they do not."""
-    outputs, inputs = _widths(model, spec)
+    outputs, inputs = _region_widths(model, spec)
     if len(outputs) == 1 and outputs[0] <= inputs:
         return ""
     heads = _head_counts(model, spec, common_parent(spec.layers))
     uneven = [f"{name}={number}" for name, number in heads.items() if number % degree]
     if not uneven:
         return ""
-    works = _divisors(math.gcd(*heads.values()))
+    works = _find_divisors(math.gcd(*heads.values()))
     verb = "is" if len(uneven) == 1 else "are"
-    return f"{' and '.join(uneven)} {verb} not divisible by {degree}; tensor in {_set(works)} would divide the heads"
+    return f"{' and '.join(uneven)} {verb} not divisible by {degree}; tensor in {_format_set(works)} would divide the heads"
 
 
 def _whole_attention(
@@ -187,18 +187,18 @@ def _whole_attention(
         if any(row in layout.layers for row in spec.rows):
             continue
         path = common_parent(spec.layers)
-        heads = _heads(model, spec, path)
+        heads = _attention_head_counts(model, spec, path)
         if heads:
             yield path, heads
 
 
-def _heads(model: nn.Module, spec: RegionSpec, path: str) -> dict[str, int]:
+def _attention_head_counts(model: nn.Module, spec: RegionSpec, path: str) -> dict[str, int]:
     """The numbers of heads around the layers, by name; empty where they cannot be attention's."""
-    outputs, inputs = _widths(model, spec)
+    outputs, inputs = _region_widths(model, spec)
     return {} if len(outputs) < 3 and max(outputs) <= inputs else _head_counts(model, spec, path)
 
 
-def _widths(model: nn.Module, spec: RegionSpec) -> tuple[list[int], int]:
+def _region_widths(model: nn.Module, spec: RegionSpec) -> tuple[list[int], int]:
     """The numbers of outputs of the region's columns, and of inputs of its first row."""
     outputs = [layer_sizes(model.get_submodule(column))[0] for column in spec.columns]
     return outputs, layer_sizes(model.get_submodule(spec.rows[0]))[1]
@@ -206,7 +206,7 @@ def _widths(model: nn.Module, spec: RegionSpec) -> tuple[list[int], int]:
 
 def _head_counts(model: nn.Module, spec: RegionSpec, path: str) -> dict[str, int]:
     """The numbers of heads that the modules around the layers hold, by name."""
-    _, inputs = _widths(model, spec)
+    _, inputs = _region_widths(model, spec)
     home = model.get_submodule(path)
     found: dict[str, int] = {}
     for module in home.modules():

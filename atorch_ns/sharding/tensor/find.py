@@ -137,10 +137,10 @@ def _does_as(layout: Layout, other: Layout, verdict: Verdict) -> bool:
         return False
     if verdict.runs:
         return layout.layers == other.layers
-    return _styles(layout) == _styles(other)
+    return _layer_styles(layout) == _layer_styles(other)
 
 
-def _styles(layout: Layout) -> dict[str, str]:
+def _layer_styles(layout: Layout) -> dict[str, str]:
     return {path: layer.style for path, layer in layout.layers.items()}
 
 
@@ -169,21 +169,21 @@ def _divide_attention(
 
 def with_vocabulary(model: nn.Module, layout: Layout, degree: int, graph: LayerGraph) -> Layout:
     """The layout that also divides the embedding of the vocabulary and the heads that end the model."""
-    ends = _ends(model, layout, graph)
+    ends = _end_styles(model, layout, graph)
     wanted = layout.joined(Layout(ends))
     while unfit := misfits(model, wanted, degree).keys() & ends.keys():
         wanted = replace(wanted, layers={p: s for p, s in wanted.layers.items() if p not in unfit})
     return wanted
 
 
-def _ends(model: nn.Module, layout: Layout, graph: LayerGraph) -> dict[str, LayerStyle]:
+def _end_styles(model: nn.Module, layout: Layout, graph: LayerGraph) -> dict[str, LayerStyle]:
     """Styles for the embedding of the vocabulary and the heads that end the model, where the layout leaves them whole."""
     heads = {
         path: LayerStyle("colwise_gather_output")
         for path in graph.nodes
         if path in graph.outputs and _is_head(model, path, graph)
     }
-    tables = {path: LayerStyle("embedding_rowwise") for path in _vocabularies(model, graph)}
+    tables = {path: LayerStyle("embedding_rowwise") for path in _find_vocabularies(model, graph)}
     return {path: style for path, style in {**heads, **tables}.items() if path not in layout.layers}
 
 
@@ -197,7 +197,7 @@ def _is_head(model: nn.Module, path: str, graph: LayerGraph) -> bool:
     return not read and outputs >= inputs
 
 
-def _vocabularies(model: nn.Module, graph: LayerGraph) -> Iterable[str]:
+def _find_vocabularies(model: nn.Module, graph: LayerGraph) -> Iterable[str]:
     """Embeddings of ids with at least half as many rows as the largest, without those of positions."""
     rows = {
         path: module.num_embeddings
@@ -215,7 +215,7 @@ def _vocabularies(model: nn.Module, graph: LayerGraph) -> Iterable[str]:
 
 
 def _name_the_rest(model: nn.Module, graph: LayerGraph, found: _Found, degree: int) -> None:
-    ends = _ends(model, found.layout, graph)
+    ends = _end_styles(model, found.layout, graph)
     uneven = {
         path: f"its size {size} is not divisible by {degree}"
         for path in ends

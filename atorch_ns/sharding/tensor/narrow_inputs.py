@@ -46,7 +46,7 @@ def narrowable(
     found = [
         f"{head}{name}"
         for name, value in bound.arguments.items()
-        if name in named and _divides(value, degree) and value.size(-1) in widths
+        if name in named and _can_divide(value, degree) and value.size(-1) in widths
     ]
     return [tuple(found), *((name,) for name in found if len(found) > 1)] if found else []
 
@@ -82,7 +82,7 @@ class _Home:
     def attach(self, home: nn.Module, divided: set[int], columns: set[int]) -> None:
         order = list(inspect.signature(home.forward).parameters)
         self._places = {name: order.index(name) for name in self._names}
-        home.register_forward_pre_hook(self._narrow, with_kwargs=True)
+        home.register_forward_pre_hook(self._narrow_arguments, with_kwargs=True)
         for module in home.modules():
             if id(module) in columns:
                 module.register_forward_pre_hook(self._into_column)
@@ -91,7 +91,7 @@ class _Home:
                 module.register_forward_hook(self._out_of_other)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _narrow(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _narrow_arguments(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = list(args)
         named = dict(kwargs)
         for name, place in self._places.items():
@@ -103,7 +103,7 @@ class _Home:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _into_column(self, column: nn.Module, args: tuple[Any, ...]) -> Any:
-        x = _whole(args[0])
+        x = _unwrap_stand_in(args[0])
         if x.size(-1) != layer_sizes(column)[1]:
             raise InputError(
                 f"{self._path} computes with its input {', '.join(self._names)} before a divided layer takes it: the "
@@ -117,9 +117,11 @@ class _Home:
     def _into_other(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._given.pop(id(module), None)
         for value in (*args, *kwargs.values()):
-            if _whole(value) is not value:
-                self._given[id(module)] = _whole(value)
-        return tuple(map(_whole, args)), {name: _whole(value) for name, value in kwargs.items()}
+            if _unwrap_stand_in(value) is not value:
+                self._given[id(module)] = _unwrap_stand_in(value)
+        return tuple(map(_unwrap_stand_in, args)), {
+            name: _unwrap_stand_in(value) for name, value in kwargs.items()
+        }
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _out_of_other(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -130,7 +132,7 @@ class _Home:
 
     def _stand_in(self, x: Any) -> Any:
         """NaN [..., C / n] without memory of its own; a value that cannot be divided is returned as it is."""
-        if not _divides(x, self._degree):
+        if not _can_divide(x, self._degree):
             return x
         narrow = x.new_full((1,) * x.dim(), float("nan"))
         narrow = narrow.expand(*x.shape[:-1], x.size(-1) // self._degree)
@@ -138,12 +140,12 @@ class _Home:
         return narrow
 
 
-def _whole(value: Any) -> Any:
+def _unwrap_stand_in(value: Any) -> Any:
     """The tensor that a stand-in stands for; any other value as it is."""
     return vars(value).get(_WHOLE, value) if isinstance(value, torch.Tensor) else value
 
 
-def _divides(value: Any, degree: int) -> bool:
+def _can_divide(value: Any, degree: int) -> bool:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
         return False
     return value.size(-1) % degree == 0

@@ -84,7 +84,7 @@ class _Columns(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         ctx.group = group
-        return kind.compute(None, *_saved(ctx, kind, x, weight), bias), x.view_as(x)
+        return kind.compute(None, *_save_factors(ctx, kind, x, weight), bias), x.view_as(x)
 
     @staticmethod
     @once_differentiable
@@ -108,7 +108,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kind: LayerKind, group: Any) -> torch.Tensor:
-        x, weight = _saved(ctx, kind, x, weight)
+        x, weight = _save_factors(ctx, kind, x, weight)
         totals = _Totals(group)
         for half in x.chunk(2):
             totals.begin(kind.compute(None, half, weight, None))
@@ -122,7 +122,7 @@ class _Rows(torch.autograd.Function):
         return of_input, _of_weight(ctx, gradient, x), None, None
 
 
-def _saved(
+def _save_factors(
     ctx: Any, kind: LayerKind, x: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both factors in the dtype that autocast multiplies them in, kept for the backward pass."""

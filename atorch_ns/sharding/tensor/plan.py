@@ -45,17 +45,17 @@ class LayerKind:
         return weight.shape[self.out_dim], weight.shape[self.in_dim]
 
 
-def _linear(_: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _compute_linear(_: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return F.linear(x, weight, bias)
 
 
-def _conv1d(_: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _compute_conv1d(_: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     rows = x.reshape(-1, x.size(-1))
     out = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
     return out.view(*x.shape[:-1], weight.size(1))
 
 
-def _embedding(module: Any, ids: torch.Tensor, weight: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+def _embed_ids(module: Any, ids: torch.Tensor, weight: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
     return F.embedding(ids, weight, module.padding_idx)
 
 
@@ -89,9 +89,9 @@ def own_values(module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | Non
         held.update(before)
 
 
-LINEAR = LayerKind("linear", 0, 1, _linear, ("out_features", "in_features"))
-CONV1D = LayerKind("Conv1D", 1, 0, _conv1d, ("nf", "nx"))
-EMBEDDING = LayerKind("embedding", 0, 1, _embedding, ("", ""))
+LINEAR = LayerKind("linear", 0, 1, _compute_linear, ("out_features", "in_features"))
+CONV1D = LayerKind("Conv1D", 1, 0, _compute_conv1d, ("nf", "nx"))
+EMBEDDING = LayerKind("embedding", 0, 1, _embed_ids, ("", ""))
 ROUNDING = LayerKind("linear", 0, 1, _by_product, ("out_features", "in_features"))
 """Of a :class:`~atorch_ns.sharding.tensor.layers.RoundingLinear`."""
 _LINEAR_AS_WRITTEN = LayerKind("linear", 0, 1, _as_written, ("out_features", "in_features"))
@@ -292,15 +292,15 @@ class Layout:
 
     def within(self, prefix: str) -> Layout:
         """The layout as the module at the path ``prefix`` sees it."""
-        return self.filtered(lambda path: is_inside(path, prefix))._renamed(
+        return self.filtered(lambda path: is_inside(path, prefix))._rename_paths(
             lambda path: relative(path, prefix)
         )
 
     def placed(self, parent: str) -> Layout:
         """The inverse of :meth:`within`: the layout as the model that holds this one at ``parent`` sees it."""
-        return self._renamed(lambda path: f"{parent}.{path}" if parent else path)
+        return self._rename_paths(lambda path: f"{parent}.{path}" if parent else path)
 
-    def _renamed(self, name: Callable[[str], str]) -> Layout:
+    def _rename_paths(self, name: Callable[[str], str]) -> Layout:
         layers = {name(path): layer for path, layer in self.layers.items()}
         return Layout(layers, tuple(map(name, self.attributes)), tuple(map(name, self.narrow_inputs)))
 
@@ -491,7 +491,7 @@ def with_wildcards(paths: Iterable[str], all_paths: Iterable[str]) -> list[str]:
     wanted, result = set(left), []
     while left:
         pattern = next(
-            (p for p in _starred(left[0]) if set(fnmatch.filter(candidates, p)) <= wanted), left[0]
+            (p for p in _star_patterns(left[0]) if set(fnmatch.filter(candidates, p)) <= wanted), left[0]
         )
         matched = set(fnmatch.filter(left, pattern))
         result.append(pattern if len(matched) > 1 else left[0])
@@ -499,7 +499,7 @@ def with_wildcards(paths: Iterable[str], all_paths: Iterable[str]) -> list[str]:
     return result
 
 
-def _starred(path: str) -> list[str]:
+def _star_patterns(path: str) -> list[str]:
     """The path with ``*`` in place of all its numbers, then in place of each one."""
     parts = path.split(".")
     places = [place for place, part in enumerate(parts) if part.isdigit()]

@@ -34,7 +34,7 @@ def candidate_regions(graph: LayerGraph) -> list[RegionSpec]:
     """
     order = {path: place for place, path in enumerate(graph.nodes)}
     specs = []
-    for columns, rows in _components(graph):
+    for columns, rows in _find_components(graph):
         leaks = columns & graph.outputs
         outside = [path for path in columns | rows if graph.nodes[path].used_elsewhere]
         if leaks or outside or columns & rows:
@@ -47,7 +47,7 @@ def candidate_regions(graph: LayerGraph) -> list[RegionSpec]:
     return sorted(specs, key=lambda spec: (len(spec.layers), order[spec.rows[0]]))
 
 
-def _components(graph: LayerGraph) -> list[tuple[set[str], set[str]]]:
+def _find_components(graph: LayerGraph) -> list[tuple[set[str], set[str]]]:
     found: list[tuple[set[str], set[str]]] = []
     for path, node in graph.nodes.items():
         if not node.sources:
@@ -94,10 +94,10 @@ def signature(model: nn.Module, spec: RegionSpec) -> tuple[object, ...]:
     shapes = tuple(tuple(model.get_submodule(path).weight.shape) for path in spec.layers)  # type: ignore[arg-type]
     home = model.get_submodule(parent)
     shared = parent if isinstance(home, (nn.ModuleList, nn.Sequential)) or not parent else ""
-    return type(home), shared, len(spec.columns), names, shapes, _numbers(home)
+    return type(home), shared, len(spec.columns), names, shapes, _integer_attributes(home)
 
 
-def _numbers(home: nn.Module) -> tuple[tuple[str, int], ...]:
+def _integer_attributes(home: nn.Module) -> tuple[tuple[str, int], ...]:
     """Integers that code may reshape by, without those that give a module's place."""
     return tuple(
         (f"{path}.{name}", value)
@@ -129,8 +129,8 @@ def candidate_layouts(
     ``[q | k | v]`` or lies head by head, which only its results show. Code that takes the width of its input for
     that of its results must see a narrower one: ``inputs`` are sets of such arguments.
     """
-    likely = _distinct(_likely_sets(model, spec, degree))
-    for sets in (likely, _distinct(_other_sets(model, spec, degree), known=likely)):
+    likely = _unique_sets(_likely_sets(model, spec, degree))
+    for sets in (likely, _unique_sets(_other_sets(model, spec, degree), known=likely)):
         for narrow, attributes in itertools.product(((), *inputs), sets):
             for parts in _part_choices(model, spec):
                 yield replace(layout_of(spec, parts, attributes), narrow_inputs=narrow)
@@ -141,7 +141,7 @@ def _part_choices(model: nn.Module, spec: RegionSpec) -> Iterator[Parts]:
     outputs = {path: layer_sizes(model.get_submodule(path))[0] for path in spec.columns}
     alone = len(set(outputs.values())) == 1  # several are summands of one result, as a layer and its adapter
     options: list[list[tuple[str, tuple[int, ...] | None]]] = [
-        [(path, parts) for parts in _splits(size, inner, alone=alone)] for path, size in outputs.items()
+        [(path, parts) for parts in _list_splits(size, inner, alone=alone)] for path, size in outputs.items()
     ]
     if len(options) > 1 and max(len(option) for option in options) > 1:
         # Layers of equal sizes are cut alike.
@@ -153,7 +153,7 @@ def _part_choices(model: nn.Module, spec: RegionSpec) -> Iterator[Parts]:
         yield dict(combination)
 
 
-def _splits(outputs: int, inner: int, *, alone: bool) -> list[tuple[int, ...] | None]:
+def _list_splits(outputs: int, inner: int, *, alone: bool) -> list[tuple[int, ...] | None]:
     """The ways in which a layer with that many outputs may be fused, where rows take ``inner`` inputs."""
     found: list[tuple[int, ...] | None] = []
     if alone and outputs > inner:
@@ -167,7 +167,7 @@ def _splits(outputs: int, inner: int, *, alone: bool) -> list[tuple[int, ...] | 
     return list(dict.fromkeys([*found, None]))
 
 
-def _distinct(
+def _unique_sets(
     groups: Iterable[tuple[str, ...]], known: Iterable[tuple[str, ...]] = ()
 ) -> list[tuple[str, ...]]:
     """The first of equal sets each, without the ``known`` ones."""

@@ -150,7 +150,7 @@ class SelfTest:
         if not self._run_numerics:
             return Verdict(reads=reads)
         try:
-            return replace(_compare(unit, local, specs, stream, self._degree, self._device), reads=reads)
+            return replace(_compare_runs(unit, local, specs, stream, self._degree, self._device), reads=reads)
         except Exception as error:
             if not shapes.reason:
                 raise
@@ -166,7 +166,7 @@ class SelfTest:
         """
         specs = list(regions)
         partial: set[str] = set()
-        for alike in self._places(layout, specs, calls=stream is not None):
+        for alike in self._group_test_paths(layout, specs, calls=stream is not None):
             path = alike[0]
             inside = stream is not None and stream.holds(path)
             its_stream = replace(stream, chains=(("",),)) if stream is not None and inside else None
@@ -176,7 +176,9 @@ class SelfTest:
             partial |= {".".join(filter(None, (each, name))) for each in alike for name in verdict.partial}
         return None, partial
 
-    def _places(self, layout: Layout, regions: Iterable[RegionSpec], *, calls: bool) -> list[tuple[str, ...]]:
+    def _group_test_paths(
+        self, layout: Layout, regions: Iterable[RegionSpec], *, calls: bool
+    ) -> list[tuple[str, ...]]:
         """Paths of the blocks that hold divided layers, those of one kind together, and of the module that holds the
         layers of no block and those of regions that begin in one block and end in another.
 
@@ -194,7 +196,7 @@ class SelfTest:
             covered |= set(mine)
             inner = layout.within(block.name)
             shapes = tuple((name, tuple(p.shape)) for name, p in block.module.named_parameters())
-            given = _arguments(self._graph.calls[block.name]) if calls else ()
+            given = _argument_signature(self._graph.calls[block.name]) if calls else ()
             numbers = (inner.attributes, inner.narrow_inputs)
             key = (type(block.module), tuple(inner.layers.items()), numbers, shapes, given)
             found.setdefault(key, []).append(block.name)
@@ -271,12 +273,12 @@ def _note_reads(module: nn.Module, names: set[str]) -> None:
     for key, owner in owners.items():
         own = list(dict.fromkeys(prefixes[key]))
         try:
-            owner.__class__ = _noting(type(owner), own, names)
+            owner.__class__ = _make_noting_class(type(owner), own, names)
         except TypeError:  # its class has another layout of memory: all of it may be read
             names.update(".".join(filter(None, (prefix, name))) for prefix in own for name in vars(owner))
 
 
-def _noting(kind: type, prefixes: Sequence[str], names: set[str]) -> type:
+def _make_noting_class(kind: type, prefixes: Sequence[str], names: set[str]) -> type:
     def read(self: Any, name: str) -> Any:
         value = super(_Noting, self).__getattribute__(name)  # that of ``kind``
         if type(value) is int:
@@ -290,7 +292,7 @@ def _noting(kind: type, prefixes: Sequence[str], names: set[str]) -> type:
     return types.new_class(kind.__name__, (_Noting, kind), {}, lambda own: own.update(namespace))
 
 
-def _compare(
+def _compare_runs(
     unit: Unit,
     layout: Layout,
     regions: Sequence[RegionSpec],
@@ -304,9 +306,9 @@ def _compare(
     def run(group: SimulatedGroup) -> tuple[_Run, Divided]:
         copy = copy_to_run(module)
         done = divide(copy, layout, TensorGroup(group), regions, stream)
-        return _run(unit, copy, args, kwargs), done
+        return _run_unit(unit, copy, args, kwargs), done
 
-    reference = _run(unit, copy_to_run(module), args, kwargs)
+    reference = _run_unit(unit, copy_to_run(module), args, kwargs)
     found, (done, *_) = zip(*simulate(degree, run, device), strict=True)
     floor = gradient_floor(reference.inputs)
     errors = {
@@ -338,7 +340,7 @@ def _by_rank(
     return zip(tensors(reference), *map(tensors, found), strict=True)
 
 
-def _run(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
+def _run_unit(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
     inputs: list[torch.Tensor] = []
     given: dict[int, torch.Tensor] = {}
 
@@ -358,12 +360,12 @@ def _run(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             loss.backward()
     return _Run(
         [output.detach() for output in outputs],
-        [_grad(tensor) for tensor in inputs],
-        {name: _grad(parameter) for name, parameter in module.named_parameters()},
+        [_dense_gradient(tensor) for tensor in inputs],
+        {name: _dense_gradient(parameter) for name, parameter in module.named_parameters()},
     )
 
 
-def _grad(tensor: torch.Tensor) -> torch.Tensor:
+def _dense_gradient(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.grad is None:
         return torch.zeros_like(tensor.detach())
     return tensor.grad.detach().to_dense()  # of a sparse table too
@@ -392,7 +394,7 @@ def _compare_parameters(
     return tuple(partial)
 
 
-def _arguments(call: ModuleCall) -> tuple[object, ...]:
+def _argument_signature(call: ModuleCall) -> tuple[object, ...]:
     """The shapes of a call's tensors, and which of its arguments hold the same ones."""
     values = (*call.args, *call.kwargs.values())
     tensors = unique_tensors_of(values)

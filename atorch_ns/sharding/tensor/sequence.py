@@ -89,14 +89,14 @@ class _BlockHooks:
     random: RankRandomness | None = None
 
     def attach(self, block: nn.Module) -> None:
-        block.register_forward_pre_hook(self._before, with_kwargs=True)
+        block.register_forward_pre_hook(self._enter_block, with_kwargs=True)
         # Inside of what divides samples, which is there before: its division comes first and goes last.
-        block.register_forward_hook(self._after, always_call=True, prepend=True)
+        block.register_forward_hook(self._leave_block, always_call=True, prepend=True)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.first:
-            args, kwargs = _on_stream(self._piece, args, kwargs, self.dim)
+            args, kwargs = _on_stream(self._scatter_sequence, args, kwargs, self.dim)
         if block.training:
             stream = stream_of(args, kwargs, self.dim)
             device = torch.device("cpu") if stream is None else stream.device
@@ -105,7 +105,7 @@ class _BlockHooks:
         return args, kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after(self, block: nn.Module, inputs: Any, output: Any) -> Any:
+    def _leave_block(self, block: nn.Module, inputs: Any, output: Any) -> Any:
         if self.random is not None:
             self.random.leave()
             self.random = None
@@ -117,7 +117,7 @@ class _BlockHooks:
         outputs[0] = self.group.gather(outputs[0], self.dim)
         return type(output)(outputs)
 
-    def _piece(self, x: torch.Tensor) -> torch.Tensor:
+    def _scatter_sequence(self, x: torch.Tensor) -> torch.Tensor:
         size, degree = x.size(self.dim), self.group.size
         if size % degree:
             raise InputError(

@@ -43,7 +43,7 @@ class BlockTrace:
     kept: dict[str, str] = field(default_factory=dict)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The arguments that an operator changes in place; batch norm does not declare its own."""
     schema = func._schema
     values = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
@@ -57,7 +57,7 @@ def _is_changed(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -123,7 +123,7 @@ class LayerGraph:
 
     def reads_in_code(self, tensor: torch.Tensor) -> bool:
         """Whether an operator outside layers reads an argument of :attr:`calls`."""
-        return _memory(tensor) in self.read_by_code
+        return _storage_id(tensor) in self.read_by_code
 
 
 def trace_layers(
@@ -154,7 +154,7 @@ def trace_layers(
         subject = Subject(model, batch, run, sizes, sizes)
         try:
             with how(subject, size) as (copy, small), torch.enable_grad():
-                return _followed(model, copy, small, run, loss if chains else None, chains=chains)
+                return _trace_model(model, copy, small, run, loss if chains else None, chains=chains)
         except InputError:
             raise
         except Exception as error:
@@ -173,7 +173,7 @@ def ways_to_run(
     return [(how, size) for how in (_without_memory, _with_memory) for size in dict.fromkeys((few, sizes))]
 
 
-def _followed(
+def _trace_model(
     model: nn.Module, copy: nn.Module, batch: Any, run: Run, loss: Loss | None, *, chains: bool
 ) -> LayerGraph:
     graph = LayerGraph()
@@ -258,17 +258,17 @@ class _Flow(TorchDispatchMode):
         self._all_names: dict[int, list[str]] = {}
         for model in models:
             for name, parameter in model.named_parameters(remove_duplicate=False):
-                self._all_names.setdefault(_memory(parameter), []).append(plain_name(name))
+                self._all_names.setdefault(_storage_id(parameter), []).append(plain_name(name))
         for path, module in models[0].named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if kind_of(module) is not None:
-                    self._owners.setdefault(_memory(parameter), set()).add(path)
+                    self._owners.setdefault(_storage_id(parameter), set()).add(path)
                 else:
-                    self._names.setdefault(_memory(parameter), f"{path}.{name}" if path else name)
+                    self._names.setdefault(_storage_id(parameter), f"{path}.{name}" if path else name)
 
     def of(self, tensor: torch.Tensor) -> set[str]:
         """The layers whose outputs have flowed into ``tensor``."""
-        return self._sources.get(_memory(tensor), set())
+        return self._sources.get(_storage_id(tensor), set())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -277,10 +277,10 @@ class _Flow(TorchDispatchMode):
         inputs = tensors_of((args, tuple(kwargs.values())))
         found = set().union(*(self.of(tensor) for tensor in inputs))
         if not self._active and func.namespace != "prim":  # which asks for the device
-            self._graph.read_by_code.update(map(_memory, inputs))
+            self._graph.read_by_code.update(map(_storage_id, inputs))
             self._alive += [tensor.untyped_storage() for tensor in inputs]
         self.note_reads(inputs)
-        memories = list(map(_memory, inputs))
+        memories = list(map(_storage_id, inputs))
         for memory in memories:
             self._note_use(memory, found)
         if found and _is_random(func, args, kwargs):
@@ -288,20 +288,20 @@ class _Flow(TorchDispatchMode):
         self._note_block(func, memories)
         output = func(*args, **kwargs)
         if self._block and any(memory in self._given or memory in self._made for memory in memories):
-            for tensor in (*unique_tensors_of(output), *_written(func, args, kwargs)):
-                if _memory(tensor) not in self._given:
-                    self._made[_memory(tensor)] = self._block
+            for tensor in (*unique_tensors_of(output), *_written_tensors(func, args, kwargs)):
+                if _storage_id(tensor) not in self._given:
+                    self._made[_storage_id(tensor)] = self._block
                     self._alive.append(tensor.untyped_storage())
         if found:
             changed = inputs[:1] if func._schema.is_mutable else []
             for tensor in (*tensors_of(output), *changed):
-                self._set(tensor, self.of(tensor) | found)
+                self._set_sources(tensor, self.of(tensor) | found)
         return output
 
     def note_reads(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes that code outside the modules that returned ``tensors`` reads them."""
         for tensor in tensors:
-            for path, place in self._returned.pop(_memory(tensor), ()):
+            for path, place in self._returned.pop(_storage_id(tensor), ()):
                 self._graph.read[path].add(place)
 
     def _note_use(self, memory: int, sources: set[str]) -> None:
@@ -325,7 +325,7 @@ class _Flow(TorchDispatchMode):
     def look_at_buffers(self, model: nn.Module) -> None:
         """Notes buffers that hold hidden states of blocks after the pass."""
         for name, buffer in model.named_buffers():
-            block = self._made.get(_memory(buffer))
+            block = self._made.get(_storage_id(buffer))
             if block is not None:
                 self._graph.blocks.kept.setdefault(block, f"it updates {plain_name(name)} from them")
 
@@ -334,7 +334,7 @@ class _Flow(TorchDispatchMode):
         if not self._block:
             self._block = path
             stream = stream_of(args, kwargs, 0)
-            self._given = set() if stream is None else {_memory(stream)}
+            self._given = set() if stream is None else {_storage_id(stream)}
 
     def leave_block(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
         """The hook after a block."""
@@ -343,40 +343,40 @@ class _Flow(TorchDispatchMode):
         self._block, self._given = "", set()
         tensors = unique_tensors_of(output)
         for tensor in tensors:
-            self._made.pop(_memory(tensor), None)
+            self._made.pop(_storage_id(tensor), None)
         if tensors:
             self._graph.blocks.results.setdefault(path, tensors[0])
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Notes every call of every module."""
-        with call_hooks(model.named_modules(), self._before, self._after):
+        with call_hooks(model.named_modules(), self._enter_module, self._leave_module):
             yield
         for owner in self._used_elsewhere & self._graph.nodes.keys():
             self._graph.nodes[owner].used_elsewhere = True
 
-    def _before(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter_module(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._graph.calls.setdefault(path, ModuleCall(tuple(args), dict(kwargs)))
         if kind_of(module) is not None:
             found = set().union(*(self.of(tensor) for tensor in unique_tensors_of((args, kwargs))))
             self._graph.nodes.setdefault(path, Node(path)).sources |= found
             self._active.append(path)
 
-    def _after(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_module(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if path not in self._graph.read:
             self._graph.read[path] = set()
             for place, tensor in enumerate(unique_tensors_of(output)):
-                self._returned.setdefault(_memory(tensor), []).append((path, place))
+                self._returned.setdefault(_storage_id(tensor), []).append((path, place))
                 self._alive.append(tensor.untyped_storage())
         if kind_of(module) is None:
             return
         self._active.remove(path)
         own = set() if isinstance(module, nn.Embedding) else {path}
         for tensor in unique_tensors_of(output):
-            self._set(tensor, own)
+            self._set_sources(tensor, own)
 
-    def _set(self, tensor: torch.Tensor, sources: set[str]) -> None:
-        self._sources[_memory(tensor)] = sources
+    def _set_sources(self, tensor: torch.Tensor, sources: set[str]) -> None:
+        self._sources[_storage_id(tensor)] = sources
         self._alive.append(tensor.untyped_storage())
 
 

@@ -45,8 +45,8 @@ class Unit:
         """Gives a copy and its inputs on fake tensors, inside the modes that they run in."""
         # Without gradients torch takes fused paths.
         with fake_tensor_mode(), torch.enable_grad(), quiet_fake_kernels():
-            copy = copy_structure(self.module, lambda _, tensor: _empty(tensor), {})
-            args, kwargs = self._inputs(_empty)
+            copy = copy_structure(self.module, lambda _, tensor: _make_empty(tensor), {})
+            args, kwargs = self._map_inputs(_make_empty)
             with RealValues():
                 yield copy.eval(), args, kwargs
 
@@ -57,20 +57,24 @@ class Unit:
         def parameter(kind: str, tensor: torch.Tensor) -> torch.Tensor:
             if kind != "parameter" and not tensor.is_meta:
                 return _as_float32(tensor.detach().clone()).to(device)
-            return _random(tensor, generator, kind).to(device)
+            return _make_random(tensor, generator, kind).to(device)
 
         def given(tensor: torch.Tensor) -> torch.Tensor:
             value = (
-                _random(tensor, generator, "input") if _without_values(tensor) else tensor.detach().clone()
+                _make_random(tensor, generator, "input")
+                if _without_values(tensor)
+                else tensor.detach().clone()
             )
             made = _as_float32(value.detach()).to(device)
             return made.requires_grad_(tensor.requires_grad)
 
         copy = copy_structure(self.module, parameter, {})
-        args, kwargs = self._inputs(given)
+        args, kwargs = self._map_inputs(given)
         return copy.eval(), args, kwargs
 
-    def _inputs(self, make: Callable[[torch.Tensor], torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _map_inputs(
+        self, make: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments on other tensors; what was one tensor stays one."""
         made: dict[int, torch.Tensor] = {}
 
@@ -79,8 +83,8 @@ class Unit:
                 made[id(tensor)] = make(tensor)
             return made[id(tensor)]
 
-        args = tuple(map_tensors(once, _fresh(value)) for value in self.call.args)
-        kwargs = {name: map_tensors(once, _fresh(value)) for name, value in self.call.kwargs.items()}
+        args = tuple(map_tensors(once, _drop_cache(value)) for value in self.call.args)
+        kwargs = {name: map_tensors(once, _drop_cache(value)) for name, value in self.call.kwargs.items()}
         return args, kwargs
 
 
@@ -91,7 +95,7 @@ def unit_for(model: nn.Module, graph: LayerGraph, path: str) -> Unit:
     return Unit(path, model.get_submodule(path), graph.calls[path], frozenset(graph.read[path]))
 
 
-def _fresh(value: Any) -> Any:
+def _drop_cache(value: Any) -> Any:
     """The argument, or ``None`` for a cache of keys and values, which the traced call has filled."""
     return None if "Cache" in type(value).__name__ else value
 
@@ -100,14 +104,14 @@ def _without_values(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, fake_tensor_type())
 
 
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
+def _make_empty(tensor: torch.Tensor) -> torch.Tensor:
     """An empty tensor of that shape; known integers and truth values are kept."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return _zeros(tensor) if _without_values(tensor) else tensor.to("cpu")
+    return _make_zeros(tensor) if _without_values(tensor) else tensor.to("cpu")
 
 
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+def _make_zeros(tensor: torch.Tensor) -> torch.Tensor:
     """Ids that every table has, and masks that hide half of every row, whichever of their values it is that hides."""
     made = torch.zeros(tensor.shape, dtype=tensor.dtype)
     if tensor.dtype != torch.bool:
@@ -118,10 +122,10 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def _random(tensor: torch.Tensor, generator: torch.Generator, kind: str) -> torch.Tensor:
+def _make_random(tensor: torch.Tensor, generator: torch.Generator, kind: str) -> torch.Tensor:
     """Random values that keep activations of about one size."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        return _zeros(tensor)
+        return _make_zeros(tensor)
     shape = tuple(tensor.shape)
     if kind in ("parameter", "input") and len(shape) > 1:
         scale = shape[-1] ** -0.5 if kind == "parameter" else 1.0

@@ -70,17 +70,17 @@ def apply_to_part(
     """
     given = (*args, *kwargs.values())
     if func is Tensor.__getitem__:
-        return _item(part, dim, args[0])
+        return _index_logits(part, dim, args[0])
     if any(isinstance(value, torch.Tensor) for value in given):
         return None
     if func in _CASTS or func in _WITH_NUMBERS:
         return Kept((func(part, *args, **kwargs),), (dim,))
     if func in _VIEWS:
-        return _viewed(part, dim, degree, args, kwargs)
-    return _reshaped(func, part, dim, degree, args, kwargs) if func in _SHAPES else None
+        return _view_logits(part, dim, degree, args, kwargs)
+    return _reshape_logits(func, part, dim, degree, args, kwargs) if func in _SHAPES else None
 
 
-def _item(part: torch.Tensor, dim: int, index: Any) -> Kept | None:
+def _index_logits(part: torch.Tensor, dim: int, index: Any) -> Kept | None:
     """``logits[index]``, where the vocabulary is last and the index takes all of it."""
     if dim != part.dim() - 1:
         return None
@@ -106,7 +106,7 @@ def _dims_taken(item: Any) -> int:
     return 1
 
 
-def _viewed(
+def _view_logits(
     part: torch.Tensor, dim: int, degree: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Kept | None:
     """``logits.view(…, V)``."""
@@ -127,7 +127,7 @@ def _viewed(
     return Kept((part.reshape(*sizes[:-1], part.shape[-1]),), (len(sizes) - 1,))
 
 
-def _reshaped(
+def _reshape_logits(
     func: Callable[..., Any],
     part: torch.Tensor,
     dim: int,
@@ -145,14 +145,14 @@ def _reshaped(
     if len(parts) != len(wholes) or not parts:
         return None
     dims = [
-        _vocabulary(one.shape, whole.shape, part.shape[dim], degree)
+        _find_vocabulary_dim(one.shape, whole.shape, part.shape[dim], degree)
         for one, whole in zip(parts, wholes, strict=True)
     ]
     found = [place for place in dims if place is not None]
     return Kept(parts, tuple(found), several) if len(found) == len(dims) else None
 
 
-def _vocabulary(part: Sequence[int], whole: Sequence[int], local: int, degree: int) -> int | None:
+def _find_vocabulary_dim(part: Sequence[int], whole: Sequence[int], local: int, degree: int) -> int | None:
     """The dimension that holds the vocabulary, by the shapes of a part and of the whole."""
     if len(part) != len(whole):
         return None

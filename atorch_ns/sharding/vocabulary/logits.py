@@ -53,7 +53,7 @@ def cross_entropy_on_parts(
     flat = target.reshape(-1).long()
     with torch.autocast(part.device.type, enabled=False):
         losses: torch.Tensor = _OnParts.apply(rows, flat, call, group)  # type: ignore[no-untyped-call]
-        found = _reduced(losses, flat, weight, call).to(part.dtype)
+        found = _reduce_losses(losses, flat, weight, call).to(part.dtype)
     return found.view(wanted) if call.reduction == "none" else found
 
 
@@ -66,7 +66,7 @@ def _check_targets(target: torch.Tensor, call: LossCall) -> None:
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
 
 
-def _reduced(
+def _reduce_losses(
     losses: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, call: LossCall
 ) -> torch.Tensor:
     """[N] losses, those of ignored targets 0, with the weights of their classes and reduced."""
@@ -171,9 +171,9 @@ class DividedLogits(DividedTensor):
         kept = dispatch.apply_to_part(
             func, divided._part, divided._dim, divided._group.size, args[1:], kwargs
         )
-        return NotImplemented if kept is None else kept.joined(divided._like)
+        return NotImplemented if kept is None else kept.joined(divided._wrap_part)
 
-    def _like(self, part: torch.Tensor, dim: int) -> DividedLogits:
+    def _wrap_part(self, part: torch.Tensor, dim: int) -> DividedLogits:
         return DividedLogits.of(part, self._group, dim=dim, uses=self._uses)
 
     def _cross_entropy(

@@ -55,13 +55,13 @@ def explain_divided_weights(loss: Loss, model: nn.Module) -> Loss:
         except RuntimeError as error:
             if "DTensor" not in str(error):
                 raise
-            names = _read(loss, batch, output, model)
+            names = _find_read_parameters(loss, batch, output, model)
             if not names:
                 raise
-            raise _refusal(names) from error
+            raise _refusal_error(names) from error
         if any(isinstance(one, DTensor) for one in tensors_of(found)):
-            names = _read(loss, batch, output, model)
-            raise _refusal(names)
+            names = _find_read_parameters(loss, batch, output, model)
+            raise _refusal_error(names)
         return found
 
     guarded.__wrapped__ = loss  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _read(loss: Loss, batch: Any, output: Any, model: nn.Module) -> list[str]:
+def _find_read_parameters(loss: Loss, batch: Any, output: Any, model: nn.Module) -> list[str]:
     """The divided parameters that the loss reads, found by running it once more."""
     names = {id(p): plain_name(name) for name, p in model.named_parameters() if isinstance(p, DTensor)}
     reads = _Reads(names)
@@ -96,7 +96,7 @@ def _read(loss: Loss, batch: Any, output: Any, model: nn.Module) -> list[str]:
     return list(reads.found)
 
 
-def _refusal(names: Sequence[str]) -> StepError:
+def _refusal_error(names: Sequence[str]) -> StepError:
     return StepError(
         f"loss_func computes with {first_few(names, 4) or 'weights'}, of which each rank of the tensor axis "
         "holds a part (a DTensor), and with plain tensors. Take the whole value, weight.full_tensor(), or of a result such as "
@@ -120,7 +120,7 @@ class LogitOutputs:
         """Makes the divided ``heads`` of ``model`` return divided logits."""
         for head in heads:
             keep_divided(head)
-        model.register_forward_hook(self._leave)
+        model.register_forward_hook(self._gather_output)
 
     @contextmanager
     def stay_divided(self) -> Iterator[None]:
@@ -131,7 +131,7 @@ class LogitOutputs:
         finally:
             self._in_step = before
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _gather_output(self, module: nn.Module, args: Any, output: Any) -> Any:
         return output if self._in_step else whole_logits(output)
 
 
@@ -213,15 +213,15 @@ def compare_losses(
 
     def replayed(group: SimulatedGroup) -> float:
         calls = study.uses.losses if study.replays else ()
-        return max((_replayed(call, TensorGroup(group), device) for call in calls), default=0.0)
+        return max((_cross_entropy_error(call, TensorGroup(group), device) for call in calls), default=0.0)
 
     errors = simulate(degree, replayed, device)
     if loss is not None and any(isinstance(one, DividedTensor) for one in unique_tensors_of(study.output)):
-        errors += _errors(study, loss, degree, device, uses)
+        errors += _loss_errors(study, loss, degree, device, uses)
     return max(errors)
 
 
-def _errors(
+def _loss_errors(
     study: LossStudy, loss: Loss, degree: int, device: torch.device, uses: LogitUses
 ) -> Iterator[float]:
     batch = map_tensors(lambda tensor: tensor.to(device), study.batch)
@@ -263,7 +263,7 @@ def _random_values(
         values, share, join = (
             tensor.of_rank(values, group, uses)
             if isinstance(tensor, DividedTensor) and group is not None
-            else (values, _same, _same)
+            else (values, _identity_map, _identity_map)
         )
         leaves.append(values.requires_grad_())
         shares.append(share)
@@ -273,11 +273,11 @@ def _random_values(
     return make
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _identity_map(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _replayed(call: LossCall, group: TensorGroup, device: torch.device) -> float:
+def _cross_entropy_error(call: LossCall, group: TensorGroup, device: torch.device) -> float:
     """The error of a cross-entropy as the model calls it."""
     generator = torch.Generator().manual_seed(17)
     words = call.shape[call.dim]

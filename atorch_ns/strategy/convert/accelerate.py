@@ -64,7 +64,7 @@ def _read_fsdp(converter: Converter) -> None:
         converter.carry(f"{_FSDP}version", f"{given}: see distributed_type")
     if version not in ("1", "2"):
         raise converter.wrong(f"{_FSDP}version", version, "1, 2")
-    if _sharding(converter) == "NO_SHARD":
+    if _read_sharding(converter) == "NO_SHARD":
         converter.use("ddp")
         converter.carry("distributed_type", "FSDP without sharding → ddp")
         for key, reason in _UNSHARDED.items():
@@ -78,7 +78,7 @@ def _read_fsdp(converter: Converter) -> None:
     read_recomputation(converter, f"{_FSDP}activation_checkpointing")
 
 
-def _sharding(converter: Converter) -> str:
+def _read_sharding(converter: Converter) -> str:
     """The sharding strategy, whichever of its two keys says it."""
     sharding = "FULL_SHARD"
     for key in (f"{_FSDP}sharding_strategy", f"{_FSDP}reshard_after_forward"):
@@ -208,7 +208,7 @@ def convert_accelerate(document: Mapping[str, Any], *, name: str) -> Conversion:
     kind = str(converter.take("distributed_type", "NO")).upper()
     if kind not in _KINDS:
         raise converter.wrong("distributed_type", kind, ", ".join(_KINDS))
-    requires = _requires(converter)
+    requires = _read_requires(converter)
     if kind == "FSDP":
         _read_fsdp(converter)
     elif kind == "DEEPSPEED":  # weights are in 16 bits there, and a file of DeepSpeed's may decide
@@ -221,15 +221,15 @@ def convert_accelerate(document: Mapping[str, Any], *, name: str) -> Conversion:
     else:
         converter.carry("distributed_type", f"{kind}: no method of its own")
     if kind != "DEEPSPEED":
-        _precision(converter)
-    _compile(converter)
+        _read_precision(converter)
+    _read_compile(converter)
     if not converter.has_remark("gradient_accumulation_steps"):
         read_accumulation(converter, "gradient_accumulation_steps")
     use_axes(converter, read_degrees(converter, _AXES, methods=False), processes=requires.world_size)
     return converter.finish(requires)
 
 
-def _precision(converter: Converter) -> None:
+def _read_precision(converter: Converter) -> None:
     given = converter.take("mixed_precision")
     if given is None:
         return
@@ -247,7 +247,7 @@ def _precision(converter: Converter) -> None:
         raise converter.wrong("mixed_precision", given, "no, fp16, bf16, fp8")
 
 
-def _compile(converter: Converter) -> None:
+def _read_compile(converter: Converter) -> None:
     inner = converter.take("dynamo_config.dynamo_backend")
     place = "dynamo_backend" if inner is None else "dynamo_config.dynamo_backend"
     backend = converter.take(place)
@@ -267,7 +267,7 @@ def _compile(converter: Converter) -> None:
     converter.carry(place, f"{backend} → compile, block by block")
 
 
-def _requires(converter: Converter) -> Requires:
+def _read_requires(converter: Converter) -> Requires:
     world_size, device = None, None
     processes = converter.take("num_processes")
     if processes is not None:

@@ -79,7 +79,7 @@ def convert_pickle(path: str | PathLike[str], *, classes: Collection[str] = ()) 
     try:
         content = place.read_bytes()
         value = _KnownNamesUnpickler(content, classes).load()
-        entries = _entries(value, str(place), classes)
+        entries = _read_entries(value, str(place), classes)
     except OSError as error:
         raise StrategyFileError(f"cannot read {place}: {error}", source=str(place)) from error
     except StrategyFileError:
@@ -116,7 +116,7 @@ def _no_module_class(module: str, name: str) -> str | None:
     return f"it is {kind}"
 
 
-def _entries(value: Any, source: str, classes: Collection[str]) -> list[Any]:
+def _read_entries(value: Any, source: str, classes: Collection[str]) -> list[Any]:
     if isinstance(value, _PickledObject):
         state = value.state if isinstance(value.state, dict) else {}
         value = state.get("opt_list", value.items)
@@ -124,10 +124,10 @@ def _entries(value: Any, source: str, classes: Collection[str]) -> list[Any]:
         raise StrategyFileError(
             f"holds {with_article(value)} where a list of methods is expected", source=source
         )
-    return [_entry(item, classes) for item in value]
+    return [_read_entry(item, classes) for item in value]
 
 
-def _entry(item: Any, classes: Collection[str]) -> Any:
+def _read_entry(item: Any, classes: Collection[str]) -> Any:
     if isinstance(item, _PickledObject):
         state = item.state if isinstance(item.state, dict) else {}
         return (state.get("name"), state.get("config"))

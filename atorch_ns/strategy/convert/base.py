@@ -222,7 +222,7 @@ class Converter:
 
     def _leave_the_rest(self) -> None:
         """Says of every key without a remark why it became nothing."""
-        for key in [key for key in _leaves(self.document) if not self.has_remark(key)]:
+        for key in [key for key in _leaf_keys(self.document) if not self.has_remark(key)]:
             matching = (
                 reason
                 for pattern, reason in self.reasons.items()
@@ -242,12 +242,12 @@ _ORDER: Final = (
 """How converted methods stand in the strategy."""
 
 
-def _leaves(document: Mapping[str, Any], before: str = "") -> list[str]:
+def _leaf_keys(document: Mapping[str, Any], before: str = "") -> list[str]:
     """The keys of values, with dots between those of nested mappings."""
     found = []
     for key, value in document.items():
         name = f"{before}{key}"
-        found += _leaves(value, f"{name}.") if isinstance(value, Mapping) and value else [name]
+        found += _leaf_keys(value, f"{name}.") if isinstance(value, Mapping) and value else [name]
     return found
 
 

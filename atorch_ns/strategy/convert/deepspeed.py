@@ -38,16 +38,16 @@ def convert_deepspeed(document: Mapping[str, Any], *, name: str) -> Conversion:
     Raises:
         StrategyFileError: if a value means nothing.
     """
-    converter = _converter(document, name)
-    _read(converter)
+    converter = _make_converter(document, name)
+    _read_config(converter)
     return converter.finish(Requires())
 
 
-def _converter(document: Mapping[str, Any], name: str) -> Converter:
+def _make_converter(document: Mapping[str, Any], name: str) -> Converter:
     return Converter(document=document, source="deepspeed", name=name, reasons=read_reasons("deepspeed"))
 
 
-def _read(converter: Converter, *, processes: int | None = None) -> str:
+def _read_config(converter: Converter, *, processes: int | None = None) -> str:
     """Reads a whole DeepSpeed config, and returns the method of its ZeRO stage."""
     stage = f"{_ZERO}.stage"
     if converter.raw(stage) == "auto":
@@ -57,16 +57,16 @@ def _read(converter: Converter, *, processes: int | None = None) -> str:
     given = converter.take(stage)
     method = "ddp" if given is None else _read_stage(converter, given, stage)
     converter.use(method)
-    _precision(converter)
-    _offload(converter, method, one_process=processes == 1)
+    _read_precision(converter)
+    _read_offload_devices(converter, method, one_process=processes == 1)
     whole = converter.take("train_batch_size")
     if whole is not None:
         converter.leave(
             "train_batch_size", f'an argument of auto_accelerate: dataloader_args={{"batch_size": {whole}}}'
         )
     read_accumulation(converter, "gradient_accumulation_steps")
-    _axes(converter, processes)
-    _compile(converter)
+    _read_axes(converter, processes)
+    _read_compile(converter)
     read_clipping(converter, "gradient_clipping")
     return method
 
@@ -81,7 +81,7 @@ def _read_stage(converter: Converter, stage: Any, key: str) -> str:
     return method
 
 
-def _offload(converter: Converter, method: str, *, one_process: bool) -> None:
+def _read_offload_devices(converter: Converter, method: str, *, one_process: bool) -> None:
     devices: dict[str, tuple[str, Any]] = {}
     for part, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
         key = f"{_ZERO}.offload_{part}.device"
@@ -105,7 +105,7 @@ def _use_half(converter: Converter, key: str, given: Any, dtype: str) -> None:
     converter.carry(key, f"{given} → half {dtype}, with fp32 master weights as DeepSpeed has")
 
 
-def _precision(converter: Converter) -> None:
+def _read_precision(converter: Converter) -> None:
     for section, dtype in _PRECISIONS.items():
         key = f"{section}.enabled"
         enabled = converter.take(key)
@@ -140,7 +140,7 @@ _AXES: Final = {
 }
 
 
-def _axes(converter: Converter, processes: int | None) -> None:
+def _read_axes(converter: Converter, processes: int | None) -> None:
     """Pipeline stages and tensor parallelism."""
     sizes = read_degrees(converter, _AXES, methods=True)
     name = "pipeline.partition" if converter.raw("pipeline.partition") else "pipeline.partition_method"
@@ -154,7 +154,7 @@ def _axes(converter: Converter, processes: int | None) -> None:
     use_axes(converter, sizes, processes=processes)
 
 
-def _compile(converter: Converter) -> None:
+def _read_compile(converter: Converter) -> None:
     enabled = converter.take("compile.enabled", converter.take("compile.deepcompile"))
     if enabled is None:
         return
@@ -232,8 +232,8 @@ def _with_file(converter: Converter, file: str, processes: int | None) -> None:
             f"{_FILE}={file!r} holds {with_article(document)}; a config of DeepSpeed is a mapping",
             source=converter.name,
         )
-    inner = _converter(_filled(converter, document, file), str(place))
-    method = _read(inner, processes=processes)
+    inner = _make_converter(_fill_document(converter, document, file), str(place))
+    method = _read_config(inner, processes=processes)
     converter.absorb(inner, prefix=f"{place.name}: ")
     if str(converter.take("mixed_precision", "no")).lower() == "fp8":
         converter.use("fp8")
@@ -241,7 +241,7 @@ def _with_file(converter: Converter, file: str, processes: int | None) -> None:
     converter.carry("distributed_type", f"DEEPSPEED → the method of the file's stage, {method}")
 
 
-def _filled(converter: Converter, document: Mapping[str, Any], file: str) -> dict[str, Any]:
+def _fill_document(converter: Converter, document: Mapping[str, Any], file: str) -> dict[str, Any]:
     """DeepSpeed's document, with Accelerate's values for ``"auto"``."""
     filled = copy.deepcopy(dict(document))
     for key, names in _FILLS.items():
@@ -249,7 +249,7 @@ def _filled(converter: Converter, document: Mapping[str, Any], file: str) -> dic
             given = converter.take(name)
             if given is None:
                 continue
-            if _fill(filled, key, given):
+            if _fill_key(filled, key, given):
                 converter.carry(name, f"fills 'auto' in {file}")
             else:
                 converter.leave(name, f"{file} decides: {key} is not 'auto' there")
@@ -262,7 +262,7 @@ def _filled(converter: Converter, document: Mapping[str, Any], file: str) -> dic
         if dtype not in filled and on:
             filled[dtype] = {"enabled": True}
             fills = True
-        fills |= _fill(filled, f"{dtype}.enabled", on)
+        fills |= _fill_key(filled, f"{dtype}.enabled", on)
     if fills:
         converter.carry("mixed_precision", f"{precision}: fills the precision in {file}")
     else:
@@ -270,7 +270,7 @@ def _filled(converter: Converter, document: Mapping[str, Any], file: str) -> dic
     return filled
 
 
-def _fill(document: dict[str, Any], key: str, value: Any) -> bool:
+def _fill_key(document: dict[str, Any], key: str, value: Any) -> bool:
     """Puts a value in the place of an ``"auto"``; whether there was one."""
     *parents, last = key.split(".")
     inner: Any = document

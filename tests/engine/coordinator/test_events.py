@@ -6,12 +6,7 @@ import logging
 
 import pytest
 
-from atorch_ns.engine.coordinator.events import (
-    EventQueue,
-    EventStream,
-    event_from_json,
-    event_to_json,
-)
+from atorch_ns.engine.coordinator.events import EventQueue, EventStream, event_from_json, event_to_json
 from atorch_ns.errors import InputError
 from atorch_ns.search import Event, Note, Profiling, TrialEnded, TrialOutcome, TrialStarted
 from tests.engine.fake_search import FakeSearch

@@ -13,15 +13,7 @@ from atorch_ns.estimate import Estimate, MemoryParts, TimeParts, Workload
 from atorch_ns.estimate.memory.peak import price_memory
 from atorch_ns.estimate.memory.reserved import CACHED_SHARE, CONTEXT_BYTES, NCCL_BYTES, workspace_bytes
 from atorch_ns.estimate.table import PlanTable, with_chosen_reductions
-from atorch_ns.profile import (
-    Growth,
-    OptimizerSpec,
-    ParameterSpec,
-    PhaseCost,
-    Segment,
-    SegmentCost,
-    Trace,
-)
+from atorch_ns.profile import Growth, OptimizerSpec, ParameterSpec, PhaseCost, Segment, SegmentCost, Trace
 from atorch_ns.strategy import Extra, Plan
 from atorch_ns.testing.workers import run_ranks
 from benchmarks._memory_cases import sized_case

@@ -265,8 +265,7 @@ def _exchange(
     segment = replace(BLOCK, parameters=tuple(parameters), costs={"bfloat16": cost}, num_rows=1)
     trace = Trace(segments=(segment,), num_samples=1, num_tokens=16384, optimizer=OptimizerSpec(name="AdamW"))
     plan = Plan(axes=(("tensor", tensor), ("data", 16 // tensor)), compiler="inductor").changed(
-        precision={"parameter_dtype": "bfloat16"},
-        tensor={"sequence": True, "asynchronous": asynchronous},
+        precision={"parameter_dtype": "bfloat16"}, tensor={"sequence": True, "asynchronous": asynchronous}
     )
     workload = Workload(global_batch=16 // tensor, num_tokens=16384)
     (row,) = price_time(PlanTable.of([plan.changed(**changes)]), trace, NODES, workload)

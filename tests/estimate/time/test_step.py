@@ -73,10 +73,7 @@ def _cluster(kind: str = "cuda", *, world: int = 8, per_node: int = 8, **changes
     far = Link(name="far", rate=Rate(2e-5, 1e10))
     hardware = Hardware(device=device, within_node=link, between_nodes=far, to_host=link)
     return Cluster(
-        world_size=world,
-        local_world_size=per_node,
-        device_type=kind,
-        hardware=replace(hardware, **changes),
+        world_size=world, local_world_size=per_node, device_type=kind, hardware=replace(hardware, **changes)
     )
 
 

@@ -104,10 +104,7 @@ def test_a_capture_holds_one_operator_for_each_call(
     (one,) = [one for one in graph.operators if one.name == "product"]
     assert one.key == "/product#0"
     assert [spec.shape for spec in one.call.outputs] == [(8, 6)]
-    assert [str(rule) for rule in registered_rules(one.call, 2, registry) or ()] == [
-        "0 <- 0,R",
-        "1 <- R,1",
-    ]
+    assert [str(rule) for rule in registered_rules(one.call, 2, registry) or ()] == ["0 <- 0,R", "1 <- R,1"]
 
 
 def test_arguments_of_any_kind_and_several_results(registry: Registry) -> None:

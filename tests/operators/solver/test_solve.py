@@ -47,11 +47,7 @@ def _random(rng: random.Random) -> Problem:
             inputs.append(Input(rng.choice(shared), rng.random() < 0.5))
         options = tuple(_random_option(rng, len(inputs)) for _ in range(rng.randint(1, 3)))
         node = Node(
-            name=f"node {number}",
-            options=options,
-            inputs=tuple(inputs),
-            count=rng.randint(1, 3),
-            group=group,
+            name=f"node {number}", options=options, inputs=tuple(inputs), count=rng.randint(1, 3), group=group
         )
         nodes.append(node)
     return Problem(tuple(nodes), tuple(uses), groups)

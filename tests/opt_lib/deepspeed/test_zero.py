@@ -18,13 +18,7 @@ from atorch_ns.job import Result
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.strategy import Strategy
 from atorch_ns.testing.models import get_case
-from atorch_ns.testing.parity import (
-    accelerate_case,
-    assert_parity,
-    assert_ranks_agree,
-    compare,
-    snapshot,
-)
+from atorch_ns.testing.parity import accelerate_case, assert_parity, assert_ranks_agree, compare, snapshot
 from atorch_ns.testing.workers import run_ranks
 from opt_lib._deepspeed import zero as zero_module
 from tests.job.test_optimizer_checks import Normalised

@@ -239,10 +239,7 @@ SAME = {
 }
 # Scales of a rank's tensors are not those of the whole, so these are compared without the rounding.
 EXACT: dict[str, tuple[str, list[Any]]] = {
-    "tensor, its sequence": (
-        "tensorwise",
-        [_mesh(("tensor", 2)), ("tensor_parallel", {"sequence": True})],
-    ),
+    "tensor, its sequence": ("tensorwise", [_mesh(("tensor", 2)), ("tensor_parallel", {"sequence": True})]),
     "tensor, rows": ("rowwise", [_mesh(("tensor", 2)), ("tensor_parallel", {"sequence": True}), "fsdp"]),
     "sequence": ("tensorwise", [_mesh(("sequence", 2))]),
     "fsdp, amp": ("tensorwise", ["fsdp", ("amp_native", "bf16")]),

@@ -115,9 +115,6 @@ def fused_layer_norm_affine(
 
 
 def fused_rms_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    normalized_shape: tuple[int, ...],
-    eps: float = 1e-6,
+    input: torch.Tensor, weight: torch.Tensor, normalized_shape: tuple[int, ...], eps: float = 1e-6
 ) -> torch.Tensor:
     return F.rms_norm(input, normalized_shape, weight, eps)

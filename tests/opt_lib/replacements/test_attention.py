@@ -39,14 +39,7 @@ def _gradients(model: nn.Module, batch: dict[str, Any]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("build", "batch"),
-    [
-        (llama, TOKENS),
-        (llama, PADDED),
-        (gpt2, TOKENS),
-        (gpt2, PADDED),
-        (bert, PADDED),
-        (clip_vision, IMAGES),
-    ],
+    [(llama, TOKENS), (llama, PADDED), (gpt2, TOKENS), (gpt2, PADDED), (bert, PADDED), (clip_vision, IMAGES)],
     ids=["llama", "llama padded", "gpt2", "gpt2 padded", "bert padded", "clip"],
 )
 def test_sdpa_matches_eager(build: Callable[[], nn.Module], batch: dict[str, Any]) -> None:

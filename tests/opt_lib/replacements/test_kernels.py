@@ -245,7 +245,9 @@ def test_training_on_two_ranks_matches_one_process(
     """What calls the kernels composes; the kernels themselves are pretended."""
     from opt_lib import module_replace
 
-    monkeypatch.setattr(module_replace, "_unmet", lambda job, chosen: {each.name: None for each in chosen})
+    monkeypatch.setattr(
+        module_replace, "_unmet_requirements", lambda job, chosen: {each.name: None for each in chosen}
+    )
     case = get_case("hf_llama")
     reference = reference_run(case)
     replaced = ("module_replace", {"include": list(LIGER)})
@@ -260,7 +262,9 @@ def test_training_on_two_ranks_matches_one_process(
 def test_compiled_training_matches(called: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from opt_lib import module_replace
 
-    monkeypatch.setattr(module_replace, "_unmet", lambda job, chosen: {each.name: None for each in chosen})
+    monkeypatch.setattr(
+        module_replace, "_unmet_requirements", lambda job, chosen: {each.name: None for each in chosen}
+    )
     case = get_case("hf_llama")
     strategy = [("module_replace", {"include": list(LIGER)}), ("compile", {"backend": "aot_eager"})]
     assert_parity(compare(reference_run(case), accelerated_run(case, strategy)))

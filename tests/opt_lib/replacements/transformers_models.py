@@ -28,13 +28,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 def llama(attention: str = "eager", **settings: Any) -> nn.Module:
     config = transformers.LlamaConfig(
-        **{
-            "vocab_size": 16,
-            "num_key_value_heads": 2,
-            "attn_implementation": attention,
-            **SMALL,
-            **settings,
-        }
+        **{"vocab_size": 16, "num_key_value_heads": 2, "attn_implementation": attention, **SMALL, **settings}
     )
     return seeded(lambda: transformers.LlamaForCausalLM(config))
 

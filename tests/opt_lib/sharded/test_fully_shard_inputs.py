@@ -117,10 +117,7 @@ def _distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 def _cast_ones() -> list[set[torch.dtype]]:
     given: dict[str, Any] = {"mixed_precision": "bf16"}
-    methods: list[list[Any]] = [
-        [("fsdp", given), ("amp_native", "bf16")],
-        ["fsdp", ("half", "bf16")],
-    ]
+    methods: list[list[Any]] = [[("fsdp", given), ("amp_native", "bf16")], ["fsdp", ("half", "bf16")]]
     return [_run(each)[2] for each in methods]
 
 

@@ -12,12 +12,7 @@ from torch import nn
 
 from atorch_ns.capture.blocks import NamedModule
 from atorch_ns.errors import InputError
-from atorch_ns.pipeline import (
-    CallGraph,
-    find_units,
-    refused_cuts,
-    split_units,
-)
+from atorch_ns.pipeline import CallGraph, find_units, refused_cuts, split_units
 from atorch_ns.pipeline.cut.graph import Call, TensorSpec, Value
 from atorch_ns.pipeline.cut.shards import farthest_min_deps, live_values, make_shards, nearest_min_deps
 from atorch_ns.testing.models import get_case

@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atorch_ns.errors import InputError
-from atorch_ns.pipeline import (
-    custom_cuts,
-    partition,
-    stage_ranges,
-    uniform_cuts,
-    uniform_floor_cuts,
-)
+from atorch_ns.pipeline import custom_cuts, partition, stage_ranges, uniform_cuts, uniform_floor_cuts
 from atorch_ns.pipeline.plan.partition import StageMemory
 
 MIB = 2.0**20

@@ -52,7 +52,7 @@ def test_fake_is_real(name: str) -> None:
     assert trace is not None
     assert (trace.how, trace.notes) == ("fake", ())
     with caches_off(model):
-        real = attempts(model, batch, forward_loss)._real(RuntimeError("asked for"))
+        real = attempts(model, batch, forward_loss)._trace_real_steps(RuntimeError("asked for"))
     assert real.how == "real"
     # Both were traced with other batches: 8 and 4 really, a larger one on fake tensors.
     assert differences(trace.segments, real.segments, at=(8, 4)) == []
@@ -69,6 +69,8 @@ def test_padding_is_seen() -> None:
         assert trace is not None
         saved.append(trace.segments[1].costs["float32"].saved.at(8))
         with caches_off(model):
-            real = attempts(model, own, forward_loss, ["float32"])._real(RuntimeError("asked for"))
+            real = attempts(model, own, forward_loss, ["float32"])._trace_real_steps(
+                RuntimeError("asked for")
+            )
         assert differences(trace.segments, real.segments, at=(8,)) == []
     assert saved[1] > saved[0]

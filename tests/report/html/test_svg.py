@@ -8,7 +8,7 @@ import re
 import pytest
 
 from atorch_ns.report.html import svg as svg_module
-from atorch_ns.report.html.plots import _bytes_ticks, _ticks
+from atorch_ns.report.html.plots import _bytes_ticks, _linear_ticks
 from atorch_ns.report.html.svg import Canvas, fitted, nice_ticks
 from atorch_ns.text import bytes_text, seconds_text
 
@@ -37,11 +37,11 @@ def test_nothing_is_put_where_it_is_to_stay_free() -> None:
 
 
 def test_ticks_begin_near_values_that_lie_close_together() -> None:
-    assert _ticks([0.010, 0.030], seconds_text)[0] == 0.0
-    near = _ticks([0.090, 0.100], seconds_text)
+    assert _linear_ticks([0.010, 0.030], seconds_text)[0] == 0.0
+    near = _linear_ticks([0.090, 0.100], seconds_text)
     assert 0.0 < near[0] <= 0.090
     assert near[-1] >= 0.100
-    assert _ticks([125.0, 125.2], seconds_text)[0] == 0.0  # nearer ones would all read "2 min 05 s"
+    assert _linear_ticks([125.0, 125.2], seconds_text)[0] == 0.0  # nearer ones would all read "2 min 05 s"
     gib = 2.0**30
     assert {bytes_text(tick) for tick in _bytes_ticks([65 * gib, 80 * gib])} >= {"70.0 GiB", "80.0 GiB"}
 

@@ -16,14 +16,7 @@ from atorch_ns.sharding.tensor.divisibility import check_degree
 from atorch_ns.sharding.tensor.find import find_tensor_plan, plan_from
 from atorch_ns.sharding.tensor.plan import Layout
 from atorch_ns.sharding.tensor.selftest import SelfTest, Verdict
-from tests.sharding.tensor_models import (
-    ATTENTIONS,
-    WIDTH,
-    ByCount,
-    NormOverHeads,
-    make,
-    tokens,
-)
+from tests.sharding.tensor_models import ATTENTIONS, WIDTH, ByCount, NormOverHeads, make, tokens
 
 
 class FusedKeyValue(nn.Module):

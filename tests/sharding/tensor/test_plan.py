@@ -33,10 +33,7 @@ def test_a_pattern_that_is_a_path_does_not_mean_longer_ones() -> None:
 
 def test_attributes_are_paths_of_numbers() -> None:
     plan = TensorPlan(styles=STYLES, attributes=("blocks.*.num_heads",))
-    assert plan.resolve(make()).attributes == (
-        "blocks.0.attention.num_heads",
-        "blocks.1.attention.num_heads",
-    )
+    assert plan.resolve(make()).attributes == ("blocks.0.attention.num_heads", "blocks.1.attention.num_heads")
 
 
 def test_what_matches_nothing_is_told() -> None:

@@ -21,13 +21,7 @@ from atorch_ns.profile.record.steps import Precision, Subject
 from atorch_ns.sharding import choose_plan, parameter_dims, trace_layers
 from atorch_ns.testing.models import get_case
 from tests.sharding.tensor.test_regions import BackToWidth, SizeByHeads
-from tests.sharding.tensor_models import (
-    ATTENTIONS,
-    Between,
-    NormOverHeads,
-    make,
-    tokens,
-)
+from tests.sharding.tensor_models import ATTENTIONS, Between, NormOverHeads, make, tokens
 from tests.sharding.width_models import ScaledByWidth
 
 Dims = dict[str, int]
@@ -35,16 +29,7 @@ Dims = dict[str, int]
 
 Run = Callable[[nn.Module, Any], Any]
 
-CASES = (
-    "mlp",
-    "tied_llama",
-    "hf_llama",
-    "hf_gpt2",
-    "hf_bert",
-    "hf_vit",
-    "hf_mixtral",
-    "encoder_decoder",
-)
+CASES = ("mlp", "tied_llama", "hf_llama", "hf_gpt2", "hf_bert", "hf_vit", "hf_mixtral", "encoder_decoder")
 
 ATTENTION = frozenset(f"blocks.{block}.attention" for block in range(2))
 DIFFERENCES: dict[str, tuple[Callable[[], nn.Module], int, frozenset[str], str]] = {

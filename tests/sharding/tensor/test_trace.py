@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from atorch_ns.sharding import (
-    LayerGraph,
-    trace_layers,
-)
-from tests.sharding.tensor_models import (
-    WIDTH,
-    make,
-    tokens,
-)
+from atorch_ns.sharding import LayerGraph, trace_layers
+from tests.sharding.tensor_models import WIDTH, make, tokens
 
 
 def graph_of(model: nn.Module, batch: Any) -> LayerGraph:
