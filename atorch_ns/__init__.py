@@ -30,20 +30,6 @@ if TYPE_CHECKING:
     )
     from atorch_ns.strategy import Strategy
 
-_OF_PARALLEL = (
-    "BroadcastGenFilesStrategy",
-    "ComputeConfig",
-    "ParallelModule",
-    "ReuseType",
-    "broadcast_weights",
-    "build_optimizer",
-    "deduped_state_dict",
-    "load_deduped_state_dict",
-    "load_merged_state_dict",
-    "merge_state_dicts",
-    "parallelize",
-    "register_op",
-)
 
 __all__ = [
     "BroadcastGenFilesStrategy", "ComputeConfig", "ParallelModule", "Result", "ReuseType", "Strategy",
@@ -53,11 +39,11 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
+    **dict.fromkeys(__all__, "atorch_ns.parallel"),
     "attach_optimizer": "atorch_ns.apply",
     "auto_accelerate": "atorch_ns.api",
     "Result": "atorch_ns.job",
     "Strategy": "atorch_ns.strategy",
-    **dict.fromkeys(_OF_PARALLEL, "atorch_ns.parallel"),
 }
 
 

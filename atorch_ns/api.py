@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from atorch_ns.apply import WATCH, dry_run, make_job, resolve_alike
+from atorch_ns.capture.random_states import gradients_kept
 from atorch_ns.cluster import Cluster, join_process_group
 from atorch_ns.engine import SearchRequest
 from atorch_ns.job import Inputs, Result
@@ -159,7 +160,7 @@ def auto_accelerate(
     try:
         cluster = Cluster.detect()
         join_process_group(cluster)
-        with cluster.sharing_failures("auto_accelerate"):
+        with cluster.sharing_failures("auto_accelerate"), gradients_kept(inputs.model):
             request = SearchRequest(
                 load_strategy=load_strategy,
                 finetune_strategy=finetune_strategy,

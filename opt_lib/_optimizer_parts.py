@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache, partial, wraps
 from types import MethodType
 from typing import Any
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from atorch_ns.errors import CheckpointError, StepError
 from atorch_ns.job.gradients import norm_over
+from atorch_ns.job.optimizer.step_optimizer import StateView
 from atorch_ns.torch_compat import send_parts
 
 
@@ -82,11 +83,37 @@ def local_state_view(optimizer: Any) -> None:
     """
     optimizer.defaults.update(optimizer.optim.defaults)
     _share_state(optimizer)
+    optimizer._known_groups = _identify_groups(optimizer)
+    optimizer.register_step_pre_hook(_refuse_changed_groups)
     optimizer.register_load_state_dict_post_hook(_share_state)  # loading gives it a dict of its own
 
 
 def _share_state(optimizer: Any) -> None:
-    optimizer.state = optimizer.optim.state
+    def find(key: Any) -> Any:
+        if not isinstance(key, torch.Tensor) or any(key is p for p in _parameters_of(optimizer.optim)):
+            return key
+        raise StepError(
+            "the state of this parameter is on another rank: optim.optim has this rank's parameters. Use ddp, fsdp or zero2."
+        )
+
+    optimizer.state = StateView(optimizer.optim.state, find)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _identify_groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
+
+
+def _refuse_changed_groups(optimizer: Any, *_: Any) -> None:
+    """Raises where a loop has put parameters into other groups than those of which ranks have their parts."""
+    if _identify_groups(optimizer) != optimizer._known_groups:
+        raise StepError(
+            "parameters were added to the groups of the optimizer, taken out or moved, and ranks have divided them as they were. "
+            "Freeze by requires_grad, make the groups by optim_param_func, or use ddp, fsdp or zero2."
+        )
 
 
 @torch.no_grad()

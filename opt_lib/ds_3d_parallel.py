@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
@@ -14,27 +14,15 @@ from atorch_ns.job import Job
 from atorch_ns.method import Conflict, Expansion, Method, MethodConfig, Phase
 from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
+from atorch_ns.system import table_rows
 from opt_lib._deepspeed import zero as zero_module
 from opt_lib._deepspeed.pipeline import run_by_deepspeed
 from opt_lib._model_axes.pipeline_cut import cut_pipeline
 from opt_lib._model_axes.pipeline_plan import PipelineParallelConfig
 
-_OWNED: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "train_batch_size": "the batch size in dataloader_args decides",
-        "train_micro_batch_size_per_gpu": "the batch size and num_micro_batches decide",
-        "gradient_accumulation_steps": "use num_micro_batches",
-        "gradient_clipping": "use max_grad_norm of auto_accelerate, or clip_grad_norm_ of its result",
-        "optimizer": "use optim_func and optim_args of auto_accelerate",
-        "scheduler": "use lr_scheduler_cls and lr_scheduler_args of auto_accelerate",
-        "fp16": "use the method amp_native or half",
-        "bf16": "use the method amp_native or half",
-        "torch_autocast": "use the method amp_native",
-        "pipeline": "activations travel as they are; use the method checkpoint to recompute them",
-        "activation_checkpointing": "use the method checkpoint",
-        "tensor_parallel": "use a tensor axis in parallel_mode",
-    }
-)
+_OWNED: Final = {
+    row["key"]: row["decides"] for row in table_rows(Path(__file__).parent / "_deepspeed" / "decided.csv")
+}
 """Keys of DeepSpeed's configuration that others decide, and who does."""
 
 _WHY_PIPELINE = (

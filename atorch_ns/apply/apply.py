@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from atorch_ns.apply.build import build, report_applied
-from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.capture.random_states import gradients_kept, random_states_kept
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import AtorchError, InputError
 from atorch_ns.job.census import Census, carry_late_hooks
@@ -60,7 +60,7 @@ def apply_strategy(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Resu
         AtorchError: what a method or a user's function found wrong; on all ranks, where the failure of one
             can be seen before ranks communicate.
     """
-    with random_states_kept(torch.device(cluster.device)):
+    with random_states_kept(torch.device(cluster.device)), gradients_kept(inputs.model):
         return _apply_methods(inputs, cluster, resolved)
 
 

@@ -108,6 +108,17 @@ def buffers_lent(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def gradients_kept(module: nn.Module) -> Iterator[None]:
+    """Restores the gradients of ``module`` after the block: a loss of the user's may read its parameters, whatever copy runs."""
+    gradients = {p: None if p.grad is None else p.grad.clone() for p in module.parameters()}
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = None if gradient is None else gradient.to(parameter)
+
+
+@contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
     """Restores the training mode of every module inside ``module`` after the block."""
     modes = {child: child.training for child in module.modules()}

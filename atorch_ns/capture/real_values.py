@@ -59,18 +59,11 @@ def _layer_norm(
 
 _aten = torch.ops.aten
 
+_LOSSES = (_aten.mse_loss, _aten.smooth_l1_loss, _aten.soft_margin_loss, _aten.binary_cross_entropy)
 FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
     _aten._grouped_mm.default: _grouped_mm,
     _aten.native_layer_norm.default: _layer_norm,
-    **{
-        func: _reduced_in_place(func)
-        for func in (
-            _aten.mse_loss.default,
-            _aten.smooth_l1_loss.default,
-            _aten.soft_margin_loss.default,
-            _aten.binary_cross_entropy.default,
-        )
-    },
+    **{loss.default: _reduced_in_place(loss.default) for loss in _LOSSES},
 }
 """Fake kernels by operator; each takes the operator's arguments and returns its result on fake tensors."""
 

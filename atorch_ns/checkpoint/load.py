@@ -64,6 +64,9 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
             return Source.open(folder, result, data_position=data_position)
 
     source = cluster.agree(open_source, what="checking the checkpoint")
+    if result.optim is not None and any(p.grad is not None for p in result.model.parameters()):
+        log.warning("%s: gradients that have accumulated are dropped; load between steps.", folder)
+        result.optim.zero_grad()
     _check_content(source, cluster)
     try:
         source.read(distributed=cluster.distributed)

@@ -17,6 +17,7 @@ from atorch_ns.cluster.devices import DEVICES, device_named
 from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
 from atorch_ns.cluster.kernels import Figure
 from atorch_ns.errors import BackendError, InputError
+from atorch_ns.system import table_rows
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -105,15 +106,7 @@ def _read_limit(path: Path) -> int | None:
 
 
 OPTIONAL_PACKAGES: Mapping[str, str] = {
-    "fairscale": "fairscale",
-    "deepspeed": "deepspeed",
-    "transformers": "transformers",
-    "torchao": "torchao",
-    "transformer_engine": "transformer-engine",
-    "flash_attn": "flash-attn",
-    "flash_attn_interface": "flash-attn-3",
-    "apex": "apex",
-    "liger_kernel": "liger-kernel",
+    row["module"]: row["distribution"] for row in table_rows(Path(__file__).with_name("packages.csv"))
 }
 """Import name → distribution of every package that a built-in method can use."""
 

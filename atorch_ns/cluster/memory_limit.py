@@ -11,12 +11,14 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from atorch_ns.cluster.process_memory import data_bytes, unused_bytes
 from atorch_ns.errors import BackendError, InputError, RankError
+from atorch_ns.system import table_rows
 from atorch_ns.text import bytes_text
 
 if sys.platform != "win32":
@@ -253,23 +255,7 @@ def _asked_for(error: BaseException) -> str:
 
 
 _TEXTS: Final = re.compile(
-    r"""
-    CUDA\ out\ of\ memory                          # torch's allocator
-    | CUDA\ (driver\ )?error:\ out\ of\ memory     # the runtime's and the driver's own, as of a pinned allocation
-    | CUDA_ERROR_OUT_OF_MEMORY | cudaErrorMemoryAllocation
-    | CU(BLAS|SPARSE|SOLVER|FFT)_(STATUS_)?ALLOC_FAILED
-    | CUDNN_STATUS_(ALLOC_FAILED | INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED)
-    | Failed\ to\ CUDA\ (calloc|malloc|host\ alloc)    # NCCL
-    | Cuda\ failure\ (2\ )?'out\ of\ memory'       # NCCL
-    | DefaultCPUAllocator:.*can't\ allocate\ memory
-    | not\ enough\ memory:\ you\ tried\ to\ allocate   # torch's CPU allocator
-    | Cannot\ allocate\ memory                     # the system, by errno
-    | can't\ start\ new\ thread                     # no room for a stack
-    | std::bad_alloc                               # C++, of gloo's buffers
-    | Caught\ MemoryError\ in\ DataLoader           # torch's, of a worker
-    | \bout\ of\ memory\b
-    """,
-    re.VERBOSE,
+    "|".join(row["text"] for row in table_rows(Path(__file__).with_name("out_of_memory.csv")))
 )
 _NOT_MEMORY: Final = re.compile(r"out of resource: shared memory")
 """A Triton kernel that asks for more of a multiprocessor than there is: a smaller batch does not help."""

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from atorch_ns.capture.nests import leaves
+from atorch_ns.capture.nests import batch_sizes, leaves
+from atorch_ns.capture.random_states import BatchNorm
 from atorch_ns.cluster import Mesh, gathered
 from atorch_ns.errors import InputError, StepError
 from atorch_ns.job.same_place import STUCK_S
@@ -152,6 +153,9 @@ _ROUNDING: Final = 1e-4
 """Share of a parameter's largest sampled element by which copies may differ without an error: ranks with other processors may
 round otherwise."""
 
+_OF_SAMPLES: Final = "its "
+"""Begins the names of what may differ between ranks."""
+
 _DATA_AXES: Final = ("data", "zero", "expert")
 
 
@@ -191,7 +195,8 @@ class SameWeights:
         self._gradients = self._record_parts({}) if gradients else None
         self.is_on = True
         self._outside: OutsideWeights | None = None
-        self._is_warned = self._has_gradient = False
+        self._is_warned = self._is_told = self._has_gradient = False
+        self._num_samples = 0.0
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Looks from now on after the updates of an optimizer, whatever loop calls them."""
@@ -268,13 +273,30 @@ class SameWeights:
                 f"has not come to update {late.update}. Ranks must step together, or leave a step out together."
             )
         named: dict[torch.Tensor, str] = {p: path for path, p in self._named_parameters()}
-        written = self._record_parts(named | options, self._gradients)
+        written = self._record_parts(named | options | self._values_of_samples(), self._gradients)
         store = default_store()
         store.set(self._store_key(self._rank, "sums"), written.sums.tobytes())
         store.set(self._store_key(self._rank, "samples"), written.samples.tobytes())
         self._waiting[self._number] = written
         for what in ("sums", "samples"):  # all have read those: a rank that is two behind ends the others
             store.delete_key(self._store_key(self._rank, what, self._number - 3))
+
+    def note_batch(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The hook before a forward pass of the model."""
+        sizes = batch_sizes((args, kwargs)) if torch.is_grad_enabled() else ()
+        self._num_samples = float(max(sizes, default=self._num_samples))
+
+    def _values_of_samples(self) -> dict[torch.Tensor, str]:
+        """What depends on the samples of this rank where one process would see those of all; batch norms have notes of their own."""
+        modules = (module for root in self._roots for module in root.named_modules())
+        found = {
+            buffer: f"{_OF_SAMPLES}buffer {f'{path}.{name}'.removeprefix('.')}"
+            for path, module in modules
+            if not isinstance(module, BatchNorm)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        return {**found, torch.tensor(self._num_samples): f"{_OF_SAMPLES}number of samples in a batch"}
 
     def _store_key(self, rank: int, what: str, number: int | None = None) -> str:
         return f"atorch_ns/weights/{self._name}/{self._number if number is None else number}/{rank}/{what}"
@@ -305,6 +327,19 @@ class SameWeights:
             largest = np.maximum(np.abs(samples).max(1), np.abs(other).max(1))
             nan_on_both = np.isnan(samples).any(1) & np.isnan(other).any(1)
             wrong = ~(off <= _ROUNDING * largest) & ~nan_on_both
+        of_samples = np.array([own.paths[place].startswith(_OF_SAMPLES) for place in places])
+        names = [own.paths[place] for place in places[wrong & of_samples]]
+        if names and not self._is_told:
+            self._is_told = True
+            log.warning(
+                "after update %d, rank %d differs from rank %d in %s: it is of this rank's samples, where one process has those of all, "
+                "and the mean of each rank counts alike. Average over the ranks what a forward pass writes (dist.all_reduce), and give "
+                "ranks batches of one size, or pass weight_func and call train_step.",
+                *(own.update, self._rank, rank, first_few(names, 3)),
+            )
+        places, wrong = places[~of_samples], wrong[~of_samples]
+        if not len(places):
+            return
         paths = [own.paths[place] for place in (places[wrong] if wrong.any() else places)]
         if wrong.any():
             raise StepError(
@@ -327,18 +362,14 @@ class OutsideWeights:
     """Says once where an optimizer that auto_accelerate has not made gives ranks other weights, as of a loss with parameters.
 
     Nothing averages the gradients of what is outside of the model. After some of its updates a rank writes a checksum of all that
-    such an optimizer updates into the store, and reads those of others at a later one, if they are there.
-
-    Args:
-        name: of the job, the same on all ranks and on no other job.
-        others: the ranks whose weights are to be equal.
-        known: the job's optimizers.
+    such an optimizer updates into the store, and reads those of ``others`` at a later one, if they are there. ``known`` are the
+    job's optimizers.
     """
 
     def __init__(self, name: str, others: Sequence[int], known: Iterable[torch.optim.Optimizer]) -> None:
         self._name, self._others = name, others
-        self._updates = WeakKeyDictionary[torch.optim.Optimizer, int]()
-        self._waiting: dict[str, bytes] = {}
+        self._updates = WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]]()
+        self._waiting = WeakKeyDictionary[torch.optim.Optimizer, tuple[str, bytes]]()
         self._known = tuple(known)
         for optimizer in self._known:
             optimizer.register_step_post_hook(self._mark_as_known)
@@ -359,18 +390,19 @@ class OutsideWeights:
         if is_inside or not all(map(_is_whole, parameters)):
             return
         store = default_store()
-        for key, written in tuple(self._waiting.items()):
-            if store.check([f"{key}/{rank}" for rank in self._others]):
-                del self._waiting[key]
-                if any(store.get(f"{key}/{rank}") != written for rank in self._others):
-                    self._warn_about_weights(optimizer)
-        self._updates[optimizer] = number = self._updates.get(optimizer, 0) + 1
+        key, written = self._waiting.get(optimizer, ("", b""))
+        if key and store.check([f"{key}/{rank}" for rank in self._others]):
+            del self._waiting[optimizer]
+            if any(store.get(f"{key}/{rank}") != written for rank in self._others):
+                return self._warn_about_weights(optimizer)
+        place, number = self._updates.get(optimizer, (len(self._updates), 1))
+        self._updates[optimizer] = place, number + 1
         if number in _FIRST_UPDATES:
             values = [p.detach() for group in optimizer.param_groups for p in group["params"]]
-            key = f"atorch_ns/outside/{self._name}/{[list(value.shape) for value in values]}/{number}"
+            key = f"atorch_ns/outside/{self._name}/{place}/{[list(value.shape) for value in values]}/{number}"
             sums = _on_cpu([sum_of_bits(value) for value in values], 0)
-            self._waiting[key] = sums.numpy().tobytes()
-            store.set(f"{key}/{dist.get_rank()}", self._waiting[key])
+            self._waiting[optimizer] = key, sums.numpy().tobytes()
+            store.set(f"{key}/{dist.get_rank()}", sums.numpy().tobytes())
 
     def _warn_about_weights(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_step_post_hook(self._mark_as_known)  # no job says it again

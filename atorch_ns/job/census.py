@@ -55,6 +55,7 @@ class Census:
             for hook in module._forward_pre_hooks.values()
             if hasattr(hook, "name")
         }
+        self._listed = list(_listed_parameters(model))
         self._shared = [pair for pair in _shared_memory(model) if anew.isdisjoint(pair)]
         self._renormalised = [
             name or "the model"
@@ -87,6 +88,12 @@ class Census:
                     "under this strategy they would have memory of their own. Make them one parameter (module.b = module.a), or "
                     "read the parameter where the other is used; ddp and zero1 leave them as they are."
                 )
+        if self._listed and self._is_replaced(job):
+            raise InputError(
+                f"{first_few(self._listed)} holds a parameter of the model in a list or dictionary, and under this strategy the model has "
+                "other tensors in the place of its parameters. Read the parameter by its name where it is used (self.module.weight), "
+                "or use ddp or zero1."
+            )
         now = {plain_name(name): parameter for name, parameter in job.module.named_parameters()}
         self._stop_stale_optimizers(now.values())
         if job.cluster.world_size > 1 or job.step.num_micro_batches > 1:
@@ -422,6 +429,16 @@ def _shared_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield before[1], name
         if before is None or before[0][0] != memory[0] or before[0][2] < memory[2]:
             before = entry
+
+
+def _listed_parameters(model: nn.Module) -> Iterator[str]:
+    """Attributes of modules that hold parameters of the model in nests."""
+    known = set(model.parameters())
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            is_nest = isinstance(value, (list, tuple, dict)) and not name.startswith("_")
+            if is_nest and not known.isdisjoint(tensors_of(value)):
+                yield f"{plain_name(path)}.{name}".removeprefix(".")
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

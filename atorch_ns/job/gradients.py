@@ -467,9 +467,9 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 _NONE_COME: Final = (
-    "though the model was called and no backward pass followed. Under this strategy parameters are gathered for each pass, so that "
+    "though the model was called and no backward pass followed, or all of them under no_sync. Under this strategy parameters are gathered for each pass, so that "
     "torch.autograd.grad(loss, parameters) and loss.backward(inputs=parameters) find no gradient of them: call loss.backward() "
-    "and read parameter.grad, or choose ddp or zero1."
+    "and read parameter.grad, the last pass of a step without no_sync, or choose ddp or zero1."
 )
 
 

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline import get_schedule
+from atorch_ns.system import table_rows
 from atorch_ns.text import did_you_mean
 
 _CHOICES: Final = {
@@ -21,41 +22,17 @@ _CHOICES: Final = {
     "tp_overlapping_level": (0, 1, 2, 3),
     "zero_stage": (0, 1, 2, 3),
 }
-_AT_LEAST: Final = {
-    "checkpoint_num_layers": 0,
-    "gradient_accumulation_steps": 1,
-    "shard_count": 1,
-    "seq_length": 1,
-    "num_layers": 1,
-    "loss_scale": 0,
-    "loss_scale_window": 1,
-    "hysteresis": 1,
-    "min_loss_scale": 0,
-    "zero_allgather_bucket_size": 1,
-    "zero_reduce_bucket_size": 1,
-    "sequence_dim": 0,
-    "eval_iters": 1,
-    "out_seq_length": 1,
-    "temperature": 0,
-}
-_NO_USE: Final = {
-    "trace_method": "models are cut at calls of their modules, which are found without tracing them by fx or dynamo",
-    "trace_model": "no list of models that can be traced is needed",
-    "input_names": "the model is given what a batch holds",
-    "init_method_std": "the weights of the given model are divided as they are; none are drawn anew",
-    "dealloc_pipeoutput": "a stage's output is always freed once the next stage has it",
-    "split_inputs": "each rank of a pipeline reads the inputs that its stages need from the batch",
-}
+
+
+def _read_rule(rule: str) -> dict[str, str]:
+    rows = table_rows(Path(__file__).with_name("fields.csv"))
+    return {row["field"]: row["value"] for row in rows if row["rule"] == rule}
+
+
+_AT_LEAST: Final = {field: int(least) for field, least in _read_rule("least").items()}
+_NO_USE: Final = _read_rule("no use")
 """Fields that have nothing to do here, and why."""
-_REFUSED: Final = {
-    "deepspeed": "use zero_stage, dp, tp and pp",
-    "fsdp": "use zero_stage=3",
-    "parallelism_config": "use init(dp=…, tp=…, pp=…)",
-    "activation_checkpointing_kwargs": "use activation_checkpoint_ratio and checkpoint_num_layers",
-    "fp16_full_eval": "evaluation runs in the precision of training",
-    "bf16_full_eval": "evaluation runs in the precision of training",
-    "auto_find_batch_size": "the ranks of a pipeline or of divided layers would try different sizes",
-}
+_REFUSED: Final = _read_rule("refused")
 """Fields of TrainingArguments that do not go with a divided model, and what to use or why."""
 
 LARGEST_SCALE_POWER: Final = 127

@@ -47,6 +47,7 @@ def extend_dtensor_operators(models: Iterable[nn.Module]) -> None:
     handlers[_aten.index_put_.default] = _compute_whole  # torch's rule leaves a mask of another part
     if not torch.cuda.is_available():  # where torch draws other numbers for each part
         handlers.update(dict.fromkeys(_RANDOM, _draw_whole))
+        handlers.update(dict.fromkeys(_RANDOM_BY_VALUES, _compute_whole))
     for operator in _VIEWS:
         _register_handler(operator, _follow_view)
     _let_mixed_through()
@@ -102,7 +103,13 @@ def _compute_norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 _RANDOM = (
     _aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.exponential_.default,
-    _aten.randn_like.default, _aten.rand_like.default,
+    _aten.randn_like.default, _aten.rand_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype,
+    _aten.cauchy_.default, _aten.log_normal_.default, _aten.geometric_.default, _aten.random_.default, _aten.random_.to,
+    getattr(_aten.random_, "from"),
+)  # fmt: skip
+_RANDOM_BY_VALUES = (
+    _aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor, _aten.binomial.default, _aten.multinomial.default,
+    _aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor,
 )  # fmt: skip
 
 

@@ -365,14 +365,14 @@ def _with_a_learned_loss(averages: bool) -> list[str]:
     result, told = _job(["fsdp"]), list[str]()
     other = _job(["zero1", ("half", {"dtype": "bf16", "master_weights": True})])
     agreement.log.addFilter(lambda record: told.append(record.getMessage()) or False)
-    factor = nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([factor], lr=0.1)
+    factors = [nn.Parameter(torch.ones(())) for _ in range(2)]
+    optimizers = [torch.optim.SGD([factor], lr=0.1) for factor in factors]
     for batch in result.dataloader:
-        (factor * result.loss_func(batch, result.model(batch))).backward()
-        if averages:
+        (factors[0] * factors[1].square() * result.loss_func(batch, result.model(batch))).backward()
+        for factor in factors if averages else ():
             dist.all_reduce(factor.grad, op=dist.ReduceOp.AVG)
-        result.optim.step()
-        optimizer.step()
+        for optimizer in (result.optim, *optimizers):
+            optimizer.step()
         other.train_step(batch)
         dist.barrier()
     return [message for message in told if "that auto_accelerate has not made" in message]
@@ -380,9 +380,75 @@ def _with_a_learned_loss(averages: bool) -> list[str]:
 
 @pytest.mark.parametrize("averages", [False, True])
 def test_weights_outside_of_the_model_that_drift_are_said_once(averages: bool) -> None:
-    assert [len(told) for told in run_ranks(_with_a_learned_loss, 2, args=(averages,), timeout_s=60)] == [
-        not averages
-    ] * 2
+    told = run_ranks(_with_a_learned_loss, 2, args=(averages,), timeout_s=60)
+    assert [len(messages) for messages in told] == [0 if averages else 2] * 2
+
+
+class Centred(Net):
+    """Subtracts a running mean of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        centre = self.get_buffer("centre")
+        with torch.no_grad():
+            centre.lerp_(x.mean(0), 0.5)
+        return super().forward(x - centre)
+
+
+def _of_samples(kind: type[nn.Module], num_rows: int) -> list[str]:
+    told = list[str]()
+    agreement.log.addFilter(lambda record: told.append(record.getMessage()) or False)
+    torch.manual_seed(0)
+    _, result, _ = auto_accelerate(
+        kind(),
+        torch.optim.SGD,
+        loss_func=lambda batch, output: output.square().mean(),
+        optim_args={"lr": 0.1},
+        load_strategy=["ddp"],
+    )
+    for number in range(3):
+        batch = torch.randn(
+            num_rows if dist.get_rank() else 4,
+            8,
+            generator=torch.Generator().manual_seed(number + 10 * dist.get_rank()),
+        )
+        result.loss_func(batch, result.model(batch)).backward()
+        result.optim.step()
+        dist.barrier()
+    return [message for message in told if "of this rank's samples" in message]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "words"),
+    [(Centred, 4, "buffer centre"), (Net, 2, "number of samples"), (Net, 4, "")],
+)
+def test_what_is_of_the_samples_of_a_rank_is_said_once(
+    kind: type[nn.Module], num_rows: int, words: str
+) -> None:
+    for told in run_ranks(_of_samples, 2, args=(kind, num_rows), timeout_s=60):
+        assert [words in message for message in told] == [True] * bool(words)
+
+
+def _with_a_loss_that_reads_the_model() -> list[bool]:
+    torch.manual_seed(0)
+    model = Net()
+    auto_accelerate(
+        model,
+        torch.optim.SGD,
+        torch.randn(16, 8),
+        lambda batch, output: output.square().mean() + sum(p.square().sum() for p in model.parameters()),
+        optim_args={"lr": 0.1},
+        dataloader_args={"batch_size": 4},
+        load_strategy=[("parallel_mode", ([("tensor", 2)], None)), "tensor_parallel"],
+    )
+    return [parameter.grad is None for parameter in model.parameters()]
+
+
+def test_what_is_tried_before_training_leaves_no_gradients() -> None:
+    assert all(map(all, run_ranks(_with_a_loss_that_reads_the_model, 2, timeout_s=60)))
 
 
 def _leaves_the_group() -> list[str]:

@@ -369,6 +369,81 @@ def _last_two(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(parameters)[-2:], lr=0.1)
 
 
+def states_taken_out(job: Job) -> None:
+    for number, batch in enumerate(job.parts()):
+        job.step(batch)
+        if number == 2:
+            for parameter in job.model.parameters():
+                assert job.optimizer.state.pop(parameter)["momentum_buffer"] is not None
+                assert job.optimizer.state.get(parameter) is None
+
+
+def states_read(job: Job) -> None:
+    plain(job)
+    for parameter in job.model.parameters():
+        job.optimizer.state[parameter]["momentum_buffer"].zero_()
+
+
+def clipped_before_each_step(job: Job) -> None:
+    job.optimizer.register_step_pre_hook(lambda *_: _clip(job.model, 0.4))
+    plain(job)
+
+
+def searched_along_lines(job: Job) -> None:
+    for batch in job.parts()[:2]:
+
+        def evaluate(batch: Tensor = batch) -> Tensor:
+            job.optimizer.zero_grad()
+            return job.backward(batch)
+
+        job.optimizer.step(evaluate)
+
+
+def groups_changed(job: Job) -> None:
+    for number, batch in enumerate(job.parts()):
+        if number == 2:
+            del job.optimizer.param_groups[0]["params"][-1]
+        job.step(batch)
+
+
+def noise_by_weights(job: Job) -> None:
+    for number, batch in enumerate(job.parts()):
+        job.step(batch)
+        torch.manual_seed(number)
+        with torch.no_grad():
+            for parameter in job.inner.parameters():
+                parameter.add_(torch.bernoulli(parameter.sigmoid()), alpha=0.01)
+                parameter.add_(torch.empty_like(parameter).cauchy_().clamp(-1, 1), alpha=0.01)
+
+
+class Penalised(Net):
+    """Whose blocks tell hooks of the size of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes: list[Tensor] = []
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, *_: sizes.append(module.up.weight.square().mean()))
+        object.__setattr__(self, "sizes", sizes)
+
+
+def penalty_of_hooks(job: Job) -> None:
+    sizes = job.inner.sizes
+    for batch in job.parts():
+        job.optimizer.zero_grad()
+        output = job.model(batch)
+        loss = (job.result.loss_func if job.result else _loss)(batch, output) + sum(sizes)
+        sizes.clear()
+        loss.backward()
+        job.optimizer.step()
+
+
+class Listed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = [self.first.weight]
+
+
 EQUAL: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Sequence[Any]], ...]] = (
     (attributes_of_blocks, Net, _sgd, (["ddp", "checkpoint"], ["zero1"], ["fsdp", "checkpoint"])),
     (thaw, Net, _sgd, (["fsdp", BF16], ["zero2", BF16])),
@@ -388,6 +463,12 @@ EQUAL: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Se
     (backward_after_clipping, Net, _sgd, (["zero2"], ["ddp", MASTERS], ["zero1", MASTERS])),
     (loaded_by_names_of_the_model, Net, _sgd, (["ddp"], ["zero1"])),
     (plain, Net, _last_two, (["ddp"], ["zero2"])),
+    (states_taken_out, Net, _sgd, (["fsdp"], ["ddp", HALF])),
+    (clipped_before_each_step, Net, _sgd, (["fsdp"], ["ddp", MASTERS])),
+    (searched_along_lines, Net, partial(torch.optim.LBFGS, max_iter=3), (["ddp", MASTERS],)),
+    (noise_by_weights, Net, _sgd, (["fsdp"],)),
+    (penalty_of_hooks, Penalised, _sgd, (["fsdp"], ["fsdp", "checkpoint"])),
+    (plain, Listed, _sgd, (["ddp"],)),
 )
 REFUSED: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Sequence[Any], str], ...]] = (
     (perturbed, Net, Averaging, (["zero1"], ["zero1", MASTERS]), "optim.first_step() has written weights"),
@@ -398,6 +479,10 @@ REFUSED: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, 
         (["ddp", ("half", {"dtype": "fp16", "init_scale": 2.0**30})],),
         "step() alone skips an update",
     ),
+    (plain, Listed, _sgd, (["fsdp"],), "tied holds a parameter of the model in a list"),
+    (states_read, Net, _sgd, (["zero1"],), "the state of this parameter is on another rank"),
+    (groups_changed, Net, _sgd, (["zero1"],), "taken out or moved"),
+    (clipped_before_each_step, Net, _sgd, (["ddp", HALF],), "while they had the loss scale"),
     (plain, Net, _last_two, (["zero1"],), "optim_func makes 1 group of 2 of the 16 parameters"),
     (error_in_backward, Net, _sgd, (["fsdp"], ["zero2"]), "an error has ended the last backward pass"),
     (gradients_by_grad, Net, _sgd, (["fsdp"], ["zero2"]), "gradients that are all zero"),

@@ -24,20 +24,14 @@ _FIRST_CONTACT_S = 10.0
 enough for a process that was started or restarted at the same time."""
 _NOTE_AFTER_S = 10.0
 # https://grpc.io/docs/guides/retry: the first line of defence, within one call's deadline.
-_SERVICE_CONFIG = {
-    "methodConfig": [
-        {
-            "name": [{}],
-            "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "1s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
+_RETRY_POLICY = {
+    "maxAttempts": 4,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "1s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
 }
+_SERVICE_CONFIG = {"methodConfig": [{"name": [{}], "retryPolicy": _RETRY_POLICY}]}
 _PASSING = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -174,6 +174,9 @@ def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
     if job.num_data_ranks > 1 and job.plan.sharding.layout != "flat":
         roots, sends = [job.module, *job.parts.stages], job.plan.sharding.layout == "parameters"
         job.step.same_weights = SameWeights(job.mesh, roots, job.name, gradients=sends)
+        if job.inputs.weight_func is None:
+            look = torch.compiler.disable(job.step.same_weights.note_batch)
+            job.module.register_forward_pre_hook(look, with_kwargs=True)
     if not job.parts.stages:
         together = _ranks_together(job)
         everyone = range(job.cluster.world_size) if job.plan.sharding.parameters_over else together

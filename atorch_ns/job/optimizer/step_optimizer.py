@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from inspect import unwrap
@@ -12,6 +13,7 @@ from weakref import WeakMethod, finalize
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from atorch_ns.errors import StepError
 from atorch_ns.job.gradients import gradient_norm, gradient_versions
@@ -145,6 +147,37 @@ def _version_mark(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor._version, local_part(tensor).data_ptr()
 
 
+class StateView(MutableMapping[Any, Any]):
+    """States of an optimizer by the parameters that a user knows; ``find`` gives the tensor that is updated, or raises."""
+
+    def __init__(self, states: MutableMapping[Any, Any], find: Callable[[Any], Any]) -> None:
+        self._states, self._find = states, find
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._states[self._find(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._states[self._find(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._states[self._find(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return self._find(key) in self._states
+
+    def get(self, key: Any, default: Any = None) -> Any:  # noqa: D102  # of a dictionary
+        return self._states.get(self._find(key), default)
+
+    def pop(self, key: Any, *default: Any) -> Any:  # noqa: D102  # of a dictionary
+        return self._states.pop(self._find(key), *default)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
 class StepOptimizer(torch.optim.Optimizer):
     """An optimizer around an optimizer: unscales gradients, skips bad steps, keeps fp32 master weights.
 
@@ -189,7 +222,8 @@ class StepOptimizer(torch.optim.Optimizer):
         self._prepared = False
         self._overflow = False
         self._scaled: dict[torch.Tensor, tuple[int, int, int]] = {}
-        self._is_mixed = self._is_late = self._is_cleared = False
+        self._is_mixed = self._is_late = self._is_cleared = self._is_in_hooks = False
+        self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         if scaler is not None:
             scaler.at_backward = self._begin_backward
             refuse = WeakMethod(self._refuse_other)
@@ -283,11 +317,19 @@ class StepOptimizer(torch.optim.Optimizer):
                 "a closure evaluates the model inside the step, and the loss scale must not change there. Use "
                 "bf16 with optimizers that need a closure."
             )
+        if closure is not None and self.masters is not None and not self._skip_if_nonfinite:
+            found = self.inner.step(partial(self._evaluate, closure))
+            self.masters.copy_to_parameters()
+            self._forget_gradients()
+            return found
+        loss: float | None = None
         if closure is not None:
             with torch.enable_grad():
-                loss: float | None = closure()
-        else:
-            loss = None
+                loss = closure()
+        self._is_in_hooks = True
+        for hook in tuple(self._hooks.values()):
+            hook(self, (), {})
+        self._is_in_hooks = False
         self.prepare_gradients()
         self.skipped = self._overflow or (self._skip_if_nonfinite and self._has_nonfinite())
         if not self.skipped:
@@ -300,6 +342,24 @@ class StepOptimizer(torch.optim.Optimizer):
             self.masters.copy_to_parameters()
         self._forget_gradients()
         return loss
+
+    def _evaluate(self, closure: Callable[[], float]) -> float:
+        """A closure's loss where the optimizer has moved the masters, which gets its gradients."""
+        assert self.masters is not None
+        self.masters.copy_to_parameters()
+        self._forget_gradients()
+        with torch.enable_grad():
+            loss = closure()
+        self.prepare_gradients()
+        return loss
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Calls it while gradients are the model's; they are moved to masters when it asks for ``optimizer.param_groups``."""
+        if self.masters is None:
+            return self.inner.register_step_pre_hook(hook)
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the weights and of their masters."""
@@ -321,12 +381,16 @@ class StepOptimizer(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The inner optimizer's groups; changing a learning rate here changes it there."""
+        if self._is_in_hooks:
+            self.prepare_gradients()
         return self.inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's state."""
-        return self.inner.state
+        """The inner optimizer's state, by the model's parameters too where it updates masters."""
+        return (
+            self.inner.state if self.masters is None else StateView(self.inner.state, self.masters.master_of)
+        )
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

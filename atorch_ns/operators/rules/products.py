@@ -6,7 +6,6 @@ Legend: B batch, T tokens, N rows, I input features or channels, O output featur
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from atorch_ns.capture.graph.call import Call
 from atorch_ns.operators.rules.dims import Dims, Letters, Table, broadcast, frozen, letters, name_of
@@ -159,24 +158,23 @@ def _grouped_product(call: Call) -> Dims | None:
     return Dims(inputs, [(None, "O")], "I", fits=aligned, why=_SUMMED)
 
 
-_POOLS: Sequence[Any] = [f"{kind}_pool{n}d" for kind in ("avg", "max", "adaptive_avg") for n in (1, 2, 3)]
-_UPSAMPLE = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+_POOLS = " ".join(f"{kind}_pool{n}d" for kind in ("avg", "max", "adaptive_avg") for n in (1, 2, 3))
+_KINDS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+_UPSAMPLE = " ".join(f"upsample_{kind}" for kind in _KINDS)
 
-PRODUCTS: Mapping[str, Table] = {
-    "linear": _dims_of_linear,
-    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), _dims_of_matmul),
-    "outer": _dims_of_outer,
-    **dict.fromkeys(("addmm", "baddbmm"), _dims_of_addmm),
-    "einsum": _dims_of_einsum,
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "convolution"), _dims_of_convolution),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _dims_of_convolution),
-    "scaled_dot_product_attention": _dims_of_attention,
-    **dict.fromkeys(("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm"), _layer_norm),
-    **dict.fromkeys(("group_norm", "instance_norm"), _group_norm),
-    **dict.fromkeys(_POOLS, _dims_of_channelwise),
-    **dict.fromkeys(("max_pool2d_with_indices", "max_pool3d_with_indices"), _dims_of_channelwise),
-    **dict.fromkeys((f"upsample_{kind}" for kind in _UPSAMPLE), _dims_of_channelwise),
-    "embedding": _dims_of_embedding,
-    **dict.fromkeys(("_grouped_mm", "grouped_mm_fallback"), _grouped_product),
+_BY_TABLE: Mapping[Table, str] = {
+    _dims_of_linear: "linear",
+    _dims_of_matmul: "matmul mm bmm mv dot",
+    _dims_of_outer: "outer",
+    _dims_of_addmm: "addmm baddbmm",
+    _dims_of_einsum: "einsum",
+    _dims_of_convolution: "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d",
+    _dims_of_attention: "scaled_dot_product_attention",
+    _layer_norm: "layer_norm rms_norm native_layer_norm _fused_rms_norm",
+    _group_norm: "group_norm instance_norm",
+    _dims_of_channelwise: f"{_POOLS} {_UPSAMPLE} max_pool2d_with_indices max_pool3d_with_indices",
+    _dims_of_embedding: "embedding",
+    _grouped_product: "_grouped_mm grouped_mm_fallback",
 }
+PRODUCTS: Mapping[str, Table] = {name: table for table, names in _BY_TABLE.items() for name in names.split()}
 """Tables by the operator's name."""

@@ -28,17 +28,11 @@ _TABLES: Mapping[str, Table] = {**PRODUCTS, **REDUCTIONS, **INDEXING, **VIEWS}
 
 _POINTWISE = frozenset(
     [
-        *(
-            "to", "_to_copy", "type_as", "clone", "contiguous", "alias", "detach", "lift_fresh_copy",
-            "copy", "fill",
-        ),
+        *("to", "_to_copy", "type_as", "clone", "contiguous", "alias", "detach", "lift_fresh_copy", "copy", "fill"),
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
         *("dropout", "alpha_dropout", "native_dropout", "bernoulli", "masked_fill", "where", "nan_to_num"),
         *("__and__", "__or__", "__xor__", "isfinite", "isnan", "isinf", "greater", "less", "not_equal"),
-        *(
-            "softplus", "hardtanh", "hardswish", "relu", "relu6", "selu", "celu", "mish", "log_sigmoid",
-            "logit",
-        ),
+        *("softplus", "hardtanh", "hardswish", "relu", "relu6", "selu", "celu", "mish", "log_sigmoid", "logit"),
         *("square", "rsub", "float_power", "floor_divide", "subtract", "multiply", "divide", "true_divide"),
         *("absolute", "negative", "clip", "addcmul", "addcdiv", "lerp", "complex", "real", "imag"),
     ]

@@ -230,32 +230,26 @@ def _dims_of_factory(call: Call) -> Dims:
     return Dims(frozen(call), [letters(len(call.outputs[0].shape))], why="every element is made alike")
 
 
-VIEWS: Mapping[str, Table] = {
-    **dict.fromkeys(
-        ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "_reshape_alias"), _dims_of_reshape
-    ),
-    **dict.fromkeys(("view_as", "reshape_as"), _dims_of_reshape),
-    **dict.fromkeys(
-        ("permute", "transpose", "t", "movedim", "moveaxis", "swapaxes", "swapdims"), _dims_of_permute
-    ),
-    **dict.fromkeys(("mT", "mH", "adjoint", "matrix_H", "numpy_T"), _dims_of_permute),
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _dims_of_expand),
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "narrow"), _dims_of_split),
-    **dict.fromkeys(("tril", "triu"), _dims_of_triangle),
-    **dict.fromkeys(("flip", "roll"), _dims_of_flip),
-    **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn", "randint"), _dims_of_factory),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _dims_of_factory),
-    "unsqueeze": _dims_of_unsqueeze,
-    "squeeze": _dims_of_squeeze,
-    "slice": _dims_of_slice,
-    "unfold": _dims_of_unfold,
-    **dict.fromkeys(("select", "unbind"), _dims_of_select),
-    "stack": _dims_of_stack,
-    "cat": _dims_of_cat,
-    **dict.fromkeys(("pad", "constant_pad_nd"), _dims_of_pad),
-    **dict.fromkeys(("repeat", "tile"), _dims_of_repeat),
-    "repeat_interleave": _dims_of_repeat_interleave,
+_BY_TABLE: Mapping[Table, str] = {
+    _dims_of_reshape: "view reshape _unsafe_view flatten unflatten _reshape_alias view_as reshape_as",
+    _dims_of_permute: "permute transpose t movedim moveaxis swapaxes swapdims mT mH adjoint matrix_H numpy_T",
+    _dims_of_expand: "expand expand_as broadcast_to",
+    _dims_of_split: "split split_with_sizes chunk tensor_split narrow",
+    _dims_of_triangle: "tril triu",
+    _dims_of_flip: "flip roll",
+    _dims_of_factory: "zeros ones full empty rand randn randint new_zeros new_ones new_full new_empty",
+    _dims_of_unsqueeze: "unsqueeze",
+    _dims_of_squeeze: "squeeze",
+    _dims_of_slice: "slice",
+    _dims_of_unfold: "unfold",
+    _dims_of_select: "select unbind",
+    _dims_of_stack: "stack",
+    _dims_of_cat: "cat",
+    _dims_of_pad: "pad constant_pad_nd",
+    _dims_of_repeat: "repeat tile",
+    _dims_of_repeat_interleave: "repeat_interleave",
 }
+VIEWS: Mapping[str, Table] = {name: table for table, names in _BY_TABLE.items() for name in names.split()}
 """Tables by the operator's name."""
 
 _SIZES = {

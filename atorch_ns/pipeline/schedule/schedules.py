@@ -211,24 +211,10 @@ def _read_schedule(row: Mapping[str, str]) -> ScheduleInfo:
 SCHEDULES = tuple(map(_read_schedule, table_rows(Path(__file__).with_name("schedules.csv"))))
 """Every schedule, the simplest first."""
 
-_ALIASES: dict[str, tuple[str, str]] = {
-    "interleaved": ("Interleaved1F1B", ""),
-    "bfs": ("LoopedBFS", ""),
-    "zerobubble": ("InterleavedZeroBubble", ""),
-    "zb1p": ("InterleavedZeroBubble", ""),
-    "zbv": ("ZBVZeroBubble", ""),
-    "dualpipe": ("DualPipeV", "DualPipe keeps two copies of the parameters; DualPipeV needs one"),
-    # nnScaler's `pipeline_scheduler`.
-    "chimeradirect": ("DualPipeV", "Chimera keeps two copies of the parameters; DualPipeV needs one"),
-    "inferpipe": (
-        "GPipe",
-        "result.infer_step runs the forward passes of any schedule, one micro-batch after another",
-    ),
-    # Merak's `train_schedule`.
-    "dsdefault": ("1F1B", "DeepSpeed's default order is 1F1B"),
-    "earlyrecompute1f1b": ("PreRecompute1F1B", ""),
-    "fullcriticalpath1f1b": ("ShiftedCriticalPath", ""),
+_ALIASES = {
+    row["alias"]: (row["name"], row["note"]) for row in table_rows(Path(__file__).with_name("aliases.csv"))
 }
+"""Names of torch, nnScaler's ``pipeline_scheduler`` and Merak's ``train_schedule``."""
 
 
 def get_schedule(name: str) -> ScheduleInfo:

@@ -10,11 +10,14 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from atorch_ns.system import table_rows
 
 Compute = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """``(module, input, weight, bias) -> output``."""
@@ -133,27 +136,11 @@ def divided_dims(style: str, kind: LayerKind) -> dict[str, int]:
     return {"weight": kind.out_dim, "bias": 0}
 
 
-STYLES: Mapping[str, str] = {
-    "colwise": "output features divided; each rank goes on with its own",
-    "rowwise": "input features divided; the partial results are summed",
-    "colwise_gather_output": "output features divided and gathered again: a head over the vocabulary",
-    "embedding_rowwise": "an embedding whose rows, the vocabulary, are divided",
-    "heads": "an nn.MultiheadAttention divided by its heads",
-    "replicate": "whole on every rank",
-    "sequence": "whole on every rank, on a part of the sequence where sequence=True divides it, else like replicate",
-}
+_ROWS = table_rows(Path(__file__).with_name("styles.csv"))
+STYLES: Mapping[str, str] = {row["style"]: row["effect"] for row in _ROWS}
 """The effect of each style; the names are those of transformers' plans where it has them."""
 
-_ALIASES = {
-    "column": "colwise",
-    "col": "colwise",
-    "packed_colwise": "colwise",
-    "row": "rowwise",
-    "colwise_rep": "colwise_gather_output",
-    "vocab": "embedding_rowwise",
-    "replicated": "replicate",
-    "sequence_parallel": "sequence",
-}
+_ALIASES = {alias: row["style"] for row in _ROWS for alias in row["aliases"].split()}
 
 _UNDIVIDED = ("replicate", "sequence")
 

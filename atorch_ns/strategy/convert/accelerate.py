@@ -33,21 +33,7 @@ _SWITCHES: Final = {
     "forward_prefetch": "forward_prefetch",
     "sync_module_states": "sync_module_states",
 }
-_UNSHARDED: Final = {
-    **dict.fromkeys(
-        (
-            "auto_wrap_policy",
-            "transformer_layer_cls_to_wrap",
-            "min_num_params",
-            "backward_prefetch",
-            "forward_prefetch",
-        ),
-        "nothing is sharded, so nothing is gathered by units",
-    ),
-    "sync_module_states": "always so: ddp begins with the weights of rank 0",
-    "offload_params": "ddp keeps parameters on the device. fsdp with cpu_offload keeps them on the host, sharded; "
-    "optimizer_offload with ddp keeps optimizer states there, in fp32 or bf16",
-}
+_UNSHARDED: Final = read_reasons("accelerate without shards")
 """Keys without effect under NO_SHARD, each with the reason."""
 _POLICIES: Final = {
     "TRANSFORMER_BASED_WRAP": "TRANSFORMER_BASED_WRAP: a unit for each of the named classes, or for each repeated block",
@@ -184,16 +170,14 @@ def _micro_batches(converter: Converter, *, staged: bool) -> None:
 
 
 _KINDS: Final = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "TP")
-_AXES: Final = {
-    f"parallelism_config.parallelism_config_{key}": axis
-    for key, axis in (
-        ("dp_replicate_size", "data"),
-        ("dp_shard_size", "zero"),
-        ("tp_size", "tensor"),
-        ("cp_size", "sequence"),
-        ("sp_size", "sequence"),
-    )
+_SIZES: Final = {
+    "dp_replicate": "data",
+    "dp_shard": "zero",
+    "tp": "tensor",
+    "cp": "sequence",
+    "sp": "sequence",
 }
+_AXES: Final = {f"parallelism_config.parallelism_config_{key}_size": axis for key, axis in _SIZES.items()}
 
 
 def convert_accelerate(document: Mapping[str, Any], *, name: str) -> Conversion:

@@ -21,17 +21,13 @@ _CONVERTERS: Final[Mapping[str, Callable[..., Conversion]]] = {
 }
 _SIGNS: Final = {
     "accelerate": {
-        "compute_environment",
-        "distributed_type",
-        "mixed_precision",
-        "fsdp_config",
-        "num_machines",
+        *("compute_environment", "distributed_type", "mixed_precision", "fsdp_config", "num_machines")
     },
     "deepspeed": {
-        "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16",
-        "gradient_clipping", "zero_allow_untested_optimizer",
+        *("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16"),
+        *("gradient_clipping", "zero_allow_untested_optimizer"),
     },
-}  # fmt: skip
+}
 """Keys by which a file is known."""
 
 
