@@ -109,7 +109,7 @@ def _identify_groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 
 def _refuse_changed_groups(optimizer: Any, *_: Any) -> None:
     """Raises where a loop has put parameters into other groups than those of which ranks have their parts."""
-    if _identify_groups(optimizer) != optimizer._known_groups:
+    if _identify_groups(optimizer)[: len(optimizer._known_groups)] != optimizer._known_groups:
         raise StepError(
             "parameters were added to the groups of the optimizer, taken out or moved, and ranks have divided them as they were. "
             "Freeze by requires_grad, make the groups by optim_param_func, or use ddp, fsdp or zero2."

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -110,12 +111,15 @@ def buffers_lent(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def gradients_kept(module: nn.Module) -> Iterator[None]:
     """Restores the gradients of ``module`` after the block: a loss of the user's may read its parameters, whatever copy runs."""
-    gradients = {p: None if p.grad is None else p.grad.clone() for p in module.parameters()}
+    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    # References keep no memory of parameters that others take the place of.
+    gradients = [(ref(p), None if p.grad is None else p.grad.clone()) for p in parameters]
     try:
         yield
     finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = None if gradient is None else gradient.to(parameter)
+        for find, gradient in gradients:
+            if (parameter := find()) is not None:
+                parameter.grad = None if gradient is None else gradient.to(parameter)
 
 
 @contextmanager

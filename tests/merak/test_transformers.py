@@ -14,21 +14,12 @@ _OVERRIDDEN = sorted(
     for name, value in vars(MerakTrainer).items()
     if inspect.isfunction(value) and (name in vars(Trainer) or name.startswith("_"))
 )
-_OWN = {
-    "__init__",
-    "_divide",
-    "_search",
-    "_options_of",
-    "_optimizer_recipe",
-    "_sample_of",
-    "_loss",
-    "_prediction_step",
-}
+_OWN = {"__init__", "_options_of", "_optimizer_recipe", "_prediction_step"}
 _OWN |= {
-    "_loss_is_of_the_step",
+    "_ensure_job",
+    "_find_strategy",
+    "_search_degrees",
     "_train_sample",
-    "_num_micro_batches",
-    "_found",
     "_global_batch_size",
     "_lay_out",
 }
