@@ -211,10 +211,10 @@ def _choose_strategy(
         request.check(registry, cluster)
         return request.base, request.settings
 
-    given, settings = cluster.agree(read, what="checking the arguments")
+    strategy, settings = cluster.agree(read, what="checking the arguments")
     if not request.searches:
-        assert given is not None
-        return resolve_alike(inputs, cluster, given), None
+        assert strategy is not None
+        return resolve_alike(inputs, cluster, strategy), None
     cluster.same_everywhere(
         {"excluded": repr(request.excluded), "included": repr(request.included), **inputs.digest()}
     )
@@ -258,23 +258,23 @@ def _search_provenance(outcome: SearchOutcome) -> dict[str, Any]:
     """What the strategy's file says about the search that found it."""
     row = outcome.winner
     assert row is not None
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "fingerprint": outcome.setting.fingerprint,
         "objective": outcome.settings.objective,
         "num_trials": outcome.num_trials,
     }
     if row.trial is not None and row.trial.succeeded:
-        found["measured"] = {
+        record["measured"] = {
             "step_seconds": row.trial.median_seconds,
             "num_steps": len(row.trial.step_seconds),
             "peak_bytes": row.trial.max_peak_bytes,
         }
     if row.candidate.estimate is not None:
-        found["predicted"] = {
+        record["predicted"] = {
             "step_seconds": row.candidate.estimate.step_seconds,
             "peak_bytes": int(row.candidate.estimate.peak_bytes),
         }
-    return found
+    return record
 
 
 def _log_applied(result: Result, cluster: Cluster, resolved: Resolved, verbose: bool) -> None:

@@ -52,9 +52,9 @@ class Problem:
     accepted: str | None = None
 
     def __str__(self) -> str:
-        place = ".".join(part for part in (self.method, self.key) if part)
+        name = ".".join(part for part in (self.method, self.key) if part)
         shown = f"={self.value}" if self.value is not None else ""
-        head = f"{place}{shown}: " if place else ""
+        head = f"{name}{shown}: " if name else ""
         tail = f" Accepted: {self.accepted}." if self.accepted else ""
         stop = "." if tail and self.message[-1:] not in ".?!" else ""
         return f"{head}{self.message}{stop}{tail}"

@@ -86,12 +86,12 @@ def _check_arguments(fn: object, args: object, nproc: object, timeout_s: object)
 
 def _run_ranks(folder: Path, nproc: int, timeout_s: float | None) -> list[RankEnd]:
     """Runs the workers to their end, and meanwhile copies to ``sys.stdout`` what rank 0 prints."""
-    decoder, place = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
 
     def show(*, last: bool = False) -> None:
-        nonlocal place
-        data = ranks.read_output(0, place)
-        place += len(data)
+        nonlocal offset
+        data = ranks.read_output(0, offset)
+        offset += len(data)
         sys.stdout.write(decoder.decode(data, last))
         sys.stdout.flush()
 

@@ -51,7 +51,7 @@ Every model has the flags that its users have and tiny sizes, and is trained for
 step, in fp32, on two or four processes (gloo) and in one process with plain torch. Only two things are changed: dropout is
 off, since processes draw other masks than one does, so that no two such runs can be compared; and models with batch norms have
 `sync_batchnorm` where a method offers it. Statistics are never shared over the micro-batches of a pipeline: with batch norms it is
-compared with one process that has the same micro-batches, as every model is whose loss is no mean over samples.
+compared with one process that has the same micro-batches, as every model is whose loss is not a mean over samples.
 
 - *equal*: every loss and every parameter is that of one process (2e-4 of a parameter's update, or ten times what one rounding of
   the weights at the start changes), and all ranks end with the same bits. What is not equal so in fp32 is run again in fp64, and

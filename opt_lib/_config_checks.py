@@ -52,7 +52,7 @@ def no_blocks_problem(method: str, key: str, purpose: str, profile: Profile | No
 
 def _namesake_clause(missing: Iterable[str], profile: Profile) -> str:
     """A clause listing requested class names that several modules define."""
-    several = [found for found in map(profile.namesakes, missing) if len(found[1]) > 1]
+    several = [pair for pair in map(profile.namesakes, missing) if len(pair[1]) > 1]
     return "".join(
         f"; several are called {name}, {' and '.join(classes)}: name one in full" for name, classes in several
     )

@@ -120,8 +120,8 @@ def _sharded_model(job: Job, optimizer: Any) -> nn.Module:
     )
     rank = dist.get_rank(group)
     if job.plan.precision.loss_scaling:
-        own = [p for part in optimizer.partition_parameters()[rank] for p in part["params"]]
-        _require_share(job, own)
+        share = [p for part in optimizer.partition_parameters()[rank] for p in part["params"]]
+        _require_share(job, share)
     reduced = _ReducedGradients(model, optimizer, num_ranks=job.num_data_ranks)
 
     def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -142,8 +142,8 @@ def _require_share(job: Job, parameters: Iterable[torch.Tensor]) -> None:
         BackendError: on all ranks, naming those with nothing.
     """
     assert job.mesh is not None
-    held = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    counts = gathered(held, distributed=True, group=job.mesh.data_group)
+    size = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    counts = gathered(size, distributed=True, group=job.mesh.data_group)
     empty = [rank for rank, count in enumerate(counts) if count == 0]
     if empty:
         raise BackendError(

@@ -26,7 +26,7 @@ class _CheckpointHint:
             CheckpointError: if it has not.
         """
         try:
-            found: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]  # of the optimizer
+            state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]  # of the optimizer
         except RuntimeError as error:
             if "consolidated" not in str(error):
                 raise
@@ -35,7 +35,7 @@ class _CheckpointHint:
                 "atorch_ns.checkpoint.save(folder, result) and load by atorch_ns.checkpoint.load, under any strategy. "
                 "For the states in one place alone, call optim.consolidate_state_dict on all ranks first."
             ) from error
-        return found
+        return state
 
     def __getattr__(self, name: str) -> Any:
         """What the user's optimizer has beside this, as ``train`` and ``eval`` of schedule-free ones."""
@@ -55,7 +55,7 @@ def _call_and_send(optimizer: Any, inner: torch.optim.Optimizer, name: str, *arg
     """
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     before = [parameter._version for parameter in parameters]
-    found = getattr(inner, name)(*args, **kwargs)
+    result = getattr(inner, name)(*args, **kwargs)
     if [parameter._version for parameter in parameters] != before:
         if name not in ("train", "eval"):
             raise StepError(
@@ -63,7 +63,7 @@ def _call_and_send(optimizer: Any, inner: torch.optim.Optimizer, name: str, *arg
                 "alone, and other ranks would not see what it wrote. Use ddp, fsdp or zero2."
             )
         send_parts(optimizer)
-    return found
+    return result
 
 
 @cache

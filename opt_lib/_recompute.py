@@ -42,8 +42,8 @@ class _Place(NamedTuple):
 
     @property
     def buffer(self) -> Tensor | None:
-        found: Tensor | None = getattr(self.owner, self.name)
-        return found
+        tensor: Tensor | None = getattr(self.owner, self.name)
+        return tensor
 
     @property
     def is_statistic(self) -> bool:
@@ -94,8 +94,8 @@ class BufferSafeRecompute:
             for owner in module.modules()
             for name, _ in owner.named_buffers(recurse=False)
         ]
-        self._written = [place for place in places if place.is_statistic]
-        self._watched = [place for place in places if not place.is_statistic]
+        self._written = [slot for slot in places if slot.is_statistic]
+        self._watched = [slot for slot in places if not slot.is_statistic]
 
     @contextmanager
     def watch(self, training: bool) -> Iterator[dict[_Place, Tensor]]:
@@ -107,15 +107,15 @@ class BufferSafeRecompute:
         values: dict[_Place, Tensor] = {}
         if compares:
             _save_buffers(watched, values)
-        seen = [(place, place.buffer, _buffer_version(place.buffer)) for place in watched]
+        seen = [(slot, slot.buffer, _buffer_version(slot.buffer)) for slot in watched]
         yield before
-        for place, buffer, version in seen:
-            now = place.buffer
-            if now is not buffer or _buffer_version(now) != version or _has_changed(now, values.get(place)):
-                _save_buffers([place], before)
-                if place in values:
-                    before[place] = values[place]
-                self._mark_written(place)
+        for slot, buffer, version in seen:
+            now = slot.buffer
+            if now is not buffer or _buffer_version(now) != version or _has_changed(now, values.get(slot)):
+                _save_buffers([slot], before)
+                if slot in values:
+                    before[slot] = values[slot]
+                self._mark_written(slot)
         self._compared |= compares
 
     def _mark_written(self, place: _Place) -> None:
@@ -137,8 +137,8 @@ class _Passes:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
-            given = iter(copied_state(self._given))
-            values = [next(given) if can_be_written(value) else value for value in (*args, *kwargs.values())]
+            copies = iter(copied_state(self._given))
+            values = [next(copies) if can_be_written(value) else value for value in (*args, *kwargs.values())]
             with _in_place_of(self._before):
                 leave_uncompiled()
                 return self._module(
@@ -155,21 +155,21 @@ class _Passes:
 @contextmanager
 def _in_place_of(before: dict[_Place, Tensor]) -> Iterator[None]:
     """Copies of ``before`` stand where the buffers are; the buffers themselves come back, untouched."""
-    buffers = {place: place.buffer for place in before}
+    buffers = {slot: slot.buffer for slot in before}
     try:
-        for place, value in before.items():
-            setattr(place.owner, place.name, _clone_tensor(value))
+        for slot, value in before.items():
+            setattr(slot.owner, slot.name, _clone_tensor(value))
         yield
     finally:
-        for place, buffer in buffers.items():
-            setattr(place.owner, place.name, buffer)
+        for slot, buffer in buffers.items():
+            setattr(slot.owner, slot.name, buffer)
 
 
 def _save_buffers(places: list[_Place], into: dict[_Place, Tensor]) -> None:
-    for place in places:
-        buffer = place.buffer
+    for slot in places:
+        buffer = slot.buffer
         if buffer is not None:
-            into[place] = _clone_tensor(buffer)
+            into[slot] = _clone_tensor(buffer)
 
 
 def _clone_tensor(value: Tensor) -> Tensor:

@@ -31,9 +31,9 @@ class _Together(nn.Module):
         value = first(*args, **kwargs)
         for number, block in enumerate(others, 1):
             handed = value[0] if isinstance(value, tuple) else value
-            given, named = _with_first(handed, args, kwargs)
+            inputs, named = _with_first(handed, args, kwargs)
             with random_stream(seeds[number], self._device) if seeds else nullcontext():
-                value = block(*given, **named)
+                value = block(*inputs, **named)
         return value
 
 
@@ -95,7 +95,7 @@ class Chunk:
         if (
             self._together.blocks[self._num_called % len(self)] is not block
             or not alike
-            or any(one is not other for one, other in zip(args, expected, strict=True))
+            or any(argument is not other for argument, other in zip(args, expected, strict=True))
             or any(value is not named[name] for name, value in kwargs.items())
         ):
             raise self._call_order_error(block)

@@ -205,7 +205,7 @@ class Checkpoint(Method[CheckpointConfig]):
         kept = f", results of {', '.join(saved).replace('_', ' ')} kept" if saved else ""
         where = ", from inputs in host memory" if config.offload and job.device.type != "cpu" else ""
         if job.step.recomputed_shares and config.share is not None:
-            kept = f", of the blocks of the stages {', '.join(f'{one:.2g}' for one in job.step.recomputed_shares)}"
+            kept = f", of the blocks of the stages {', '.join(f'{ratio:.2g}' for ratio in job.step.recomputed_shares)}"
         kinds = ", ".join(f"{count} × {kind}" for kind, count in wrapped.items())
         job.explain(
             self.name, f"{wrapped.total()} module(s) recomputed{f': {kinds}' if kinds else ''}{where}{kept}"
@@ -280,16 +280,16 @@ def _find_targets(model: nn.Module, config: CheckpointConfig) -> list[NamedModul
 
 def _warn_of_dropout(job: Job, config: CheckpointConfig) -> None:
     """Without the random state, the recomputation drops other activations than the loss was computed from."""
-    found = {
+    classes = {
         type(module).__name__: None
         for block in _find_targets(job.module, config)
         for module in block.module.modules()
         if _has_dropout(module) and (module.training or not job.module.training)
     }
-    if found:
+    if classes:
         job.warn(
             f"checkpoint: with preserve_rng_state=False the recomputation draws other dropout masks than the forward "
-            f"pass, so gradients are wrong: {', '.join(found)} drop(s) activations. Leave the setting out, or set "
+            f"pass, so gradients are wrong: {', '.join(classes)} drop(s) activations. Leave the setting out, or set "
             "their probability to 0."
         )
 
@@ -364,12 +364,12 @@ def _recompute_reentrant(module: nn.Module, *args: Any, preserve_rng_state: bool
 
 def _find_operator(name: str) -> Any:
     path = name.removeprefix("torch.ops.").split(".")
-    found: Any = torch.ops
+    op: Any = torch.ops
     try:
         for part in path:
-            found = getattr(found, part)
+            op = getattr(op, part)
     except AttributeError:
-        found = None
-    if found is None or len(path) < 2:
-        raise ValueError(f"{name!r} is no torch operator; write it as aten.mm or aten.mm.default")
-    return found.default if len(path) == 2 else found
+        op = None
+    if op is None or len(path) < 2:
+        raise ValueError(f"{name!r} is not a torch operator; write it as aten.mm or aten.mm.default")
+    return op.default if len(path) == 2 else op

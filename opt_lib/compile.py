@@ -190,7 +190,7 @@ class Compile(Method[CompileConfig]):
             targets = [block.module for block in repeated_blocks(job.module)] or [job.module]
         else:
             targets = [
-                found.module for found in select_modules(job.module, config.wrap_class, outermost=True)
+                match.module for match in select_modules(job.module, config.wrap_class, outermost=True)
             ]
         options: dict[str, Any] = {
             "backend": config.backend,
@@ -277,8 +277,8 @@ def _missing_requirement(device_type: str) -> str | None:
 
 def _find_compiler(variable: str, *names: str) -> str | None:
     """The path of the compiler that ``variable`` names, or else of the first that is installed."""
-    found = (shutil.which(name) for name in (os.environ.get(variable) or "", *names))
-    return next((path for path in found if path is not None), None)
+    paths = (shutil.which(name) for name in (os.environ.get(variable) or "", *names))
+    return next((path for path in paths if path is not None), None)
 
 
 def _backend_problem(method: str, backend: str) -> list[Problem]:

@@ -108,13 +108,13 @@ class Ddp(Method[DdpConfig]):
 
     def check(self, config: DdpConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """torch's reducer takes what it knows."""
-        found = []
+        messages = []
         if profile is not None and profile.num_trainable == 0 and config.torch_reduces:
-            found.append("torch's reducer needs a parameter that requires a gradient")
+            messages.append("torch's reducer needs a parameter that requires a gradient")
         if config.predivide is not None and config.torch_reduces:
-            found.append("torch's reducer knows no predivide")
+            messages.append("torch's reducer knows no predivide")
         way = "leave out reducer: torch and arguments that are torch's"
-        return [Problem(message=f"{message}; {way}", method=self.name) for message in found]
+        return [Problem(message=f"{message}; {way}", method=self.name) for message in messages]
 
     def plan(self, plan: Plan, config: DdpConfig) -> Plan:
         """Gradients are all-reduced."""
@@ -224,10 +224,10 @@ class ReplicatedModel(SetsInside, nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-            found = getattr(self.module, name)
-        if self._follow is None or not inspect.ismethod(found):
-            return found
-        return wraps(found)(partial(_call_method, found, self._follow))
+            attribute = getattr(self.module, name)
+        if self._follow is None or not inspect.ismethod(attribute):
+            return attribute
+        return wraps(attribute)(partial(_call_method, attribute, self._follow))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedModel:
         return ReplicatedModel(copy.deepcopy(self.module, memo), None)
@@ -285,7 +285,7 @@ class _Unreached:
         self._queued = self._awaited = False
         unreached: list[torch.Tensor] = []
         while places := unreached_parameters(self._model):
-            some = [self._parameters[place] for place in places]
+            some = [self._parameters[index] for index in places]
             # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
             torch.autograd.backward(some, [torch.full_like(parameter, -0.0) for parameter in some])
             unreached += some

@@ -87,21 +87,21 @@ class ExpertParallel(Method[ExpertParallelConfig]):
         if degree == 1:
             job.explain(self.name, "the mesh has no expert axis larger than 1, so experts stay whole")
             return
-        found, unfit = job.cluster.agree(lambda: _find_local_experts(job, config), what="finding experts")
-        job.cluster.agree(lambda: _try_division(job, found), what="trying experts on a small input")
-        for experts in found:
+        layers, unfit = job.cluster.agree(lambda: _find_local_experts(job, config), what="finding experts")
+        job.cluster.agree(lambda: _try_division(job, layers), what="trying experts on a small input")
+        for experts in layers:
             _divide_layer(job, experts)
-        job.parts.experts = tuple(one.module for one in found if isinstance(one, FoundExperts))
+        job.parts.experts = tuple(layer.module for layer in layers if isinstance(layer, FoundExperts))
         job.parts.listed_experts = tuple(
-            e for one in found if isinstance(one, ListedExperts) for e in one.experts
+            e for layer in layers if isinstance(layer, ListedExperts) for e in layer.experts
         )
         if config.balance != "rank":
             demanded = config.balance == "global"
             GlobalBalance(job.module, job.mesh.data_group, demanded=demanded).attach()
-        sizes = sorted({experts.num_experts for experts in found})
+        sizes = sorted({experts.num_experts for experts in layers})
         numbers = ", ".join(map(str, sizes))
-        text = f"{len(found)} module(s) of {numbers} experts, 1/{degree} of them on each rank"
-        job.explain(self.name, "; ".join([text, *(f"whole: {one}" for one in unfit)]))
+        text = f"{len(layers)} module(s) of {numbers} experts, 1/{degree} of them on each rank"
+        job.explain(self.name, "; ".join([text, *(f"whole: {layer}" for layer in unfit)]))
 
 
 def _find_local_experts(job: Job, config: ExpertParallelConfig) -> tuple[list[Experts], list[UnfitExperts]]:
@@ -111,25 +111,25 @@ def _find_local_experts(job: Job, config: ExpertParallelConfig) -> tuple[list[Ex
         InputError: if there is nothing, something chosen does not fit, or the numbers do not divide.
     """
     assert job.mesh is not None
-    found, unfit = find_experts(job.module, config.experts)
-    held = {module for root in job.roots for module in root.modules()}
-    found = [experts for experts in found if _expert_layer(experts) in held]
-    if (unfit and config.experts is not None) or (not found and not job.parts.stages):
-        listed = "".join(f"\n  {one}" for one in unfit[:8])
+    layers, unfit = find_experts(job.module, config.experts)
+    modules = {module for root in job.roots for module in root.modules()}
+    layers = [experts for experts in layers if _expert_layer(experts) in modules]
+    if (unfit and config.experts is not None) or (not layers and not job.parts.stages):
+        listed = "".join(f"\n  {layer}" for layer in unfit[:8])
         reasons = listed or " No module takes tokens, indices and weights."
         raise InputError(
             f"expert_parallel finds no experts to divide in {job.original.model_class}.{reasons}\n"
             "Name others in its key experts, or leave the expert axis out of parallel_mode."
         )
     degree = job.mesh.size("expert")
-    for experts in found:
+    for experts in layers:
         if experts.num_experts % degree:
             fitting = [str(d) for d in range(2, experts.num_experts + 1) if experts.num_experts % d == 0]
             raise InputError(
                 f"expert={degree} does not divide the {experts.num_experts} experts of {experts}. Use one of "
                 f"{', '.join(fitting)} for expert in parallel_mode."
             )
-    return found, unfit
+    return layers, unfit
 
 
 def _try_division(job: Job, found: Iterable[Experts]) -> None:

@@ -104,12 +104,12 @@ class Fp8(Method[Fp8Config]):
         """No LoRA among the linears."""
         if profile is None:
             return []
-        found = lora_layers(profile.module_classes, config.include, config.exclude)
-        if not found:
+        adapters = lora_layers(profile.module_classes, config.include, config.exclude)
+        if not adapters:
             return []
         return [
             Problem(
-                message=f"{folded(found)} are LoRA layers of peft: the products of their narrow matrices lose in "
+                message=f"{folded(adapters)} are LoRA layers of peft: the products of their narrow matrices lose in "
                 "fp8 what they train, and neither package supports them. Leave fp8 out, or their names by exclude",
                 method=self.name,
             )

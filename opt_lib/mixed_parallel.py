@@ -62,12 +62,12 @@ class MixedParallel(Method[MixedParallelConfig]):
         sizes = dict(others.axes)
         if not sizes.keys() & set(MODEL_AXES):  # an axis of size 1 is one, which divides nothing
             raise StrategyError([Problem(message=_no_axis(others, cluster))])
-        given = {axis: value for axis in _METHODS if (value := getattr(config, axis)) is not None}
-        problems = [_absent_axis_problem(axis, others) for axis in given if axis not in sizes]
+        configs = {axis: value for axis in _METHODS if (value := getattr(config, axis)) is not None}
+        problems = [_absent_axis_problem(axis, others) for axis in configs if axis not in sizes]
         if problems:
             raise StrategyError(problems)
-        unused = [axis for axis in given if sizes[axis] == 1]
-        steps = [(_METHODS[axis], value or None) for axis, value in given.items() if axis not in unused]
+        unused = [axis for axis in configs if sizes[axis] == 1]
+        steps = [(_METHODS[axis], value or None) for axis, value in configs.items() if axis not in unused]
         if config.data is not None:
             steps.append((config.data, None))
         notes = (f"{_METHODS[axis]} is left out: parallel_mode has {axis}=1" for axis in unused)

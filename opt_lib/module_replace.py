@@ -111,13 +111,13 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
         """The model with replacements that can be traced without their device."""
         if not any(True for _ in self.options(profile, cluster)):
             return None
-        made: set[nn.Module] = set()
+        modules: set[nn.Module] = set()
         for candidate in _select_replacements(ModuleReplaceConfig()):
             traced = candidate.traced(cluster)
             if traced is not None:
-                outcome = traced.replace(model, made)
+                outcome = traced.replace(model, modules)
                 model = outcome.model
-                made |= outcome.made
+                modules |= outcome.made
         return model
 
     def carry(self) -> Mapping[str, ClassPair]:
@@ -133,14 +133,14 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
         chosen = _select_replacements(config)
         unmet = _unmet_requirements(job, chosen)
         rows = []
-        made: set[nn.Module] = set()
+        modules: set[nn.Module] = set()
         for candidate in chosen:
             reason = unmet[candidate.name]
             if reason is None:
-                rows.append(_apply_replacement(job, candidate, made))
+                rows.append(_apply_replacement(job, candidate, modules))
             else:
-                found = candidate.concerns(job.module)
-                rows.append(_Row(candidate.name, reason, 0, found, candidate.by_user, left_out=True))
+                has_target = candidate.concerns(job.module)
+                rows.append(_Row(candidate.name, reason, 0, has_target, candidate.by_user, left_out=True))
         for text in _row_texts(row for row in rows if row.found or row.by_user or config.include is not None):
             job.explain(self.name, text)
         idle = [row for row in rows if row.num_replaced == 0]

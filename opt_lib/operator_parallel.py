@@ -190,17 +190,17 @@ def _run_by(found: _Planned, job: Job, group: TensorGroup) -> Callable[[], None]
     """What makes the model, or each unit of this rank's stages, run by its divided graph once parameters are divided."""
     units = own_units(job.module)
     blocks = [] if units else [block.name for block in repeated_blocks(job.module)]
-    made = []
+    pairs = []
     for path, module in units.items() or {"": job.module}.items():
         start = f"{path}." if path else ""
         summed = frozenset(name.removeprefix(start) for name in found.summed if name.startswith(start))
         divide = functools.partial(_find_division, found, job, group, summed)
         kind = found.kinds.get(path, "")
         forward = DividedForward(module, blocks, divide, group.process_group, job.device, within=kind)
-        made.append((module, forward))
+        pairs.append((module, forward))
 
     def attach() -> None:
-        for module, forward in made:
+        for module, forward in pairs:
             forward.attach(module)
 
     return attach
@@ -222,14 +222,14 @@ def _find_division(
         return refitted(found.run, graph, group.size, _job_prices(job, group.size), job.device)
 
     assert group.mesh is not None
-    own: OperatorPlan | InputError | None = None
+    proposal: OperatorPlan | InputError | None = None
     if group.rank == 0:
-        own = or_refusal(lambda: isolated(other, job.device))
-    given = from_first(own, distributed=True, group=group.mesh.get_group())
-    made = cast("OperatorPlan | InputError", given)
-    if isinstance(made, InputError):
-        raise made
-    return division_of(made, graph, group.size, summed)
+        proposal = or_refusal(lambda: isolated(other, job.device))
+    reply = from_first(proposal, distributed=True, group=group.mesh.get_group())
+    result = cast("OperatorPlan | InputError", reply)
+    if isinstance(result, InputError):
+        raise result
+    return division_of(result, graph, group.size, summed)
 
 
 def _job_prices(job: Job, degree: int) -> Prices:
@@ -258,12 +258,12 @@ def _make_plan(
     args, kwargs = call_arguments(model, batch, job.inputs.model_input_format)
     shallow = _capture_model(job, model, args, kwargs, units)
     prices = _job_prices(job, degree)
-    found = find_plan(
+    solution = find_plan(
         shallow.graph, degree, _plan_request(job, config, prices), prices, _describe_states(job), job.device
     )
-    for warning in found.warnings:
+    for warning in solution.warnings:
         job.warn(warning)
-    plan = found.plan
+    plan = solution.plan
     division = division_of(plan, shallow.graph, degree)
     if config.self_test:
         check_division(division, model, shallow.inputs, job.device)
@@ -282,7 +282,7 @@ def _make_plan(
         if name != names[name] and name.startswith(f"{unit}.")
     }
     run = replace(plan, parameters={**plan.parameters, **tied})
-    return _Planned(plan, run, frozenset(shallow.graph.by_key), dims, summed, of_units, found.note)
+    return _Planned(plan, run, frozenset(shallow.graph.by_key), dims, summed, of_units, solution.note)
 
 
 def _plan_request(job: Job, config: OperatorParallelConfig, prices: Prices) -> Wanted:

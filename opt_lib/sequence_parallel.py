@@ -190,7 +190,7 @@ def _join_stages(job: Job, runs: list[BlockChain], find: Callable[[], dict[tuple
     for run in runs:
         names = [plain_name(block.name) for block in run.blocks]
         pairs = enumerate(itertools.pairwise(names))
-        run.join({place: links[pair] for place, pair in pairs if pair in links})
+        run.join({index: links[pair] for index, pair in pairs if pair in links})
 
 
 def _take_sample(job: Job) -> tuple[Any, str]:

@@ -223,8 +223,8 @@ def _trace_model(job: Job, model: nn.Module, batch: Any, degree: int, *, chains:
 
 def _of_this_rank(chosen: ChosenPlan, module: nn.Module, stages: Sequence[nn.Module]) -> ChosenPlan:
     """What of a plan is in this rank's stage of the model."""
-    modules = {plain_name(path): found for path, found in module.named_modules()}
-    local = {path for path, found in modules.items() if next(found.parameters(), None) is not None}
+    modules = {plain_name(path): child for path, child in module.named_modules()}
+    local = {path for path, child in modules.items() if next(child.parameters(), None) is not None}
     layers = {
         path: layer
         for path, layer in chosen.layout.layers.items()
@@ -233,8 +233,8 @@ def _of_this_rank(chosen: ChosenPlan, module: nn.Module, stages: Sequence[nn.Mod
     names = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
     stream = chosen.stream
     if stream is not None:
-        stage_of = {id(found): number for number, stage in enumerate(stages) for found in stage.modules()}
-        homes = {path: stage_of.get(id(found), -1) for path, found in modules.items() if path in local}
+        stage_of = {id(child): number for number, stage in enumerate(stages) for child in stage.modules()}
+        homes = {path: stage_of.get(id(child), -1) for path, child in modules.items() if path in local}
         chains = tuple(part for chain in stream.chains for part in _by_home(chain, homes))
         stream = StreamSpec(chains, dim=stream.dim, tight=stream.tight)
     return replace(

@@ -159,5 +159,5 @@ def _shard_optimizer(job: Job) -> None:
 
 
 def _inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    found: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
-    return found
+    result: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
+    return result

@@ -146,7 +146,7 @@ def _python(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def cold_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands are fresh: for tests that look at the tree of processes, of which a fork of the server is no part."""
+    """Commands are fresh: for tests that look at the tree of processes, of which a fork of the server is not part."""
     monkeypatch.setattr(sys, "executable", COLD_PYTHON)
 
 

@@ -18,7 +18,7 @@ FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob(
 MOST_FILES = 480
 LINES = {
     "top level": 856,
-    "cli": 2_120,  # to be 1_700
+    "cli": 2_123,  # to be 1_700
     "trainer": 2_503,
     "merak": 2_237,
     "parallel": 2_247,
@@ -26,16 +26,16 @@ LINES = {
     "doctor": 1_436,  # to be 1_000
     "report": 3_254,  # to be 3_000
     "engine": 4_983,  # to be 3_600
-    "numerics": 1_764,  # to be 1_300
+    "numerics": 1_762,  # to be 1_300
     "search": 3_987,  # to be 3_550
     "estimate": 3_799,  # to be 3_300
     "checkpoint": 1_919,  # to be 1_900
     "apply": 285,
     "method": 707,
     "job": 5_966,  # to be 3_100
-    "operators": 4_782,  # to be 4_050
-    "pipeline": 4_418,  # to be 4_100
-    "sharding": 7_842,  # to be 6_200
+    "operators": 4_775,  # to be 4_050
+    "pipeline": 4_420,  # to be 4_100
+    "sharding": 7_841,  # to be 6_200
     "tracking": 482,
     "data": 1_179,  # to be 1_400
     "strategy": 1_853,  # to be 1_800
@@ -43,7 +43,7 @@ LINES = {
     "costs": 354,  # to be 650
     "processes": 587,  # to be 1_550
     "cluster": 3_034,  # to be 2_600
-    "capture": 2_213,  # to be 2_900
+    "capture": 2_217,  # to be 2_900
     "torch_compat": 1_423,
     "testing": 1_569,  # to be 1_000
     "opt_lib": 10_113,  # to be 8_300
@@ -51,7 +51,7 @@ LINES = {
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_276
+MOST_LINES = 81_275
 GENERATED = "coordinator_pb2.py"
 
 

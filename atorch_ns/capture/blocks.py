@@ -34,15 +34,15 @@ def select_modules(
         outermost: whether to leave out modules inside a selected one.
     """
     wanted = tuple(selectors)
-    found: list[NamedModule] = []
+    modules: list[NamedModule] = []
     for name, module in model.named_modules():
         if not name or name.endswith("_checkpoint_wrapped_module") or _belongs_to_pipeline(module):
             continue
-        if outermost and any(name.startswith(f"{chosen.name}.") for chosen in found):
+        if outermost and any(name.startswith(f"{chosen.name}.") for chosen in modules):
             continue
         if matches(plain_name(name), unwrap_checkpoint(module), wanted):
-            found.append(NamedModule(name, module))
-    return found
+            modules.append(NamedModule(name, module))
+    return modules
 
 
 def _belongs_to_pipeline(module: nn.Module) -> bool:
@@ -157,13 +157,13 @@ def fingerprints(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
     A number that is only the position of a block (``layer_idx``) is left out: it goes up by one from each
     block to the next of its container, and its name is that of a position, or there are at least four blocks.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for paths in by_container(blocks).values():
         facts = [dict(_module_facts(blocks[path])) for path in paths]
         places = _position_keys(facts)
-        for path, own in zip(paths, facts, strict=True):
-            found[path] = _facts_digest((key, value) for key, value in own.items() if key not in places)
-    return {path: found[path] for path in blocks}
+        for path, entries in zip(paths, facts, strict=True):
+            digests[path] = _facts_digest((key, value) for key, value in entries.items() if key not in places)
+    return {path: digests[path] for path in blocks}
 
 
 def counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
@@ -199,14 +199,14 @@ def _module_facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
     tied: dict[int, str] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         yield f"{path}:class", f"{type(child).__module__}.{type(child).__qualname__}"
-        own = vars(child)
+        attributes = vars(child)
         for kind in ("_parameters", "_buffers"):
-            for name, tensor in own[kind].items():
+            for name, tensor in attributes[kind].items():
                 if tensor is not None:
                     first = tied.setdefault(id(tensor), f"{path}.{name}")
                     shape = "x".join(map(str, tensor.shape))
                     yield f"{path}.{name}:tensor", f"{shape} {tensor.dtype} {tensor.requires_grad} {first}"
-        for name, value in own.items():
+        for name, value in attributes.items():
             if name[:1] != "_" and (plain := _setting_value(value)) is not None:
                 yield f"{path}.{name}", plain
 
@@ -256,9 +256,9 @@ def repeated_blocks(model: nn.Module) -> list[NamedModule]:
     Returns:
         The blocks in the order of the model's modules; empty if nothing repeats.
     """
-    found: list[NamedModule] = []
-    _collect_blocks(model, "", found)
-    return found
+    blocks: list[NamedModule] = []
+    _collect_blocks(model, "", blocks)
+    return blocks
 
 
 def _collect_blocks(module: nn.Module, prefix: str, found: list[NamedModule]) -> None:

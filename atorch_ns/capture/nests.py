@@ -33,7 +33,7 @@ def leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = never) -> Iterator[tup
     """The leaves of a nest with their paths, in order.
 
     Args:
-        nest: any value; one that is no container is its own leaf, at the path ``()``.
+        nest: any value; one that is not a container is its own leaf, at the path ``()``.
         is_leaf: predicate of containers that are not entered.
     """
     opened = None if is_leaf(nest) else _open_container(nest)
@@ -83,9 +83,9 @@ def floats_to(nest: Any, dtype: torch.dtype) -> Any:
 
 def tensors_of(nest: Any) -> list[torch.Tensor]:
     """The tensors of a nest, in order; one in several places is repeated."""
-    found: list[torch.Tensor] = []
-    _collect_tensors(nest, found)
-    return found
+    tensors: list[torch.Tensor] = []
+    _collect_tensors(nest, tensors)
+    return tensors
 
 
 def unique_tensors_of(nest: Any) -> list[torch.Tensor]:
@@ -143,11 +143,11 @@ def num_rows(batch: Any) -> int | None:
 
 def batch_sizes(data: Any) -> frozenset[int]:
     """The sizes of dim 0 of all tensors and arrays with dims in a batch."""
-    found = [leaf for _, leaf in leaves(data, is_leaf=is_unsplittable)]
-    shapes = [getattr(leaf, "shape", None) for leaf in found]
+    entries = [leaf for _, leaf in leaves(data, is_leaf=is_unsplittable)]
+    shapes = [getattr(leaf, "shape", None) for leaf in entries]
     sizes = {int(shape[0]) for shape in shapes if isinstance(shape, tuple) and shape}
     return frozenset(
-        sizes | {len(leaf) for leaf in found if is_unsplittable(leaf) and hasattr(leaf, "__len__")}
+        sizes | {len(leaf) for leaf in entries if is_unsplittable(leaf) and hasattr(leaf, "__len__")}
     )
 
 
@@ -190,17 +190,17 @@ def copied_state(value: Any, memo: dict[int, Any] | None = None) -> Any:
         items = [copied_state(item, memo) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     try:
-        made = memo[id(value)] = copy.copy(value)
+        clone = memo[id(value)] = copy.copy(value)
     except Exception:  # a class may refuse to be copied: then the object itself is used
         return value
     if isinstance(value, list):
-        made[:] = [copied_state(item, memo) for item in value]
+        clone[:] = [copied_state(item, memo) for item in value]
     elif isinstance(value, dict):
-        made.update({key: copied_state(item, memo) for key, item in value.items()})
-    attributes = getattr(made, "__dict__", None)
+        clone.update({key: copied_state(item, memo) for key, item in value.items()})
+    attributes = getattr(clone, "__dict__", None)
     if isinstance(attributes, dict):
         attributes.update({name: copied_state(item, memo) for name, item in attributes.items()})
-    return made
+    return clone
 
 
 def is_dataclass_instance(value: Any) -> bool:
@@ -239,14 +239,14 @@ def _as_mapping(nest: Mapping[Any, Any], values: Sequence[Any]) -> Any:
     items = dict(zip(nest, values, strict=True))
     if type(nest) is dict or not isinstance(nest, MutableMapping):
         return items
-    made = copy.copy(nest)
+    mapping = copy.copy(nest)
     for key, value in items.items():
-        made[key] = value
-    return made
+        mapping[key] = value
+    return mapping
 
 
 def _as_dataclass(nest: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
-    made = copy.copy(nest)  # not `replace`, which would run __post_init__ again
+    instance = copy.copy(nest)  # not `replace`, which would run __post_init__ again
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # frozen ones too
-    return made
+        object.__setattr__(instance, name, value)  # frozen ones too
+    return instance

@@ -98,14 +98,14 @@ def buffers_and_generators_kept(module: nn.Module, device: torch.device) -> Iter
 @contextmanager
 def buffers_lent(module: nn.Module) -> Iterator[None]:
     """Gives ``module`` copies of its buffers inside the block, so that what is written into them is thrown away."""
-    own = [(child._buffers, dict(child._buffers)) for child in module.modules() if child._buffers]
-    for held, buffers in own:
-        held.update({name: None if b is None else b.detach().clone() for name, b in buffers.items()})
+    originals = [(child._buffers, dict(child._buffers)) for child in module.modules() if child._buffers]
+    for target, buffers in originals:
+        target.update({name: None if b is None else b.detach().clone() for name, b in buffers.items()})
     try:
         yield
     finally:
-        for held, buffers in own:
-            held.update(buffers)
+        for target, buffers in originals:
+            target.update(buffers)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def truncate(
     Only ``ModuleList`` and ``Sequential`` that hold nothing but blocks are shortened: another module in
     one could change the shapes between blocks.
     """
-    found: dict[str, Container] = {}
+    containers: dict[str, Container] = {}
     for container, paths in by_container(blocks).items():
         holder = model.get_submodule(container)
         is_list = isinstance(holder, (nn.ModuleList, nn.Sequential))
@@ -58,7 +58,7 @@ def truncate(
         kinds = [prints[path] for path in paths]
         kept, stands_for = _choose_kept_blocks(kinds)
         if len(kept) < len(paths):
-            found[container] = Container(
+            containers[container] = Container(
                 path=container,
                 blocks=tuple(paths),
                 kept=kept,
@@ -66,19 +66,19 @@ def truncate(
                 kinds=tuple(kinds[index] for index in kept),
                 counters=counters([blocks[path] for path in paths]),
             )
-    return found
+    return containers
 
 
 def _choose_kept_blocks(kinds: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     last = len(kinds) - 1
     kept = [0]
-    place: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for index, kind in enumerate(kinds[1:last], 1):
-        if kind not in place:
-            place[kind] = len(kept)
+        if kind not in positions:
+            positions[kind] = len(kept)
             kept.append(index)
     kept.append(last)
-    return tuple(kept), (0, *(place[kind] for kind in kinds[1:last]), len(kept) - 1)
+    return tuple(kept), (0, *(positions[kind] for kind in kinds[1:last]), len(kept) - 1)
 
 
 MakeTensor = Callable[[str, torch.Tensor], torch.Tensor]
@@ -107,17 +107,17 @@ def copy_structure(model: nn.Module, make: MakeTensor, containers: Mapping[str, 
     for path, container in containers.items():
         modules: dict[str, Any] = {}
         memo[id(shortened[path]._modules)] = modules
-        for place, index in enumerate(container.kept):
-            children.append((modules, str(place), list(shortened[path].children())[index]))
+        for position, index in enumerate(container.kept):
+            children.append((modules, str(position), list(shortened[path].children())[index]))
     try:
-        made = _deep_copy(model, children, dict(memo))
+        clone = _deep_copy(model, children, dict(memo))
     except Exception:  # a lock, a file, a generator among a module's attributes
         memo.update(_shared_attributes(model, memo))
-        made = _deep_copy(model, children, memo)
-    _shorten_settings(model, made, containers.values())
+        clone = _deep_copy(model, children, memo)
+    _shorten_settings(model, clone, containers.values())
     for container in containers.values():
-        _renumber_blocks(made, container)
-    return made
+        _renumber_blocks(clone, container)
+    return clone
 
 
 def _deep_copy(
@@ -125,8 +125,8 @@ def _deep_copy(
 ) -> nn.Module:
     for modules, name, child in children:
         modules[name] = copy.deepcopy(child, memo)
-    made: nn.Module = copy.deepcopy(model, memo)
-    return made
+    clone: nn.Module = copy.deepcopy(model, memo)
+    return clone
 
 
 def _shared_attributes(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, Any]:
@@ -159,16 +159,16 @@ def _shorten_settings(model: nn.Module, made: nn.Module, containers: Iterable[Co
             for name, value in list(vars(owner).items()):
                 places = kept.get(len(value)) if isinstance(value, (list, tuple)) else None
                 if places is not None and not unique_tensors_of(value):
-                    vars(owner)[name] = type(value)(value[place] for place in places)
+                    vars(owner)[name] = type(value)(value[index] for index in places)
 
 
 def _renumber_blocks(made: nn.Module, container: Container) -> None:
     """Sets attributes that hold a block's position to that in the shortened list."""
-    for place, index in enumerate(container.kept):
+    for position, index in enumerate(container.kept):
         for counter in container.counters:
-            path, _, name = f"{container.copy_path(place)}.{counter}".rpartition(".")
+            path, _, name = f"{container.copy_path(position)}.{counter}".rpartition(".")
             owner = made.get_submodule(path)
-            setattr(owner, name, getattr(owner, name) - index + place)
+            setattr(owner, name, getattr(owner, name) - index + position)
 
 
 def _setting_owners(module: nn.Module) -> list[Any]:
@@ -194,6 +194,6 @@ def _modules_kept(
 
 
 def _copy_parameter(parameter: nn.Parameter, make: MakeTensor) -> nn.Parameter:
-    made = nn.Parameter(make("parameter", parameter), requires_grad=parameter.requires_grad)
-    made.__dict__.update(vars(parameter))
-    return made
+    clone = nn.Parameter(make("parameter", parameter), requires_grad=parameter.requires_grad)
+    clone.__dict__.update(vars(parameter))
+    return clone

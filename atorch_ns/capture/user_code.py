@@ -142,18 +142,18 @@ def load_object(name: str, *, option: str) -> Any:
     Raises:
         InputError: if there is no such module or name, or importing it fails.
     """
-    place, colon, attribute = name.rpartition(":")
+    module, colon, attribute = name.rpartition(":")
     if not colon:
-        place, _, attribute = name.rpartition(".")
-    if not place or not attribute or (name.endswith(".py") and not colon):
+        module, _, attribute = name.rpartition(".")
+    if not module or not attribute or (name.endswith(".py") and not colon):
         raise InputError(f"{option}={name!r} {_without_name(name)}")
-    found: Any = _import_user_module(place, option)
+    target: Any = _import_user_module(module, option)
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [each for each in dir(found) if not each.startswith("_")]
-            raise InputError(f"{option}={name!r}: {place} has no {part!r}.{did_you_mean(part, public)}")
-        found = getattr(found, part)
-    return found
+        if not hasattr(target, part):
+            public = [each for each in dir(target) if not each.startswith("_")]
+            raise InputError(f"{option}={name!r}: {module} has no {part!r}.{did_you_mean(part, public)}")
+        target = getattr(target, part)
+    return target
 
 
 def build_model(name: str, *, on_meta: bool = True) -> tuple[nn.Module, str]:
@@ -164,7 +164,7 @@ def build_model(name: str, *, on_meta: bool = True) -> tuple[nn.Module, str]:
         on_meta: build on the meta device where the model's code allows it.
 
     Raises:
-        InputError: if it cannot be built, or is no module.
+        InputError: if it cannot be built, or is not a module.
     """
     import torch
     from torch import nn
@@ -201,7 +201,7 @@ def load_sample(name: str) -> Any:
     """The batch, or what the function returns.
 
     Raises:
-        InputError: if the function fails, or what it returns is no batch or has no samples.
+        InputError: if the function fails, or what it returns is not a batch or has no samples.
     """
     sample = load_object(name, option="--sample")
     if callable(sample):
@@ -218,11 +218,11 @@ def _check_batch(name: str, sample: Any) -> None:
 
     sizes = batch_sizes(sample)
     if not sizes:
-        given = (
+        text = (
             repr(sample) if sample is None or isinstance(sample, (int, float, str)) else with_article(sample)
         )
         raise InputError(
-            f"--sample={name!r} is {given}, which holds no tensor with a dim for samples. It must be one batch: a "
+            f"--sample={name!r} is {text}, which holds no tensor with a dim for samples. It must be one batch: a "
             "tensor, or a dictionary, list or tuple of tensors; or a function without arguments that returns one."
         )
     if 0 in sizes:
@@ -235,7 +235,7 @@ def _without_name(name: str) -> str:
     """Problem of a place that names no object, with the names in the file if it is one."""
     path = name.removesuffix(":")
     if not path.endswith(".py"):
-        return "is no place in code. Write pkg.mod:name or file.py:name."
+        return "is not a place in code. Write pkg.mod:name or file.py:name."
     names = _defined_in(Path(path))
     there = f" It defines {', '.join(names)}." if names else ""
     return f"names a file, and nothing in it. Write {path}:NAME.{there}"
@@ -255,13 +255,13 @@ def gibibytes(text: str | None) -> float | None:
     """``"70GiB"`` or ``"512 MiB"`` as GiB; a bare number is GiB.
 
     Raises:
-        InputError: if it is no amount of memory.
+        InputError: if it is not an amount of memory.
     """
     if text is None:
         return None
     match = _MEMORY.fullmatch(text)
     if match is None or float(match[1]) <= 0:
-        raise InputError(f"--memory-limit={text!r} is no amount of memory. Write it as 70GiB or 512MiB.")
+        raise InputError(f"--memory-limit={text!r} is not an amount of memory. Write it as 70GiB or 512MiB.")
     return float(match[1]) * _GIBIBYTES[(match[2] or "GiB").lower()]
 
 

@@ -135,7 +135,7 @@ def read_contents(
     weights, optimizer = states.weights(), states.optimizer_states()
     rng = capture_rng(job.device, job.step.randomness)
     buffers, extras = persistent_buffers(job.module), extra_states(job.module)
-    records = [held_by_stages(job, found) for found in (weights, buffers, extras)]
+    records = [held_by_stages(job, mapping) for mapping in (weights, buffers, extras)]
     tensors = {WEIGHT + name: tensor for name, tensor in weights.items()}
     group = job.stage_group
     # Every rank has buffers; where they differ, rank 0's count, which DDP broadcasts. Of a pipeline, rank 0's stages.
@@ -168,43 +168,43 @@ def with_all_ranks(contents: Contents, job: Job) -> Contents:
     """``contents`` with the other ranks' optimizer values and random-state digests in the manifest; collective."""
     if not job.cluster.distributed:
         return contents
-    own = contents.manifest
-    values = {} if own.optimizer is None else own.optimizer.values
-    of_ranks = gathered((values, own.rng_digests), distributed=True)
+    manifest = contents.manifest
+    values = {} if manifest.optimizer is None else manifest.optimizer.values
+    of_ranks = gathered((values, manifest.rng_digests), distributed=True)
     update: dict[str, Any] = {"rng_digests": tuple(digest for _, digests in of_ranks for digest in digests)}
-    if own.optimizer is not None:
+    if manifest.optimizer is not None:
         merged = {name: entries for ranks, _ in of_ranks for name, entries in ranks.items()}
-        update["optimizer"] = own.optimizer.model_copy(update={"values": merged})
-    return replace(contents, manifest=own.model_copy(update=update))
+        update["optimizer"] = manifest.optimizer.model_copy(update={"values": merged})
+    return replace(contents, manifest=manifest.model_copy(update=update))
 
 
 def held_by_stages(job: Job, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
     """Records of the tensors of all pipeline stages, or of this rank without a pipeline; collective over the stages."""
-    found = {
+    records = {
         name: record
         for stage in on_all_stages(job, tensor_records(tensors))
         for name, record in stage.items()
     }
-    return {name: found[name] for name in job.original.ordered(found)}
+    return {name: records[name] for name in job.original.ordered(records)}
 
 
 def state_specs(tensors: dict[str, StateSpec]) -> dict[str, dict[str, StateSpec]]:
     """The optimizer's tensors among those of a checkpoint: parameter, then entry."""
-    found: dict[str, dict[str, StateSpec]] = {}
+    specs: dict[str, dict[str, StateSpec]] = {}
     for key, spec in tensors.items():
         if key.startswith(STATE):
             name, _, entry = key.removeprefix(STATE).rpartition(".")
-            found.setdefault(name, {})[entry] = spec
-    return found
+            specs.setdefault(name, {})[entry] = spec
+    return specs
 
 
 def extra_states(module: nn.Module) -> dict[str, torch.Tensor]:
     """The extra states of modules, by the module's path.
 
     Raises:
-        CheckpointError: for an extra state that is no tensor.
+        CheckpointError: for an extra state that is not a tensor.
     """
-    found = {}
+    states = {}
     for path, child in module.named_modules():
         if type(child).get_extra_state is nn.Module.get_extra_state:
             continue
@@ -214,8 +214,8 @@ def extra_states(module: nn.Module) -> dict[str, torch.Tensor]:
                 f"{type(child).__qualname__} at {path or 'the root'} has an extra state of type "
                 f"{type(state).__name__}; checkpoints hold tensors only. Return one from get_extra_state."
             )
-        found[plain_name(path)] = state
-    return found
+        states[plain_name(path)] = state
+    return states
 
 
 def class_name(thing: object) -> str:

@@ -61,23 +61,23 @@ def whole_tensors(
         buffers: whether persistent buffers are included.
     """
     job = result.job
-    own = states_of(result).weights()
-    divided = next((weight for weight in own.values() if isinstance(weight, DTensor)), None)
+    local = states_of(result).weights()
+    divided = next((weight for weight in local.values() if isinstance(weight, DTensor)), None)
     if divided is not None and job.step.same_place is not None:
         job.step.same_place.meet("X", divided.device_mesh.mesh.flatten().tolist())
     if buffers:
-        own |= persistent_buffers(job.module)
+        local |= persistent_buffers(job.module)
     group = job.stage_group
     keeps = everywhere or job.cluster.rank == 0
-    found = {}
-    for place, names in enumerate(_by_stage(job, own)):
+    tensors = {}
+    for stage, names in enumerate(_by_stage(job, local)):
         for name, record in names.items():
-            whole = _full_tensor(own[name]) if group is None or group.rank() == place else None
+            whole = _full_tensor(local[name]) if group is None or group.rank() == stage else None
             if group is not None and (everywhere or 0 in dist.get_process_group_ranks(group)):
-                whole = _from_stage(whole, record, place, group, job.device)
+                whole = _from_stage(whole, record, stage, group, job.device)
             if keeps and whole is not None:
-                found[name] = whole.detach().to("cpu", copy=True)
-    return {name: found[name] for name in job.original.ordered(found)}
+                tensors[name] = whole.detach().to("cpu", copy=True)
+    return {name: tensors[name] for name in job.original.ordered(tensors)}
 
 
 def _by_stage(job: Job, own: Mapping[str, torch.Tensor]) -> list[dict[str, TensorRecord]]:

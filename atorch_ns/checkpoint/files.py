@@ -45,13 +45,13 @@ def check_files(folder: Path, records: Mapping[str, FileRecord], names: Iterable
     for name in named:
         wanted = records[name]
         try:
-            found = record_of(folder / name)
+            record = record_of(folder / name)
         except OSError as error:
             problems.append(f"{name} cannot be read: {error}")
             continue
-        if found != wanted:
+        if record != wanted:
             problems.append(
-                f"{name} has {found.size} bytes with CRC-32 {found.crc32}, and {wanted.size} bytes with CRC-32 "
+                f"{name} has {record.size} bytes with CRC-32 {record.crc32}, and {wanted.size} bytes with CRC-32 "
                 f"{wanted.crc32} were written"
             )
     _raise_damaged(folder, problems)
@@ -72,12 +72,12 @@ def check_sizes(folder: Path, sizes: Mapping[str, int], *, at_least: bool = Fals
     least = "at least " if at_least else ""
     for name, wanted in sizes.items():
         try:
-            found = (folder / name).stat().st_size
+            size = (folder / name).stat().st_size
         except OSError as error:
             problems.append(f"{name} of {least}{wanted} bytes cannot be opened: {error.strerror}")
             continue
-        if found < wanted or (found > wanted and not at_least):
-            problems.append(f"{name} has {found} bytes, and {least}{wanted} were written")
+        if size < wanted or (size > wanted and not at_least):
+            problems.append(f"{name} has {size} bytes, and {least}{wanted} were written")
     _raise_damaged(folder, problems)
 
 
@@ -103,11 +103,11 @@ def share_of(rank: int, needed: Sequence[tuple[str, Mapping[str, int]]]) -> list
 
 def alternative(folder: Path) -> str:
     """A sentence that names the checkpoint to load in place of a damaged one."""
-    for place in other_steps(folder):
-        if _is_whole(place):
+    for path in other_steps(folder):
+        if _is_whole(path):
             return (
-                f"The newest other step whose files are all there in full is {place}: "
-                f"checkpoint.load({str(place)!r}, result) checks and loads it."
+                f"The newest other step whose files are all there in full is {path}: "
+                f"checkpoint.load({str(path)!r}, result) checks and loads it."
             )
     return (
         f"There is no other whole step in {folder.parent}: copy the damaged files again from where they came."
@@ -133,7 +133,7 @@ def record_of(path: Path) -> FileRecord:
     size, digest, chunk = 0, 0, memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
-            # A CRC finds accidents, and is faster than disks; it is no protection against forgery.
+            # A CRC finds accidents, and is faster than disks; it is not a protection against forgery.
             digest = zlib.crc32(chunk[:count], digest)
             size += count
     return FileRecord(size=size, crc32=f"{digest:08x}")

@@ -57,16 +57,16 @@ def latest(path: str | PathLike[str]) -> Path | None:
     except (OSError, UnicodeDecodeError):
         named = ""
     if STEP.fullmatch(named):
-        for place in (parent / named, *sorted(parent.glob(f".old-{named}-*"))):
-            if (place / MANIFEST).is_file():
-                return place
+        for folder in (parent / named, *sorted(parent.glob(f".old-{named}-*"))):
+            if (folder / MANIFEST).is_file():
+                return folder
     steps = _complete_steps(parent)
     return steps[0] if steps else None
 
 
 def other_steps(folder: Path) -> list[Path]:
     """The complete checkpoints next to ``folder``, the highest step first."""
-    return [place for place in _complete_steps(folder.parent) if place != folder]
+    return [path for path in _complete_steps(folder.parent) if path != folder]
 
 
 def find(path: str | PathLike[str]) -> Path:
@@ -75,20 +75,20 @@ def find(path: str | PathLike[str]) -> Path:
     Raises:
         CheckpointError: if there is none.
     """
-    place = Path(path)
-    if (place / MANIFEST).is_file():
-        return place
-    found = latest(place)
-    if found is not None:
-        return found
-    if not place.is_dir():
+    folder = Path(path)
+    if (folder / MANIFEST).is_file():
+        return folder
+    checkpoint = latest(folder)
+    if checkpoint is not None:
+        return checkpoint
+    if not folder.is_dir():
         raise CheckpointError(
-            f"there is no folder {place}. Give the folder that was given to save, or one step's."
+            f"there is no folder {folder}. Give the folder that was given to save, or one step's."
         )
-    if STEP.fullmatch(place.name) or (place / ".metadata").is_file():
-        raise DamagedError(f"{place} is incomplete: it has no {MANIFEST}, which is written last.")
+    if STEP.fullmatch(folder.name) or (folder / ".metadata").is_file():
+        raise DamagedError(f"{folder} is incomplete: it has no {MANIFEST}, which is written last.")
     raise CheckpointError(
-        f"{place} holds no complete checkpoint, which would be a folder step-N with {MANIFEST}."
+        f"{folder} holds no complete checkpoint, which would be a folder step-N with {MANIFEST}."
     )
 
 
@@ -101,14 +101,14 @@ def new_folder(parent: Path, step: int) -> Path:
 
 def clean(parent: Path) -> None:
     """Removes files of interrupted saves, and restores a checkpoint whose replacement was not completed."""
-    for place in parent.glob(".old-step-*"):
-        match = _REPLACED.fullmatch(place.name)
+    for folder in parent.glob(".old-step-*"):
+        match = _REPLACED.fullmatch(folder.name)
         if match and not (parent / match[1]).exists():
-            place.rename(parent / match[1])
+            folder.rename(parent / match[1])
         else:
-            shutil.rmtree(place)
-    for place in parent.glob(".tmp-step-*"):
-        shutil.rmtree(place)
+            shutil.rmtree(folder)
+    for folder in parent.glob(".tmp-step-*"):
+        shutil.rmtree(folder)
     for draft in parent.glob(f".{_POINTER}.*"):
         draft.unlink()
 
@@ -120,16 +120,16 @@ def commit(folder: Path, step: int) -> Path:
         Its final place. An older checkpoint of the same step is removed.
     """
     parent = folder.parent
-    place = parent / step_name(step)
-    replaced = parent / f".old-{place.name}-{secrets.token_hex(4)}"
-    if place.exists():
-        place.rename(replaced)
-    folder.rename(place)
-    write_whole(parent / _POINTER, f"{place.name}\n")
+    target = parent / step_name(step)
+    replaced = parent / f".old-{target.name}-{secrets.token_hex(4)}"
+    if target.exists():
+        target.rename(replaced)
+    folder.rename(target)
+    write_whole(parent / _POINTER, f"{target.name}\n")
     _sync_folder(parent)
     if replaced.exists():
         shutil.rmtree(replaced)
-    return place
+    return target
 
 
 def write_json(path: Path, document: JSON) -> None:
@@ -140,11 +140,11 @@ def write_json(path: Path, document: JSON) -> None:
 
 def _complete_steps(parent: Path) -> list[Path]:
     """The complete checkpoints below ``parent``, the highest step first."""
-    inside = [place for place in parent.glob("*-*/step-*") if _OF_TRAINERS.fullmatch(place.parent.name)]
-    found = list(parent.glob("step-*")) or inside
-    complete = [place for place in found if (place / MANIFEST).is_file()]
-    numbered = [(int(match[1]), place) for place in complete if (match := STEP.fullmatch(place.name))]
-    return [place for _, place in sorted(numbered, reverse=True)]
+    inside = [folder for folder in parent.glob("*-*/step-*") if _OF_TRAINERS.fullmatch(folder.parent.name)]
+    folders = list(parent.glob("step-*")) or inside
+    complete = [folder for folder in folders if (folder / MANIFEST).is_file()]
+    numbered = [(int(match[1]), folder) for folder in complete if (match := STEP.fullmatch(folder.name))]
+    return [folder for _, folder in sorted(numbered, reverse=True)]
 
 
 def _sync_folder(path: Path) -> None:

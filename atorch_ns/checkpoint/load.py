@@ -51,11 +51,11 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
     """
     lane_of(result.job).wait()
     cluster = result.job.cluster
-    given = Path(path).absolute()
+    location = Path(path).absolute()
 
     def find_folder() -> Path:
-        with _alternative_named(given):
-            return find(given)
+        with _alternative_named(location):
+            return find(location)
 
     folder = cluster.on_first(find_folder, what="finding the checkpoint")
 
@@ -146,8 +146,8 @@ def resume(path: str | PathLike[str], result: Result, *, data_position: bool = T
 
 
 def _check_folder(path: Path) -> None:
-    """Refuses a path that is no folder or cannot be read; a folder that does not exist yet is a first start."""
-    present = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    """Refuses a path that is not a folder or cannot be read; a folder that does not exist yet is a first start."""
+    present = next(ancestor for ancestor in (path.absolute(), *path.absolute().parents) if ancestor.exists())
     if not present.is_dir():
         raise CheckpointError(
             f"{present} is a file, so there are no checkpoints in {path}. Give the folder that is given to save."

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: its origin, and every state that is no tensor, as readable JSON."""
+"""Manifest of a checkpoint: its origin, and every state that is not a tensor, as readable JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def encode(value: Any, *, what: str) -> JSON:
     if type(value) is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
     if type(value) is list:
-        return [encode(item, what=f"{what}[{place}]") for place, item in enumerate(value)]
+        return [encode(item, what=f"{what}[{index}]") for index, item in enumerate(value)]
     if type(value) is tuple:
         return {_TAG: "tuple", "value": encode(list(value), what=what)}
     if type(value) in (dict, Counter):
@@ -87,7 +87,7 @@ def plain_json(value: Any, *, what: str) -> JSON:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: plain_json(item, what=f"{what}[{key!r}]") for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [plain_json(item, what=f"{what}[{place}]") for place, item in enumerate(value)]
+        return [plain_json(item, what=f"{what}[{index}]") for index, item in enumerate(value)]
     raise CheckpointError(
         f"{what} is {str(value)[:80]!r}, a {type(value).__qualname__}; JSON cannot hold it."
     )
@@ -124,8 +124,8 @@ def record_groups(
         CheckpointError: for a hyperparameter that has no form in a checkpoint.
     """
     return tuple(
-        GroupRecord(params=tuple(own), options=_encode_options(group, f"param_groups[{place}]"))
-        for place, (own, group) in enumerate(zip(names, groups, strict=True))
+        GroupRecord(params=tuple(members), options=_encode_options(group, f"param_groups[{index}]"))
+        for index, (members, group) in enumerate(zip(names, groups, strict=True))
     )
 
 
@@ -169,9 +169,9 @@ def restore_groups(
 ) -> None:
     """Sets every group's hyperparameters to those of its parameters; call :func:`check_groups` first."""
     options = _by_name(saved)
-    for own, group in zip(names, groups, strict=True):
-        if own:
-            for key, value in decode(options[own[0]]).items():
+    for members, group in zip(names, groups, strict=True):
+        if members:
+            for key, value in decode(options[members[0]]).items():
                 group[key] = _match_form(group.get(key), value)
 
 
@@ -202,7 +202,7 @@ def _match_form(present: Any, value: Any) -> Any:
 
 def _check_members(saved: Iterable[GroupRecord], names: Iterable[Iterable[str]]) -> None:
     trained = {name for group in saved for name in group.params}
-    present = {name for own in names for name in own}
+    present = {name for members in names for name in members}
     problems = []
     if missing := sorted(present - trained):
         problems.append(f"{len(missing)} that the checkpoint did not train: {first_few(missing)}")

@@ -96,7 +96,7 @@ def _optimizer_state(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) ->
         return None
     indices: dict[str, int] = {}
     groups = []
-    order = {name: place for place, name in enumerate(manifest.weights)}  # the model's
+    order = {name: position for position, name in enumerate(manifest.weights)}  # the model's
     for group in record.groups:
         names = sorted(group.params, key=order.__getitem__)
         numbers = [indices.setdefault(name, len(indices)) for name in names]

@@ -42,20 +42,20 @@ def export_safetensors(result: Result, folder: str | PathLike[str]) -> Path:
         MissingPackageError: without the package safetensors.
         CheckpointError: if the folder cannot be written.
     """
-    place, job = Path(folder), result.job
+    path, job = Path(folder), result.job
     library = job.cluster.agree(lambda: _import_library("safetensors.torch"), what="importing safetensors")
     tensors = whole_tensors(result)
 
     def write() -> None:
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            _write_weights(library, tensors, place)
-            _write_config(job.module, tensors, place)
+            path.mkdir(parents=True, exist_ok=True)
+            _write_weights(library, tensors, path)
+            _write_config(job.module, tensors, path)
         except OSError as error:
-            raise CheckpointError(f"cannot write weights to {place}: {error}") from error
+            raise CheckpointError(f"cannot write weights to {path}: {error}") from error
 
     job.cluster.on_first(write, what="writing the weights")
-    return place
+    return path
 
 
 def import_safetensors(result: Result, folder: str | PathLike[str], strict: bool = True) -> Unmatched:
@@ -146,6 +146,6 @@ def _write_config(model: nn.Module, tensors: Mapping[str, torch.Tensor], place: 
         document["dtype"] = str(dtypes.pop()).removeprefix("torch.")
         document.pop("torch_dtype", None)
     # FSDP2 gives a model a new class, derived from the user's.
-    own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    document["architectures"] = [own.__name__]
+    user_class = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    document["architectures"] = [user_class.__name__]
     write_json(place / _CONFIG, document)

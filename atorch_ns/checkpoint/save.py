@@ -153,8 +153,8 @@ def save(
         _write_checkpoint(folder, contents, job, None)
         return None
     copied, group = contents.copied(), lane.group(job)
-    place = parent / folder_module.step_name(number)
-    return lane.begin(PendingSave(place, lambda: _write_checkpoint(folder, copied, job, group)))
+    target = parent / folder_module.step_name(number)
+    return lane.begin(PendingSave(target, lambda: _write_checkpoint(folder, copied, job, group)))
 
 
 def _read_states(
@@ -162,9 +162,9 @@ def _read_states(
 ) -> Contents:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"step must be an integer from 0 on; it is {step!r}.")
-    given: Any = plain_json(dict(extra or {}), what="extra")
+    values: Any = plain_json(dict(extra or {}), what="extra")
     data = position if result.dataloader is None else result.dataloader.state_dict()
-    return read_contents(result, step=step, extra=given, data=None if data is None else dict(data))
+    return read_contents(result, step=step, extra=values, data=None if data is None else dict(data))
 
 
 def _open_folder(parent: Path, step: int, job: Job) -> Path:
@@ -179,13 +179,13 @@ def _open_folder(parent: Path, step: int, job: Job) -> Path:
             raise CheckpointError(f"cannot write checkpoints to {parent}: {error}") from error
 
     def check() -> Path:
-        if not made.is_dir():
+        if not folder.is_dir():
             raise CheckpointError(
-                f"rank 0 has made {made}, which is not there for rank {cluster.rank}. Save to a folder that all ranks share."
+                f"rank 0 has made {folder}, which is not there for rank {cluster.rank}. Save to a folder that all ranks share."
             )
-        return made
+        return folder
 
-    made = cluster.on_first(make, what=what)
+    folder = cluster.on_first(make, what=what)
     return cluster.agree(check, what=what)
 
 
@@ -209,8 +209,8 @@ def _write_checkpoint(folder: Path, contents: Contents, job: Job, group: dist.Pr
 def _record_written_files(folder: Path, job: Job, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     """Sizes and digests of what all ranks have written, each of its own files; collective over ``group``."""
     cluster = job.cluster
-    own = cluster.agree(
+    records = cluster.agree(
         lambda: record_files(folder, cluster.rank), what="reading what was written", group=group
     )
-    written = cluster.gathered(own, group=group)
+    written = cluster.gathered(records, group=group)
     return {name: record for files in written for name, record in files.items()}

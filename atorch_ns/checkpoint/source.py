@@ -121,7 +121,7 @@ def _names_to_restore(
     known = {name for group in saved for name in group.params}
     named = result.job.module.named_parameters(remove_duplicate=False)
     known |= {plain_name(name) for name, parameter in named if parameter.requires_grad}
-    return [[name for name in own if name in known] for own in states.group_names()]
+    return [[name for name in members if name in known] for members in states.group_names()]
 
 
 def _check_scheduler(manifest: Manifest, result: Result) -> None:
@@ -216,7 +216,7 @@ class Source:
         states = states_of(result)
         weights, job = states.weights(), result.job
         buffers, extras = persistent_buffers(job.module), extra_states(job.module)
-        check_model(manifest, *(held_by_stages(job, found) for found in (weights, buffers, extras)))
+        check_model(manifest, *(held_by_stages(job, mapping) for mapping in (weights, buffers, extras)))
         check_training(manifest, states, result, data_position=data_position)
         wanted = _wanted_specs(manifest, specs, weights)
         blank_extras = {name: _empty_tensor(specs[EXTRA_STATE + name]) for name in extras}

@@ -187,8 +187,8 @@ def _read_index(folder: Path) -> Metadata:
 def _file_sizes(metadata: Metadata, indices: Iterable[MetadataIndex]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for index in indices:
-        place = metadata.storage_data[index]
-        sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+        chunk = metadata.storage_data[index]
+        sizes[chunk.relative_path] = max(sizes.get(chunk.relative_path, 0), chunk.offset + chunk.length)
     return sizes
 
 
@@ -205,5 +205,5 @@ def _write_alone(tensors: Mapping[str, torch.Tensor], writer: FileSystemWriter) 
 
 
 def _failure_reasons(error: CheckpointException) -> str:
-    found = [f"rank {rank}: {error_text(cause)}" for rank, (cause, _) in error.failures.items()]
-    return first_few(found, 4, "; ")
+    reasons = [f"rank {rank}: {error_text(cause)}" for rank, (cause, _) in error.failures.items()]
+    return first_few(reasons, 4, "; ")

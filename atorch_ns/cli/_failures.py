@@ -44,10 +44,10 @@ def split_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
     """The arguments without ``--debug``, and whether it was among them."""
     ours = len(arguments)
     if "launch" in arguments and not any(
-        not one.startswith("-") for one in arguments[: arguments.index("launch")]
+        not argument.startswith("-") for argument in arguments[: arguments.index("launch")]
     ):
         ours = _find_script_position(arguments, arguments.index("launch") + 1)
-    kept = [one for position, one in enumerate(arguments) if one != _DEBUG or position >= ours]
+    kept = [argument for position, argument in enumerate(arguments) if argument != _DEBUG or position >= ours]
     return kept, len(kept) < len(arguments)
 
 
@@ -61,7 +61,7 @@ def _find_script_position(arguments: Sequence[str], position: int) -> int:
 
 def wants_json(arguments: Sequence[str]) -> bool:
     """Whether a command's arguments contain ``--json``; those of a launched script do not count."""
-    verb = next((one for one in arguments if not one.startswith("-")), None)
+    verb = next((argument for argument in arguments if not argument.startswith("-")), None)
     return verb != "launch" and "--json" in arguments
 
 

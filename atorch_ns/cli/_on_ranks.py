@@ -80,8 +80,8 @@ def on_ranks(
             raise BackendError(_silent_end(broken[0]))
         who = f"rank {late[0]}" if len(late) == 1 else f"the ranks {', '.join(late)}"
         raise BackendError(f"{who} did not end within {timeout_s or 0:.0f} s.")
-    found: dict[str, Any] = answers[0]["value"]
-    return found
+    result: dict[str, Any] = answers[0]["value"]
+    return result
 
 
 def _exit_on_signal(work: str, code: int, as_json: bool) -> NoReturn:
@@ -97,8 +97,8 @@ def _exit_on_signal(work: str, code: int, as_json: bool) -> NoReturn:
 
 def _fail_with(errors: Mapping[int, Mapping[str, Any]], silent: Sequence[RankEnd], as_json: bool) -> NoReturn:
     """Ends the command with the first error that is not about another rank, and the output of ranks that died."""
-    own = [rank for rank, answer in errors.items() if answer.get("kind") != "RankError"]
-    rank = (own or list(errors))[0]
+    sources = [rank for rank, answer in errors.items() if answer.get("kind") != "RankError"]
+    rank = (sources or list(errors))[0]
     where = f" (rank {rank})" if len(errors) > 1 and rank else ""
     say(f"atorch-ns: {errors[rank]['error']}{where}")
     for end in silent:

@@ -62,17 +62,17 @@ def all_or_problems(*actions: Callable[[], Any]) -> list[Any]:
     Raises:
         AtorchError: of the one that refuses; where several do, an InputError with all that they say, a line or more each.
     """
-    found, refusals = [], []
+    results, refusals = [], []
     for action in actions:
         try:
-            found.append(action())
+            results.append(action())
         except (InputError, LayoutError, StrategyError) as refusal:
             refusals.append(refusal)
     if len(refusals) == 1:
         raise refusals[0]
     if refusals:
         raise InputError("\n".join(dict.fromkeys(map(str, refusals))))
-    return found
+    return results
 
 
 def say(text: str) -> None:
@@ -143,16 +143,16 @@ def read_inputs(options: ModelOptions) -> PlanningInputs:
     from atorch_ns.profile import Profile
     from atorch_ns.report.report import read_text
 
-    def place() -> Cluster:
+    def read_cluster() -> Cluster:
         return make_cluster(options.cluster)
 
     if options.profile is not None:
         text = options.profile
-        cluster, profile = all_or_problems(place, lambda: Profile.from_json(read_text(text)))
+        cluster, profile = all_or_problems(read_cluster, lambda: Profile.from_json(read_text(text)))
         return PlanningInputs(options, cluster, profile)
     no_optimizer = options.optimizer.lower() == "none"
     cluster, model, loss, optimizer = all_or_problems(
-        place,
+        read_cluster,
         lambda: make_model(options),
         lambda: None if options.loss is None else load_object(options.loss, option="--loss"),
         lambda: None if no_optimizer else load_object(options.optimizer, option="--optimizer"),
@@ -218,8 +218,8 @@ def read_strategy(text: str, option: str = "") -> Strategy:
     if text.lstrip()[:1] in ("[", "{"):
         return Strategy.load(text)
     if Path(text).exists():
-        found = read_report_or_strategy(Path(text))
-        return found if isinstance(found, Strategy) else found.strategy
+        document = read_report_or_strategy(Path(text))
+        return document if isinstance(document, Strategy) else document.strategy
     check_strategy_is_there(text, option)
     names = [name.strip() for name in text.split(",")]
     return Strategy(name for name in names if name)

@@ -43,7 +43,7 @@ def named_job(request: Mapping[str, Any]) -> dict[str, Any]:
         raise InputError(
             f"--loss={request['loss']!r} is {with_article(loss)}; it must be a function (batch, output) -> loss."
         )
-    given, why = chosen_format(check_format(request["input_format"]), model, sample)
+    input_format, why = chosen_format(check_format(request["input_format"]), model, sample)
     if why and os.environ.get("RANK", "0") == "0":
         say(why)
     optimizer = load_object(request["optimizer"], option="--optimizer")
@@ -55,7 +55,7 @@ def named_job(request: Mapping[str, Any]) -> dict[str, Any]:
         "model": model,
         "optim_func": optimizer,
         "loss_func": loss,
-        "model_input_format": None if given == "none" else given,
+        "model_input_format": None if input_format == "none" else input_format,
         "sample_batch": sample,
     }
 
@@ -117,8 +117,8 @@ def verify_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
     inputs, strategy = cluster.agree(
         lambda: (Inputs(**named_job(request)), read_strategy(request["strategy"])), what="building the model"
     )
-    found = verify(inputs, cluster, strategy, load_registry(), num_steps=request["steps"])
-    return found.as_json()
+    result = verify(inputs, cluster, strategy, load_registry(), num_steps=request["steps"])
+    return result.as_json()
 
 
 def script_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:

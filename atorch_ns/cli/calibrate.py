@@ -82,7 +82,7 @@ def _option_problems(nproc: int | None, seconds: float, device: str | None, *, l
     if not (seconds > 0 and math.isfinite(seconds)):
         problems.append(f"--seconds={seconds:g}: the time must be positive.")
     if device not in (None, "cuda", "cpu"):
-        problems.append(f"--device={device!r} is no type of device; write cuda or cpu.")
+        problems.append(f"--device={device!r} is not a type of device; write cuda or cpu.")
     if nproc is not None and launched:
         problems.append(
             f"--nproc={nproc}: the launcher has started the ranks to measure on. Leave it out here."

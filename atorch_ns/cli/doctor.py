@@ -50,7 +50,7 @@ def doctor(
         problems.append(f"--timeout={timeout:g}: the time limit must be positive.")
     unknown = [name for name in only or () if name not in known]
     if unknown:
-        problems.append(f"--only={unknown[0]!r} is no check. There are {', '.join(known)}.")
+        problems.append(f"--only={unknown[0]!r} is not a check. There are {', '.join(known)}.")
     alone = [name for name in only or () if name in known and name not in CHECKS]
     if alone and who is None:
         problems.append(
@@ -58,28 +58,28 @@ def doctor(
             "torchrun --nnodes=2 ... -m atorch_ns.cli doctor."
         )
     refuse(problems)
-    place = Place(num_ranks=nproc or 2, folder=folder, timeout_s=timeout)
+    machine = Place(num_ranks=nproc or 2, folder=folder, timeout_s=timeout)
     if who is None:
-        _print_findings(examine(place, names=tuple(only or ())), as_json)
+        _print_findings(examine(machine, names=tuple(only or ())), as_json)
     elif who.rank == 0:
-        _print_findings(examine_nodes(place, who, only or known), as_json)
-    elif any(finding.verdict == "fail" for finding in examine_nodes(place, who, only or known)):
+        _print_findings(examine_nodes(machine, who, only or known), as_json)
+    elif any(finding.verdict == "fail" for finding in examine_nodes(machine, who, only or known)):
         raise typer.Exit(4)  # rank 0 says why
 
 
 def _print_findings(findings: Iterator[Finding], as_json: bool) -> None:
-    found = []
+    results = []
     for finding in findings:
-        found.append(finding)
+        results.append(finding)
         if as_json:
             continue
         mark, colour = _MARKS[finding.verdict]
         typer.echo(f"{typer.style(mark, fg=colour)}  {finding.check}: {finding.text}")
         if finding.fix:
             typer.echo(f"        fix: {finding.fix}")
-    counts = {verdict: sum(each.verdict == verdict for each in found) for verdict in _MARKS}
+    counts = {verdict: sum(each.verdict == verdict for each in results) for verdict in _MARKS}
     if as_json:
-        print_json({"schema": 1, "counts": counts, "findings": [finding.as_json() for finding in found]})
+        print_json({"schema": 1, "counts": counts, "findings": [finding.as_json() for finding in results]})
     else:
         typer.echo(f"\n{counts['pass']} passed, {counts['warn']} warnings, {counts['fail']} failed")
     if counts["fail"]:
@@ -93,11 +93,11 @@ def env(as_json: AsJson = False) -> None:
     """
     from atorch_ns.doctor import environment
 
-    found = environment()
+    facts = environment()
     if as_json:
-        print_json(found)
+        print_json(facts)
         return
-    for title, value in found.items():
+    for title, value in facts.items():
         if title != "schema":
             typer.echo("\n".join(_item_lines(title, value)))
 

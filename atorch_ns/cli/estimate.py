@@ -131,8 +131,8 @@ def _price_strategies(
     inputs = read_inputs(named)
     profile, _ = make_profile(inputs)
     priced = tuple(price_strategy(each, profile, inputs.cluster, global_batch=batch) for each in strategies)
-    for side, one in zip(("before", "after"), priced, strict=True):
-        for note in one.notes:
+    for side, strategy in zip(("before", "after"), priced, strict=True):
+        for note in strategy.notes:
             say(f"{side}: {note}")
     return priced
 

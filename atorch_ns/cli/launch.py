@@ -49,14 +49,14 @@ def check_here(options: Launch) -> None:
 
         if not torch.cuda.is_available():
             raise BackendError("--nproc=gpu: torch finds no GPU here. Give a number, or --nproc cpu.")
-    place = options.rendezvous_endpoint
-    if place is None or options.node_rank not in (None, 0):
+    endpoint = options.rendezvous_endpoint
+    if endpoint is None or options.node_rank not in (None, 0):
         return
     try:
-        socket.getaddrinfo(*place)
+        socket.getaddrinfo(*endpoint)
     except socket.gaierror as error:
         raise InputError(
-            f"--rendezvous={options.rendezvous}: the host {place[0]!r} is not known here ({error.strerror}). Give the name "
+            f"--rendezvous={options.rendezvous}: the host {endpoint[0]!r} is not known here ({error.strerror}). Give the name "
             "or address of one node that all reach."
         ) from None
 

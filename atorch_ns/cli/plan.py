@@ -84,10 +84,10 @@ def plan(
         lambda: options.refuse(unwritable),
     )
     known, seconds = make_profile(inputs)
-    place = inputs.cluster
+    machines = inputs.cluster
     outcome = plan_offline(
         known,
-        place,
+        machines,
         global_batch=batch,
         settings=settings,
         excluded=[constraint(text) for text in exclude or ()],
@@ -100,7 +100,7 @@ def plan(
     else:
         typer.echo(search_text(outcome, top=top))
         if verbose:
-            typer.echo(_operators_report(known, outcome, place))
+            typer.echo(_operators_report(known, outcome, machines))
     if save_profile is not None:
         write_text(save_profile, known.to_json())
         say(f"profile written to {save_profile}")
@@ -111,9 +111,9 @@ def plan(
         say(f"atorch-ns: nothing fits. {outcome.nearest_miss}")
         raise typer.Exit(3)
     if save is not None:
-        found = whole.strategy
-        requires = replace(found.requires, device=place.device_type)
-        Strategy(found, requires=requires, provenance=found.provenance).save(save)
+        strategy = whole.strategy
+        requires = replace(strategy.requires, device=machines.device_type)
+        Strategy(strategy, requires=requires, provenance=strategy.provenance).save(save)
         say(f"strategy written to {save}")
 
 
@@ -127,16 +127,16 @@ def _plan_operators(
     from atorch_ns.operators import Prices, States, capture_shallow, costs_text, solved_plan
     from atorch_ns.text import counted
 
-    place = make_cluster(asked.cluster)
-    if asked.cluster is not None and degree > place.world_size:
+    cluster = make_cluster(asked.cluster)
+    if asked.cluster is not None and degree > cluster.world_size:
         raise InputError(
-            f"--operators {degree} is more than the cluster's {counted(place.world_size, 'device')}."
+            f"--operators {degree} is more than the cluster's {counted(cluster.world_size, 'device')}."
         )
     known, batch, how = make_model(asked)
     args, kwargs = call_arguments(known, batch, None if how == "none" else how)
     device = torch.device("cpu")
     shallow = capture_shallow(known.train(), args, kwargs, device=device)
-    prices = Prices.of(known, place, degree)
+    prices = Prices.of(known, cluster, degree)
     limit = gibibytes(memory_limit)
     solved = solved_plan(
         shallow.graph,

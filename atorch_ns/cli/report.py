@@ -54,11 +54,11 @@ def explain(
     """
     from atorch_ns.strategy import Strategy
 
-    found = read_report_or_strategy(file)
-    if isinstance(found, Strategy):
-        lines = _strategy_lines(found, why)
+    document = read_report_or_strategy(file)
+    if isinstance(document, Strategy):
+        lines = _strategy_lines(document, why)
     else:
-        lines = _report_lines(found, why, str(file))
+        lines = _report_lines(document, why, str(file))
     if as_json:
         print_json({"schema": 1, "file": str(file), "why": why, "lines": lines})
     else:

@@ -87,11 +87,11 @@ def search(
         "logs": None if neighbour is None else str(neighbour.absolute().with_suffix(".logs")),
         "verbose": verbose,
     }
-    found = on_ranks("search", request, nproc=nproc, as_json=as_json, patient=True)
+    result = on_ranks("search", request, nproc=nproc, as_json=as_json, patient=True)
     if as_json:
-        typer.echo(found["report"], nl=False)
+        typer.echo(result["report"], nl=False)
     else:  # why it was chosen stands at the end of what was said while the search ran
-        typer.echo(found["strategy"])
+        typer.echo(result["strategy"])
     for what, path in (("strategy", save), ("report", report), ("trials", history)):
         if path is not None:
             say(f"{what} written to {path}")

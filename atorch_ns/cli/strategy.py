@@ -71,8 +71,8 @@ def validate(
         raise typer.Exit(1) from None
     notes = [note.text for note in resolved.notes]
     if as_json:
-        found = {"valid": True, "strategy": str(resolved.strategy), "notes": notes, "problems": []}
-        print_json({**answer, **found})
+        verdict = {"valid": True, "strategy": str(resolved.strategy), "notes": notes, "problems": []}
+        print_json({**answer, **verdict})
     else:
         typer.echo("\n  ".join([f"valid for {processes}: {resolved.strategy}", *notes]))
 

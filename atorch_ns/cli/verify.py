@@ -49,11 +49,11 @@ def verify(
     """
     problems = []
     if script is not None:
-        given = [
+        flags = [
             f"--{name}" for name, value in (("model", model), ("sample", sample), ("loss", loss)) if value
         ]
-        if given:
-            problems.append(f"--script has its own model, data and loss: leave {', '.join(given)} out.")
+        if flags:
+            problems.append(f"--script has its own model, data and loss: leave {', '.join(flags)} out.")
         if not script.is_file():
             problems.append(f"--script={script}: no such file.")
     elif arguments:
@@ -86,11 +86,11 @@ def verify(
         "input_format": input_format,
         "steps": steps,
     }
-    found = on_ranks("verify", request, nproc=nproc, timeout_s=timeout, as_json=as_json)
-    for note in found["notes"]:
+    result = on_ranks("verify", request, nproc=nproc, timeout_s=timeout, as_json=as_json)
+    for note in result["notes"]:
         say(note)
-    typer.echo(json.dumps(found, indent=1) if as_json else "\n".join(_report_lines(found, top)))
-    if not found["passed"]:
+    typer.echo(json.dumps(result, indent=1) if as_json else "\n".join(_report_lines(result, top)))
+    if not result["passed"]:
         raise typer.Exit(1)
 
 
@@ -106,22 +106,25 @@ def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json:
     with scratch_folder() as folder:
         run("one", "in one process", 1)
         try:
-            found = run("ranks", f"on {counted(nproc, 'rank')}", nproc)
+            result = run("ranks", f"on {counted(nproc, 'rank')}", nproc)
         except (typer.Exit, AtorchError):
             first, _ = compare_runs(folder, nproc, reduced=False)
             if first is not None:
                 say("\n".join(["before that:", *_difference_lines(_as_json(first), first.job + 1)]))
             raise
         run(
-            "rounding", "in one process, with gradients that are off by rounding", 1, reduced=found["reduced"]
+            "rounding",
+            "in one process, with gradients that are off by rounding",
+            1,
+            reduced=result["reduced"],
         )
-        difference, updates = compare_runs(folder, nproc, reduced=found["reduced"])
+        difference, updates = compare_runs(folder, nproc, reduced=result["reduced"])
     document = {
         "passed": difference is None,
-        "strategies": found["strategies"],
+        "strategies": result["strategies"],
         "world_size": nproc,
-        "reduced_precision": found["reduced"],
-        "num_dropouts": found["dropouts"],
+        "reduced_precision": result["reduced"],
+        "num_dropouts": result["dropouts"],
         "difference": None if difference is None else _as_json(difference),
         "updates": [_as_json(update) for update in updates],
     }
@@ -131,7 +134,7 @@ def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json:
 
 
 def _as_json(difference: Difference) -> dict[str, Any]:
-    """With ``null`` for an error that is no finite number, which JSON does not have."""
+    """With ``null`` for an error that is not a finite number, which JSON does not have."""
     document = asdict(difference)
     return document | {"error": difference.error if math.isfinite(difference.error) else None}
 

@@ -111,16 +111,16 @@ def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -
             raise
         failures: dict[int, str] = {}
         with suppress(RuntimeError):
-            store, own = default_store(), dist.get_rank()
-            others = [rank for rank in range(dist.get_world_size()) if rank != own]
+            store, this_rank = default_store(), dist.get_rank()
+            others = [rank for rank in range(dist.get_world_size()) if rank != this_rank]
             # A rank that failed after the last exchange of a block is noticed in a later one of that name.
-            for one in range(turn, turn - _TURNS_BACK, -1):
-                if store.check([key(one, own)]):  # this rank too, and all went on
+            for past_turn in range(turn, turn - _TURNS_BACK, -1):
+                if store.check([key(past_turn, this_rank)]):  # this rank too, and all went on
                     break
                 failures = failures or {
-                    rank: store.get(key(one, rank)).decode()
+                    rank: store.get(key(past_turn, rank)).decode()
                     for rank in others
-                    if store.check([key(one, rank)])
+                    if store.check([key(past_turn, rank)])
                 }
         if failures:
             raise _failed_elsewhere(what, failures) from error
@@ -230,8 +230,8 @@ def same_everywhere(values: Mapping[str, str], *, distributed: bool) -> None:
     values_by_rank = gathered(dict(values), distributed=True)
     for what in values:
         ranks_by_text: dict[str, list[int]] = {}
-        for rank, own in enumerate(values_by_rank):
-            ranks_by_text.setdefault(own.get(what, ""), []).append(rank)
+        for rank, texts in enumerate(values_by_rank):
+            ranks_by_text.setdefault(texts.get(what, ""), []).append(rank)
         if len(ranks_by_text) > 1:
             shown = "; ".join(
                 f"ranks {ranks} have {clipped(text, 300)}" for text, ranks in ranks_by_text.items()
@@ -329,7 +329,7 @@ def receive_nest(*, group: Any, source: int, device: Any) -> Any:
     tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
     for tensor in tensors:
         dist.recv(tensor, group=group, group_src=source)
-    return map_instances(_Place, lambda place: tensors[place.number], structure)
+    return map_instances(_Place, lambda slot: tensors[slot.number], structure)
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,8 @@ def rounded(value: T, kind: Any) -> T:
     from pydantic import TypeAdapter
 
     adapter = TypeAdapter(kind)
-    found: T = adapter.validate_python(_round_floats(adapter.dump_python(value)))
-    return found
+    result: T = adapter.validate_python(_round_floats(adapter.dump_python(value)))
+    return result
 
 
 def _round_floats(plain: Any) -> Any:
@@ -172,14 +172,14 @@ def _link_groups(
         yield {"within_node" if cluster.num_nodes == 1 else "between_nodes": default}
         return
     ranks, per_node = np.arange(cluster.world_size).reshape(cluster.num_nodes, -1), cluster.local_world_size
-    made: dict[str, dist.ProcessGroup] = {}
+    groups: dict[str, dist.ProcessGroup] = {}
     if per_node > 1:
-        made["within_node"] = dist.new_subgroups_by_enumeration(ranks.tolist())[0]
-    made["between_nodes"] = dist.new_subgroups_by_enumeration(ranks.T.tolist())[0]
+        groups["within_node"] = dist.new_subgroups_by_enumeration(ranks.tolist())[0]
+    groups["between_nodes"] = dist.new_subgroups_by_enumeration(ranks.T.tolist())[0]
     try:
-        yield made
+        yield groups
     finally:
-        for each in made.values():
+        for each in groups.values():
             dist.destroy_process_group(each)
 
 
@@ -265,7 +265,7 @@ def _attention_factors(device: Device, times: Mapping[str, float]) -> dict[str, 
             expected = device.attention_of(dtype, AttentionKind(passes, width, True, tokens))
             if spent > 0:
                 shares.setdefault(f"{passes}/{dtype}", []).append(flops / spent / expected)
-    return {key: float(np.median(found)) for key, found in shares.items()}
+    return {key: float(np.median(ratios)) for key, ratios in shares.items()}
 
 
 def _measured_link(known: Hardware, level: str, times: dict[str, float], num_ranks: int, source: str) -> Link:

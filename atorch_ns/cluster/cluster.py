@@ -269,7 +269,7 @@ def _environment_integer(name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise BackendError(
-            f"the environment variable {name}={text!r} is no number. Launchers such as torchrun set it; unset "
+            f"the environment variable {name}={text!r} is not a number. Launchers such as torchrun set it; unset "
             "it to run one process."
         ) from None
 
@@ -294,12 +294,12 @@ def _device_facts(local_rank: int) -> dict[str, Any]:
 
 def installed_packages() -> dict[str, str]:
     """Version by import name of the optional packages that are installed; none is imported."""
-    found = {}
+    versions = {}
     for module, distribution in OPTIONAL_PACKAGES.items():
         if importlib.util.find_spec(module) is None:
             continue
         try:
-            found[module] = importlib.metadata.version(distribution)
+            versions[module] = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
-            found[module] = "unknown"
-    return found
+            versions[module] = "unknown"
+    return versions

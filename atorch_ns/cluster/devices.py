@@ -94,8 +94,8 @@ def _read_sheet(row: Mapping[str, str]) -> DeviceSheet:
     """A line of ``devices.csv``; its ``kernels`` names the device of ``kernels.csv`` whose products have the same share of the peak."""
     title, (share, why), (streamed, how) = row["sheet"], _MEMORY[row["memory"]], _STREAMED
     tflops = {dtype: float(row[dtype]) for dtype in _DTYPES if row[dtype]}
-    found = {dtype: product_share(row["kernels"], dtype) for dtype in tflops}
-    efficiencies = {dtype: figure for dtype, figure in found.items() if figure is not None}
+    shares = {dtype: product_share(row["kernels"], dtype) for dtype in tflops}
+    efficiencies = {dtype: figure for dtype, figure in shares.items() if figure is not None}
     major, minor = row["capability"].split(".")
     return DeviceSheet(
         efficiency=efficiencies.pop("bfloat16", _EFFICIENCY),
@@ -126,13 +126,13 @@ def device_named(reported: str) -> str | None:
         >>> device_named("NVIDIA H100 80GB HBM3"), device_named("NVIDIA L4"), device_named("GeForce GT 710")
         ('H100-80GB', 'L4', None)
     """
-    found = [
+    matches = [
         (sum(map(len, parts)), name)
         for name, sheet in DEVICES.items()
         for parts in sheet.reported
         if all(_contains_name(reported, part) for part in parts)
     ]
-    return max(found)[1] if found else None
+    return max(matches)[1] if matches else None
 
 
 def _contains_name(text: str, part: str) -> bool:

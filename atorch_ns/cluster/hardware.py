@@ -188,8 +188,8 @@ class LinkSheet(NamedTuple):
 def _read_link(row: Mapping[str, str], measured: Iterable[Mapping[str, str]]) -> LinkSheet:
     """A line of ``link_sheets.csv``, with the rate and the ramp of its rings where they are in ``links.csv``."""
     peak = Figure(float(row["gb_per_s"]) * float(row["share"]) * 1e9, row["source"])
-    rings = [found for found in measured if found["link"] == row["name"]]
-    best = max((float(found["gb_per_s"]) for found in rings), default=0.0)
+    rings = [ring for ring in measured if ring["link"] == row["name"]]
+    best = max((float(ring["gb_per_s"]) for ring in rings), default=0.0)
     return LinkSheet(
         row["level"],
         Figure(float(row["latency_us"]) / 1e6, row["latency_source"]),
@@ -198,7 +198,7 @@ def _read_link(row: Mapping[str, str], measured: Iterable[Mapping[str, str]]) ->
         overlap=float(row["overlap"] or _NCCL_OVERLAP),
         aliases=tuple(row["aliases"].split()),
         # Eight ranks; each message is an eighth of the tensor.
-        ramp=tuple((float(found["mib"]) * 2**20 / 8, float(found["gb_per_s"]) / best) for found in rings),
+        ramp=tuple((float(ring["mib"]) * 2**20 / 8, float(ring["gb_per_s"]) / best) for ring in rings),
     )
 
 

@@ -59,7 +59,7 @@ def measured_document(cluster: Cluster, found: Measurement) -> dict[str, Any]:
 
 def _device_fields(device: Device) -> dict[str, Any]:
     plain = _dump_fields(device)
-    usual = {one.name: one.default for one in fields(Device) if one.default is not MISSING}
+    usual = {field.name: field.default for field in fields(Device) if field.default is not MISSING}
     kept = {name: value for name, value in plain.items() if getattr(device, name) != usual.get(name, MISSING)}
     return {("memory" if name == "memory_bytes" else name): value for name, value in kept.items()}
 

@@ -148,8 +148,8 @@ def room_bytes(device: torch.device) -> int | None:
     """Bytes that this process may still allocate on CPUs by ``RLIMIT_DATA``; ``None`` if there is no such limit."""
     if device.type == "cuda" or sys.platform == "win32":
         return None
-    limit, held = resource.getrlimit(resource.RLIMIT_DATA)[0], data_bytes()
-    return None if limit == resource.RLIM_INFINITY or held is None else max(0, limit - held)
+    limit, usage = resource.getrlimit(resource.RLIMIT_DATA)[0], data_bytes()
+    return None if limit == resource.RLIM_INFINITY or usage is None else max(0, limit - usage)
 
 
 def return_freed_memory() -> None:
@@ -174,7 +174,7 @@ def _filled_holes(device: torch.device) -> Iterator[None]:
     """
     # CUDA may be on Windows, which has none.
     library: Any = ctypes.CDLL(None) if device.type == "cpu" else None
-    found: list[int] = []
+    holes: list[int] = []
     if hasattr(library, "mallinfo2"):
         library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
@@ -184,7 +184,7 @@ def _filled_holes(device: torch.device) -> Iterator[None]:
             pointer = library.malloc(size)
             header = ctypes.c_size_t.from_address(pointer - word).value if pointer else _IS_MMAPPED
             if not header & _IS_MMAPPED:
-                found.append(pointer)
+                holes.append(pointer)
                 unused -= size
             else:  # fresh memory, or none: no hole is that large
                 library.free(pointer)
@@ -192,7 +192,7 @@ def _filled_holes(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        for pointer in found:
+        for pointer in holes:
             library.free(pointer)
 
 
@@ -237,21 +237,21 @@ def _bytes_in_use(device: torch.device) -> int:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(device)
     return_freed_memory()
-    found = data_bytes()
-    if found is None:
+    num_bytes = data_bytes()
+    if num_bytes is None:
         raise BackendError(
             f"a limit of memory cannot be enforced on {sys.platform}: it needs Linux, or CUDA."
         )
-    return found
+    return num_bytes
 
 
 def _asked_for(error: BaseException) -> str:
     """What an allocator's message says was asked for: ``"20.0 MiB more"``."""
-    found = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-    if found is None:
+    match = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    if match is None:
         return "more"
-    number, unit = found[1].split()
-    return (bytes_text(int(number)) if unit == "bytes" else found[1]) + " more"
+    number, unit = match[1].split()
+    return (bytes_text(int(number)) if unit == "bytes" else match[1]) + " more"
 
 
 _TEXTS: Final = re.compile(

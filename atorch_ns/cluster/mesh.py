@@ -42,7 +42,7 @@ def check_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
     problems = [f"the axis {name!r} is named twice." for name in AXES if names.count(name) > 1]
     for name, size in checked:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            problems.append(f"{name}={size!r} is no size: give a positive integer.")
+            problems.append(f"{name}={size!r} is not a size: give a positive integer.")
     unknown = [repr(name) for name in names if name not in AXES]
     if unknown:
         problems.append(f"unknown axis {', '.join(unknown)}. Axes are {', '.join(AXES)}.")
@@ -105,7 +105,7 @@ def mesh_ranks(
     """The ranks as an array with one dimension per axis, outermost axis first (as ``DeviceMesh`` wants it).
 
     Raises:
-        LayoutError: if sizes do not multiply to ``world_size`` or ``rank_order`` is no permutation.
+        LayoutError: if sizes do not multiply to ``world_size`` or ``rank_order`` is not a permutation.
     """
     sizes = [size for _, size in check_axes(axes)]
     if math.prod(sizes) != world_size:

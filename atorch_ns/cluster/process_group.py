@@ -53,9 +53,9 @@ def agree_on_generation(store: Store, rank: int, world_size: int, timeout_s: flo
     answer = f"{_PREFIX}/answer/{token}"
     while not store.check([answer]):
         _wait_or_time_out(limit, "rank 0")
-    given: str = store.get(answer).decode()
-    store.set(f"{_PREFIX}/{given}/{rank}", "")
-    return given
+    generation: str = store.get(answer).decode()
+    store.set(f"{_PREFIX}/{generation}/{rank}", "")
+    return generation
 
 
 def _answer_ranks(store: Store, name: str, ranks: Iterable[int], limit: float) -> None:

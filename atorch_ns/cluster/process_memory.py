@@ -49,8 +49,8 @@ def private_bytes(device: torch.device) -> int | None:
     """
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
-    held = data_bytes()
-    return None if held is None else held - unused_bytes()
+    total = data_bytes()
+    return None if total is None else total - unused_bytes()
 
 
 def data_bytes() -> int | None:
@@ -76,15 +76,15 @@ class _MallocInfo(ctypes.Structure):
 
 def _read_status() -> dict[str, int]:
     """Bytes by name of ``/proc/self/status``; those that this system does not tell are 0."""
-    found = dict.fromkeys(("VmData", "VmHWM", "RssAnon", "RssFile", "RssShmem"), 0)
+    sizes = dict.fromkeys(("VmData", "VmHWM", "RssAnon", "RssFile", "RssShmem"), 0)
     lines: list[str] = []
     with contextlib.suppress(OSError):  # another system, or /proc is not mounted
         lines = _STATUS.read_text().splitlines()
     for line in lines:
         name, _, value = line.partition(":")
-        if name in found:
-            found[name] = int(value.split()[0]) * 2**10
-    return found
+        if name in sizes:
+            sizes[name] = int(value.split()[0]) * 2**10
+    return sizes
 
 
 class ProcessMemory:

@@ -45,7 +45,7 @@ def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str, 
     for key in given:
         if key not in known:
             shown = f"{what}.{key}" if what else repr(key)
-            problems.append(f"{shown} is no key.{did_you_mean(str(key), known)} Keys: {', '.join(known)}.")
+            problems.append(f"{shown} is not a key.{did_you_mean(str(key), known)} Keys: {', '.join(known)}.")
 
 
 def read_count(value: Any, what: str, problems: list[str]) -> int:
@@ -112,8 +112,8 @@ def read_spec(text_or_path: str | Path, problems: list[str]) -> dict[str, Any]:
 
 def split_devices(text: str) -> tuple[str | None, str]:
     """``"8xH100"`` as ``("8", "H100")``; no count gives ``None``."""
-    found = _COUNTED.match(text.strip())
-    return (found["count"], found["device"].strip()) if found else (None, text.strip())
+    match = _COUNTED.match(text.strip())
+    return (match["count"], match["device"].strip()) if match else (None, text.strip())
 
 
 def _read_line(text: str, problems: list[str]) -> dict[str, Any]:
@@ -131,16 +131,16 @@ def _read_line(text: str, problems: list[str]) -> dict[str, Any]:
 
 
 def _read_part(part: str) -> tuple[str, Any] | None:
-    if found := _NODES.match(part):
-        return "nodes", found["count"]
+    if match := _NODES.match(part):
+        return "nodes", match["count"]
     if _COUNTED.match(part):
         return "devices", part
     if _MEMORY.match(part):
         return "memory", part
-    if found := _POWER.match(part):
-        return "power", found["watts"]
-    if found := _PRICE.match(part):
-        return "price_per_hour", found["price"]
+    if match := _POWER.match(part):
+        return "power", match["watts"]
+    if match := _PRICE.match(part):
+        return "price_per_hour", match["price"]
     if part.lower() in _LIBRARIES:
         return "attention", part
     sheet = next((s for name, s in LINKS.items() if part.lower() in (name, *s.aliases)), None)
@@ -158,7 +158,7 @@ def _device_names(device: str) -> tuple[str, ...]:
 def _unknown_part(part: str) -> str:
     known = [*DEVICES, "cpu", *LINKS, *ATTENTION_LIBRARIES]
     return (
-        f"{part!r} is no device, link, number of nodes, memory, power, library of attention or price.{did_you_mean(part, known)} "
+        f"{part!r} is not a device, link, number of nodes, memory, power, library of attention or price.{did_you_mean(part, known)} "
         "Write for example '8xH100-80GB, 16 nodes, ib400, 60GiB'."
     )
 
@@ -291,7 +291,7 @@ def _known_device(name: str, per_node: int, problems: list[str]) -> Device | Non
             return sheet.device(known)
     aliases = {alias for sheet in DEVICES.values() for alias in sheet.aliases}
     problems.append(
-        f"{name!r} is no device of the table.{did_you_mean(name, [*DEVICES, *aliases, 'cpu'])} "
+        f"{name!r} is not a device of the table.{did_you_mean(name, [*DEVICES, *aliases, 'cpu'])} "
         f"Known: {', '.join(DEVICES)}, cpu; others can be described in a file."
     )
     return None
@@ -321,7 +321,7 @@ def _attention_library(device: Device, name: str, problems: list[str]) -> str:
     if name.lower() not in _LIBRARIES:
         near = did_you_mean(name, ATTENTION_LIBRARIES)
         problems.append(
-            f"attention={name!r} is no library of the table.{near} Known: {', '.join(ATTENTION_LIBRARIES)}."
+            f"attention={name!r} is not a library of the table.{near} Known: {', '.join(ATTENTION_LIBRARIES)}."
         )
     return _LIBRARIES.get(name.lower(), "")
 
@@ -367,7 +367,7 @@ def _read_fields(
     from pydantic import TypeAdapter, ValidationError
 
     hints, read = get_type_hints(kind), {}
-    for name in (one.name for one in fields(kind) if one.name in given and one.name not in others):
+    for name in (field.name for field in fields(kind) if field.name in given and field.name not in others):
         before = len(problems)
         _check_numbers(given[name], f"{what}.{name}", problems)
         try:
@@ -472,6 +472,6 @@ def _known_link(name: str, key: str, per_node: int, problems: list[str]) -> Link
         if name.lower() in (known, *sheet.aliases):
             return sheet.link(known, per_node)
     problems.append(
-        f"{key}={name!r} is no link of the table.{did_you_mean(name, LINKS)} Known: {', '.join(LINKS)}."
+        f"{key}={name!r} is not a link of the table.{did_you_mean(name, LINKS)} Known: {', '.join(LINKS)}."
     )
     return None

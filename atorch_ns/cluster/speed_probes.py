@@ -317,7 +317,7 @@ def fit_rates(times: Mapping[str, float], num_ranks: int) -> dict[str, Rate]:
         collective, _, num_bytes = name.partition("/")
         if collective in RING_STEPS and num_bytes.isdecimal():
             points.setdefault(collective, []).append((float(num_bytes), seconds))
-    return {name: _fit_rate(*messages_of(name, num_ranks), found) for name, found in points.items()}
+    return {name: _fit_rate(*messages_of(name, num_ranks), samples) for name, samples in points.items()}
 
 
 def messages_of(collective: str, num_ranks: int) -> tuple[int, int]:

@@ -96,9 +96,9 @@ def gradient_buckets(sizes: Iterable[tuple[Hashable, int]], bucket_bytes: int) -
     closed: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
     limits: dict[Hashable, int] = {}
-    for place, (kind, num_bytes) in enumerate(sizes):
+    for index, (kind, num_bytes) in enumerate(sizes):
         places, filled = filling.pop(kind, ([], 0))
-        places, filled = [*places, place], filled + num_bytes
+        places, filled = [*places, index], filled + num_bytes
         if filled >= limits.get(kind, first):
             closed.append(places)
             limits[kind] = cap

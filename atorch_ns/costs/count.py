@@ -103,9 +103,9 @@ def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
     lacks, of this module. Of fused attention with a causal mask only the pairs that the mask leaves are counted:
     kernels skip the others, in blocks.
     """
-    own = _OWN.get(func._overloadpacket)
-    if own is not None:
-        flops = own(*args)
+    counter = _OWN.get(func._overloadpacket)
+    if counter is not None:
+        flops = counter(*args)
     else:
         formula = flop_registry.get(func._overloadpacket)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
@@ -124,8 +124,8 @@ def position_of(func: Any, name: str) -> int:
 
 def is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the call is fused attention in which no token sees a later one."""
-    place = position_of(func, "is_causal")
-    return bool(kwargs.get("is_causal", args[place] if 0 <= place < len(args) else False))
+    index = position_of(func, "is_causal")
+    return bool(kwargs.get("is_causal", args[index] if 0 <= index < len(args) else False))
 
 
 def _below_diagonal(flops: int, num_queries: int, num_keys: int) -> int:

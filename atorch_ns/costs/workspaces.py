@@ -23,27 +23,27 @@ def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> tuple[int, ...]
 
 def _convolution_workspaces(args: Sequence[Any], out: torch.Tensor) -> tuple[int, ...]:
     """Input and weight in oneDNN's blocks, or the result, whichever is more; AMX copies them twice."""
-    given, weight = args[0], args[1]
-    if not onednn_computes_in(given.dtype):
+    inputs, weight = args[0], args[1]
+    if not onednn_computes_in(inputs.dtype):
         return _column_workspaces(out, weight, args[3:], (_tensor_bytes(out),))
-    if not _in_blocks(given, weight):
+    if not _in_blocks(inputs, weight):
         return ()
-    if given.itemsize < 4 and weight.shape[1] > 1 and has_matrix_tiles():
-        return (2 * max(_tensor_bytes(given), _tensor_bytes(out)),)
-    return max((_padded_bytes(out),), (_padded_bytes(given), _tensor_bytes(weight)), key=sum)
+    if inputs.itemsize < 4 and weight.shape[1] > 1 and has_matrix_tiles():
+        return (2 * max(_tensor_bytes(inputs), _tensor_bytes(out)),)
+    return max((_padded_bytes(out),), (_padded_bytes(inputs), _tensor_bytes(weight)), key=sum)
 
 
 def _convolution_backward(args: Sequence[Any], _: Any) -> tuple[int, ...]:
     """The result's gradient and the input in blocks. The weight's gradient is accumulated in fp32; for a depthwise
     kernel with channels last, each channel takes a block by a block, except for small kernels."""
-    gradient, given, weight = args[:3]
-    if not onednn_computes_in(given.dtype):
-        return _column_workspaces(gradient, weight, args[4:], (_tensor_bytes(given), _tensor_bytes(weight)))
-    if not _in_blocks(given, weight):
+    gradient, inputs, weight = args[:3]
+    if not onednn_computes_in(inputs.dtype):
+        return _column_workspaces(gradient, weight, args[4:], (_tensor_bytes(inputs), _tensor_bytes(weight)))
+    if not _in_blocks(inputs, weight):
         depthwise = args[9] == weight.shape[0] > 1 and weight.shape[-1] > 3
         return (onednn_block() ** 2 * 4 * weight.numel(),) if depthwise else ()
     sums = 2 * 4 * weight.numel() if weight.itemsize < 4 else 0
-    return tuple(size for size in (_padded_bytes(gradient), _padded_bytes(given), sums) if size)
+    return tuple(size for size in (_padded_bytes(gradient), _padded_bytes(inputs), sums) if size)
 
 
 def _column_workspaces(

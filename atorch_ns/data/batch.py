@@ -75,10 +75,10 @@ def _forward_names(model: Callable[..., Any]) -> _ForwardNames:
     try:
         return _FORWARD_NAMES[key]
     except (KeyError, TypeError):  # not seen before, or nothing that can be referred to weakly
-        found = _ForwardNames(_parameter_names(forward_signature(model)), set())
+        names = _ForwardNames(_parameter_names(forward_signature(model)), set())
     with contextlib.suppress(TypeError):
-        _FORWARD_NAMES[key] = found
-    return found
+        _FORWARD_NAMES[key] = names
+    return names
 
 
 def _parameter_names(signature: inspect.Signature | None) -> frozenset[str] | None:
@@ -98,9 +98,9 @@ def _forward_callable(model: Callable[..., Any]) -> Callable[..., Any]:
 def user_module(model: Any) -> Any:
     """The user's module inside wrappers of the libraries; a module of the user's that wraps another is the user's."""
     while isinstance(model, nn.Module):
-        own = type(model).forward
-        package = (getattr(own, "__module__", None) or "").partition(".")[0]
-        if package not in _WRAPPERS or not _is_variadic(own):
+        forward = type(model).forward
+        package = (getattr(forward, "__module__", None) or "").partition(".")[0]
+        if package not in _WRAPPERS or not _is_variadic(forward):
             return model
         base = getattr(model, "get_base_model", None)  # peft's
         inner = base() if callable(base) else _find_wrapped_model(model)
@@ -202,8 +202,8 @@ def call_arguments(
     def arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, kwargs
 
-    found: tuple[tuple[Any, ...], dict[str, Any]] = call_model(arguments, data, model_input_format)
-    return found
+    result: tuple[tuple[Any, ...], dict[str, Any]] = call_model(arguments, data, model_input_format)
+    return result
 
 
 def split_batch(data: Any, num_micro_batches: int, *, uneven: bool = False) -> list[Any]:
@@ -292,8 +292,8 @@ def _common_size(data: Any) -> int:
             f"there is no tensor to split into micro-batches: the data is {_describe_data(data)}."
         )
     if len(sizes) > 1:
-        found = ", ".join(f"{path} has {size} rows" for size, path in sizes.items())
+        details = ", ".join(f"{path} has {size} rows" for size, path in sizes.items())
         raise BatchSizeError(
-            f"the tensors of a batch differ in dim 0, so it cannot be split into micro-batches: {found}."
+            f"the tensors of a batch differ in dim 0, so it cannot be split into micro-batches: {details}."
         )
     return next(iter(sizes))

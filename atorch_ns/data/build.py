@@ -27,11 +27,11 @@ _NEVER_SET = -1
 def every_nth(stream: Iterable[T], rank: int, num_ranks: int) -> Iterator[T]:
     """Entry r of each complete round of N entries; an incomplete last round gives nothing to any rank."""
     for position, entry in enumerate(stream):
-        place = position % num_ranks
-        if place == rank:
-            own = entry
-        if place == num_ranks - 1:
-            yield own
+        owner = position % num_ranks
+        if owner == rank:
+            local_entry = entry
+        if owner == num_ranks - 1:
+            yield local_entry
 
 
 @final

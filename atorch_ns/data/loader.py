@@ -146,9 +146,9 @@ class TrainLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position: ``epoch``, ``batches`` handed out in it, and the ``global_batch_size`` they had."""
-        place = self._run or self._resume
+        position = self._run or self._resume
         epoch = self._clock.epoch if self._run is None else self._run.epoch
-        batches = place.batches if place is not None and place.epoch == epoch else 0
+        batches = position.batches if position is not None and position.epoch == epoch else 0
         return {"epoch": epoch, "batches": batches, "global_batch_size": self.global_batch_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -170,19 +170,19 @@ class TrainLoader(DataLoader[Any]):
                 f"{self.global_batch_size}, so the position does not carry over. Use the batch_size it was "
                 "saved with, or begin an epoch with set_epoch."
             )
-        place = _Run(
+        position = _Run(
             epoch=_check_count("epoch", state["epoch"]), batches=_check_count("batches", state["batches"])
         )
-        self.set_epoch(place.epoch)
-        self._resume = place
+        self.set_epoch(position.epoch)
+        self._resume = position
 
     def _begin_run(self) -> tuple[_Run, int]:
         """The iteration that begins now, and the number of batches of its epoch that it skips."""
         if self._run is not None:
             self._end_run(self._run)  # left early, while its iterator still exists
         epoch = self._clock.begin()
-        place, self._resume = self._resume, None
-        skip = place.batches if place is not None and place.epoch == epoch else 0
+        position, self._resume = self._resume, None
+        skip = position.batches if position is not None and position.epoch == epoch else 0
         self._run = _Run(epoch=epoch, batches=skip)
         return self._run, skip
 

@@ -65,33 +65,33 @@ def read_loader_args(
     """
     if not isinstance(args or {}, Mapping):
         raise InputError(f"dataloader_args must be a dictionary; it is {with_article(args)}.")
-    given = dict(args or {})
+    options = dict(args or {})
     position = (num_ranks, rank)
-    size_problem = _batch_size_problem(given, num_ranks)
+    size_problem = _batch_size_problem(options, num_ranks)
     problems = [
-        *_unknown_keys(given),
-        *_wrong_types(given),
-        *_find_conflicts(given, has_sampler_cls=has_sampler_cls),
-        *(_stream_problems(given, has_sampler_cls=has_sampler_cls) if is_stream else ()),
-        *_position_problems(given, position),
-        *_unbatched_problems(given, num_ranks),
+        *_unknown_keys(options),
+        *_wrong_types(options),
+        *_find_conflicts(options, has_sampler_cls=has_sampler_cls),
+        *(_stream_problems(options, has_sampler_cls=has_sampler_cls) if is_stream else ()),
+        *_position_problems(options, position),
+        *_unbatched_problems(options, num_ranks),
     ]
     if size_problem and not problems:
         raise BatchSizeError(size_problem)
     problems += [size_problem] if size_problem else []
     if problems:
         raise InputError("\n".join(problems))
-    batches_itself = given.get("batch_sampler") is not None
+    batches_itself = options.get("batch_sampler") is not None
     return LoaderArgs(
-        batch_size=None if batches_itself else given.get("batch_size", num_ranks),
+        batch_size=None if batches_itself else options.get("batch_size", num_ranks),
         num_ranks=num_ranks,
         rank=rank,
-        shuffle=bool(given.get("shuffle")),
-        sampler=given.get("sampler"),
-        batch_sampler=given.get("batch_sampler"),
-        drop_last=bool(given.get("drop_last")),
-        generator=given.get("generator"),
-        passed={key: given[key] for key in _PASSED if key in given},
+        shuffle=bool(options.get("shuffle")),
+        sampler=options.get("sampler"),
+        batch_sampler=options.get("batch_sampler"),
+        drop_last=bool(options.get("drop_last")),
+        generator=options.get("generator"),
+        passed={key: options[key] for key in _PASSED if key in options},
     )
 
 
@@ -176,10 +176,10 @@ def _stream_problems(given: Mapping[str, Any], *, has_sampler_cls: bool) -> list
 def _position_problems(given: Mapping[str, Any], expected: tuple[int, int]) -> list[str]:
     problems = []
     for key in ("sampler", "batch_sampler"):
-        found = distributed_position(given.get(key))
-        if found is not None and found != expected:
+        position = distributed_position(given.get(key))
+        if position is not None and position != expected:
             problems.append(
-                f"dataloader_args[{key!r}] is a distributed sampler with (num_replicas, rank)={found}, but the "
+                f"dataloader_args[{key!r}] is a distributed sampler with (num_replicas, rank)={position}, but the "
                 f"data-parallel position of this process is {expected}. Make it with those, or leave it out."
             )
     return problems

@@ -127,15 +127,15 @@ def weigh(
             has no micro-batch, or ranks that work on the same data were given different numbers or weights.
     """
     num = len(samples) if isinstance(samples, (list, tuple)) else 0
-    place, n = data_ranks or (0, 1)
-    given = [1.0] * num if weights is None else _weight_numbers(weights)
+    data_rank, n = data_ranks or (0, 1)
+    numbers = [1.0] * num if weights is None else _weight_numbers(weights)
     idle = [False] * num if dummies is None else _weight_numbers(dummies)
     problem = _find_problem(samples, weights, losses, reduction, dummies, functions)
-    given, idle = given or [], [bool(one) for one in idle or ()]
-    own = [0.0 if is_idle else weight for weight, is_idle in zip(given, idle, strict=False)]
+    numbers, idle = numbers or [], [bool(flag) for flag in idle or ()]
+    net_weights = [0.0 if is_idle else weight for weight, is_idle in zip(numbers, idle, strict=False)]
     digest = _work_digest(losses, reduction, idle, [] if problem else samples)
     divides = functions.get("divisor") is not None
-    words = [place, num, sum(own), bool(problem), bool(outputs), digest, divides]
+    words = [data_rank, num, sum(net_weights), bool(problem), bool(outputs), digest, divides]
     told = torch.tensor(words, dtype=torch.float64, device=device)
     every = [told]
     if data_ranks is not None:
@@ -154,14 +154,14 @@ def weigh(
             "the weights of all micro-batches sum to nothing, so that their losses have no mean."
         )
     missing = int(most) - num
-    factors = own if losses == "means" else [float(not is_idle) for is_idle in idle]
+    factors = net_weights if losses == "means" else [float(not is_idle) for is_idle in idle]
     divisor = total if reduction == "mean" else 1.0
     counts = [factor / divisor for factor in factors] + [0.0] * missing
     idle += [True] * missing
     return [*samples, *[samples[-1]] * missing], {
         "shares": [n * count for count in counts],
         "counts": counts,
-        "dummies": frozenset(number for number, one in enumerate(idle) if one),
+        "dummies": frozenset(number for number, flag in enumerate(idle) if flag),
         "wants_outputs": outputs,
         "askers": frozenset(rank for rank, row in enumerate(rows) if row[4]),
     }
@@ -180,8 +180,8 @@ def _find_problem(
         return f"samples is a list of micro-batches, and not {with_article(samples)}"
     if losses not in ("means", "sums") or reduction not in ("mean", "sum"):
         return f"losses are 'means' or 'sums', and reduction is 'mean' or 'sum'; they are {losses!r} and {reduction!r}"
-    given = [1.0] * len(samples) if weights is None else _weight_numbers(weights)
-    if given is None:
+    numbers = [1.0] * len(samples) if weights is None else _weight_numbers(weights)
+    if numbers is None:
         return f"weights is a list of numbers, one for each sample, and is {clipped(repr(weights), 80)}"
     idle = None if dummies is None else _weight_numbers(dummies)
     if dummies is not None and idle is None:
@@ -189,7 +189,7 @@ def _find_problem(
     for name, function in functions.items():
         if not (function is None or callable(function)):
             return f"{name} must be a function, and is {with_article(function)}"
-    return _find_misfit(len(samples), given, idle)
+    return _find_misfit(len(samples), numbers, idle)
 
 
 def _refuse_unlike(rows: Sequence[Sequence[float]]) -> None:

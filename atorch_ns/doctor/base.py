@@ -75,8 +75,8 @@ def as_check(findings: Callable[[Place], Iterator[Finding]]) -> Check:
     """A check of a function that yields its findings."""
 
     @functools.wraps(findings)
-    def check(place: Place) -> list[Finding]:
-        return list(findings(place))
+    def check(machine: Place) -> list[Finding]:
+        return list(findings(machine))
 
     return check
 

@@ -64,21 +64,21 @@ def _sweep_groups(who: Who, backend: str, limit: timedelta, note: Callable[[str]
     def group(ranks: tuple[int, ...], backend: str) -> Any:
         return dist.new_group(list(ranks), limit, backend)
 
-    found: dict[str, Any] = {"links": {}}
+    results: dict[str, Any] = {"links": {}}
     for name, groups in _plan_rounds(who):
         note(f"{name} by {backend}\n")
         # Names the ranks that do not answer, while the others still can.
         dist.monitored_barrier(timeout=limit, wait_all_ranks=True)
-        made = {ranks: (group(ranks, backend), group(ranks, "gloo")) for ranks in groups}  # by all ranks
-        for ranks, (summing, gate) in made.items():
+        pairs = {ranks: (group(ranks, backend), group(ranks, "gloo")) for ranks in groups}  # by all ranks
+        for ranks, (summing, gate) in pairs.items():
             if who.rank in ranks:
                 measured = _all_reduce(backend, summing, gate)
                 if name == "links":
                     other = next(rank for rank in ranks if rank != who.rank)
-                    found["links"][str(other // who.local_world_size)] = measured
+                    results["links"][str(other // who.local_world_size)] = measured
                 else:
-                    found[name] = measured
-    return found
+                    results[name] = measured
+    return results
 
 
 def _plan_rounds(who: Who) -> list[tuple[str, list[tuple[int, ...]]]]:

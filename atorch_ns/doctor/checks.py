@@ -50,9 +50,9 @@ def examine(place: Place, *, names: tuple[str, ...] = ()) -> Iterator[Finding]:
             continue
         began = time.perf_counter()
         try:
-            found = check(place)
+            findings = check(place)
         except Exception as error:
             seconds = time.perf_counter() - began
             text = f"the check itself failed after {seconds:.1f} s: {error_text(error)}"
-            found = [failed(name, text, "atorch-ns env --json   # and report it with this")]
-        yield from found
+            findings = [failed(name, text, "atorch-ns env --json   # and report it with this")]
+        yield from findings

@@ -130,13 +130,13 @@ def _device_info() -> list[dict[str, Any]]:
 
 
 def _package_versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in sorted(set(_PACKAGES)):
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _methods_by_package() -> dict[str, list[str]]:
@@ -144,10 +144,10 @@ def _methods_by_package() -> dict[str, list[str]]:
     from atorch_ns.method import load_registry  # imports every method, and torch with them
 
     registry = load_registry()
-    found: dict[str, list[str]] = {}
+    methods: dict[str, list[str]] = {}
     for method in registry:
-        found.setdefault(registry.origin(method.name), []).append(method.name)
-    return found
+        methods.setdefault(registry.origin(method.name), []).append(method.name)
+    return methods
 
 
 def _environment_variables(given: Mapping[str, str]) -> dict[str, str]:

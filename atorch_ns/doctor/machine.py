@@ -62,10 +62,10 @@ _OPEN_FILES: Final = 4096
 def shared_memory_bytes() -> int | None:
     """Size of the shared memory; ``None`` where the system has no such folder."""
     try:
-        found = os.statvfs(_SHARED)
+        stats = os.statvfs(_SHARED)
     except OSError:
         return None
-    return found.f_frsize * found.f_blocks
+    return stats.f_frsize * stats.f_blocks
 
 
 @as_check

@@ -75,7 +75,7 @@ class Nodes:
 
 def arrivals(nodes: Nodes, timeout_s: float) -> list[Finding]:
     """All ranks are there, and nothing keeps them from taking part."""
-    who, came, found = nodes.who, nodes.inventories, []
+    who, came, findings = nodes.who, nodes.inventories, []
     for node in range(who.num_nodes):
         missing = [rank for rank in who.ranks_of(node) if rank not in came]
         if missing:
@@ -84,20 +84,20 @@ def arrivals(nodes: Nodes, timeout_s: float) -> list[Finding]:
                 f"{timeout_s:.0f} s of rank 0"
             )
             fix = "look at what torchrun printed on that node, and run there: atorch-ns doctor"
-            found.append(failed("nodes", text, fix))
+            findings.append(failed("nodes", text, fix))
         for rank in who.ranks_of(node):
             if rank in came and came[rank].problem:
                 text = f"{nodes.named([node])}: {came[rank].problem}"
-                found.append(failed("nodes", text, came[rank].fix))
+                findings.append(failed("nodes", text, came[rank].fix))
                 break
     text = f"{who.world_size} ranks on {who.num_nodes} node(s) have come: {nodes.named(range(who.num_nodes))}"
-    return found or [passed("nodes", text)]
+    return findings or [passed("nodes", text)]
 
 
 def differences(nodes: Nodes) -> list[Finding]:
     """The nodes have the same versions and devices; those that differ from the majority are named."""
     leaders = [nodes.inventories[rank].versions for rank in nodes.who.leaders]
-    found = []
+    findings = []
     for name in dict.fromkeys(name for versions in leaders for name in versions):
         by_value: dict[str, list[int]] = {}
         for node, versions in enumerate(leaders):
@@ -110,9 +110,9 @@ def differences(nodes: Nodes) -> list[Finding]:
         package = f"pip uninstall {name}" if usual == "none" else f"pip install {name}=={{}}"
         verdict, fix = _EXPECTED.get(name, ("warn", package))
         text, fix = f"{name}: {odd}, but {usual} on {rest}", fix.format(usual)
-        found.append(Finding(check="alike", verdict=verdict, text=text, fix=fix))
+        findings.append(Finding(check="alike", verdict=verdict, text=text, fix=fix))
     same = ", ".join(f"{name} {leaders[0][name]}" for name in _EXPECTED if name in leaders[0])
-    return found or [passed("alike", f"all nodes have {same}")]
+    return findings or [passed("alike", f"all nodes have {same}")]
 
 
 def reachability(rows: Mapping[int, Mapping[int, tuple[float, str]]], nodes: Nodes) -> list[Finding]:
@@ -127,7 +127,7 @@ def reachability(rows: Mapping[int, Mapping[int, tuple[float, str]]], nodes: Nod
         text = f"{nodes.named(silent)} did not say whom it reaches"
         fix = "look at what torchrun printed on that node"
         return [failed("reach", text, fix)]
-    found = []
+    findings = []
     for node, leader in enumerate(nodes.who.leaders):
         unreached = {other: row[node][1] for other, row in rows.items() if row[node][1]}
         if not unreached:
@@ -139,10 +139,10 @@ def reachability(rows: Mapping[int, Mapping[int, tuple[float, str]]], nodes: Nod
         if address is not None and ipaddress.ip_address(address[0]).is_loopback:
             text += ". Its name resolves to itself alone, and gloo listens there"
             fix = "export GLOO_SOCKET_IFNAME=eth0   # on that node; or correct its line in /etc/hosts"
-        found.append(failed("reach", text, fix))
+        findings.append(failed("reach", text, fix))
     times = [(row[to][0], node, to) for node, row in rows.items() for to in row if to != node]
-    if found or not times:
-        return found
+    if findings or not times:
+        return findings
     worst, node, to = max(times)
     text = (
         f"every node reaches every other; the slowest connection takes {seconds_text(worst)}, from "
@@ -203,27 +203,27 @@ def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Findi
 
     A link has two ends: a node is judged by the better of its two links, so that its neighbours are not blamed for it.
     """
-    who, found = nodes.who, []
+    who, findings = nodes.who, []
     for backend, first in figures[0]["backends"].items():
         title = f"{who.world_size} ranks on {who.num_nodes} node(s) by {backend}"
-        found.append(all_reduce_finding("all-reduce", title, first["all"]))
+        findings.append(all_reduce_finding("all-reduce", title, first["all"]))
         of_nodes = [figures[rank]["backends"][backend] for rank in who.leaders]
         if "within" in first:
             within = [each["within"] for each in of_nodes]
             fix = "nvidia-smi topo -m; top   # on that node: how its GPUs are connected, and who else uses it"
-            found.append(
+            findings.append(
                 _judge_bandwidths(
                     "within nodes", f"all-reduce within a node by {backend}", within, fix, nodes
                 )
             )
         if "between" in first:
             title = f"all-reduce between nodes by {backend}"
-            found.append(all_reduce_finding("between nodes", title, first["between"]))
+            findings.append(all_reduce_finding("between nodes", title, first["between"]))
             best = [
                 max(each["links"].values(), key=lambda link: link["best_bytes_per_s"]) for each in of_nodes
             ]
             fix = "ethtool eth0 | grep Speed; ibstat   # on that node"
-            found.append(_judge_bandwidths("links", f"best link of a node by {backend}", best, fix, nodes))
+            findings.append(_judge_bandwidths("links", f"best link of a node by {backend}", best, fix, nodes))
     if who.num_nodes > 1:
         # A node is as slow as its slowest rank.
         products = [max(figures[rank]["product_s"] for rank in who.ranks_of(n)) for n in range(who.num_nodes)]
@@ -232,8 +232,8 @@ def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Findi
         text += f", at most {seconds_text(worst)} on {nodes.named([products.index(worst)])}"
         fix = "nvidia-smi -q -d PERFORMANCE; top   # on that node: is it hot, throttled, or in use by others?"
         numbers = {"seconds": usual, "slowest_seconds": worst}
-        found.append(_judge_speeds("compute", text, [1 / each for each in products], fix, numbers, nodes))
-    return found
+        findings.append(_judge_speeds("compute", text, [1 / each for each in products], fix, numbers, nodes))
+    return findings
 
 
 def all_reduce_finding(check: str, title: str, measured: Mapping[str, float]) -> Finding:
@@ -284,19 +284,19 @@ def combined(
                 fine.setdefault(node, finding)
             else:
                 others.setdefault((finding.verdict, finding.text, finding.fix), []).append(node)
-    found = []
+    results = []
     if fine:
         node, first = next(iter(fine.items()))
         rest = f"; in order on {len(fine) - 1} more node(s) too" if len(fine) > 1 else ""
         text = f"{nodes.named([node])}: {first.text}{rest}" if who.num_nodes > 1 else first.text
-        found.append(passed(name, text, figures=first.figures))
+        results.append(passed(name, text, figures=first.figures))
     for (verdict, text, fix), where in others.items():
         whose = "all nodes" if len(where) == who.num_nodes else nodes.named(where)
         text = text if who.num_nodes == 1 else f"{whose}: {text}"
-        found.append(Finding(check=name, verdict=verdict, text=text, fix=fix))
+        results.append(Finding(check=name, verdict=verdict, text=text, fix=fix))
     silent = nodes.of(rank for rank in who.leaders if rank not in by_rank)
     if silent:
         text = f"{nodes.named(silent)} had not finished this check {limit_s:.0f} s after node 0"
         fix = f"atorch-ns doctor --only '{name}'   # on that node"
-        found.append(failed(name, text, fix))
-    return found
+        results.append(failed(name, text, fix))
+    return results

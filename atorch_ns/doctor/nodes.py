@@ -147,16 +147,16 @@ class _Exchange:
 
     def gather(self, subject: str, ranks: Iterable[int], *, timeout_s: float) -> dict[int, Any]:
         """The values of those ranks that left one in time."""
-        found: dict[int, Any] = {}
+        values: dict[int, Any] = {}
         missing = list(ranks)
         limit = time.monotonic() + timeout_s
         while True:
             for rank in missing:
                 if self._store.check([f"{subject}/{rank}"]):  # wait() would log its time-out to the terminal
-                    found[rank] = json.loads(self._store.get(f"{subject}/{rank}"))
-            missing = [rank for rank in missing if rank not in found]
+                    values[rank] = json.loads(self._store.get(f"{subject}/{rank}"))
+            missing = [rank for rank in missing if rank not in values]
             if not missing or time.monotonic() > limit:
-                return found
+                return values
             time.sleep(_POLL_S)
 
     def from_first(self, value: Any) -> Any:
@@ -169,9 +169,9 @@ class _Exchange:
         subject = f"value_{self._num_values}"
         if self._who.rank == 0:
             self.post(subject, [value])
-        found = self.gather(subject, [0], timeout_s=self._limit_s).get(0, [])
-        if found:
-            return found[0]
+        answer = self.gather(subject, [0], timeout_s=self._limit_s).get(0, [])
+        if answer:
+            return answer[0]
         raise BackendError(
             "rank 0, on node 0, has failed or is silent. Look at what it printed, and whether it runs."
         )

@@ -145,12 +145,12 @@ class Calibration:
                 f"{path} holds speeds that atorch-ns calibrate measured, no factors of trials. Name another file."
             )
         try:
-            found = from_json(cls, Path(path).read_bytes())
+            calibration = from_json(cls, Path(path).read_bytes())
         except (OSError, InputError) as error:
-            raise InputError(f"{path} is no calibration: {error}") from error
-        if found.schema != _SCHEMA:
-            raise InputError(f"{path} has schema {found.schema!r}; this version reads {_SCHEMA}.")
-        return found
+            raise InputError(f"{path} is not a calibration: {error}") from error
+        if calibration.schema != _SCHEMA:
+            raise InputError(f"{path} has schema {calibration.schema!r}; this version reads {_SCHEMA}.")
+        return calibration
 
 
 def _is_measured(path: str | os.PathLike[str]) -> bool:
@@ -176,8 +176,8 @@ def computed_and_communicated(predicted: Estimate) -> tuple[float, float]:
 
 
 def _geometric_mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return math.exp(statistics.fmean(map(math.log, found))) if found else 1.0
+    numbers = list(values)
+    return math.exp(statistics.fmean(map(math.log, numbers))) if numbers else 1.0
 
 
 def _slow_down_link(link: Link, factor: float) -> Link:
@@ -249,7 +249,7 @@ def refit(
     factors = Factors(
         compute=compute,
         communication=communication,
-        memory={name: _clamp_factor(statistics.median(found)) for name, found in peaks.items()},
+        memory={name: _clamp_factor(statistics.median(ratios)) for name, ratios in peaks.items()},
         num_trials=num_trials,
         num_steps=0 if actual is None else len(actual.step_seconds),
         error_before=_median_error(times, {}, 1.0),
@@ -274,34 +274,34 @@ def _compute_precision(candidate: Candidate, registry: Registry) -> str:
 
 def _fit_factors(observed: Sequence[_Observation]) -> tuple[dict[str, float], float]:
     """Factors of computation by precision, and of communication: Gauss-Newton on their logarithms."""
-    names = sorted({one.precision for one in observed})
+    names = sorted({point.precision for point in observed})
     theta = np.zeros(len(names) + 1)
     for _ in range(_ROUNDS if observed else 0):
         rows, targets, weights = [], [], []
-        for one in observed:
-            place = names.index(one.precision)
-            computed = math.exp(theta[place]) * one.computed
-            communicated = math.exp(theta[-1]) * one.communicated
+        for point in observed:
+            index = names.index(point.precision)
+            computed = math.exp(theta[index]) * point.computed
+            communicated = math.exp(theta[-1]) * point.communicated
             total = computed + communicated
             row = np.zeros(len(theta))
-            row[place], row[-1] = computed / total, communicated / total
+            row[index], row[-1] = computed / total, communicated / total
             rows.append(row)
-            targets.append(math.log(one.measured / total) + row @ theta)
-            weights.append(one.weight)
+            targets.append(math.log(point.measured / total) + row @ theta)
+            weights.append(point.weight)
         design, weight = np.array(rows), np.array(weights)
         normal = design.T @ (weight[:, None] * design) + _PRIOR * np.eye(len(theta))
         update = np.linalg.solve(normal, design.T @ (weight * np.array(targets)))
         theta = np.clip(update, math.log(_RANGE[0]), math.log(_RANGE[1]))
-    return {name: math.exp(theta[place]) for place, name in enumerate(names)}, math.exp(theta[-1])
+    return {name: math.exp(theta[index]) for index, name in enumerate(names)}, math.exp(theta[-1])
 
 
 def _median_error(
     observed: Sequence[_Observation], compute: Mapping[str, float], communication: float
 ) -> float:
     errors = []
-    for one in observed:
-        corrected = compute.get(one.precision, 1.0) * one.computed + communication * one.communicated
-        errors.append(abs(corrected / one.measured - 1))
+    for point in observed:
+        corrected = compute.get(point.precision, 1.0) * point.computed + communication * point.communicated
+        errors.append(abs(corrected / point.measured - 1))
     return statistics.median(errors) if errors else 0.0
 
 

@@ -63,23 +63,23 @@ def check_collectives(
     name = "collectives as predicted"
     if unpredicted:
         return Check(name, True, f"not compared: {unpredicted}")
-    if executed is None and any(one.count for one in predicted):
+    if executed is None and any(collective.count for collective in predicted):
         return Check(name, False, "the trial counted none")
     expected: dict[str, tuple[int, int]] = {}
-    for one in predicted:
-        count, num_bytes = expected.get(one.kind, (0, 0))
-        expected[one.kind] = (count + one.count, num_bytes + one.num_bytes)
+    for collective in predicted:
+        count, num_bytes = expected.get(collective.kind, (0, 0))
+        expected[collective.kind] = (count + collective.count, num_bytes + collective.num_bytes)
     wanted = {kind: value for kind, value in expected.items() if value[0]}
-    found = {kind: value for kind, value in (executed or {}).items() if value[0]}
+    calls = {kind: value for kind, value in (executed or {}).items() if value[0]}
     wrong = [
-        f"{kind} {_calls_text(found.get(kind, (0, 0)))} executed, {_calls_text(wanted.get(kind, (0, 0)))} predicted"
-        for kind in sorted({*wanted, *found})
-        if not _same_calls(kind, wanted.get(kind, (0, 0)), found.get(kind, (0, 0)))
+        f"{kind} {_calls_text(calls.get(kind, (0, 0)))} executed, {_calls_text(wanted.get(kind, (0, 0)))} predicted"
+        for kind in sorted({*wanted, *calls})
+        if not _same_calls(kind, wanted.get(kind, (0, 0)), calls.get(kind, (0, 0)))
     ]
     if wrong:
         return Check(name, False, "; ".join(wrong))
     return Check(
-        name, True, "; ".join(f"{kind} {_calls_text(found[kind])}" for kind in sorted(found)) or "none"
+        name, True, "; ".join(f"{kind} {_calls_text(calls[kind])}" for kind in sorted(calls)) or "none"
     )
 
 

@@ -122,8 +122,8 @@ def _run_search(
     if meeting is not None and problem is not None:
         meeting.conclude()
         outcome = replace(outcome, checks=(*outcome.checks, *problem.checks(outcome)))
-    found: SearchOutcome = cluster.from_first(outcome)
-    return found
+    result: SearchOutcome = cluster.from_first(outcome)
+    return result
 
 
 @contextlib.contextmanager

@@ -75,9 +75,9 @@ def _edit_copy(profile: Profile, model: nn.Module, cluster: Cluster, registry: R
     for method in registry:
         if isinstance(method, ReplacesModules):
             copy = copy_structure(model, lambda _, tensor: tensor, {})
-            made = method.rewritten(copy, profile, cluster)
-            if made is not None:
-                return made
+            new_model = method.rewritten(copy, profile, cluster)
+            if new_model is not None:
+                return new_model
     return None
 
 

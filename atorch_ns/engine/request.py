@@ -47,13 +47,13 @@ class EngineAddress:
         """An address as it is, or ``"host:port"`` with the token of the environment.
 
         Raises:
-            InputError: if the text is no address, or there is no token.
+            InputError: if the text is not an address, or there is no token.
         """
         if isinstance(given, EngineAddress):
             return given
         host, _, port = str(given).rpartition(":")
         if not host or not port.isdigit():
-            raise InputError(f"search_engine={given!r} is no address; write host:port.")
+            raise InputError(f"search_engine={given!r} is not an address; write host:port.")
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise InputError(

@@ -40,32 +40,32 @@ def with_chosen_schedules(
     by_share = [plan.recomputation.share is not None for plan in table.templates]
     if not automatic.any() and not any(by_share):
         return table
-    use, known = table.use.copy(), {one: place for place, one in enumerate(table.uses)}
+    use, known = table.use.copy(), {axis_use: position for position, axis_use in enumerate(table.uses)}
     with_shares: dict[tuple[int, tuple[float, ...]], int] = {}
     for index in range(len(table.templates)):
         rows, sizes = table.sizes(index, workload, memo)
         plan, is_auto = table.templates[index], automatic[use[rows]]
-        for place in np.flatnonzero(is_auto).tolist():
-            one = table.uses[use[rows[place]]]
+        for position in np.flatnonzero(is_auto).tolist():
+            axis_use = table.uses[use[rows[position]]]
             chosen = _Chosen("1F1B", 0, ())
-            if sizes.pipeline[place] > 1:
-                only = sizes.take(np.asarray([place]))
+            if sizes.pipeline[position] > 1:
+                only = sizes.take(np.asarray([position]))
                 context = PricingContext.of(plan, only, trace, cluster, workload, Memo())
-                chosen = _choose_schedule(context, one.pipeline, memo)
+                chosen = _choose_schedule(context, axis_use.pipeline, memo)
             if not by_share[index]:
                 chosen = chosen._replace(recomputed=())
-            new = one._replace(pipeline=replace(one.pipeline, **chosen._asdict()))
-            use[rows[place]] = known.setdefault(new, len(known))
+            new = axis_use._replace(pipeline=replace(axis_use.pipeline, **chosen._asdict()))
+            use[rows[position]] = known.setdefault(new, len(known))
         named = np.flatnonzero(by_share[index] & (sizes.pipeline > 1) & ~is_auto)
         if len(named):
             context = PricingContext.of(plan, sizes.take(named), trace, cluster, workload, Memo())
-            for place, shares in zip(named.tolist(), _recomputed_shares(context, memo), strict=True):
-                given = int(use[rows[place]])
-                if (given, shares) not in with_shares:
-                    one = table.uses[given]
-                    new = one._replace(pipeline=replace(one.pipeline, recomputed=shares))
-                    with_shares[given, shares] = known.setdefault(new, len(known))
-                use[rows[place]] = with_shares[given, shares]
+            for position, shares in zip(named.tolist(), _recomputed_shares(context, memo), strict=True):
+                number = int(use[rows[position]])
+                if (number, shares) not in with_shares:
+                    axis_use = table.uses[number]
+                    new = axis_use._replace(pipeline=replace(axis_use.pipeline, recomputed=shares))
+                    with_shares[number, shares] = known.setdefault(new, len(known))
+                use[rows[position]] = with_shares[number, shares]
     return replace(table, use=use, uses=tuple(known))
 
 
@@ -76,9 +76,9 @@ def _recomputed_shares(context: PricingContext, memo: Memo) -> list[tuple[float,
     every, kept = _kept_bytes(context)
     states = np.stack([_state_bytes(context, s) for s in range(len(every))])  # [S, R]
     able = np.asarray([is_recomputed(context.plan, segment) for segment in context.trace.segments])
-    found: list[tuple[float, ...]] = [()] * len(sizes)
-    for (num_ranks, passes, place), rows in groups(sizes.pipeline, sizes.micro_batches, sizes.pipelined):
-        stages = known_stages(sizes.pipelines[place], context.trace, num_ranks, memo)
+    shares: list[tuple[float, ...]] = [()] * len(sizes)
+    for (num_ranks, passes, index), rows in groups(sizes.pipeline, sizes.micro_batches, sizes.pipelined):
+        stages = known_stages(sizes.pipelines[index], context.trace, num_ranks, memo)
         live = stages.live(passes, memo)[:, None]
         whole, freed = stages.on_rank @ every[:, rows], stages.on_rank @ (every - kept)[:, rows]  # [p, R']
         if recompute.is_chosen:
@@ -88,15 +88,15 @@ def _recomputed_shares(context: PricingContext, memo: Memo) -> list[tuple[float,
             of_rank = np.clip(np.ceil(np.round(share * blocks, 6)) / blocks, 0.0, 1.0)
         else:
             ratio = float((1.0 - freed / np.maximum(1.0, whole)).mean())
-            given = recompute.of_stages(live[:, 0].tolist(), ratio, keeps_last=stages.info.keeps_last)
-            of_rank = np.tile(np.asarray(given)[:, None], (1, len(rows)))
+            ratios = recompute.of_stages(live[:, 0].tolist(), ratio, keeps_last=stages.info.keeps_last)
+            of_rank = np.tile(np.asarray(ratios)[:, None], (1, len(rows)))
         if stages.info.keeps_last:
             of_rank[-1] = 0.0
         of_stage = np.empty((stages.numbers.size, len(rows)))
         of_stage[stages.numbers.reshape(-1)] = np.repeat(of_rank, stages.numbers.shape[1], axis=0)
         for row, of_row in zip(rows.tolist(), np.round(of_stage, 3).T.tolist(), strict=True):
-            found[row] = tuple(of_row)
-    return found
+            shares[row] = tuple(of_row)
+    return shares
 
 
 def _kept_bytes(context: PricingContext) -> tuple[np.ndarray, np.ndarray]:
@@ -104,12 +104,12 @@ def _kept_bytes(context: PricingContext) -> tuple[np.ndarray, np.ndarray]:
     costs = tuple(cost_of(context.plan, segment) for segment in context.trace.segments)
     of_segments = SegmentBytes(costs, context.parts, np.ceil(context.num_samples), context.num_tokens)
     again = replace(context.plan.recomputation, every=1, share=None)
-    found = []
+    num_bytes = []
     for recomputation in (Recomputation(), again):
         plan = replace(context.plan, recomputation=recomputation)
         kept = Activations(plan, context.trace, of_segments)
-        found.append(np.stack([kept.before(s, 1) - kept.before(s, 0) for s in range(len(costs))]))
-    return found[0], found[1]
+        num_bytes.append(np.stack([kept.before(s, 1) - kept.before(s, 0) for s in range(len(costs))]))
+    return num_bytes[0], num_bytes[1]
 
 
 class _Chosen(NamedTuple):
@@ -147,13 +147,13 @@ def _block_costs(context: PricingContext) -> BlockCosts:
     every, kept = _kept_bytes(context)
     link = context.hardware.within_node
     columns = []
-    for s, (one, other, segment) in enumerate(zip(segments, exchanges, context.trace.segments, strict=True)):
+    for s, (time, other, segment) in enumerate(zip(segments, exchanges, context.trace.segments, strict=True)):
         moved = _first_value(other.seconds) / 3.0
         output = _first_value(costs[s].output.at(context.num_samples, context.num_tokens))
         column = (
-            _first_value(one.forward) + moved,
-            _first_value(one.backward) + 2 * moved,
-            _first_value(one.recompute) * context.plan.recomputation.every,
+            _first_value(time.forward) + moved,
+            _first_value(time.backward) + 2 * moved,
+            _first_value(time.recompute) * context.plan.recomputation.every,
             _first_value(_state_bytes(context, s)),
             float(every[s, 0]),
             float(kept[s, 0]),
@@ -180,7 +180,7 @@ def _block_costs(context: PricingContext) -> BlockCosts:
 def _state_bytes(context: PricingContext, s: int) -> np.ndarray:
     """[R] a parameter, its gradient and two moments as of Adam, as they are divided."""
     plan, segment = context.plan, context.trace.segments[s]
-    own = sum(p.num_elements * DTYPE_BYTES.get(p.dtype, 4) for p in segment.parameters if p.tied_to is None)
+    size = sum(p.num_elements * DTYPE_BYTES.get(p.dtype, 4) for p in segment.parameters if p.tied_to is None)
     over = (
         plan.sharding.parameters_over,
         plan.sharding.gradients_over,
@@ -188,7 +188,7 @@ def _state_bytes(context: PricingContext, s: int) -> np.ndarray:
         plan.sharding.optimizer_over,
     )
     copies = sum(1.0 / np.asarray(context.shards(axes), dtype=float) for axes in over)
-    return np.broadcast_to(own * copies * context.parts.of_parameters(s), context.num_samples.shape)
+    return np.broadcast_to(size * copies * context.parts.of_parameters(s), context.num_samples.shape)
 
 
 def _first_value(value: np.ndarray | float) -> float:

@@ -159,7 +159,7 @@ def bucket_sizes(plan: Plan, trace: Trace) -> list[int]:
     """
     sizes = _gradient_sizes(plan, trace)
     return [
-        sum(sizes[place][1] for place in bucket)
+        sum(sizes[index][1] for index in bucket)
         for bucket in gradient_buckets(sizes, plan.sharding.bucket_bytes)
     ]
 
@@ -174,18 +174,18 @@ def reported_bytes(plan: Plan, trace: Trace) -> int:
 
 def _gradient_sizes(plan: Plan, trace: Trace) -> list[tuple[str, int]]:
     """Dtype and bytes of each gradient, as they arrive."""
-    found = [
+    gradients = [
         (stored_dtype(plan, parameter, None), parameter.num_elements) for parameter in _gradient_order(trace)
     ]
-    return [(dtype, num * DTYPE_BYTES[dtype]) for dtype, num in found]
+    return [(dtype, num * DTYPE_BYTES[dtype]) for dtype, num in gradients]
 
 
 def _gradient_order(trace: Trace) -> Iterator[ParameterSpec]:
     """Trainable parameters in the order in which their gradients are complete; a tied one at its first use."""
     for segment in reversed(trace.segments):
-        own = [p for p in reversed(segment.parameters) if p.tied_to is None and p.trainable]
+        specs = [p for p in reversed(segment.parameters) if p.tied_to is None and p.trainable]
         for _ in range(segment.count):
-            yield from own
+            yield from specs
 
 
 def _untied_specs(parameters: Iterable[ParameterSpec]) -> tuple[ParameterSpec, ...]:
@@ -249,7 +249,7 @@ class AxisUses(tuple[AxisUse, ...]):
     @cached_property
     def pipelined(self) -> np.ndarray:
         """Index into :attr:`pipelines` of each."""
-        places = {pipeline: place for place, pipeline in enumerate(self.pipelines)}
+        places = {pipeline: index for index, pipeline in enumerate(self.pipelines)}
         return np.asarray([places[use.pipeline] for use in self], dtype=np.int64)
 
     @cached_property
@@ -331,7 +331,7 @@ class Sizes:
     @cached_property
     def divides(self) -> bool:
         """Whether any of the plans divides layers, samples or experts."""
-        return any(bool((one > 1).any()) for one in (self.tensor, self.sequence, self.expert))
+        return any(bool((degrees > 1).any()) for degrees in (self.tensor, self.sequence, self.expert))
 
     @cached_property
     def divides_model(self) -> np.ndarray:
@@ -469,15 +469,15 @@ class ModelShard:
         if not self.sizes.divides:
             return 1.0
         if s not in self.known:
-            total, held = 0, np.zeros(len(self.sizes))
+            total, local = 0, np.zeros(len(self.sizes))
             for spec in self.trace.segments[s].parameters:
                 if spec.tied_to is None:
                     total += spec.num_elements
                     size = 0 if spec.tensor_dim is None else spec.shape[spec.tensor_dim]
                     divides = (size > 0) & (size % self.sizes.tensor == 0)
                     part = spec.num_elements / np.where(divides, self.sizes.tensor, 1)
-                    held = held + (part / self.sizes.expert if spec.is_expert else part)
-            self.known[s] = held / total if total else np.ones(len(self.sizes))
+                    local = local + (part / self.sizes.expert if spec.is_expert else part)
+            self.known[s] = local / total if total else np.ones(len(self.sizes))
         return self.known[s]
 
     def gathered_inputs(self, s: int) -> np.ndarray | float:

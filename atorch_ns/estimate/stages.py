@@ -98,14 +98,14 @@ def _divide_into_stages(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelSh
         every = np.arange(len(sizes))
         return ModelShard.whole(trace, sizes), Owners(every, every)
     owner, counts, live, flags = [], [], [], []
-    for (num_ranks, passes, place), rows in groups(sizes.pipeline, sizes.micro_batches, sizes.pipelined):
-        pipeline = sizes.pipelines[place]
+    for (num_ranks, passes, number), rows in groups(sizes.pipeline, sizes.micro_batches, sizes.pipelined):
+        pipeline = sizes.pipelines[number]
         key = ("distinct ranks", pipeline, num_ranks, passes)
         ranks = memo.get(key, partial(_distinct_ranks, trace, pipeline, num_ranks, passes, memo))
         owner.append(np.tile(rows, len(ranks)))
-        counts.append(np.repeat([one.counts for one in ranks], len(rows), axis=0))
-        live.append(np.repeat([one.live for one in ranks], len(rows)))
-        flags.append(np.repeat(np.asarray([one[2:] for one in ranks], dtype=float), len(rows), axis=0))
+        counts.append(np.repeat([rank.counts for rank in ranks], len(rows), axis=0))
+        live.append(np.repeat([rank.live for rank in ranks], len(rows)))
+        flags.append(np.repeat(np.asarray([rank[2:] for rank in ranks], dtype=float), len(rows), axis=0))
     together = np.concatenate(owner)
     order = np.argsort(together, kind="stable")
     index = together[order]
@@ -135,7 +135,7 @@ def _distinct_ranks(
         return [_Rank(counts, 1.0, micro_batches > 1, True, True, np.nan)]
     stages = known_stages(pipeline, trace, num_ranks, memo)
     alive = stages.live(micro_batches, memo)
-    found: dict[tuple[object, ...], _Rank] = {}
+    ranks: dict[tuple[object, ...], _Rank] = {}
     last = stages.numbers.max()
     shares = stages.recomputed_on_rank
     for rank, (counts, live) in enumerate(zip(stages.on_rank, alive, strict=True)):
@@ -144,11 +144,11 @@ def _distinct_ranks(
         # Where all forward passes come first, there are no gradients yet when the first backward pass begins.
         moments = [(live, True)] if live < micro_batches else [(live, False), (live - 1, micro_batches > 1)]
         for count, accumulates in moments:
-            one = _Rank(counts, float(count), accumulates, *ends, float(shares[rank]))
+            candidate = _Rank(counts, float(count), accumulates, *ends, float(shares[rank]))
             key = (*counts.tolist(), accumulates, *ends, str(shares[rank]))  # no NaN equals another
-            if count >= 1 and (key not in found or found[key].live < one.live):
-                found[key] = one
-    return list(found.values())
+            if count >= 1 and (key not in ranks or ranks[key].live < candidate.live):
+                ranks[key] = candidate
+    return list(ranks.values())
 
 
 def known_stages(pipeline: PipelineParallelism, trace: Trace, num_ranks: int, memo: Memo) -> Stages:

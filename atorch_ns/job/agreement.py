@@ -89,10 +89,10 @@ class SameBatch:
         for name in self._axes:
             every = gathered(told, distributed=True, group=self._mesh.axis(name).get_group())
             told = list(chain.from_iterable(every))
-        told.sort(key=lambda one: one[0])
+        told.sort(key=lambda pair: pair[0])
         first, expected = told[0]
-        for rank, found in told[1:]:
-            problem = _describe_difference(expected, found)
+        for rank, actual in told[1:]:
+            problem = _describe_difference(expected, actual)
             if problem is not None:
                 axes = ", ".join(f"{name}={self._mesh.size(name)}" for name in self._axes)
                 raise InputError(
@@ -127,14 +127,14 @@ def _some_values(tensor: torch.Tensor) -> torch.Tensor:
 def _describe_difference(expected: list[_Leaf], found: list[_Leaf]) -> str | None:
     if [leaf[:2] for leaf in expected] != [leaf[:2] for leaf in found]:
         return f"they are {_kinds_text(expected)} and {_kinds_text(found)}"
-    for one, other in zip(expected, found, strict=True):
-        rounding = _TOLERANCE if one.kind.startswith(("float", "bfloat", "complex")) else 0.0
-        largest = float(one.values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if len(one.values) else 0.0
-        same = torch.isclose(one.values, other.values, rtol=0.0, atol=rounding * largest, equal_nan=True)
+    for entry, other in zip(expected, found, strict=True):
+        rounding = _TOLERANCE if entry.kind.startswith(("float", "bfloat", "complex")) else 0.0
+        largest = float(entry.values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if len(entry.values) else 0.0
+        same = torch.isclose(entry.values, other.values, rtol=0.0, atol=rounding * largest, equal_nan=True)
         if not same.all():
-            place = int((~same).nonzero()[0])
-            share = f"{float((~same).double().mean()):.0%} of the values compared in {one.where} differ"
-            return f"{share}, such as {one.values[place]:g} and {other.values[place]:g}"
+            index = int((~same).nonzero()[0])
+            share = f"{float((~same).double().mean()):.0%} of the values compared in {entry.where} differ"
+            return f"{share}, such as {entry.values[index]:g} and {other.values[index]:g}"
     return None
 
 
@@ -211,12 +211,12 @@ class SameWeights:
 
     def _note_gradients(self, *_: object) -> None:
         if self._gradients is not None and self._is_due(self._num_updates + 1):
-            found: dict[torch.Tensor, str] = {}
+            labels: dict[torch.Tensor, str] = {}
             for path, parameter in self._named_parameters():
-                found[parameter] = f"{path} before the update"
+                labels[parameter] = f"{path} before the update"
                 if parameter.grad is not None:
-                    found[parameter.grad] = f"the gradient of {path}"
-            self._gradients = self._record_parts(found)
+                    labels[parameter.grad] = f"the gradient of {path}"
+            self._gradients = self._record_parts(labels)
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return (entry for root in self._roots for entry in root.named_parameters())
@@ -289,14 +289,14 @@ class SameWeights:
     def _values_of_samples(self) -> dict[torch.Tensor, str]:
         """What depends on the samples of this rank where one process would see those of all; batch norms have notes of their own."""
         modules = (module for root in self._roots for module in root.named_modules())
-        found = {
+        buffers = {
             buffer: f"{_OF_SAMPLES}buffer {f'{path}.{name}'.removeprefix('.')}"
             for path, module in modules
             if not isinstance(module, BatchNorm)
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
-        return {**found, torch.tensor(self._num_samples): f"{_OF_SAMPLES}number of samples in a batch"}
+        return {**buffers, torch.tensor(self._num_samples): f"{_OF_SAMPLES}number of samples in a batch"}
 
     def _store_key(self, rank: int, what: str, number: int | None = None) -> str:
         return f"atorch_ns/weights/{self._name}/{self._number if number is None else number}/{rank}/{what}"
@@ -307,18 +307,18 @@ class SameWeights:
         Raises:
             StepError: if an element differs by more than rounding.
         """
-        store, own = default_store(), self._waiting[number]
+        store, record = default_store(), self._waiting[number]
         if not store.check([self._store_key(rank, "samples", number) for rank in self._others]):
             return
         del self._waiting[number]
         for rank in self._others:
             sums = np.frombuffer(store.get(self._store_key(rank, "sums", number)), np.int64).reshape(2, -1)
             samples = np.frombuffer(store.get(self._store_key(rank, "samples", number)), np.float32)
-            _, here, there = np.intersect1d(own.sums[0], sums[0], return_indices=True)
-            differ = own.sums[1][here] != sums[1][there]
+            _, here, there = np.intersect1d(record.sums[0], sums[0], return_indices=True)
+            differ = record.sums[1][here] != sums[1][there]
             if differ.any():
                 here, other = here[differ], samples.reshape(-1, _NUM_SAMPLED)[there[differ]]
-                self._raise_difference(own, rank, here, other)
+                self._raise_difference(record, rank, here, other)
 
     def _raise_difference(self, own: _Record, rank: int, places: np.ndarray, other: np.ndarray) -> None:
         samples = own.samples[places]
@@ -327,8 +327,8 @@ class SameWeights:
             largest = np.maximum(np.abs(samples).max(1), np.abs(other).max(1))
             nan_on_both = np.isnan(samples).any(1) & np.isnan(other).any(1)
             wrong = ~(off <= _ROUNDING * largest) & ~nan_on_both
-        of_samples = np.array([own.paths[place].startswith(_OF_SAMPLES) for place in places])
-        names = [own.paths[place] for place in places[wrong & of_samples]]
+        of_samples = np.array([own.paths[index].startswith(_OF_SAMPLES) for index in places])
+        names = [own.paths[index] for index in places[wrong & of_samples]]
         if names and not self._is_told:
             self._is_told = True
             log.warning(
@@ -340,7 +340,7 @@ class SameWeights:
         places, wrong = places[~of_samples], wrong[~of_samples]
         if not len(places):
             return
-        paths = [own.paths[place] for place in (places[wrong] if wrong.any() else places)]
+        paths = [own.paths[index] for index in (places[wrong] if wrong.any() else places)]
         if wrong.any():
             raise StepError(
                 f"after update {own.update}, rank {self._rank} holds other weights than rank {rank}, which must be copies: "
@@ -374,7 +374,7 @@ class OutsideWeights:
         for optimizer in self._known:
             optimizer.register_step_post_hook(self._mark_as_known)
         look = WeakMethod(self._check_update)
-        handle = register_optimizer_step_post_hook(lambda *given: (found := look()) and found(*given))
+        handle = register_optimizer_step_post_hook(lambda *args: (method := look()) and method(*args))
         finalize(self, handle.remove)
 
     def _mark_as_known(self, *_: object) -> None:
@@ -395,11 +395,11 @@ class OutsideWeights:
             del self._waiting[optimizer]
             if any(store.get(f"{key}/{rank}") != written for rank in self._others):
                 return self._warn_about_weights(optimizer)
-        place, number = self._updates.get(optimizer, (len(self._updates), 1))
-        self._updates[optimizer] = place, number + 1
+        index, number = self._updates.get(optimizer, (len(self._updates), 1))
+        self._updates[optimizer] = index, number + 1
         if number in _FIRST_UPDATES:
             values = [p.detach() for group in optimizer.param_groups for p in group["params"]]
-            key = f"atorch_ns/outside/{self._name}/{place}/{[list(value.shape) for value in values]}/{number}"
+            key = f"atorch_ns/outside/{self._name}/{index}/{[list(value.shape) for value in values]}/{number}"
             sums = _on_cpu([sum_of_bits(value) for value in values], 0)
             self._waiting[optimizer] = key, sums.numpy().tobytes()
             store.set(f"{key}/{dist.get_rank()}", sums.numpy().tobytes())
@@ -426,17 +426,17 @@ def _ranks_with_copies(mesh: Mesh) -> list[int]:
     """For each set of the axes of data the first rank along them, and for that one the last; those hold the same parts of all
     that is not divided there."""
     names = mesh.device_mesh.mesh_dim_names or ()
-    own: Sequence[int] = mesh.device_mesh.get_coordinate() or ()
+    local: Sequence[int] = mesh.device_mesh.get_coordinate() or ()
     axes = [number for number, name in enumerate(names) if name in _DATA_AXES]
-    found = set()
+    ranks = set()
     for chosen in product((False, True), repeat=len(axes)):
-        place = list(own)
+        coordinate = list(local)
         moved = [axis for axis, is_chosen in zip(axes, chosen, strict=True) if is_chosen]
-        target = 0 if any(own[axis] for axis in moved) else -1
+        target = 0 if any(local[axis] for axis in moved) else -1
         for axis in moved:
-            place[axis] = target
-        found.add(int(mesh.device_mesh.mesh[tuple(place)]))
-    return sorted(found - {dist.get_rank()})
+            coordinate[axis] = target
+        ranks.add(int(mesh.device_mesh.mesh[tuple(coordinate)]))
+    return sorted(ranks - {dist.get_rank()})
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
@@ -449,18 +449,18 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 def _options_of(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
     """The numbers among the options of an optimizer's groups, as the learning rate, with words for each."""
-    found: dict[str, list[float]] = {}
+    table: dict[str, list[float]] = {}
     for option, value in (entry for group in optimizer.param_groups for entry in group.items()):
         values = [value] if not isinstance(value, (list, tuple)) else [] if option == "params" else value
         numbers = [each for each in values if isinstance(each, (int, float)) or getattr(each, "ndim", 1) == 0]
-        found.setdefault(f"{option} of the optimizer", []).extend(map(float, numbers))
-    return {torch.tensor(numbers, dtype=torch.float64): words for words, numbers in found.items()}
+        table.setdefault(f"{option} of the optimizer", []).extend(map(float, numbers))
+    return {torch.tensor(numbers, dtype=torch.float64): words for words, numbers in table.items()}
 
 
 def _key_of(path: str, parameter: torch.Tensor) -> int:
     """A number for what a rank holds: the parameter, and the place of its part."""
-    place = local_box(parameter) if isinstance(parameter, DTensor) else ()
-    digest = hashlib.blake2b(f"{path} {place} {tuple(parameter.shape)}".encode(), digest_size=8).digest()
+    box = local_box(parameter) if isinstance(parameter, DTensor) else ()
+    digest = hashlib.blake2b(f"{path} {box} {tuple(parameter.shape)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

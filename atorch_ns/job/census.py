@@ -106,13 +106,13 @@ class Census:
         now = {plain_name(name): parameter for name, parameter in job.module.named_parameters()}
         known = self._parameters.items()
         return bool(job.plan.precision.master_dtype) or any(
-            name in now and held() is not now[name] for name, held in known
+            name in now and reference() is not now[name] for name, reference in known
         )
 
     def _stop_stale_optimizers(self, now: Iterable[torch.Tensor]) -> None:
         """Has optimizers refuse to step whose parameters no longer belong to the model: they would train nothing."""
         kept = {id(parameter) for parameter in now}
-        stale = {id(p) for held in self._parameters.values() if (p := held()) is not None} - kept
+        stale = {id(p) for reference in self._parameters.values() if (p := reference()) is not None} - kept
 
         def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             raise StepError(
@@ -177,9 +177,9 @@ def carry_late_hooks(job: Job, observe: Callable[..., object]) -> None:
     def take(*_: Any) -> None:
         nonlocal before, joins
         if last() != before:
-            found = [(name, p, *hook_tables(p)) for name, p in parameters if has_user_hooks(p)]
-            is_first = bool(found) and not job.gradients.sums
-            carry_hooks(job, found)
+            entries = [(name, p, *hook_tables(p)) for name, p in parameters if has_user_hooks(p)]
+            is_first = bool(entries) and not job.gradients.sums
+            carry_hooks(job, entries)
             if is_first:
                 job.gradients.sums.watch(job.module)
                 joins = not job.parts.stages
@@ -251,11 +251,11 @@ class ForwardChanges:
     def _snapshot_values(self) -> dict[tuple[Any, ...], object]:
         """What stands for each value in the modules of others, by their paths; batch norms have a note of their own."""
         return {
-            (plain_name(path), *keys): found
+            (plain_name(path), *keys): digest
             for path, module in self._job.module.named_modules()
             if not isinstance(module, BatchNorm) and not type(module).__module__.startswith(_OURS)
             for keys, value in leaves(vars(module))
-            if keys[0] not in _package_attributes(module) and (found := _comparable_value(value)) is not None
+            if keys[0] not in _package_attributes(module) and (digest := _comparable_value(value)) is not None
         }
 
 
@@ -417,11 +417,11 @@ def refuse_hidden_outputs(path: str) -> Callable[[nn.Module, Any, Any], None]:
 
 def _shared_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Pairs of names: a parameter and another tensor of the model with memory of it."""
-    found = [
+    entries = [
         (memory, name, tensor) for name, tensor in _named_tensors(model) if (memory := _memory_of(tensor))
     ]
     before: tuple[tuple[int, int, int], str, torch.Tensor] | None = None
-    for entry in sorted(found, key=lambda entry: entry[0]):
+    for entry in sorted(entries, key=lambda entry: entry[0]):
         memory, name, tensor = entry
         other = tensor if before is None else before[2]
         trains = isinstance(other, nn.Parameter) or isinstance(tensor, nn.Parameter)

@@ -110,7 +110,7 @@ def _group_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
             [piece for grad in grads for piece in _split_gradient(grad)], norm_type
         )
     # Summands, or in another order.
-    if not all(isinstance(one, (Shard, Replicate)) for one in first.placements):
+    if not all(isinstance(layout, (Shard, Replicate)) for layout in first.placements):
         norm = torch.nn.utils.get_total_norm(grads, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     norm = _at_least_float32(_group_norm([_local_part(grad) for grad in grads], norm_type))
@@ -229,8 +229,8 @@ class GradientHooks:
 
 def gradient_versions(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[int, int, int]]:
     """Which gradient each parameter has, and how often it and this rank's part of it were written."""
-    found = ((parameter, parameter.grad) for parameter in parameters)
-    return {p: (id(grad), grad._version, _local_part(grad)._version) for p, grad in found if grad is not None}
+    pairs = ((parameter, parameter.grad) for parameter in parameters)
+    return {p: (id(grad), grad._version, _local_part(grad)._version) for p, grad in pairs if grad is not None}
 
 
 class GradientSums:
@@ -341,7 +341,7 @@ class GradientSums:
             summed = list(_pick_parameters(module, entry.names))
             for table in (parameter for parameter in summed if parameter in self._tables):
                 add_rows(table, entry.group, 1 / entry.group.size() if entry.mean else 1.0)
-            for parameters in _bucket_parameters(one for one in summed if one not in self._tables):
+            for parameters in _bucket_parameters(tensor for tensor in summed if tensor not in self._tables):
                 _sum_bucket(parameters, entry)
         late, self._has_added = self._has_added or not self._is_followed, False
         for hooks in self._hooks:
@@ -414,8 +414,8 @@ def _local_part(grad: torch.Tensor | None) -> torch.Tensor:
 def _pick_parameters(module: nn.Module, names: frozenset[str]) -> Iterator[torch.Tensor]:
     """The trainable parameters of ``names``, each once, in the order of the names, so that all ranks agree."""
     parameters = _by_name(module)
-    found = dict.fromkeys(parameters[name] for name in sorted(names) if name in parameters)
-    return (parameter for parameter in found if parameter.requires_grad)
+    selection = dict.fromkeys(parameters[name] for name in sorted(names) if name in parameters)
+    return (parameter for parameter in selection if parameter.requires_grad)
 
 
 def _by_name(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -424,10 +424,10 @@ def _by_name(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _bucket_parameters(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Parameters whose gradients travel as one tensor: of one dtype, and about a bucket of DDP's."""
-    found = list(parameters)
-    sizes = [(str(parameter.dtype), _local_part(parameter).nbytes) for parameter in found]
+    tensors = list(parameters)
+    sizes = [(str(parameter.dtype), _local_part(parameter).nbytes) for parameter in tensors]
     for bucket in gradient_buckets(sizes, DEFAULT_BUCKET_BYTES):
-        yield [found[place] for place in bucket]
+        yield [tensors[index] for index in bucket]
 
 
 def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -403,9 +403,9 @@ class RowCheck:
         if not self._is_needed or self._rows == [rows]:
             return
         is_first = not self._rows
-        found = self._cluster.gathered(rows) if is_first else [*self._rows, rows]
+        counts = self._cluster.gathered(rows) if is_first else [*self._rows, rows]
         self._rows = [rows]
-        known = sorted({number for number in found if number is not None})
+        known = sorted({number for number in counts if number is not None})
         if len(known) > 1:
             self._is_needed = False
             subject = "the batches of the ranks have"
@@ -454,8 +454,8 @@ def _is_without_state(value: Any, seen: frozenset[Any] = frozenset()) -> bool:
 def nested_codes(code: CodeType | None) -> list[CodeType]:
     """The code of a function, if it has any, and of those that are defined in it."""
     codes = [] if code is None else [code]
-    for found in codes:
-        codes += [constant for constant in found.co_consts if isinstance(constant, CodeType)]
+    for parent in codes:
+        codes += [constant for constant in parent.co_consts if isinstance(constant, CodeType)]
     return codes
 
 

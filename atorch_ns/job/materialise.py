@@ -165,13 +165,13 @@ class Materialiser:
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue
-            made = self._made.get(parameter)
-            if made is None:
+            tensor = self._made.get(parameter)
+            if tensor is None:
                 size, stride, dtype = parameter.size(), parameter.stride(), parameter.dtype
                 data = _poison_tensor(torch.empty_strided(size, stride, dtype=dtype, device=self._device))
-                made = self._made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                tensor = self._made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                 fresh[name] = data
-            module._parameters[name] = made
+            module._parameters[name] = tensor
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 fresh[name] = module._buffers[name] = _poison_tensor(

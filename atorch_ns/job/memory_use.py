@@ -58,13 +58,13 @@ class PeakMemory:
 
 def state_bytes(result: Result) -> StateBytes:
     """What is kept of a job; read after a step, before gradients are cleared."""
-    own = list(result.model.parameters())
+    parameters = list(result.model.parameters())
     updated = (
         [] if result.optim is None else [p for group in result.optim.param_groups for p in group["params"]]
     )
     states = [] if result.optim is None else _state_tensors(result.optim)
-    kept = _storage_bytes(own)
-    gradients = _storage_bytes(tensor.grad for tensor in (*own, *updated) if tensor.grad is not None)
+    kept = _storage_bytes(parameters)
+    gradients = _storage_bytes(tensor.grad for tensor in (*parameters, *updated) if tensor.grad is not None)
     # Masters are updated in the place of parameters, and so are flat partitions of their own memory.
     of_optimizer = {key: size for key, size in _storage_bytes((*updated, *states)).items() if key not in kept}
     return StateBytes(

@@ -69,7 +69,7 @@ class OriginalModel:
 
     def ordered(self, names: Iterable[str]) -> list[str]:
         """``names`` without repetition: parameters in the model's order, then the others as they come."""
-        order = {name: place for place, name in enumerate(self.parameter_order)}
+        order = {name: index for index, name in enumerate(self.parameter_order)}
         return sorted(dict.fromkeys(names), key=lambda name: order.get(name, len(order)))
 
     def first_name(self, names: Sequence[str]) -> str:
@@ -168,7 +168,7 @@ def _name_group(group: dict[str, Any], names: dict[int, str]) -> NamedGroup:
     for parameter in group["params"]:
         if id(parameter) not in names:
             raise InputError(
-                f"optim_param_func gave {with_article(parameter)} that is no parameter of the model it was "
+                f"optim_param_func gave {with_article(parameter)} that is not a parameter of the model it was "
                 "called with. Build the groups from the model that is passed to the function."
             )
     options = {key: value for key, value in group.items() if key != "params"}

@@ -232,9 +232,9 @@ class GradientReducer:
         chosen = [p for p, is_trained in zip(self._parameters, trained, strict=True) if is_trained]
         self._buckets = _make_buckets(chosen, self._bucket_bytes, self._like)
         self._places = {
-            parameter: (bucket, place)
+            parameter: (bucket, index)
             for bucket in self._buckets
-            for place, parameter in enumerate(bucket.parameters)
+            for index, parameter in enumerate(bucket.parameters)
         }
         self._number = {parameter: number for number, parameter in enumerate(self._places)}
 
@@ -309,9 +309,9 @@ class GradientReducer:
                 self._end_with_pass()
                 self._reached = True
             return
-        bucket, place = known
+        bucket, index = known
         if not self._sync:
-            self._move_to_bucket(bucket, place, 1.0)
+            self._move_to_bucket(bucket, index, 1.0)
             return
         self._end_with_pass()
         self._reached = True
@@ -320,13 +320,13 @@ class GradientReducer:
                 self._repeated.add(parameter)
             self._seen.add(parameter)
             return
-        if place in bucket.ready:
+        if index in bucket.ready:
             raise StepError(
                 f"{self._names[parameter]} got a second gradient in one backward pass while the first was on its "
                 "way to the other ranks, which no pass before has done. A block that is recomputed with use_reentrant=True "
                 "shares it with another: pass use_reentrant=False, or choose ('ddp', {'reducer': 'torch'})."
             )
-        self._prepare_gradient(bucket, place)
+        self._prepare_gradient(bucket, index)
         while self._next < len(self._buckets) and self._buckets[self._next].is_full:
             self._launch_bucket()
 
@@ -368,8 +368,8 @@ class GradientReducer:
     def _launch_bucket(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        for place in set(range(len(bucket.parameters))) - bucket.ready:
-            self._prepare_gradient(bucket, place)
+        for index in set(range(len(bucket.parameters))) - bucket.ready:
+            self._prepare_gradient(bucket, index)
         for hook in tuple(self._hooks["before"]):
             hook(self, bucket.gradients)
         if bucket is self._buckets[-1]:
@@ -434,9 +434,9 @@ class GradientReducer:
         self._reduce_buckets()
         self._lay_out(now)
         for bucket in self._buckets:
-            for place, parameter in enumerate(bucket.parameters):
+            for index, parameter in enumerate(bucket.parameters):
                 if parameter.grad is not None:
-                    self._move_to_bucket(bucket, place, 1.0)
+                    self._move_to_bucket(bucket, index, 1.0)
 
 
 def sparse_tables(module: nn.Module) -> dict[torch.Tensor, str]:
@@ -527,6 +527,6 @@ def _make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int, like: t
     places = gradient_buckets(sizes, bucket_bytes) or [[]]
     num_flags = [0] * (len(places) - 1) + [len(parameters) + NUM_REPORTED]
     return [
-        _Bucket([arriving[place] for place in each], num, like)
+        _Bucket([arriving[index] for index in each], num, like)
         for each, num in zip(places, num_flags, strict=True)
     ]

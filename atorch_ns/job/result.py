@@ -186,9 +186,9 @@ class Result(_Fields):
     @property
     def strategy(self) -> Strategy:
         """The strategy as applied, with what methods found for themselves; ``strategy.save(path)`` is a file for any front end."""
-        applied, found = self.applied.strategy, self.job.resolved_settings
+        applied, options = self.applied.strategy, self.job.resolved_settings
         return Strategy(
-            [_with_settings(step, found[step.name]) if step.name in found else step for step in applied],
+            [_with_settings(step, options[step.name]) if step.name in options else step for step in applied],
             requires=applied.requires,
             provenance={
                 **applied.provenance,
@@ -294,7 +294,7 @@ class Result(_Fields):
             What ends it, and takes metrics of your own. The end of the interpreter ends it too.
 
         Raises:
-            InputError: if ``every`` is no number of steps.
+            InputError: if ``every`` is not a number of steps.
         """
         if samples_per_step is None and self.dataloader is not None:
             samples_per_step = self.dataloader.global_batch_size

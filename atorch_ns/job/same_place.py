@@ -145,14 +145,14 @@ class SamePlace:
         self._calls.pop(number - _KEPT_UPDATES[bool(self._together)], None)
 
     def _watch_thread(self) -> None:
-        place: tuple[Any, dict[int, str]] = None, {}
+        position: tuple[Any, dict[int, str]] = None, {}
         since, beat = 0.0, 0
         while True:
             time.sleep(_POLL_S)
             line, is_backward, waits = self._find_line()
             calls = dict(self._calls)
-            if (line, calls) != place or line is None:
-                place, since = (line, calls), time.monotonic()
+            if (line, calls) != position or line is None:
+                position, since = (line, calls), time.monotonic()
             is_stuck = time.monotonic() - since > STUCK_S
             if not is_stuck and not self._together:
                 continue
@@ -184,7 +184,7 @@ class SamePlace:
         frame = sys._current_frames().get(self._thread)
         if frame is None:
             return None, False, False
-        codes = [found.f_code for found, _ in traceback.walk_stack(frame)]
+        codes = [parent.f_code for parent, _ in traceback.walk_stack(frame)]
         names = {code.co_name for code in codes}
         # torch calls its operators from a file of its own.
         caller = next((code for code in codes if code.co_filename != OPERATOR_CALLS), frame.f_code)
@@ -193,14 +193,14 @@ class SamePlace:
 
     def _read_places(self, ranks: Sequence[int]) -> dict[int, Any]:
         """What those of the ranks have told that told it since the last time."""
-        store, found = default_store(), {}
+        store, reports = default_store(), {}
         for rank in ranks:
             if store.check([self._store_key(rank)]):
                 told = json.loads(store.get(self._store_key(rank)))
                 if told["beat"] > self._beats.get(rank, told["beat"]):
-                    found[rank] = told
+                    reports[rank] = told
                 self._beats[rank] = told["beat"]
-        return found
+        return reports
 
     def _compare_calls(self, told: Mapping[str, Any], others: dict[int, Any], *, only_last: bool) -> None:
         """Ends this process where a rank has made other calls after an update, the last one that both have made or any."""
@@ -210,11 +210,11 @@ class SamePlace:
             theirs = {int(number): text for number, text in other["calls"].items()}
             shared = sorted(calls.keys() & theirs.keys())
             for number in shared[-1:] if only_last else shared:
-                one, two = calls[number], theirs[number]
-                if one != two and (all_wait or not (one.startswith(two) or two.startswith(one))):
+                local, two = calls[number], theirs[number]
+                if local != two and (all_wait or not (local.startswith(two) or two.startswith(local))):
                     self._end_process(
                         f"atorch_ns: the ranks are at different places, and none can go on. After update {number}, rank "
-                        f"{self._rank} has called {_in_words(one)}, and rank {rank} {_in_words(two)}. What one rank leaves out, "
+                        f"{self._rank} has called {_in_words(local)}, and rank {rank} {_in_words(two)}. What one rank leaves out, "
                         "such as the backward pass of a loss that is not finite, or calls alone, such as an evaluation, belongs "
                         "to all: let them agree, by result.mean(loss) say, and write what one calls on all. This process ends.\n"
                     )

@@ -113,7 +113,7 @@ def first_batch(inputs: Inputs, num_rows: int, device: torch.device) -> Any:
             return None
         if given_as_batches:
             return prepare(samples[0], device)
-        rows = [samples[place % len(samples)] for place in range(num_rows)]
+        rows = [samples[index % len(samples)] for index in range(num_rows)]
         return prepare((args.get("collate_fn") or default_collate)(rows), device)
 
 
@@ -201,7 +201,7 @@ def _trial_inputs(inputs: Inputs, samples: Sequence[Any], args: Mapping[str, Any
 def _take_samples(dataset: Any, wanted: int) -> list[Any]:
     """Up to ``wanted`` samples, fewer where the dataset is short or its samples are large."""
     samples: list[Any] = []
-    held = 0
+    num_bytes = 0
     try:
         stream = read_samples(dataset)
         if stream is None:
@@ -211,8 +211,8 @@ def _take_samples(dataset: Any, wanted: int) -> list[Any]:
             )
         for sample in itertools.islice(stream, wanted):
             samples.append(sample)
-            held += sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(sample))
-            if held > _MAX_BYTES:
+            num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(sample))
+            if num_bytes > _MAX_BYTES:
                 break
     except InputError:
         raise
@@ -260,7 +260,7 @@ def _find_tensors(value: Any) -> Iterable[torch.Tensor]:
 
 
 def join_batches(rows: Sequence[Any]) -> Any:
-    """Batches of the same nest as one, their tensors joined along dim 0; what is no tensor is the first's."""
+    """Batches of the same nest as one, their tensors joined along dim 0; what is not a tensor is the first's."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.dim() else first

@@ -55,13 +55,13 @@ def groups_of_all_stages(job: TrainedModel, groups: list[list[str]]) -> list[lis
     """Names by group of all stages together, in the order of the user's model; collective like :func:`on_all_stages`."""
     stages = on_all_stages(job, groups)
     return [
-        job.original.ordered(name for stage in stages for name in stage[place])
-        for place in range(len(groups))
+        job.original.ordered(name for stage in stages for name in stage[index])
+        for index in range(len(groups))
     ]
 
 
 StateValue: TypeAlias = bool | int | float | str | None
-"""An entry of an optimizer's state that is no tensor."""
+"""An entry of an optimizer's state that is not a tensor."""
 
 
 class StateSpec(NamedTuple):
@@ -208,8 +208,8 @@ class ParameterStates:
         """Names by group, in the order of the user's model where ranks hold stages of it; collective then."""
         if self._outer is None:
             return []
-        own = [[self._names[p] for p in group["params"]] for group in self._outer.param_groups]
-        return own if self._job.stage_group is None else groups_of_all_stages(self._job, own)
+        names = [[self._names[p] for p in group["params"]] for group in self._outer.param_groups]
+        return names if self._job.stage_group is None else groups_of_all_stages(self._job, names)
 
     def optimizer_states(self) -> OptimizerStates:
         """The live tensors, and the entries that are no tensors.

@@ -221,20 +221,20 @@ class TrainStep:
         with self.sharing_failures():
             self.times.start()
             self.zero()
-            found, loss_arrives = self._forward_backward(work())
+            output, loss_arrives = self._forward_backward(work())
             self.reduce()
             if divisor is None:
                 self.scale()
             else:
                 loss_arrives()
-                self.scale(self._one_over(divisor, found))
+                self.scale(self._one_over(divisor, output))
             self.clip()
             self.update()
             loss_arrives()
             self.times.stop()
         for observer in tuple(self.observers):  # one may take itself out
-            observer(self.num_steps, found.loss, self.grad_norm)
-        return found
+            observer(self.num_steps, output.loss, self.grad_norm)
+        return output
 
     def zero(self) -> None:
         """Clears the gradients."""
@@ -446,20 +446,20 @@ class TrainStep:
         """The factor that makes a sum of gradients a mean over what all data ranks count."""
         value = divisor(found)
         try:
-            own = torch.tensor(
+            local = torch.tensor(
                 [self._job.data_rank, float(value)], dtype=torch.float64, device=self._job.device
             )
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
                 f"divisor must return one number, and returned {with_article(value)}."
             ) from error
-        every = [own]
+        every = [local]
         if self._job.mesh is not None:
-            every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-            dist.all_gather(every, own)
+            every = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, local)
         counted: dict[float, float] = {}
-        for place, number in torch.stack(every).tolist():
-            counted[place] = max(number, counted.get(place, 0.0))
+        for data_rank, number in torch.stack(every).tolist():
+            counted[data_rank] = max(number, counted.get(data_rank, 0.0))
         total = sum(counted.values())
         if not total > 0.0:
             raise InputError(f"the divisor of the gradients is {total} over all data ranks, not positive.")
@@ -484,7 +484,7 @@ class TrainStep:
                 return StepWork.mean(parts, job.num_data_ranks)
             rows = map(num_rows, parts)  # of no known number, all parts count alike
             weights = [1.0 if number is None else float(number) for number in rows]
-        given, fields = weigh(
+        batches, fields = weigh(
             parts,
             weights=weights,
             losses="means",
@@ -496,7 +496,7 @@ class TrainStep:
             data_ranks=None if job.mesh is None else (job.data_rank, job.num_data_ranks),
             device=job.device,
         )
-        return StepWork(micro_batches=given, **fields)
+        return StepWork(micro_batches=batches, **fields)
 
     def _weight_of(self, micro_batch: Any) -> float:
         assert self._job.inputs.weight_func is not None
@@ -515,10 +515,10 @@ class TrainStep:
         if job.step.mean_check is not None:
             job.step.mean_check.num_left = 0
         data_ranks = None if job.mesh is None else (job.data_rank, job.num_data_ranks)
-        given, fields = weigh(
+        batches, fields = weigh(
             samples, data_ranks=data_ranks, device=job.device, functions=functions, **weights
         )
-        prepared = [self._prepare_input(sample, job.device) for sample in given]
+        prepared = [self._prepare_input(sample, job.device) for sample in batches]
         self._check_same_batch(prepared)
         return StepWork(micro_batches=prepared, scale_fn=functions.get("scale_fn"), **fields)
 
@@ -552,9 +552,9 @@ def _collect_results(losses: Sequence[torch.Tensor], outputs: Sequence[Any], wor
 
 
 def _wait_for_loss(arriving: _Arriving) -> StepOutput:
-    found, arrives = arriving
+    output, arrives = arriving
     arrives()
-    return found
+    return output
 
 
 def _do_nothing() -> None:

@@ -61,9 +61,9 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
         if not use_gather_object:
             return super().gather_for_metrics(input_data)
         every = gather_object([input_data])
-        found = [item for rank in _first_ranks() for item in every[rank]]
+        objects = [item for rank in _first_ranks() for item in every[rank]]
         remainder = self.gradient_state.remainder
-        return found[:remainder] if self.gradient_state.end_of_dataloader and remainder > 0 else found
+        return objects[:remainder] if self.gradient_state.end_of_dataloader and remainder > 0 else objects
 
 
 class DataDraws:
@@ -80,13 +80,13 @@ class DataDraws:
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """A context in which this stream is drawn from."""
-        own = capture_rng(_CPU)
+        backup = capture_rng(_CPU)
         restore_rng(self._states, _CPU)
         try:
             yield
         finally:
             self._states = capture_rng(_CPU)
-            restore_rng(own, _CPU)
+            restore_rng(backup, _CPU)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a loader, drawn apart."""
@@ -137,14 +137,14 @@ class DistributedModel(nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         """The outputs for one batch."""
-        (found,) = self._train_step.infer([(inputs, None, None)]).outputs
-        return found
+        (output,) = self._train_step.infer([(inputs, None, None)]).outputs
+        return output
 
 
 def _first_ranks() -> list[int]:
     """One rank for each part of the data."""
     grid = mpu.get_grid()
-    return [grid.get_rank(pipe=0, data=place, sequence=0, model=0) for place in range(grid.get_dim("data"))]
+    return [grid.get_rank(pipe=0, data=index, sequence=0, model=0) for index in range(grid.get_dim("data"))]
 
 
 def _of_data_ranks(gathered: Any, num_processes: int) -> Any:

@@ -221,10 +221,10 @@ class MerakArguments(TrainingArguments):
     @property
     def recompute_shares(self) -> tuple[float, ...] | float | None:
         """``activation_checkpoint_ratio`` as numbers: one for the first stage, or one for each."""
-        given = self.activation_checkpoint_ratio
-        if given is None:
+        value = self.activation_checkpoint_ratio
+        if value is None:
             return None
-        shares = tuple(float(part) for part in _split_numbers(given))
+        shares = tuple(float(part) for part in _split_numbers(value))
         return shares[0] if len(shares) == 1 else shares
 
     @property
@@ -236,19 +236,19 @@ class MerakArguments(TrainingArguments):
         """The contents of ``lora_config``.
 
         Raises:
-            InputError: if it is no file of a JSON object.
+            InputError: if it is not a file of a JSON object.
         """
         if self.lora_config is None:
             return None
         try:
-            found = json.loads(Path(self.lora_config).read_text())
+            config = json.loads(Path(self.lora_config).read_text())
         except (OSError, ValueError) as error:
             raise InputError(f"lora_config: cannot read {self.lora_config}: {error}") from error
-        if not isinstance(found, dict):
+        if not isinstance(config, dict):
             raise InputError(
                 f"lora_config: {self.lora_config} must hold a JSON object of LoraConfig's arguments."
             )
-        return found
+        return config
 
     def without_use(self) -> list[str]:
         """A sentence for each field that was set and has nothing to do here."""
@@ -261,7 +261,7 @@ class MerakArguments(TrainingArguments):
 
     def _check_fields(self) -> None:
         problems = [
-            f"{name}={value!r}:{did_you_mean(str(value), [str(one) for one in choices])} one of {', '.join(map(str, choices))}"
+            f"{name}={value!r}:{did_you_mean(str(value), [str(choice) for choice in choices])} one of {', '.join(map(str, choices))}"
             for name, choices in _CHOICES.items()
             if (value := getattr(self, name)) not in choices or isinstance(value, bool)
         ]
@@ -294,8 +294,8 @@ class MerakArguments(TrainingArguments):
     def _check_lists(self) -> list[str]:
         problems = []
         try:
-            given = self.recompute_shares
-            shares = given if isinstance(given, tuple) else () if given is None else (given,)
+            ratios = self.recompute_shares
+            shares = ratios if isinstance(ratios, tuple) else () if ratios is None else (ratios,)
             if not all(0.0 <= share <= 1.0 for share in shares):
                 raise ValueError
         except (TypeError, ValueError):

@@ -55,8 +55,8 @@ def own_loss(batch: Any, output: Any) -> torch.Tensor:
             "a search for degrees trains on the model's own loss, and its outputs have none: give labels in the batch, or "
             "name dp, tp and pp in init."
         )
-    found: torch.Tensor = loss
-    return found
+    tensor: torch.Tensor = loss
+    return tensor
 
 
 def search(
@@ -124,19 +124,19 @@ def read_file(path: str, asked: Mapping[str, Degree], batch_size: int) -> Found:
         InputError: if it has other degrees than were given to ``init``, or they do not divide the samples.
         StrategyFileError: if it cannot be read.
     """
-    found = _resolve_strategy(Strategy.load(path), Cluster.detect(), None)
-    degrees = dict(zip(("pp", "dp", "sp", "tp"), found.sizes, strict=True))
+    result = _resolve_strategy(Strategy.load(path), Cluster.detect(), None)
+    degrees = dict(zip(("pp", "dp", "sp", "tp"), result.sizes, strict=True))
     for name, degree in asked.items():
         if isinstance(degree, int) and degree != degrees[name]:
             raise InputError(
                 f"init: {name}={degree}, and strategy_file={path} has {name}={degrees[name]}. Leave degrees out of init."
             )
-    if batch_size % (found.sizes[1] * found.num_micro_batches):
+    if batch_size % (result.sizes[1] * result.num_micro_batches):
         raise InputError(
-            f"strategy_file={path}: {found.sizes[1]} data rank(s) with {found.num_micro_batches} micro-batch(es) do not divide "
+            f"strategy_file={path}: {result.sizes[1]} data rank(s) with {result.num_micro_batches} micro-batch(es) do not divide "
             f"a step of {batch_size} samples (per_device_train_batch_size × gradient_accumulation_steps × processes)."
         )
-    return found
+    return result
 
 
 def _resolve_strategy(strategy: Strategy, cluster: Cluster, outcome: SearchOutcome | None) -> Found:
@@ -167,8 +167,8 @@ def _unwanted_meshes(asked: Mapping[str, Degree], world_size: int) -> Iterator[A
             continue
         yield ("parallel_mode", {"axes": [[name, size] for name, size in of.items() if size > 1]})
     if not wanted:
-        given = ", ".join(f"{name}={degree}" for name, degree in fixed.items())
-        raise InputError(f"init: {given} fit no mesh of {world_size} process(es).")
+        text = ", ".join(f"{name}={degree}" for name, degree in fixed.items())
+        raise InputError(f"init: {text} fit no mesh of {world_size} process(es).")
 
 
 def _list_factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -60,28 +60,28 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
     cluster = result.job.cluster
 
     def look() -> tuple[Path | None, str]:
-        found = _checkpoint_in(folder)
-        saved = None if found is None else Manifest.read(found).scheduler
-        return found, "" if saved is None else saved.class_name
+        ckpt = _checkpoint_in(folder)
+        saved = None if ckpt is None else Manifest.read(ckpt).scheduler
+        return ckpt, "" if saved is None else saved.class_name
 
-    place, saved = cluster.on_first(look, what="looking for the checkpoint")
-    if place is None:
+    path, saved = cluster.on_first(look, what="looking for the checkpoint")
+    if path is None:
         load_weights(result, folder)
         return None
     before = capture_rng(result.job.device, result.job.step.randomness)
     scheduler = result.lr_scheduler
     same = saved == class_name(scheduler)
     kept = result if optimizer else result.having(optim=None)
-    found = checkpoint.load(
-        place, kept if optimizer and same else kept.having(lr_scheduler=None), data_position=False
+    ckpt = checkpoint.load(
+        path, kept if optimizer and same else kept.having(lr_scheduler=None), data_position=False
     )
     # Whose rates follow from the number of steps.
     if optimizer and not same and isinstance(scheduler, LambdaLR):
-        scheduler.last_epoch = found["step"] - 1
+        scheduler.last_epoch = ckpt["step"] - 1
         scheduler.step()
     random = capture_rng(result.job.device, result.job.step.randomness)
     restore_rng(before, result.job.device, result.job.step.randomness)
-    return random if found["world_size"] == cluster.world_size else None
+    return random if ckpt["world_size"] == cluster.world_size else None
 
 
 def load_weights(result: Result, folder: str) -> None:
@@ -97,15 +97,15 @@ def load_weights(result: Result, folder: str) -> None:
 
 def _checkpoint_in(folder: str) -> Path | None:
     """The checkpoint that a folder is, or the latest in it, of any front end."""
-    given = Path(folder)
-    return given if (given / MANIFEST).is_file() else checkpoint.latest(given)
+    path = Path(folder)
+    return path if (path / MANIFEST).is_file() else checkpoint.latest(path)
 
 
 def position(folder: str, steps_per_epoch: int, global_batch_size: int) -> tuple[int, int, int]:
     """How far a checkpoint of another front end is: steps in all, the epoch, and steps of it in batches of this size."""
-    place = _checkpoint_in(folder)
-    assert place is not None
-    manifest = Manifest.read(place)
+    path = _checkpoint_in(folder)
+    assert path is not None
+    manifest = Manifest.read(path)
     if manifest.data is None:
         return manifest.step, *divmod(manifest.step, steps_per_epoch)
     samples = manifest.data["batches"] * manifest.data["global_batch_size"]
@@ -130,8 +130,8 @@ def has_trainer_state(folder: str) -> bool:
 def last_in(folder: str) -> str | None:
     """The last checkpoint of a run's folder that was written whole: the Trainer's state comes last."""
     places = [path for path in Path(folder).glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    found = [path for path in places if (path / TRAINER_STATE_NAME).is_file()] or places
-    return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
+    paths = [path for path in places if (path / TRAINER_STATE_NAME).is_file()] or places
+    return str(max(paths, key=lambda path: int(path.name.rpartition("-")[2]))) if paths else None
 
 
 def named(given: Any, output_dir: str) -> tuple[str | None, bool]:
@@ -142,19 +142,19 @@ def named(given: Any, output_dir: str) -> tuple[str | None, bool]:
     """
     if not given:
         return None, False
-    found = last_in(output_dir) if given is True else str(given)
-    if found is None or not Path(found).is_dir():
+    path = last_in(output_dir) if given is True else str(given)
+    if path is None or not Path(path).is_dir():
         raise CheckpointError(
-            f"resume_from_checkpoint={given!r}: there is no checkpoint {found or f'in {output_dir}'}."
+            f"resume_from_checkpoint={given!r}: there is no checkpoint {path or f'in {output_dir}'}."
         )
-    inside = _checkpoint_in(found)
+    inside = _checkpoint_in(path)
     if inside is not None and has_trainer_state(str(inside.parent)):
-        found = str(inside.parent)  # of a run, or of one step
-    if not has_trainer_state(found):
-        return found, inside is not None
-    state = Path(found) / TRAINER_STATE_NAME
+        path = str(inside.parent)  # of a run, or of one step
+    if not has_trainer_state(path):
+        return path, inside is not None
+    state = Path(path) / TRAINER_STATE_NAME
     try:
         TrainerState.load_from_json(str(state))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{state} is damaged: {error_text(error)}") from error
-    return found, True
+    return path, True

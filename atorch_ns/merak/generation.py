@@ -63,11 +63,11 @@ def tokens_of(prompts: Any, tokenizer: Any) -> list[list[int]]:
     Raises:
         InputError: if they are neither, or empty.
     """
-    given = [prompts] if isinstance(prompts, str) else prompts
-    if isinstance(given, torch.Tensor):
-        given = given.tolist() if given.dim() == 2 else [given.tolist()]
+    inputs = [prompts] if isinstance(prompts, str) else prompts
+    if isinstance(inputs, torch.Tensor):
+        inputs = inputs.tolist() if inputs.dim() == 2 else [inputs.tolist()]
     rows = []
-    for prompt in given:
+    for prompt in inputs:
         if isinstance(prompt, str):
             if not callable(tokenizer):
                 raise InputError("generate: prompts that are texts need processing_class, a tokenizer.")
@@ -81,8 +81,8 @@ def tokens_of(prompts: Any, tokenizer: Any) -> list[list[int]]:
 def ends_of(model: nn.Module) -> frozenset[int]:
     """The tokens that end a text."""
     config: Any = getattr(model, "generation_config", None) or getattr(model, "config", None)
-    given = getattr(config, "eos_token_id", None)
-    return frozenset(given if isinstance(given, (list, tuple)) else () if given is None else (given,))
+    eos = getattr(config, "eos_token_id", None)
+    return frozenset(eos if isinstance(eos, (list, tuple)) else () if eos is None else (eos,))
 
 
 def _pad_batch(texts: list[list[int]], length: int, device: torch.device) -> dict[str, torch.Tensor]:

@@ -67,7 +67,7 @@ def num_micro_batches(job: Job, given: int, usual: int) -> int:
 def arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The arguments that make another optimizer of its class, of its defaults, which may hold more."""
     known = inspect.signature(type(optimizer)).parameters
-    open_ = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+    open_ = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
     return {name: value for name, value in optimizer.defaults.items() if open_ or name in known}
 
 
@@ -122,11 +122,11 @@ def options_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
             "optimizers: the optimizer has stepped already, and its states are of the undivided model. Give a new one."
         )
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
             if parameter not in names:
                 raise InputError("optimizers: the optimizer has parameters that are not the model's.")
-            found[names[parameter]] = options
-    return found
+            result[names[parameter]] = options
+    return result

@@ -85,28 +85,28 @@ def set_tp_layer_lists(
     name = (
         model_class if isinstance(model_class, str) else "" if model_class is None else model_class.__name__
     )
-    given = {
+    arguments = {
         "col_para_list": col_para_list,
         "row_para_list": row_para_list,
         "input_output_mapping": input_output_mapping,
         "weight_change_list": weight_change_list,
         "tp_attr_list": tp_attr_list,
     }
-    for key, value in given.items():
+    for key, value in arguments.items():
         if isinstance(value, str) or not (value is None or isinstance(value, Iterable)):
             raise InputError(f"set_tp_layer_lists: {key} must be a list; it is {with_article(value)}.")
-    if not any(given.values()):
+    if not any(arguments.values()):
         _LISTS.pop(name, None)
         return
     pairs = ("input_output_mapping", "weight_change_list")
     read: dict[str, Any] = {
         key: tuple(tuple(item) if key in pairs else item for item in value or ())
-        for key, value in given.items()
+        for key, value in arguments.items()
     }
     _LISTS[name] = TpLayerLists(**read)
 
 
 def lists_for(model: nn.Module) -> TpLayerLists | None:
     """The lists that were set for a model's class or one that it inherits from, else those for all models."""
-    names = [one.__name__ for one in type(model).__mro__]
+    names = [base.__name__ for base in type(model).__mro__]
     return next((_LISTS[name] for name in (*names, "") if name in _LISTS), None)

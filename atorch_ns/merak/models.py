@@ -29,11 +29,11 @@ def check_sizes(args: MerakArguments, model: nn.Module) -> None:
     config = getattr(model, "config", None)
     problems = []
     for name, keys in _CONFIG_NAMES.items():
-        given = getattr(args, name)
+        value = getattr(args, name)
         known = next((size for key in keys if isinstance(size := getattr(config, key, None), int)), None)
-        fits = given is None or known is None or (given <= known if name == "seq_length" else given == known)
+        fits = value is None or known is None or (value <= known if name == "seq_length" else value == known)
         if not fits:
-            problems.append(f"{name}={given}, where the model's config has {known}")
+            problems.append(f"{name}={value}, where the model's config has {known}")
     if problems:
         raise InputError(f"MerakArguments and {type(model).__name__} differ: {'; '.join(problems)}.")
 
@@ -62,11 +62,11 @@ def with_adapter(model: nn.Module, config: dict[str, Any], name: str) -> nn.Modu
     if isinstance(model, peft.PeftModel):
         return model
     known = set(inspect.signature(peft.LoraConfig).parameters)
-    given = {key: value for key, value in config.items() if key != "peft_type"}
-    if unknown := [key for key in given if key not in known]:
+    options = {key: value for key, value in config.items() if key != "peft_type"}
+    if unknown := [key for key in options if key not in known]:
         raise InputError(f"lora_config: LoraConfig has no {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
     try:
-        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**given), adapter_name=name)
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**options), adapter_name=name)
     except (TypeError, ValueError) as error:
         raise InputError(f"lora_config: {error}") from error
     return adapted
@@ -89,8 +89,8 @@ def untie(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter in seen:
-                own: Any = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-                setattr(module, name, own)
+                copy: Any = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                setattr(module, name, copy)
             seen.add(module._parameters[name])  # type: ignore[arg-type]
     config = getattr(model, "config", None)
     if config is not None and getattr(config, "tie_word_embeddings", False):

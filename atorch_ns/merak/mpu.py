@@ -67,18 +67,18 @@ class Grid:
         """The place of a rank along each axis."""
         if not 0 <= rank < self.world_size():
             raise InputError(f"there is no rank {rank} in a grid of {self.world_size()}.")
-        found: dict[Axis, int] = {}
+        coords: dict[Axis, int] = {}
         for axis, size in reversed(tuple(zip(AXES, self.sizes, strict=True))):
-            rank, found[axis] = divmod(rank, size)
-        return {axis: found[axis] for axis in AXES}
+            rank, coords[axis] = divmod(rank, size)
+        return {axis: coords[axis] for axis in AXES}
 
     def get_axis_comm_lists(self, axis: Axis) -> list[list[int]]:
         """The ranks of every group along an axis."""
-        others = [range(1 if one == axis else size) for one, size in zip(AXES, self.sizes, strict=True)]
+        others = [range(1 if name == axis else size) for name, size in zip(AXES, self.sizes, strict=True)]
         return [
             [
-                self.get_rank(**{**dict(zip(AXES, places, strict=True)), axis: place})
-                for place in range(self.get_dim(axis))
+                self.get_rank(**{**dict(zip(AXES, places, strict=True)), axis: index})
+                for index in range(self.get_dim(axis))
             ]
             for places in product(*others)
         ]
@@ -116,10 +116,10 @@ class Grid:
         return self.get_rank(**places)
 
     def _check_coords(self, places: dict[str, int]) -> None:
-        for axis, place in places.items():
-            if axis not in AXES or not 0 <= place < self.get_dim(axis):
-                sizes = ", ".join(f"{one}={self.get_dim(one)}" for one in AXES)
-                raise InputError(f"there is no place {axis}={place} in the grid {sizes}.")
+        for axis, index in places.items():
+            if axis not in AXES or not 0 <= index < self.get_dim(axis):
+                sizes = ", ".join(f"{name}={self.get_dim(name)}" for name in AXES)
+                raise InputError(f"there is no place {axis}={index} in the grid {sizes}.")
 
 
 @dataclass
@@ -157,9 +157,9 @@ def init(
         InputError: if the degrees do not fit the number of processes.
     """
     if positional:
-        given = ", ".join(map(repr, positional))
+        arguments = ", ".join(map(repr, positional))
         raise InputError(
-            f"init({given}): name the degrees, as in init(dp=2, tp=1, pp=4). Merak's documents have the order "
+            f"init({arguments}): name the degrees, as in init(dp=2, tp=1, pp=4). Merak's documents have the order "
             "(dp, tp, pp), its code and examples (pp, tp, dp), so a position does not say which is meant."
         )
     asked: dict[str, Degree] = {"dp": dp, "tp": tp, "pp": pp, "sp": sp}

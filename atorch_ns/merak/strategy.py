@@ -101,7 +101,7 @@ def pipeline(args: MerakArguments, leaf_modules: Sequence[type[nn.Module] | str]
     if args.partition_method == "custom":
         config["custom_partition"] = list(args.partition)
     if leaf_modules:
-        config["leaf_modules"] = [one if isinstance(one, str) else one.__name__ for one in leaf_modules]
+        config["leaf_modules"] = [leaf if isinstance(leaf, str) else leaf.__name__ for leaf in leaf_modules]
     if args.custom_split_points:
         config |= {"shards": "split_points", "split_points": args.custom_split_points}
     elif args.split_method != "layer_split":

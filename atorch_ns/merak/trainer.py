@@ -124,18 +124,18 @@ class MerakTrainer(Trainer):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model of ``model_init``, checked and with adapters as a given one."""
-        made = super().call_model_init(trial)
-        check_sizes(self.args, made)
-        return prepared(self.args, made)
+        model = super().call_model_init(trial)
+        check_sizes(self.args, model)
+        return prepared(self.args, model)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        found.pop("parallelism_config", None)
-        found.pop("dynamo_plugin", None)
-        found["mixed_precision"] = "no"  # precision is the strategy's
-        found["dataloader_config"].dispatch_batches = False
-        self._accelerator_args = found
-        return found
+        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        arguments.pop("parallelism_config", None)
+        arguments.pop("dynamo_plugin", None)
+        arguments["mixed_precision"] = "no"  # precision is the strategy's
+        arguments["dataloader_config"].dispatch_batches = False
+        self._accelerator_args = arguments
+        return arguments
 
     def create_accelerator_and_postprocess(self) -> None:
         """With an accelerator that counts the ranks which see different data."""
@@ -182,11 +182,11 @@ class MerakTrainer(Trainer):
         """
         if self.args.text_generation:
             raise InputError("text_generation is for trainer.generate: leave it out to train.")
-        found, goes_on = Cluster.detect().on_first(
+        path, goes_on = Cluster.detect().on_first(
             lambda: checkpoints.named(resume_from_checkpoint, self.args.output_dir or "."),
             what="looking for the checkpoint",
         )
-        self._begins_with, resumed = (None, found) if goes_on and not self.args.finetune else (found, None)
+        self._begins_with, resumed = (None, path) if goes_on and not self.args.finetune else (path, None)
         self._goes_on_from = None
         if resumed is not None and not checkpoints.has_trainer_state(resumed):  # of another front end
             self._goes_on_from, resumed = resumed, None
@@ -239,7 +239,7 @@ class MerakTrainer(Trainer):
             self.create_optimizer()  # of a subclass, which makes it of the whole model
         self._decays = frozenset(self.get_decay_parameter_names(self.model))
         self._given_options = None if self.optimizer is None else options_by_name(self.optimizer, self.model)
-        found = self._find_strategy(cluster, sample)
+        choice = self._find_strategy(cluster, sample)
         read = partial(
             strategy_of, self.args, mpu.get_grid(), self.model, self.leaf_modules, recomputes=self._recomputes
         )
@@ -247,11 +247,11 @@ class MerakTrainer(Trainer):
         self._structure = structure_of_adapted(self.model)
         self._result = divided(
             self.model,
-            strategy if found is None else found.strategy,
+            strategy if choice is None else choice.strategy,
             self._loss.of,
             sample,
             notes_of(self.args, mpu.get_grid(), self.model, recomputes=self._recomputes),
-            None if found is None else found.outcome,
+            None if choice is None else choice.outcome,
             optimizer_is_trusted=self.args.zero_allow_untested_optimizer,
         )
         self._divided_model = self.model
@@ -270,8 +270,8 @@ class MerakTrainer(Trainer):
         path = self.args.strategy_file
         if path is None:
             return None if mpu.is_decided() else self._search_degrees(cluster, sample)
-        given = partial(read_file, path, mpu.asked_degrees(), self._global_batch_size(cluster))
-        return self._lay_out(cluster.agree(given, what="reading the strategy"), cluster)
+        reader = partial(read_file, path, mpu.asked_degrees(), self._global_batch_size(cluster))
+        return self._lay_out(cluster.agree(reader, what="reading the strategy"), cluster)
 
     def _search_degrees(self, cluster: Cluster, sample: Sample) -> Found:
         """Finds the degrees that ``init`` left open; collective."""
@@ -283,8 +283,8 @@ class MerakTrainer(Trainer):
         # Each rank reads its own, and those that divide a model need the same.
         inputs = cluster.from_first(self._loss.sample(sample[1] or {}, None)[0])
         size = self._global_batch_size(cluster)
-        found = search(self.model, args, mpu.asked_degrees(), inputs, self._optimizer_recipe(), size)
-        return self._lay_out(found, cluster)
+        result = search(self.model, args, mpu.asked_degrees(), inputs, self._optimizer_recipe(), size)
+        return self._lay_out(result, cluster)
 
     def _global_batch_size(self, cluster: Cluster) -> int:
         """Samples of a step where degrees are not the user's: those of as many processes of transformers' Trainer."""
@@ -309,8 +309,8 @@ class MerakTrainer(Trainer):
     ) -> tuple[int, int]:
         """As ``Trainer._init_training_state``; of a checkpoint of another front end, its steps and its position in the data."""
         self._steps_per_epoch = per_epoch = num_update_steps_per_epoch
-        given = max_steps, per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        begin: tuple[int, int] = super()._init_training_state(*given)
+        arguments = max_steps, per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        begin: tuple[int, int] = super()._init_training_state(*arguments)
         if self._goes_on_from is None:
             return begin
         folder, size = self._goes_on_from, self.get_total_train_batch_size(self.args)
@@ -413,14 +413,14 @@ class MerakTrainer(Trainer):
         step = self.result.train_step
         count = num_micro_batches(self.result.job, len(samples), self.args.gradient_accumulation_steps)
         dummies = [number >= len(samples) for number in range(count)]
-        found = step.micro_gradients(
+        output = step.micro_gradients(
             [*samples, *samples[:1] * sum(dummies)],
             dummies=dummies,
             scale_fn=partial(torch.mul, other=factor),
             outputs=False,
         )
         step.reduce()
-        return found.loss * factor
+        return output.loss * factor
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self.result.train_step.clip_grad_norm_(self.args.max_grad_norm)
@@ -465,8 +465,8 @@ class MerakTrainer(Trainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         batch = self._prepare_inputs(inputs)
         sample = self._loss.sample(batch, self._loss.count_items(batch))
-        found = self.result.train_step.infer([sample], outputs=False)
-        return found.losses[0].detach(), None, None
+        output = self.result.train_step.infer([sample], outputs=False)
+        return output.losses[0].detach(), None, None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the whole model as ``from_pretrained`` reads it, with one rank's memory for it; collective."""

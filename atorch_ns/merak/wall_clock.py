@@ -50,11 +50,11 @@ class RankTimes(NamedTuple):
         """Seconds by what was done: passes of a pipeline, and what they waited for, in the place of their phase."""
         if not self.passes:
             return self.phases
-        found = {"forward": 0.0, "recompute": 0.0, "backward": 0.0, "waiting": 0.0}
-        for one in self.passes:
-            found[_PASSES[one.kind]] += one.ended - one.begun
-            found["waiting"] += one.begun - one.due
-        return {**found, **{name: s for name, s in self.phases.items() if name != "forward_backward"}}
+        totals = {"forward": 0.0, "recompute": 0.0, "backward": 0.0, "waiting": 0.0}
+        for run in self.passes:
+            totals[_PASSES[run.kind]] += run.ended - run.begun
+            totals["waiting"] += run.begun - run.due
+        return {**totals, **{name: s for name, s in self.phases.items() if name != "forward_backward"}}
 
 
 class WallClock(TrainerCallback):
@@ -89,14 +89,14 @@ class WallClock(TrainerCallback):
         begin = self._began.get("forward_backward", 0.0)
         passes = tuple(
             _Pass(
-                one.action.kind,
-                one.action.stage,
-                one.action.micro_batch,
-                one.due - begin,
-                one.begun - begin,
-                one.ended - begin,
+                entry.action.kind,
+                entry.action.stage,
+                entry.action.micro_batch,
+                entry.due - begin,
+                entry.begun - begin,
+                entry.ended - begin,
             )
-            for one in self._result.train_step.timeline
+            for entry in self._result.train_step.timeline
         )
         return RankTimes(dict(self._seconds), passes)
 
@@ -114,15 +114,15 @@ class WallClock(TrainerCallback):
 
 def breakdown_text(every: Sequence[RankTimes]) -> str:
     """A table with a row for each rank, and the timeline of the first pipeline."""
-    columns = list(dict.fromkeys(name for one in every for name in one.columns))
+    columns = list(dict.fromkeys(name for times in every for name in times.columns))
     rows = [
-        (str(rank), *(seconds_text(one.columns.get(name, 0.0)) for name in columns))
-        for rank, one in enumerate(every)
+        (str(rank), *(seconds_text(times.columns.get(name, 0.0)) for name in columns))
+        for rank, times in enumerate(every)
     ]
     text = as_text(Table(("rank", *columns), tuple(rows), frozenset()))
     grid = mpu.get_grid()
     pipeline = [
-        grid.get_rank(pipe=place, data=0, sequence=0, model=0) for place in range(grid.get_dim("pipe"))
+        grid.get_rank(pipe=index, data=0, sequence=0, model=0) for index in range(grid.get_dim("pipe"))
     ]
     stages = [every[rank].passes for rank in pipeline]
     return text if not all(stages) else f"{text}\n{timeline_text(measured_timeline(stages))}"
@@ -130,16 +130,16 @@ def breakdown_text(every: Sequence[RankTimes]) -> str:
 
 def measured_timeline(ranks: Sequence[Sequence[_Pass]]) -> TimelineInfo:
     """The timeline of a pipeline's step from the passes of its ranks."""
-    end = max(one.ended for passes in ranks for one in passes)
+    end = max(run.ended for passes in ranks for run in passes)
     rows = []
-    for place, passes in enumerate(ranks):
-        stages = tuple(sorted({one.stage for one in passes}))
+    for rank, passes in enumerate(ranks):
+        stages = tuple(sorted({run.stage for run in passes}))
         blocks = tuple(
-            TimelineBlock(one.kind, one.stage, one.micro_batch, one.begun, one.ended, stages.index(one.stage))  # type: ignore[arg-type]
-            for one in passes
+            TimelineBlock(run.kind, run.stage, run.micro_batch, run.begun, run.ended, stages.index(run.stage))  # type: ignore[arg-type]
+            for run in passes
         )
-        busy = sum(one.ended - one.begun for one in passes)
-        rows.append(TimelineRow(place, stages, blocks, busy, 1.0 - busy / end, (0,) * len(stages)))
+        busy = sum(run.ended - run.begun for run in passes)
+        rows.append(TimelineRow(rank, stages, blocks, busy, 1.0 - busy / end, (0,) * len(stages)))
     idle = sum(row.idle_share for row in rows) / len(rows)
-    count = len({one.micro_batch for one in ranks[0]})
+    count = len({run.micro_batch for run in ranks[0]})
     return TimelineInfo("the step", count, end, idle, tuple(rows), measured=True)

@@ -105,7 +105,7 @@ def dtype_name(value: Any) -> str:
     name = str(value).removeprefix("torch.")
     name = _DTYPES.get(name, name)
     if name not in _KNOWN_DTYPES:
-        raise ValueError(f"{value!r} is no dtype here; accepted: fp16, bf16, fp32 or their torch names")
+        raise ValueError(f"{value!r} is not a dtype here; accepted: fp16, bf16, fp32 or their torch names")
     return name
 
 
@@ -154,9 +154,9 @@ class Expansion:
 
 def _plan_fields() -> set[str]:
     """Names of the fields of a plan; those of its groups too, as ``group.field``."""
-    values = {one.name: getattr(Plan(), one.name) for one in fields(Plan)}
+    values = {field.name: getattr(Plan(), field.name) for field in fields(Plan)}
     groups = {name: value for name, value in values.items() if is_dataclass(value)}
-    return {*values, *(f"{name}.{one.name}" for name, value in groups.items() for one in fields(value))}
+    return {*values, *(f"{name}.{field.name}" for name, value in groups.items() for field in fields(value))}
 
 
 class Method(ABC, Generic[C]):

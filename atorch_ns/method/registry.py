@@ -19,7 +19,7 @@ class Registry:
     """Methods by name and alias, from their classes.
 
     Raises:
-        RegistrationError: if a name is taken or a class is no finished method.
+        RegistrationError: if a name is taken or a class is not a finished method.
     """
 
     def __init__(self, methods: Iterable[type[Method[Any]]] = ()) -> None:
@@ -111,7 +111,7 @@ def load_registry() -> Registry:
         )
     # Built-ins first, so that a plug-in that takes a built-in name is the one refused.
     distributions = {point.dist for point in points}  # each reads its name from a file
-    names = {one: one.name if one is not None else "an unknown distribution" for one in distributions}
+    names = {dist: dist.name if dist is not None else "an unknown distribution" for dist in distributions}
     for point in sorted(points, key=lambda point: (not point.value.startswith("opt_lib."), point.name)):
         origin = names[point.dist]
         try:

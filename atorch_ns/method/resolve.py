@@ -56,22 +56,22 @@ def expand(
         if expansion is None:
             result.append(item)
             continue
-        own, wrong = validate(Strategy(expansion.steps), registry)
-        problems += wrong + _given_twice(item, own, beside=[*others, *result])
-        notes += _expansion_notes(item, own, expansion)
-        result += own
+        methods, wrong = validate(Strategy(expansion.steps), registry)
+        problems += wrong + _given_twice(item, methods, beside=[*others, *result])
+        notes += _expansion_notes(item, methods, expansion)
+        result += methods
     return result, notes, problems
 
 
 def _given_twice(item: Chosen, own: list[Chosen], *, beside: list[Chosen]) -> list[Problem]:
     taken = {other.method.name for other in beside}
     text = f"given twice, as a method of its own and by {item.method.name}. Configure it in one of the two places"
-    return [Problem(message=text, method=one.method.name) for one in own if one.method.name in taken]
+    return [Problem(message=text, method=choice.method.name) for choice in own if choice.method.name in taken]
 
 
 def _expansion_notes(item: Chosen, own: list[Chosen], expansion: Expansion) -> list[Note]:
     name = item.method.name
-    methods = ", ".join(one.method.name for one in own) or "methods that are added by default"
+    methods = ", ".join(choice.method.name for choice in own) or "methods that are added by default"
     return [
         Note("expanded", name, f"{name} stands for {methods}"),
         *(Note("left out", name, text) for text in expansion.notes),
@@ -278,9 +278,9 @@ def composition(registry: Registry) -> Composition:
         for label, config in method.variants.items():
             entries.append((f"{method.name} ({label})", Chosen(method, method.Config.model_validate(config))))
     pairings = [
-        Pairing(first, second, clash(one, other))
-        for position, (first, one) in enumerate(entries)
+        Pairing(first, second, clash(choice, other))
+        for position, (first, choice) in enumerate(entries)
         for second, other in entries[position + 1 :]
-        if one.method is not other.method
+        if choice.method is not other.method
     ]
     return Composition(tuple(name for name, _ in entries), tuple(pairings))

@@ -58,20 +58,20 @@ def check_division(inputs: Inputs, cluster: Cluster, resolved: Resolved, registr
         return f"{uncompared}: a limit of memory is enforced, which training alone must keep to"
     with random_states_kept(torch.device(cluster.device)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the job itself warns of the same
-        found = _compare_small_run(inputs, cluster, strategy, registry)
+        outcome = _compare_small_run(inputs, cluster, strategy, registry)
         gc.collect()  # hooks hold the small job in cycles
-        if isinstance(found, str):
-            return f"{uncompared}: {found}"
-        if not found.passed:
-            where = _first_difference(inputs, cluster, strategy, registry) or found.text
+        if isinstance(outcome, str):
+            return f"{uncompared}: {outcome}"
+        if not outcome.passed:
+            where = _first_difference(inputs, cluster, strategy, registry) or outcome.text
             raise StrategyError(
                 f"divided over {' and '.join(axes)}, the model trains otherwise than in one process: {where}. Its blocks "
                 "passed their tests one by one, so the code around them depends on what is divided. Train without "
                 f"{'this axis' if len(axes) == 1 else 'one of these axes'}, or leave that module whole."
             )
     return (
-        f"the model as a whole, divided over {' and '.join(axes)}, trains as in one process: {found.num_judged} of "
-        f"{found.num_parameters} parameters compared after two steps of it in small"
+        f"the model as a whole, divided over {' and '.join(axes)}, trains as in one process: {outcome.num_judged} of "
+        f"{outcome.num_parameters} parameters compared after two steps of it in small"
     )
 
 
@@ -80,8 +80,8 @@ def _dividing_strategy(resolved: Resolved, registry: Registry) -> Strategy:
     roles = {item.method.name: item.method.roles(item.config) for item in resolved.chosen}
 
     def divides(name: str) -> bool:
-        own = roles.get(registry.get(name).name, ())
-        return any(role == "mesh" or role.startswith("axis:") for role in own)
+        method_roles = roles.get(registry.get(name).name, ())
+        return any(role == "mesh" or role.startswith("axis:") for role in method_roles)
 
     return Strategy([step for step in resolved.strategy if divides(step.name)])
 
@@ -188,12 +188,12 @@ def _record_results(model: nn.Module, alone: Collection[int] = ()) -> Iterator[d
     Modules whose identities are in ``alone``, such as experts, which are called with the samples of all ranks, are left
     out.
     """
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
 
     def note(path: str, _: nn.Module, __: Any, output: Any) -> None:
         floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
         if floating:
-            found.setdefault(path, floating[0].detach().to("cpu", copy=True))
+            results.setdefault(path, floating[0].detach().to("cpu", copy=True))
 
     modules = [
         (plain_name(path), module)
@@ -201,7 +201,7 @@ def _record_results(model: nn.Module, alone: Collection[int] = ()) -> Iterator[d
         if id(module) not in alone and pipeline_unit(module)[1] is module  # the inside of a unit is there too
     ]
     with call_hooks(modules, lambda *_: None, note):
-        yield found
+        yield results
 
 
 def _find_difference(found: torch.Tensor, expected: torch.Tensor) -> _Difference:
@@ -219,9 +219,9 @@ def _combine_errors(rows: list[_Difference], *, one_is_enough: bool) -> float:
     errors = [row.error for row in rows if not math.isnan(row.error)]
     if errors:
         return min(errors) if one_is_enough else max(errors)
-    found = [row.found for row in rows if row.found is not None]
+    actual = [row.found for row in rows if row.found is not None]
     expected = [row.expected for row in rows if row.expected is not None]
-    if len({tuple(tensor.shape) for tensor in (*found, *expected)}) != 1:
+    if len({tuple(tensor.shape) for tensor in (*actual, *expected)}) != 1:
         return 0.0
     total = torch.stack(expected).sum(0)
-    return distance(torch.stack(found).sum(0), total) / max(largest(total), 1e-12)
+    return distance(torch.stack(actual).sum(0), total) / max(largest(total), 1e-12)

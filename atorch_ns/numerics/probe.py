@@ -102,10 +102,10 @@ def probe(
     """
     begin = time.perf_counter()
     with random_states_kept(torch.device(cluster.device)):
-        found = cluster.from_first(_run_probe(inputs, cluster, strategy, registry, shallow=shallow))
-    if found.caution and cluster.rank == 0:
-        warnings.warn(found.caution, stacklevel=2)
-    return replace(found, seconds=time.perf_counter() - begin)
+        result = cluster.from_first(_run_probe(inputs, cluster, strategy, registry, shallow=shallow))
+    if result.caution and cluster.rank == 0:
+        warnings.warn(result.caution, stacklevel=2)
+    return replace(result, seconds=time.perf_counter() - begin)
 
 
 def _run_probe(
@@ -120,13 +120,13 @@ def _run_probe(
         return ProbeResult(passed=False, reason=str(error))
     except Exception as error:
         return ProbeResult(passed=False, ran=False, reason=error_text(error))
-    found = judge_run(prepared, inputs, cluster, run)
-    if not found.passed:
-        return found
+    result = judge_run(prepared, inputs, cluster, run)
+    if not result.passed:
+        return result
     caution, notes = cluster.on_first(
         lambda: parts_reason(prepared, inputs, cluster), what="judging the loss"
     )
-    return replace(found, caution=f"but {caution}" if caution else "", notes=notes)
+    return replace(result, caution=f"but {caution}" if caution else "", notes=notes)
 
 
 def prepare_small(

@@ -71,8 +71,8 @@ def run_strategy(
         everywhere: gather the whole parameters on every rank, after the first step too, and compare them over all
             ranks; else on rank 0, and only weights that are not divided are compared.
     """
-    given = replace(inputs, sample_batch=batches[0][0])
-    result = judged_job(given, cluster, resolved, learning_rate=learning_rate, training=training)
+    job_inputs = replace(inputs, sample_batch=batches[0][0])
+    result = judged_job(job_inputs, cluster, resolved, learning_rate=learning_rate, training=training)
     part = part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]
     losses = [train_step(result, batches[0][part])]
     first = whole_tensors(result, everywhere=True, buffers=False) if everywhere else {}
@@ -109,7 +109,7 @@ def judged_job(
         inputs: the user's objects with SGD as optimizer, and a batch of one rank as sample in place of a dataset.
         cluster, resolved, learning_rate, training: arguments of :func:`run_strategy`.
     """
-    given = replace(
+    job_inputs = replace(
         inputs,
         optim_args={"lr": learning_rate, "momentum": MOMENTUM},
         dataset=None,
@@ -118,7 +118,7 @@ def judged_job(
         lr_scheduler_cls=None,
         lr_scheduler_args=None,
     )
-    result = apply_strategy(given, cluster, resolved)
+    result = apply_strategy(job_inputs, cluster, resolved)
     if result.job.step.same_weights is not None:  # compared here by value, with all that is wrong
         result.job.step.same_weights.is_on = False
     if result.job.precision.restore is not None:
@@ -144,8 +144,8 @@ def _undivided_weights(result: Result) -> dict[str, torch.Tensor]:
 
 def _differing_weights(weights: Mapping[str, torch.Tensor], cluster: Cluster) -> tuple[str, ...]:
     """Names of weights whose bits differ among the ranks that have them; collective."""
-    own = {name: bit_sum(weight) for name, weight in weights.items()}
-    of_ranks = cluster.gathered(own)
+    checksums = {name: bit_sum(weight) for name, weight in weights.items()}
+    of_ranks = cluster.gathered(checksums)
     names = dict.fromkeys(name for sums in of_ranks for name in sums)
     return tuple(name for name in names if len({sums[name] for sums in of_ranks if name in sums}) > 1)
 

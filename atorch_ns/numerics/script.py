@@ -110,12 +110,10 @@ class ScriptWatch:
             self._end_if_enough(number)
             if self._rounding:
                 self._disturb_gradients(stepped)
-            found = (
-                type(stepped).step(stepped, *args, **kwargs) if update is None else update(*args, **kwargs)
-            )
+            loss = type(stepped).step(stepped, *args, **kwargs) if update is None else update(*args, **kwargs)
             self._counts[number] += 1
             self._write_record(result, number)
-            return found
+            return loss
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         self._write_record(result, number)
@@ -150,12 +148,12 @@ class ScriptWatch:
         tensors = {("weight", name): weight for name, weight in states.weights().items()}
         tensors |= {("buffer", name): buffer for name, buffer in persistent_buffers(job.module).items()}
         try:
-            held = states.optimizer_states().tensors
+            optim_states = states.optimizer_states().tensors
         except CheckpointError:  # states without a form of their own are not compared
-            held = {}
+            optim_states = {}
         tensors |= {
             ("state", f"{name}: {entry}"): state
-            for name, entries in held.items()
+            for name, entries in optim_states.items()
             for entry, state in entries.items()
         }
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -202,18 +200,18 @@ def compare_runs(
         whole = plain[0]["tensors"]
         begin = begins.setdefault(job, whole)
         noisy = rounded[0]["tensors"] if rounded else whole
-        found = [
-            Difference(job=job, step=step, where=held["where"], rank=rank, **fields)
-            for rank, held in ranks.items()
-            for fields in _compare_tensors(whole, held, noisy, begin, reduced)
+        differences = [
+            Difference(job=job, step=step, where=record["where"], rank=rank, **fields)
+            for rank, record in ranks.items()
+            for fields in _compare_tensors(whole, record, noisy, begin, reduced)
         ]
-        for kind, name in whole.keys() - {key for held in ranks.values() for key in held["tensors"]}:
-            found.append(Difference(job=job, step=step, where=ranks[0]["where"], kind=kind, name=name))
-        found.sort(key=lambda row: -row.excess)
-        largest += found[:1]
-        beyond = {(row.kind, row.name) for row in found if row.excess > 1.0}
+        for kind, name in whole.keys() - {key for record in ranks.values() for key in record["tensors"]}:
+            differences.append(Difference(job=job, step=step, where=ranks[0]["where"], kind=kind, name=name))
+        differences.sort(key=lambda row: -row.excess)
+        largest += differences[:1]
+        beyond = {(row.kind, row.name) for row in differences if row.excess > 1.0}
         if beyond:
-            return replace(found[0], others=len(beyond) - 1), largest
+            return replace(differences[0], others=len(beyond) - 1), largest
     return None, largest
 
 

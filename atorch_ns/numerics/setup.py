@@ -76,8 +76,8 @@ def structure_of(model: nn.Module, *, shallow: bool) -> tuple[nn.Module, Origina
 def _original_path(path: str, shortened: Mapping[str, Container]) -> str:
     """The path, in the whole model, of a module of the shallow one."""
     for container in shortened.values():
-        for place, index in enumerate(container.kept):
-            copied = container.copy_path(place)
+        for position, index in enumerate(container.kept):
+            copied = container.copy_path(position)
             if path == copied or path.startswith(f"{copied}."):
                 return container.blocks[index] + path.removeprefix(copied)
     return path
@@ -123,12 +123,12 @@ def _make_initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
 
     @torch.no_grad()
     def init(module: nn.Module) -> None:
-        own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         try:
             if callable(from_model):
                 from_model(module)
-            elif callable(own):
-                own()
+            elif callable(reset):
+                reset()
         except Exception:
             pass  # any initialisation will do: the probe compares two runs from the same values
         for parameter in module.parameters(recurse=False):
@@ -240,9 +240,9 @@ def prepare(
     small, batches, reference, noise = agreed(
         lambda: _train_reference(small, make_again, cluster, resolved, num_micro_batches, rows, closed)
     )
-    found = tuple(closed.found)
-    on_first = None if reference is None else (batches, reference.learning_rate, reference.training, found)
-    batches, learning_rate, training, found = cluster.from_first(on_first)
+    names = tuple(closed.found)
+    on_first = None if reference is None else (batches, reference.learning_rate, reference.training, names)
+    batches, learning_rate, training, names = cluster.from_first(on_first)
     return Prepared(
         inputs=small,
         resolved=resolved,
@@ -253,7 +253,7 @@ def prepare(
         training=training,
         num_micro_batches=num_micro_batches,
         shallow=shallow,
-        closed_over=found,
+        closed_over=names,
     )
 
 
@@ -277,8 +277,8 @@ def parts_reason(prepared: Prepared, inputs: Inputs, cluster: Cluster) -> tuple[
     whole, notes = run_whole(copy.deepcopy(small.model), small, batches[0], parts, number, device, like=like)
     if whole is None:
         return None, notes
-    found = run_reference(small.model, small, batches, parts, number, device, like=like)
-    return judge_parts(found, whole, prepared.noise), ()
+    parts_run = run_reference(small.model, small, batches, parts, number, device, like=like)
+    return judge_parts(parts_run, whole, prepared.noise), ()
 
 
 def _rebuild_inputs(
@@ -350,8 +350,8 @@ def _train_reference(
             return dict(fresh.model.named_parameters())
 
         closed.watch(fresh.model)
-        given = (fresh.model, fresh, batches, parts, num_micro_batches, device)
-        return run_reference(*given, initial=initial, **options)
+        args = (fresh.model, fresh, batches, parts, num_micro_batches, device)
+        return run_reference(*args, initial=initial, **options)
 
     with RoundsTo16Bits() as rounds:
         reference = run()
@@ -406,7 +406,7 @@ def draw_batches(
         for part in range(num_parts):
             if not (alike and drawn):
                 drawn = list(itertools.islice(samples, rows))
-            pairs = (drawn[place : place + 2] for place in range(0, rows, 2))
+            pairs = (drawn[start : start + 2] for start in range(0, rows, 2))
             turned = (reversed(pair) if alike and part % 2 else pair for pair in pairs)
             yield collate(list(itertools.chain.from_iterable(turned)))
 

@@ -150,7 +150,7 @@ def judge_parts(parts: Reference, whole: Reference, noise: Deviation | None) -> 
     """
     difference = measure(parts, whole.final, whole.losses)
     rows, _, reasons = judge(difference, difference, first_noise=noise, last_noise=noise, differing=())
-    if not any(row.state == "drifts" for row in rows) and not any("loss is off" in one for one in reasons):
+    if not any(row.state == "drifts" for row in rows) and not any("loss is off" in text for text in reasons):
         return None
     worst = max(difference.errors.values(), default=0.0)
     return (

@@ -123,8 +123,8 @@ def verify(
     """
     began = time.perf_counter()
     with random_states_kept(torch.device(cluster.device)):
-        found = _run_verification(inputs, cluster, strategy, registry, num_steps)
-    return replace(found, seconds=time.perf_counter() - began)
+        verdict = _run_verification(inputs, cluster, strategy, registry, num_steps)
+    return replace(verdict, seconds=time.perf_counter() - began)
 
 
 def _run_verification(
@@ -156,8 +156,8 @@ def _run_verification(
             training=training,
             everywhere=True,
         )
-    found = _compare_to_truth(truth, run, cluster, resolved) if truth is not None else None
-    return cluster.from_first(found)
+    verdict = _compare_to_truth(truth, run, cluster, resolved) if truth is not None else None
+    return cluster.from_first(verdict)
 
 
 def _plain_inputs(
@@ -206,17 +206,17 @@ def _compute_truth(
         return run_reference(model, inputs, batches[:steps], parts, num_micro_batches, device, **options)
 
     with RoundsTo16Bits() as rounds:
-        found = run(1)
+        reference = run(1)
     # Momentum adds up: the rate of one step is lowered so that all of them move no parameter further.
-    gentle = replace(found, learning_rate=found.learning_rate * 2 / (num_steps * (num_steps + 1)))
+    gentle = replace(reference, learning_rate=reference.learning_rate * 2 / (num_steps * (num_steps + 1)))
     first, last = run(1, like=gentle), run(num_steps, like=gentle)
     model, device = copy.deepcopy(inputs.model), torch.device(cluster.device)
     whole, notes = run_whole(model, inputs, batches[0], parts, num_micro_batches, device, like=gentle)
     noises: list[Deviation | None] = [NO_DEVIATION if rounds.found else None] * 2
     if is_reduced(resolved):
-        for place, exact in enumerate((first, last)):
+        for index, exact in enumerate((first, last)):
             rounded = run(len(exact.losses), like=gentle, compute_dtype=torch.bfloat16)
-            noises[place] = measure(exact, rounded.final, rounded.losses)
+            noises[index] = measure(exact, rounded.final, rounded.losses)
     return batches, _Truth(
         first=first,
         last=last,

@@ -61,11 +61,11 @@ def operator_costs(assembled: Assembled, plan: OperatorPlan) -> list[OperatorCos
     moved: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for use, readers, _ in problem.read():
         label = use.label(options[use.node])
-        for needed, reader in {one.label(options[one.node]): one for one in readers}.items():
+        for needed, reader in {entry.label(options[entry.node]): entry for entry in readers}.items():
             conversion = use.conversions[label, needed]
             moved[reader.node][0] += use.count * conversion.seconds
             moved[reader.node][1] += use.count * conversion.bytes_moved
-    found = [
+    costs = [
         OperatorCost(
             key=node.name,
             count=node.count,
@@ -78,25 +78,25 @@ def operator_costs(assembled: Assembled, plan: OperatorPlan) -> list[OperatorCos
             zip(problem.nodes, options, assembled.rules, choices, strict=True)
         )
     ]
-    return sorted((one for one in found if one.total), key=lambda one: -one.total)
+    return sorted((entry for entry in costs if entry.total), key=lambda entry: -entry.total)
 
 
 def costs_text(costs: Sequence[OperatorCost], *, top: int = 10) -> str:
     """A table of the longest operators, with the share that they take of all."""
-    total = sum(one.total for one in costs) or 1.0
+    total = sum(cost.total for cost in costs) or 1.0
     shown = costs[:top]
     rows = [("operator", "×", "division", "computes", "converts", "exchanges", "share")]
     rows += [
         (
-            one.key,
-            str(one.count),
-            one.division or "whole",
-            seconds_text(one.seconds),
-            seconds_text(one.conversion_seconds),
-            bytes_text(one.bytes_moved),
-            f"{one.total / total:.1%}",
+            cost.key,
+            str(cost.count),
+            cost.division or "whole",
+            seconds_text(cost.seconds),
+            seconds_text(cost.conversion_seconds),
+            bytes_text(cost.bytes_moved),
+            f"{cost.total / total:.1%}",
         )
-        for one in shown
+        for cost in shown
     ]
     if len(costs) > top:
         rest = costs[top:]
@@ -105,10 +105,10 @@ def costs_text(costs: Sequence[OperatorCost], *, top: int = 10) -> str:
                 f"{len(rest)} more",
                 "",
                 "",
-                seconds_text(sum(one.seconds for one in rest)),
-                seconds_text(sum(one.conversion_seconds for one in rest)),
-                bytes_text(sum(one.bytes_moved for one in rest)),
-                f"{sum(one.total for one in rest) / total:.1%}",
+                seconds_text(sum(cost.seconds for cost in rest)),
+                seconds_text(sum(cost.conversion_seconds for cost in rest)),
+                bytes_text(sum(cost.bytes_moved for cost in rest)),
+                f"{sum(cost.total for cost in rest) / total:.1%}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -122,16 +122,16 @@ Allow = Callable[[Operator, tuple[Rule, ...]], tuple[Rule, ...]]
 def legal_rules(graph: OperatorGraph, degree: int, allow: Allow | None = None) -> LegalRules:
     """The rules by which each operator may be divided over ``degree`` ranks."""
     known: dict[object, tuple[Rule, ...]] = {}
-    found: dict[str, tuple[Rule, ...]] = {}
+    result: dict[str, tuple[Rule, ...]] = {}
     for key, operators in graph.by_key.items():
         legal: tuple[Rule, ...] | None = None
-        for one in operators:
-            rules = (whole_rule(one.call),) if graph.is_between(one) else _operator_rules(one, degree, known)
+        for op in operators:
+            rules = (whole_rule(op.call),) if graph.is_between(op) else _operator_rules(op, degree, known)
             if allow is not None:
-                rules = allow(one, rules)
+                rules = allow(op, rules)
             legal = rules if legal is None else tuple(rule for rule in legal if rule in rules)
-        found[key] = legal or (whole_rule(operators[0].call),)
-    return found
+        result[key] = legal or (whole_rule(operators[0].call),)
+    return result
 
 
 def _operator_rules(one: Operator, degree: int, known: dict[object, tuple[Rule, ...]]) -> tuple[Rule, ...]:
@@ -149,9 +149,9 @@ def parameter_placements(
     """By parameter key where each is best stored: as its uses need it, if they all need it divided alike."""
     needs: dict[str, set[Placement]] = {}
     sizes: dict[str, Sequence[int]] = {}
-    for one in graph.operators:
-        rule = rules.get(one.key, whole_rule(one.call))
-        for value, placement in zip(one.inputs, rule.inputs, strict=True):
+    for op in graph.operators:
+        rule = rules.get(op.key, whole_rule(op.call))
+        for value, placement in zip(op.inputs, rule.inputs, strict=True):
             origin = graph.origins.get(value)
             if origin is not None and origin.kind == "parameter":
                 key = graph.parameter_key(value)
@@ -159,7 +159,7 @@ def parameter_placements(
                 sizes[key] = value.meta["val"].shape
     return {
         key: placement
-        for key, (placement, *others) in ((key, list(found)) for key, found in needs.items())
+        for key, (placement, *others) in ((key, list(placements)) for key, placements in needs.items())
         if not others and isinstance(placement, Shard) and sizes[key][placement.dim] % degree == 0
     }
 
@@ -184,11 +184,9 @@ def batch_plan(graph: OperatorGraph, degree: int) -> OperatorPlan:
     """A plan that divides the samples wherever they can be followed, and nothing else."""
 
     def choose(key: str, legal: Sequence[Rule]) -> Rule:
-        (one, *_) = graph.by_key[key]
-        wanted = [_batch_dim(node) for node in (*one.results, *one.inputs) if node is not None]
-        return next(
-            (rule for rule in legal if rule.divides and _divides_samples(rule, one, wanted)), legal[0]
-        )
+        (op, *_) = graph.by_key[key]
+        wanted = [_batch_dim(node) for node in (*op.results, *op.inputs) if node is not None]
+        return next((rule for rule in legal if rule.divides and _divides_samples(rule, op, wanted)), legal[0])
 
     return planned(graph, degree, choose, "the batch")
 
@@ -312,9 +310,9 @@ def division_of(
             f"the operator plan divides operators of this model as they cannot be:\n{plan.misfit(keys, legal)}"
         )
     rules = {}
-    for one in graph.operators:
-        wanted = plan.operators.get(one.key)
-        rules[one] = whole_rule(one.call) if wanted is None else _find_legal_rule(wanted, legal[one.key])
+    for op in graph.operators:
+        wanted = plan.operators.get(op.key)
+        rules[op] = whole_rule(op.call) if wanted is None else _find_legal_rule(wanted, legal[op.key])
     parameters = {
         origin.name: plan.parameters[key]
         for node, origin in graph.origins.items()
@@ -333,12 +331,12 @@ def check_plan(plan: OperatorPlan, graph: OperatorGraph, degree: int) -> None:
         graph.parameter_key(n): n.meta["val"].shape for n, o in graph.origins.items() if o.kind == "parameter"
     }
     misfit = plan.misfit([*graph.by_key, *sizes], legal_rules(graph, degree))
-    for key, one in plan.parameters.items():
+    for key, placement in plan.parameters.items():
         shape = sizes.get(key)
-        if shape is None or not isinstance(one, Shard):
+        if shape is None or not isinstance(placement, Shard):
             continue
-        if one.dim >= len(shape) or shape[one.dim] % degree:
-            misfit += f"\n{key}: {list(shape)} is not divided along {one.dim} by {degree} ranks."
+        if placement.dim >= len(shape) or shape[placement.dim] % degree:
+            misfit += f"\n{key}: {list(shape)} is not divided along {placement.dim} by {degree} ranks."
     if misfit:
         raise InputError(f"the operator plan does not fit this model:\n{misfit.strip()}")
 
@@ -395,17 +393,17 @@ def find_plan(
         InputError: if a given one does not fit the graph, or none fits the memory.
     """
     if wanted.plan is not None:
-        given = _read_plan(wanted.plan)
-        if given.degree in (None, degree):  # what it is for is said where it is used
-            check_plan(given, graph, degree)
-        return FoundPlan(plan=given, note="the plan given")
+        user_plan = _read_plan(wanted.plan)
+        if user_plan.degree in (None, degree):  # what it is for is said where it is used
+            check_plan(user_plan, graph, degree)
+        return FoundPlan(plan=user_plan, note="the plan given")
     if wanted.policy != "solve":
-        made = (
+        policy_plan = (
             random_plan(graph, degree, wanted.seed)
             if wanted.policy == "random"
             else batch_plan(graph, degree)
         )
-        return FoundPlan(plan=made, note=f"the plan of the policy {wanted.policy}")
+        return FoundPlan(plan=policy_plan, note=f"the plan of the policy {wanted.policy}")
     constraints = read_constraints(wanted.constraints) if wanted.constraints else ()
     solved = solved_plan(
         graph,
@@ -417,7 +415,7 @@ def find_plan(
         recomputed=wanted.recomputed,
         allow=allowed_by(constraints),
     )
-    calls = [(one.call.name, (one.path, one.classes)) for one in graph.operators]
+    calls = [(op.call.name, (op.path, op.classes)) for op in graph.operators]
     return FoundPlan(
         plan=solved.plan,
         note=f"found: {solved.text} Figures of the device: {prices.device.source}. The longest operators:\n"
@@ -429,8 +427,8 @@ def find_plan(
 def allowed_by(constraints: Sequence[Constraint]) -> Allow:
     """Leaves of an operator's rules those that constraints allow."""
 
-    def allow(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        return allowed(rules, one.call.name, (one.path, one.classes), constraints)
+    def allow(op: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        return allowed(rules, op.call.name, (op.path, op.classes), constraints)
 
     return allow
 

@@ -120,18 +120,18 @@ class OperatorPlan:
         Raises:
             InputError: for another document; it names every problem.
         """
-        found = list(problems)
+        errors = list(problems)
         if not isinstance(document, Mapping) or document.get("schema") != SCHEMA:
-            held = with_article(document)
+            content = with_article(document)
             if isinstance(document, Mapping):
-                held = f"schema {document.get('schema')!r}"
+                content = f"schema {document.get('schema')!r}"
             raise InputError(
-                f'the operator plan {source} holds {held}. This version reads {{"schema": {SCHEMA}, …}}.'
+                f'the operator plan {source} holds {content}. This version reads {{"schema": {SCHEMA}, …}}.'
             )
-        plan = _read_document(document, found)
-        if found:
-            shown = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(found, 1))
-            raise InputError(f"{counted(len(found), 'problem')} in the operator plan {source}:\n{shown}")
+        plan = _read_document(document, errors)
+        if errors:
+            shown = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(errors, 1))
+            raise InputError(f"{counted(len(errors), 'problem')} in the operator plan {source}:\n{shown}")
         return plan
 
     def diff(self, other: OperatorPlan) -> str:
@@ -158,9 +158,9 @@ class OperatorPlan:
         lines = [f"{key}: the model has no such key.{did_you_mean(key, missing)}" for key in unknown]
         for key, rule in self.operators.items():
             if key in keys and rule.divides and rule not in legal.get(key, ()):
-                choices = [str(one) for one in legal.get(key, ()) if one.divides]
+                choices = [str(option) for option in legal.get(key, ()) if option.divides]
                 instead = f"Legal are {'; '.join(choices)}." if choices else "It can only be whole."
-                lines.append(f"{key}: {rule} is no legal rule of this call. {instead}")
+                lines.append(f"{key}: {rule} is not a legal rule of this call. {instead}")
         # What a plan lacks is whole, and no reason against it; it tells what the unknown keys may have become.
         if unknown and missing:
             lines.append(f"Not in the plan, so whole: {first_few(missing, 20)}.")
@@ -194,12 +194,12 @@ def _group_rows(kinds: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, st
 
 
 def _read_pairs(pairs: Iterable[tuple[str, Any]], problems: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in entries:
             problems.append(f"{key} stands there twice.")
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def _read_document(document: Mapping[str, Any], problems: list[str]) -> OperatorPlan:
@@ -210,7 +210,7 @@ def _read_document(document: Mapping[str, Any], problems: list[str]) -> Operator
     degree, note = document.get("degree"), document.get("note", "")
     if degree is not None and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
         problems.append(
-            f"degree={degree!r} is no number of ranks. Write a whole number from 1 on, or null for any."
+            f"degree={degree!r} is not a number of ranks. Write a whole number from 1 on, or null for any."
         )
     if not isinstance(note, str):
         problems.append(f"note is {with_article(note)}. Write text.")
@@ -222,26 +222,26 @@ def _read_document(document: Mapping[str, Any], problems: list[str]) -> Operator
 def _read_entries(
     document: Mapping[str, Any], name: str, read: Callable[[str], V], problems: list[str]
 ) -> dict[str, V]:
-    given = document.get(name, {})
-    if not isinstance(given, Mapping):
-        problems.append(f"{name} is {with_article(given)}. Write a mapping from keys to texts.")
+    section = document.get(name, {})
+    if not isinstance(section, Mapping):
+        problems.append(f"{name} is {with_article(section)}. Write a mapping from keys to texts.")
         return {}
-    found = {}
-    for key, text in given.items():
+    entries = {}
+    for key, text in section.items():
         try:
-            found[key] = read(text)
+            entries[key] = read(text)
         except InputError as error:
             problems.append(f"{name}, {key}: {error}")
-    return found
+    return entries
 
 
 def _operator_rule(text: Any) -> Rule:
     if not isinstance(text, str):
-        raise InputError(f"{with_article(text)} is no rule. Write placements, as in '1 <- 2,1,R'.")
+        raise InputError(f"{with_article(text)} is not a rule. Write placements, as in '1 <- 2,1,R'.")
     return Rule.read(text)
 
 
 def _parameter_placement(text: Any) -> Placement:
     if not isinstance(text, str) or not (text.strip() == "R" or text.strip().isdecimal()):
-        raise InputError(f"{text!r} is no placement of a parameter. Write R or the number of a dimension.")
+        raise InputError(f"{text!r} is not a placement of a parameter. Write R or the number of a dimension.")
     return read_placement(text)

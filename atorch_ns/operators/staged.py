@@ -93,7 +93,7 @@ def staged_plan(
         allow: what the user's constraints leave of an operator's rules.
 
     Raises:
-        InputError: if a pivot is no unit, or no pipeline fits.
+        InputError: if a pivot is not a unit, or no pipeline fits.
     """
     kinds = {segment.path: segment.kind for segment in shallow.graph.segments}
     kind_of = [kinds.get(shallow.copy_name(unit), "") for unit in units]
@@ -111,10 +111,10 @@ def staged_plan(
 
     def cost(start: int, stop: int, degree: int, recompute: bool, in_flight: int) -> StageCost | None:
         own = kind_of[borders[start] : borders[stop]]
-        found = [
+        costs = [
             _stage_cost(one, own, in_flight, stop == len(borders) - 1) for one in plans(degree, recompute)
         ]
-        return _fastest_cost(found, wanted.memory_limit)
+        return _fastest_cost(costs, wanted.memory_limit)
 
     chosen = plan_stages(cost, wanted)
     degree = chosen.stages[0].degree
@@ -136,15 +136,15 @@ def _send_seconds(shallow: Shallow, prices: Prices) -> float:
     """Seconds to carry what most units take from the units before them, one way."""
     graph = shallow.graph
     taken: dict[int, set[fx.Node]] = defaultdict(set)
-    for one in graph.operators:
-        for value in one.inputs:
+    for operator in graph.operators:
+        for value in operator.inputs:
             produced = graph.producers.get(value)
             if (
                 produced is not None
-                and produced[0].segment != one.segment
+                and produced[0].segment != operator.segment
                 and graph.spec(value).requires_grad
             ):
-                taken[one.segment].add(value)
+                taken[operator.segment].add(value)
     sizes = sorted(sum(graph.spec(value).num_bytes for value in values) for values in taken.values())
     middle = sizes[len(sizes) // 2] if sizes else 0
     return float(prices.hardware.within_node.message_seconds("send", middle))
@@ -154,16 +154,16 @@ def _segment_borders(units: Sequence[str], pivots: Sequence[str]) -> list[int]:
     """The positions among units where segments begin, and the end."""
     if not pivots:
         return list(range(len(units) + 1))
-    found = {0, len(units)}
+    borders = {0, len(units)}
     for pivot in pivots:
-        inside = [place for place, unit in enumerate(units) if unit == pivot or unit.startswith(f"{pivot}.")]
+        inside = [index for index, unit in enumerate(units) if unit == pivot or unit.startswith(f"{pivot}.")]
         if not inside:
             raise InputError(
                 f"no stage can begin with {pivot!r}: stages begin with {', '.join(units[1:12])}"
                 f"{' and others' if len(units) > 12 else ''}."
             )
-        found.add(inside[0])
-    return sorted(found)
+        borders.add(inside[0])
+    return sorted(borders)
 
 
 def _solve_plans(
@@ -181,7 +181,7 @@ def _solve_plans(
         graph, legal_rules(graph, prices.degree, allow), prices, states, device, recomputed=recomputed
     )
     fastest = solve(assembled.problem, time_limit=_SECONDS)
-    found: list[_Priced] = []
+    plans: list[_Priced] = []
     for part in _TIGHTER:
         try:
             outcome = (
@@ -192,13 +192,13 @@ def _solve_plans(
         except InputError:  # tighter ones will not fit either
             break
         plan = assembled.plan(outcome, prices.degree)
-        if all(plan != one.plan for one in found):
-            found.append(
+        if all(plan != candidate.plan for candidate in plans):
+            plans.append(
                 _Priced(
                     plan, _unit_costs(shallow, assembled, plan), outcome.price.seconds, outcome.price.memory
                 )
             )
-    return found
+    return plans
 
 
 def _unit_costs(shallow: Shallow, assembled: Assembled, plan: OperatorPlan) -> dict[str, _UnitCost]:
@@ -215,49 +215,49 @@ def _unit_costs(shallow: Shallow, assembled: Assembled, plan: OperatorPlan) -> d
             homes.append(graph.segments[operators[0].segment].kind)
         else:
             homes.append(next((kind for kind in kinds if node.name.startswith(f"{kind}.")), ""))
-    found: dict[str, _UnitCost] = defaultdict(_UnitCost)
+    costs: dict[str, _UnitCost] = defaultdict(_UnitCost)
     for node, option, home in zip(problem.nodes, options, homes, strict=True):
-        one, again = found[home], node.group in problem.always_recomputed
-        one.forward += option.forward_seconds / node.count
-        one.backward += (option.seconds - (0.0 if again else option.forward_seconds)) / node.count
-        one.resident += option.resident / node.count
-        one.gradients += option.gradients / node.count
-        one.transient += [option.transient] * min(2, node.count)
+        cost, again = costs[home], node.group in problem.always_recomputed
+        cost.forward += option.forward_seconds / node.count
+        cost.backward += (option.seconds - (0.0 if again else option.forward_seconds)) / node.count
+        cost.resident += option.resident / node.count
+        cost.gradients += option.gradients / node.count
+        cost.transient += [option.transient] * min(2, node.count)
     for use, readers, group in problem.read():
         label, home = use.label(options[use.node]), homes[readers[0].node]
         instances = max(1, problem.nodes[readers[0].node].count)
-        one, again = found[home], group in problem.always_recomputed
+        cost, again = costs[home], group in problem.always_recomputed
         copies = 0.0
         for needed in {reader.label(options[reader.node]) for reader in readers}:
             conversion = use.conversions[label, needed]
             share = use.count / instances
-            one.forward += share * conversion.forward_seconds
+            cost.forward += share * conversion.forward_seconds
             repeated = conversion.forward_seconds if again and not use.enters else 0.0
-            one.backward += share * (conversion.seconds - conversion.forward_seconds + repeated)
+            cost.backward += share * (conversion.seconds - conversion.forward_seconds + repeated)
             copies += conversion.held
         whole = again and use.enters
         kept = {r.label(options[r.node]) for r in readers if whole or problem.saves(r)}
-        held = use.count / instances * (copies + sum(use.saved.get(each, 0.0) for each in kept))
+        num_bytes = use.count / instances * (copies + sum(use.saved.get(each, 0.0) for each in kept))
         if problem.nodes[readers[0].node].name == RESULTS:
-            found[""].saved += held
+            costs[""].saved += num_bytes
         elif again and not use.enters:
-            one.inner += held
+            cost.inner += num_bytes
         else:
-            one.saved += held
-    return dict(found)
+            cost.saved += num_bytes
+    return dict(costs)
 
 
 def _stage_cost(priced: _Priced, kinds: Sequence[str], in_flight: int, is_last: bool) -> StageCost:
     """A stage of units of these kinds; the last one computes what lies between them, such as the loss."""
-    own = [priced.units[kind] for kind in (*kinds, *([""] if is_last else [])) if kind in priced.units]
-    saved = sum(one.saved for one in own) * in_flight
-    gradients = sum(one.gradients for one in own)
-    peaks = [peak for one in own for peak in one.transient]
-    memory = sum(one.resident for one in own) + max(saved, gradients) + sum(nlargest(2, peaks))
+    costs = [priced.units[kind] for kind in (*kinds, *([""] if is_last else [])) if kind in priced.units]
+    saved = sum(cost.saved for cost in costs) * in_flight
+    gradients = sum(cost.gradients for cost in costs)
+    peaks = [peak for cost in costs for peak in cost.transient]
+    memory = sum(cost.resident for cost in costs) + max(saved, gradients) + sum(nlargest(2, peaks))
     return StageCost(
-        forward=sum(one.forward for one in own),
-        backward=sum(one.backward for one in own),
-        memory=memory + max((one.inner for one in own), default=0.0),
+        forward=sum(cost.forward for cost in costs),
+        backward=sum(cost.backward for cost in costs),
+        memory=memory + max((cost.inner for cost in costs), default=0.0),
     )
 
 

@@ -116,7 +116,7 @@ class ComputeConfig:
             return wrong
         if self.runtime_ngpus % self.plan_ngpus:
             return [
-                f"runtime_ngpus={self.runtime_ngpus} is no multiple of plan_ngpus={self.plan_ngpus}: every scale unit has "
+                f"runtime_ngpus={self.runtime_ngpus} is not a multiple of plan_ngpus={self.plan_ngpus}: every scale unit has "
                 "plan_ngpus ranks."
             ]
         if self.zero_ngroups > 1 and not self.use_zero:

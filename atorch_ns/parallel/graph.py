@@ -84,7 +84,7 @@ class PolicyGraph:
 
     def __init__(self, graph: OperatorGraph, config: ComputeConfig) -> None:
         self._graph, self._config = graph, config
-        self._nodes = [PolicyNode(self, one) for one in graph.operators]
+        self._nodes = [PolicyNode(self, operator) for operator in graph.operators]
         self._degrees: set[int] = set()
         self._chosen: dict[str, tuple[Rule, PolicyNode]] = {}
         self._starts: list[PolicyNode] = []
@@ -127,15 +127,15 @@ class PolicyGraph:
         Raises:
             InputError: if it may not be divided so; it names the ways that there are.
         """
-        found = self.rules_for(node, idx, dim, num)
-        if not found:
+        matches = self.rules_for(node, idx, dim, num)
+        if not matches:
             legal = [str(rule) for rule in self._cached_rules(num)[node.operator.key] if rule.divides]
             raise InputError(
                 f"{node} cannot be divided along dimension {dim} of its input {idx} by {num}. "
                 f"{'Its rules are ' + '; '.join(legal) if legal else 'It stays whole'}."
             )
         self._degrees.add(num)
-        self._choose_rule(node, found[0])
+        self._choose_rule(node, matches[0])
         return [SubNode(node, number, num) for number in range(num)]
 
     def rules_for(self, node: PolicyNode, idx: int, dim: int, num: int) -> list[Rule]:
@@ -239,12 +239,12 @@ class PolicyGraph:
 
     def _check_devices(self, degree: int) -> None:
         starts = [self._nodes.index(node) for node in self._starts]
-        for (place, number), device in self._assigned.items():
-            stage = sum(place >= start for start in starts)
+        for (index, number), device in self._assigned.items():
+            stage = sum(index >= start for start in starts)
             wanted = stage * degree + number
             if device != wanted:
                 raise InputError(
-                    f"part {number} of {self._nodes[place]} is assigned to rank {device}; the parts of stage {stage} are on "
+                    f"part {number} of {self._nodes[index]} is assigned to rank {device}; the parts of stage {stage} are on "
                     f"ranks {stage * degree} to {(stage + 1) * degree - 1}, in order."
                 )
 

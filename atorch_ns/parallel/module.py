@@ -117,12 +117,12 @@ class ParallelModule(nn.Module):
             raise StepError("the module was made with inference_only=True: it has no gradients to train by.")
         if self.result.train_step.optimizer is None:
             raise StepError("train_step needs an optimizer: make it by build_optimizer(module, ...) first.")
-        found = self.result.train_step.micro_gradients(samples, dummies=is_dummy_batch, scale_fn=scale_fn)
-        outputs = iter(found.outputs or ())
+        step = self.result.train_step.micro_gradients(samples, dummies=is_dummy_batch, scale_fn=scale_fn)
+        outputs = iter(step.outputs or ())
         dummies = is_dummy_batch or [False] * len(samples)
         nothing: Any = torch.zeros((), device=self.result.device)
-        if found.outputs:
-            nothing = map_tensors(torch.zeros_like, found.outputs[0])
+        if step.outputs:
+            nothing = map_tensors(torch.zeros_like, step.outputs[0])
         return [nothing if dummy else next(outputs) for dummy in dummies]
 
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
@@ -165,7 +165,7 @@ class ParallelModule(nn.Module):
 
 def parallel_modules(module: nn.Module) -> dict[str, ParallelModule]:
     """The parallel modules in a module, by path."""
-    return {path: found for path, found in module.named_modules() if isinstance(found, ParallelModule)}
+    return {path: part for path, part in module.named_modules() if isinstance(part, ParallelModule)}
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -178,9 +178,9 @@ def _name_pieces(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
     """This rank's pieces as plain tensors under the plain module's names, with what whole each is of."""
     assert isinstance(module, ParallelModule)
     start = f"{prefix}{INNER}."
-    own = {name: state.pop(name) for name in list(state) if name.startswith(start)}
+    entries = {name: state.pop(name) for name in list(state) if name.startswith(start)}
     pieces = Pieces.of(module.compute_config, module.result.job, module._state_names)
-    for name, value in own.items():
+    for name, value in entries.items():
         plain = plain_name(name.removeprefix(start))
         state[prefix + plain] = localised(plain, value, pieces)
     state[prefix + PIECES] = pieces.as_state()
@@ -192,12 +192,12 @@ def _take_pieces(
     """Puts a rank's pieces, or parts of whole tensors, under the names of the module inside."""
     assert isinstance(module, ParallelModule)
     inner = module.get_submodule(INNER)
-    given: Mapping[str, Any] | None = state.pop(prefix + PIECES, None)
-    own = inner.state_dict(keep_vars=True)
+    metadata: Mapping[str, Any] | None = state.pop(prefix + PIECES, None)
+    inner_state = inner.state_dict(keep_vars=True)
     whole = module.result.job.parts.full_structure
-    if given is None and whole is not None:  # what other stages of the pipeline hold
-        held = {plain_name(name) for name in own}
+    if metadata is None and whole is not None:  # what other stages of the pipeline hold
+        names = {plain_name(name) for name in inner_state}
         for name in whole.state_dict(keep_vars=True):
-            if name not in held:
+            if name not in names:
                 state.pop(prefix + name, None)
-    load_pieces(own, state, prefix, f"{prefix}{INNER}.", given)
+    load_pieces(inner_state, state, prefix, f"{prefix}{INNER}.", metadata)

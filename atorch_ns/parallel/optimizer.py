@@ -48,8 +48,8 @@ def build_optimizer(
     parts = parallel_modules(module)
     config = _common_config(module, parts, compute_config)
     if isinstance(module, ParallelModule):
-        module.__dict__["result"] = made = attach_optimizer(module.result, optimizer_fn, **kwargs)
-        optimizer = cast("OptimizerT", made.optim)
+        module.__dict__["result"] = result = attach_optimizer(module.result, optimizer_fn, **kwargs)
+        optimizer = cast("OptimizerT", result.optim)
         reducer = None
         if not config.use_end2end:
             _sum_when_told(module)
@@ -59,10 +59,10 @@ def build_optimizer(
             reducer.wait_until_told(sums=True)
         for part in parts.values():
             _sum_when_told(part)
-        own = [parameter for _, parameter in named_parameters(module) if parameter.requires_grad]
-        optimizer = optimizer_fn(own, **kwargs)
+        parameters = [parameter for _, parameter in named_parameters(module) if parameter.requires_grad]
+        optimizer = optimizer_fn(parameters, **kwargs)
         if not isinstance(optimizer, Optimizer):
-            raise InputError(f"optimizer_fn returned {optimizer!r}, which is no torch.optim.Optimizer.")
+            raise InputError(f"optimizer_fn returned {optimizer!r}, which is not a torch.optim.Optimizer.")
     if not isinstance(optimizer, ParallelOptimizer):
         optimizer.__class__ = class_above(ParallelOptimizer, type(optimizer))
     cast("ParallelOptimizer", optimizer)._attach_modules(module, tuple(parts.values()), config, reducer)
@@ -188,24 +188,24 @@ class ParallelOptimizer(Optimizer):
         names = self._parameter_names()
         flat = [name for group in names for name in group]
         pieces = self._build_pieces()
-        found: dict[int, dict[str, Any]] = {}
+        states: dict[int, dict[str, Any]] = {}
         for index, values in state["state"].items():
-            found[index] = {
+            states[index] = {
                 key: localised(f"{flat[index]}/{key}", value, pieces) for key, value in values.items()
             }
-        return {**state, "state": found, PIECES: {**pieces.as_state(), "names": names}}
+        return {**state, "state": states, PIECES: {**pieces.as_state(), "names": names}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes this rank's part, or a whole one by names."""
         if not {"state", "param_groups"} <= set(state_dict):
-            raise InputError("this is no state dict of an optimizer: it needs 'state' and 'param_groups'.")
-        given = state_dict.get(PIECES)
+            raise InputError("this is not a state dict of an optimizer: it needs 'state' and 'param_groups'.")
+        metadata = state_dict.get(PIECES)
         names = self._parameter_names()
-        whole = given is None or given.get("rank") is None
+        whole = metadata is None or metadata.get("rank") is None
         like = dict(named_parameters(self._module))
         indices = {name: index for index, name in enumerate(name for group in names for name in group)}
-        source = [name for group in (names if given is None else given["names"]) for name in group]
-        if given is None:  # a plain optimizer's
+        source = [name for group in (names if metadata is None else metadata["names"]) for name in group]
+        if metadata is None:  # a plain optimizer's
             source = self._source_of(state_dict["param_groups"], source)
         state: dict[int, dict[str, Any]] = {}
         for index, values in state_dict["state"].items():
@@ -264,8 +264,8 @@ class ParallelOptimizer(Optimizer):
                 "with use_zero gradients are summed by torch's fully_shard, which has no hooks around it: scale them by "
                 "scale_grads after sync_shard_grad, or leave use_zero out."
             )
-        found = [part.result.job.gradients.reducer for part in self._parts]
-        return [reducer for reducer in (*found, self._non_parallel_module_reducer) if reducer is not None]
+        reducers = [part.result.job.gradients.reducer for part in self._parts]
+        return [reducer for reducer in (*reducers, self._non_parallel_module_reducer) if reducer is not None]
 
 
 def _of_parameter(value: Any, parameter: torch.Tensor, whole: bool) -> Any:

@@ -101,14 +101,14 @@ def parallelize(
         return source, folder, _enum_member(ReuseType, reuse, "reuse")
 
     source, folder, reusing = cluster.agree(checked, what="checking the arguments of parallelize")
-    found = cluster.on_first(
+    plan = cluster.on_first(
         lambda: or_refusal(lambda: _obtain_plan(source, folder, reusing, cluster)), what="planning a module"
     )
-    if isinstance(found, InputError):
-        raise found
+    if isinstance(plan, InputError):
+        raise plan
     if not load_module:
         return None
-    made = _parallel_class(source, cluster, found, folder)
+    made = _parallel_class(source, cluster, plan, folder)
     return made(init_module_params) if isinstance(given, nn.Module) else made
 
 
@@ -167,7 +167,7 @@ class _Source:
                 f"this {type(module).__qualname__} has been made parallel already, and was changed for that: use what parallelize "
                 "returned, or parallelize its class to make several."
             )
-        hooked = next((name for name, one in module.named_parameters() if has_user_hooks(one)), None)
+        hooked = next((name for name, param in module.named_parameters() if has_user_hooks(param)), None)
         if hooked is not None:
             raise InputError(
                 f"{hooked} has a hook on its gradient, which does not go with it to its parts: register it on the parallel module's "
@@ -206,26 +206,26 @@ def _build_sample(module: nn.Module, dummies: Mapping[str, Any], config: Compute
         )
     parameters = inspect.signature(module.forward).parameters
     what = f"{type(module).__qualname__}.forward"
-    if any(one.kind is inspect.Parameter.POSITIONAL_ONLY for one in parameters.values()):
+    if any(arg.kind is inspect.Parameter.POSITIONAL_ONLY for arg in parameters.values()):
         raise InputError(f"{what} has positional-only arguments, which dummy_forward_args cannot name.")
-    open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    open_ended = any(arg.kind is inspect.Parameter.VAR_KEYWORD for arg in parameters.values())
     problems = [
         f"{what} has no argument {name!r}.{did_you_mean(str(name), parameters)}"
         for name in dummies
         if name not in parameters and not open_ended
     ]
-    named = [one for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    named = [arg for arg in parameters.values() if arg.kind not in (arg.VAR_POSITIONAL, arg.VAR_KEYWORD)]
     problems += [
-        f"dummy_forward_args lacks {one.name!r}, which {what} needs."
-        for one in named
-        if one.default is one.empty and one.name not in dummies
+        f"dummy_forward_args lacks {arg.name!r}, which {what} needs."
+        for arg in named
+        if arg.default is arg.empty and arg.name not in dummies
     ]
     if problems:
         raise InputError("\n".join(problems))
     if not config.use_end2end or len(dummies) > 1:
         return dict(dummies)
     first, *others = named
-    wanted = [one.name for one in others if one.default is one.empty]
+    wanted = [arg.name for arg in others if arg.default is arg.empty]
     if wanted:
         raise InputError(
             f"use_end2end: {what} takes one sample, its first argument; {', '.join(wanted)} need default values."
@@ -235,12 +235,12 @@ def _build_sample(module: nn.Module, dummies: Mapping[str, Any], config: Compute
 
 def _obtain_plan(source: _Source, folder: PlanFolder, reuse: ReuseType, cluster: Cluster) -> Planned:
     """The plan of the folder, or a new one, which is written there."""
-    made = Made.of(source.module, source.dummies, source.policy, source.config)
-    known = folder.reused(made, reuse)
+    origin = Made.of(source.module, source.dummies, source.policy, source.config)
+    known = folder.reused(origin, reuse)
     if known is not None:
         return known
     plan = planned(source.module, source.sample, source.input_format, source.policy, source.config, cluster)
-    folder.write(made, plan)
+    folder.write(origin, plan)
     return plan
 
 
@@ -338,7 +338,7 @@ def own_loss(name: str, _: Any, output: Any) -> Any:
 def _enum_member(kind: type[E], value: Any, name: str) -> E:
     if isinstance(value, kind):
         return value
-    known = [one.value for one in kind]
+    known = [member.value for member in kind]
     if not isinstance(value, str) or value not in known:
         near = did_you_mean(value, known) if isinstance(value, str) else ""
         raise InputError(f"{name} is {value!r}.{near} It is one of {', '.join(known)}.")

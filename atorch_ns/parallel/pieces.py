@@ -54,7 +54,7 @@ class Pieces:
 
     def as_state(self) -> dict[str, Any]:
         """As plain objects, which any reader of files can load."""
-        places = {name: [list(place.shape), list(place.offset)] for name, place in self.places.items()}
+        places = {name: [list(region.shape), list(region.offset)] for name, region in self.places.items()}
         return {
             "rank": self.rank,
             "config": dict(self.config),
@@ -107,19 +107,19 @@ def load_pieces(
             if given is not None:
                 odd.append(plain)
             continue
-        found = state.pop(prefix + plain)
-        if not isinstance(value, torch.Tensor) or not isinstance(found, torch.Tensor):
-            state[start + name] = found
+        entry = state.pop(prefix + plain)
+        if not isinstance(value, torch.Tensor) or not isinstance(entry, torch.Tensor):
+            state[start + name] = entry
             continue
         if given is None:
-            fits = found.shape == value.shape
-            state[start + name] = part_of(found, value) if fits else found
+            fits = entry.shape == value.shape
+            state[start + name] = part_of(entry, value) if fits else entry
             continue
-        place = given["places"].get(plain)
+        region = given["places"].get(plain)
         wanted = [list(value.shape), list(local_box(value)[0])] if isinstance(value, DTensor) else None
-        if place != wanted or found.shape != local_part(value).shape:
+        if region != wanted or entry.shape != local_part(value).shape:
             odd.append(plain)
-        state[start + name] = as_part(found, value)
+        state[start + name] = as_part(entry, value)
     if odd:
         raise CheckpointError(
             f"the state dict is rank {given['rank'] if given else 0}'s under another plan: {first_few(odd, 4)} are not there, or "
@@ -136,8 +136,8 @@ def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, Place | None]])
     Raises:
         ValueError: if two ranks hold different values of the same elements, or some elements are on none.
     """
-    _, first, place = parts[0]
-    if place is None:
+    _, first, region = parts[0]
+    if region is None:
         for rank, other, _ in parts[1:]:
             if other.shape != first.shape or not torch.allclose(
                 other.to(first.device), first, rtol=0, atol=0, equal_nan=True
@@ -146,10 +146,10 @@ def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, Place | None]])
                     f"Conflict in merging {name}: ranks {parts[0][0]} and {rank} hold different values."
                 )
         return first
-    whole = first.new_zeros(place.shape)
-    covered = torch.zeros(place.shape, dtype=torch.bool, device=first.device)
+    whole = first.new_zeros(region.shape)
+    covered = torch.zeros(region.shape, dtype=torch.bool, device=first.device)
     for rank, part, where in parts:
-        if where is None or where.shape != place.shape:
+        if where is None or where.shape != region.shape:
             raise ValueError(f"Conflict in merging {name}: rank {rank} holds a piece of another whole.")
         box = tuple(slice(start, start + size) for start, size in zip(where.offset, part.shape, strict=True))
         there, known = whole[box], covered[box]
@@ -169,14 +169,14 @@ def broadcast_in_strides(tensors: Sequence[torch.Tensor], stride: int) -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     if stride >= size or not tensors:
         return
-    own: Any = None
+    local_group: Any = None
     for first in range(stride):
-        made = dist.new_group(list(range(first, size, stride)))
-        own = made if rank % stride == first else own
+        group = dist.new_group(list(range(first, size, stride)))
+        local_group = group if rank % stride == first else local_group
     for tensor in tensors:
         local = local_part(tensor)
         sent = local.detach().contiguous()
-        dist.broadcast(sent, src=rank % stride, group=own)
+        dist.broadcast(sent, src=rank % stride, group=local_group)
         with torch.no_grad():
             local.copy_(sent)
-    dist.destroy_process_group(own)
+    dist.destroy_process_group(local_group)

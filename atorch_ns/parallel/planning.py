@@ -94,15 +94,15 @@ def planned(
         idle = ", ".join(sorted(_OF_OPERATORS & config.pas_config.keys()))
         return Planned(steps, (*notes, f"{idle}: not looked at, for the module is not captured: {error}"))
     prices, device = Prices.of(module, cluster, degree), torch.device(cluster.device)
-    found = find_plan(graph, degree, _plan_request(division), prices, _build_states(config), device)
+    outcome = find_plan(graph, degree, _plan_request(division), prices, _build_states(config), device)
     path = config.pas_config.get("save_plan_path")
     if path is not None and not staged:  # which has been written, though one stage was best
-        found.plan.write(path)
+        outcome.plan.write(path)
     if config.pas_config.get("verbose"):
-        log.info("%s\n%s", found.note, found.plan.describe())
-    settings = {"plan": found.plan.as_json()}
-    steps = [(name, settings if name == "operator_parallel" else own) for name, own in steps]
-    return Planned(steps, (*notes, found.note, *found.warnings))
+        log.info("%s\n%s", outcome.note, outcome.plan.describe())
+    settings = {"plan": outcome.plan.as_json()}
+    steps = [(name, settings if name == "operator_parallel" else options) for name, options in steps]
+    return Planned(steps, (*notes, outcome.note, *outcome.warnings))
 
 
 def _plan_request(division: Division) -> Wanted:
@@ -163,7 +163,7 @@ def _in_stages(
     pivots = pivots_of(settings)
     units = [unit.name for unit in find_units(module, at_least=asked.num_stages, starts=pivots)]
     shallow = _capture_module(module, sample, input_format, cluster, units)
-    called = {segment.path: place for place, segment in reversed(list(enumerate(shallow.graph.segments)))}
+    called = {segment.path: index for index, segment in reversed(list(enumerate(shallow.graph.segments)))}
     units = sorted(
         (unit for unit in units if shallow.copy_name(unit) in called),
         key=lambda unit: called[shallow.copy_name(unit)],
@@ -186,7 +186,7 @@ def _in_stages(
         )
 
     constraints = settings.get("partition_constraints_path")
-    found = staged_plan(
+    pipeline = staged_plan(
         shallow,
         units,
         task,
@@ -197,9 +197,9 @@ def _in_stages(
         allow=allowed_by(read_constraints(constraints)) if constraints else None,
     )
     plan = {
-        "stages_begin_with": list(found.starts),
-        "recompute": [float(again) for again in found.recomputed],
-        "operators": None if found.operators is None else found.operators.as_json(),
+        "stages_begin_with": list(pipeline.starts),
+        "recompute": [float(again) for again in pipeline.recomputed],
+        "operators": None if pipeline.operators is None else pipeline.operators.as_json(),
     }
     if "save_plan_path" in settings:
         path = Path(settings["save_plan_path"])
@@ -254,10 +254,10 @@ def _by_function(
     with modes_kept(module), torch.enable_grad():
         captured = capture(module.train(), args, kwargs, device=torch.device(cluster.device))
     graph = PolicyGraph(OperatorGraph(captured, [block.name for block in repeated_blocks(module)]), config)
-    made = policy(graph, config)
-    if not isinstance(made, PolicyGraph):
-        raise InputError(f"a policy function must return the graph; it returned {with_article(made)}.")
-    return made.division()
+    result = policy(graph, config)
+    if not isinstance(result, PolicyGraph):
+        raise InputError(f"a policy function must return the graph; it returned {with_article(result)}.")
+    return result.division()
 
 
 def resolved_steps(result: Result, steps: list[Step]) -> list[Step]:
@@ -268,7 +268,7 @@ def resolved_steps(result: Result, steps: list[Step]) -> list[Step]:
             name,
             {"plan": decided[name]["plan"], "self_test": False}
             if name == "operator_parallel" and name in decided
-            else own,
+            else options,
         )
-        for name, own in steps
+        for name, options in steps
     ]

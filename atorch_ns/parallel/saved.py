@@ -67,7 +67,7 @@ class Made:
 
     def differences(self, other: Made) -> list[str]:
         """What is different, in words."""
-        found = []
+        diffs = []
         for name, value in self.facts.items():
             theirs = other.facts.get(name)
             if value == theirs:
@@ -76,16 +76,16 @@ class Made:
                 keys = [key for key in {**value, **theirs} if value.get(key) != theirs.get(key)]
                 if name in _DIGESTS:
                     inmost = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
-                    found.append(f"{name}: {first_few(inmost, 4)} changed")
+                    diffs.append(f"{name}: {first_few(inmost, 4)} changed")
                     continue
-                found += [f"{name}: {key} is {value.get(key)!r}, and was {theirs.get(key)!r}" for key in keys]
+                diffs += [f"{name}: {key} is {value.get(key)!r}, and was {theirs.get(key)!r}" for key in keys]
             else:
-                found.append(
+                diffs.append(
                     f"{name}: {value!r}, and was {theirs!r}"
                     if len(str(value)) < 40
                     else f"{name} has changed"
                 )
-        return found
+        return diffs
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,13 @@ class PlanFolder:
             saved = json.loads(file.read_text(encoding="utf-8"))
             differences = made.differences(Made(saved["made"]))
             steps = [(name, config) for name, config in saved["strategy"]]
-            found = Planned(steps, tuple(saved["notes"]))
+            plan = Planned(steps, tuple(saved["notes"]))
             if not (any(name == "parallel_mode" for name, _ in steps) or "strategy file" in made.facts):
                 raise ValueError("its strategy has no parallel_mode")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            differences, found, problem = [], Planned([], ()), f"it cannot be read ({error})"
+            differences, plan, problem = [], Planned([], ()), f"it cannot be read ({error})"
         if not (problem or differences):
-            return found
+            return plan
         if reuse is ReuseType.MATCH:
             raise InputError(
                 f"the plan in {file} does not fit: {problem or '; '.join(differences)}. Make it anew by reuse='override' or "
@@ -148,8 +148,8 @@ class PlanFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"gen_savedir: the folder {self.path} cannot be made: {error}.") from error
-        found = {"made": made.facts, "notes": plan.notes, "strategy": plan.steps}
-        text = json.dumps(found, indent=2, default=str)
+        content = {"made": made.facts, "notes": plan.notes, "strategy": plan.steps}
+        text = json.dumps(content, indent=2, default=str)
         draft = self.path / f"{_FILE}.{os.getpid()}"
         draft.write_text(text + "\n", encoding="utf-8")
         draft.replace(self.path / _FILE)
@@ -164,7 +164,7 @@ def _source_digest(value: Any) -> str:
         return hashlib.sha256(inspect.getsource(value).encode()).hexdigest()[:16]
     except (OSError, TypeError):  # of a console, or of C
         functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
-        codes = [one.__code__ for one in functions if hasattr(one, "__code__")]
+        codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
         facts = [
             (code.co_code, code.co_names, [c for c in code.co_consts if not hasattr(c, "co_code")])
             for code in codes
@@ -187,9 +187,9 @@ def _bound_values(policy: Any) -> str:
     if isinstance(policy, functools.partial):
         return f"{_source_digest(policy.func)} {_bound_values(policy.func)} {policy.args!r} {sorted(policy.keywords.items())!r}"
     closed = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
-    own = {} if inspect.isroutine(policy) or isinstance(policy, type) else vars(policy)
+    attributes = {} if inspect.isroutine(policy) or isinstance(policy, type) else vars(policy)
     source = "" if inspect.isroutine(policy) else _source_digest(type(policy))
-    text = f"{source} {closed!r} {getattr(policy, '__defaults__', None)!r} {sorted(own.items())!r}"
+    text = f"{source} {closed!r} {getattr(policy, '__defaults__', None)!r} {sorted(attributes.items())!r}"
     return re.sub(r" at 0x[0-9a-f]+", "", text)  # another in each process
 
 

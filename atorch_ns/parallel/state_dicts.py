@@ -63,7 +63,7 @@ def merge_state_dicts(
                     parts.setdefault(name, []).append((number, value, places.get(name)))
             elif not name.endswith(PIECES):
                 others.setdefault(name, value)
-    whole = {name: assemble(name, found) for name, found in parts.items()}
+    whole = {name: assemble(name, pieces) for name, pieces in parts.items()}
     whole |= others
     if list(ranks[0]) == [""]:
         missing = [name for name in ranks[0][""]["names"] if name not in whole]
@@ -89,16 +89,16 @@ def _merged_optimizer(states: Sequence[Mapping[str, Any]] | None, ranks: Sequenc
     for state in states:
         mark = state[PIECES]
         flat = [name for group in mark["names"] for name in group]
-        for known, own in zip(groups, mark["names"], strict=True):
-            known |= set(own)
+        for known, members in zip(groups, mark["names"], strict=True):
+            known |= set(members)
         for index, values in state["state"].items():
             for key, value in values.items():
                 name = flat[index]
                 if not isinstance(value, torch.Tensor):
                     plain.setdefault(name, {})[key] = value
                     continue
-                place = mark["places"].get(f"{name}/{key}")
-                where = None if place is None else Place(tuple(place[0]), tuple(place[1]))
+                region = mark["places"].get(f"{name}/{key}")
+                where = None if region is None else Place(tuple(region[0]), tuple(region[1]))
                 parts.setdefault(name, {}).setdefault(key, []).append((mark["rank"], value, where))
     order = states[0][PIECES]["order"]
     names = [[name for name in order if name in group] for group in groups]
@@ -106,14 +106,14 @@ def _merged_optimizer(states: Sequence[Mapping[str, Any]] | None, ranks: Sequenc
     merged = {
         index: {
             **plain.get(name, {}),
-            **{key: assemble(f"{name}/{key}", found) for key, found in parts.get(name, {}).items()},
+            **{key: assemble(f"{name}/{key}", pieces) for key, pieces in parts.get(name, {}).items()},
         }
         for name, index in index_of.items()
         if name in parts or name in plain
     }
     param_groups = [
-        {**group, "params": [index_of[n] for n in own]}
-        for group, own in zip(states[0]["param_groups"], names, strict=True)
+        {**group, "params": [index_of[n] for n in members]}
+        for group, members in zip(states[0]["param_groups"], names, strict=True)
     ]
     return {"state": merged, "param_groups": param_groups, PIECES: {"names": names}}
 
@@ -167,8 +167,8 @@ def deduped_state_dict(
     }
     if optimizer is None:
         return kept, None
-    own = optimizer.state_dict()
-    return kept, own if keeps else {**own, "state": {}}
+    opt_state = optimizer.state_dict()
+    return kept, opt_state if keeps else {**opt_state, "state": {}}
 
 
 def load_deduped_state_dict(
@@ -186,7 +186,7 @@ def load_deduped_state_dict(
         InputError: on all ranks, if one's state dicts lack what that rank has to give.
     """
     state = module.state_dict()
-    given = _to_device(module_state_dict or {}, device)
+    entries = _to_device(module_state_dict or {}, device)
     inside = {path for path, _ in _find_parallel_modules(module)}
     stride = _rank_stride(module)
 
@@ -197,7 +197,7 @@ def load_deduped_state_dict(
             for name, value in state.items()
             if isinstance(value, torch.Tensor)
             and rank < (stride if _is_inside(name, inside) else 1)
-            and name not in given
+            and name not in entries
         ]
         if lacking:
             raise InputError(
@@ -207,18 +207,18 @@ def load_deduped_state_dict(
             raise InputError("optimizer_state_dict is what deduped_state_dict gave for this optimizer.")
 
     Cluster.detect().agree(checked, what="loading a deduped state dict")
-    for mine, own in ((True, stride), (False, 1)):
+    for mine, interval in ((True, stride), (False, 1)):
         names = [
             name
             for name, value in state.items()
             if isinstance(value, torch.Tensor) and _is_inside(name, inside) is mine
         ]
         buffers = [
-            given[name].to(state[name].device) if name in given else torch.empty_like(state[name])
+            entries[name].to(state[name].device) if name in entries else torch.empty_like(state[name])
             for name in names
         ]
         if dist.is_initialized():
-            broadcast_in_strides(buffers, own)
+            broadcast_in_strides(buffers, interval)
         state.update(zip(names, buffers, strict=True))
     module.load_state_dict(state)
     if optimizer is None:
@@ -243,7 +243,7 @@ def _optimizer_states(optimizer: torch.optim.Optimizer, given: StateDict, stride
     dist.all_gather_object(every, described)
     specs: dict[int, dict[str, Any]] = every[rank % stride]
     like = next(p for group in optimizer.param_groups for p in group["params"])
-    made = {
+    states = {
         index: {
             key: given["state"][index][key].to(like.device)
             if rank < stride and isinstance(given["state"][index][key], torch.Tensor)
@@ -255,10 +255,10 @@ def _optimizer_states(optimizer: torch.optim.Optimizer, given: StateDict, stride
         for index, values in specs.items()
     }
     tensors = [
-        value for values in made.values() for value in values.values() if isinstance(value, torch.Tensor)
+        value for values in states.values() for value in values.values() if isinstance(value, torch.Tensor)
     ]
     broadcast_in_strides(tensors, stride)
-    return {**given, "state": made}
+    return {**given, "state": states}
 
 
 def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None:
@@ -281,19 +281,19 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
 
 def _pieces_by_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
     """What a state dict says of the parallel modules in it, by their prefix."""
-    found = {name.removesuffix(PIECES): value for name, value in state.items() if name.endswith(PIECES)}
-    if not found:
+    marks = {name.removesuffix(PIECES): value for name, value in state.items() if name.endswith(PIECES)}
+    if not marks:
         raise InputError(
             "merge_state_dicts takes state dicts of parallel modules, and this one has none in it."
         )
-    return found
+    return marks
 
 
 def _find_parallel_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    found = parallel_modules(module)
-    if not found:
+    modules = parallel_modules(module)
+    if not modules:
         raise InputError("there is no parallel module in this module.")
-    yield from found.items()
+    yield from modules.items()
 
 
 def _is_inside(name: str, paths: set[str]) -> bool:

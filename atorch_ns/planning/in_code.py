@@ -105,9 +105,9 @@ def estimate(
         >>> found.allocated_bytes < found.reserved_bytes < found.peak_bytes < 2e9
         True
     """
-    wanted, place = Strategy.load(strategy), cluster_of(cluster)
-    known = _obtain_profile(model, place, sample, loss, optimizer, input_format)
-    priced = price_strategy(wanted, known, place, global_batch=batch)
+    wanted, target = Strategy.load(strategy), cluster_of(cluster)
+    known = _obtain_profile(model, target, sample, loss, optimizer, input_format)
+    priced = price_strategy(wanted, known, target, global_batch=batch)
     return replace(priced.estimate, notes=priced.notes)
 
 
@@ -139,14 +139,14 @@ def plan(
     Raises:
         InputError: if an argument cannot be used.
     """
-    registry, place = load_registry(), cluster_of(cluster)
+    registry, target = load_registry(), cluster_of(cluster)
     request = SearchRequest(search=search, excluded=excluded, included=included)
-    request.check(registry, place)
+    request.check(registry, target)
     began = time.perf_counter()
-    known = _obtain_profile(model, place, sample, loss, optimizer, input_format)
+    known = _obtain_profile(model, target, sample, loss, optimizer, input_format)
     outcome = plan_offline(
         known,
-        place,
+        target,
         global_batch=batch,
         settings=request.settings,
         excluded=excluded,

@@ -87,18 +87,18 @@ def offline_rows(
     usable = [candidate for candidate in candidates if candidate.pruned is None]
     rows = []
     if usable:
-        plain = [name for one in candidates if one.is_baseline for name, _ in one.steps]
+        plain = [name for option in candidates if option.is_baseline for name, _ in option.steps]
         chosen, reason = prefer(usable, Objective(settings), limit_bytes, plain)
         rows = [Row(candidate=chosen, fate="won", reason=reason or _GOALS[settings.objective])]
         rows += [
-            Row(candidate=one, fate="untried", reason=_untried_reason(one, chosen, limit_bytes))
-            for one in usable
-            if one is not chosen
+            Row(candidate=option, fate="untried", reason=_untried_reason(option, chosen, limit_bytes))
+            for option in usable
+            if option is not chosen
         ]
     rows += [
-        Row(candidate=one, fate="pruned", reason=one.pruned.reason)
-        for one in candidates
-        if one.pruned is not None
+        Row(candidate=option, fate="pruned", reason=option.pruned.reason)
+        for option in candidates
+        if option.pruned is not None
     ]
     return tuple(rows)
 

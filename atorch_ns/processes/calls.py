@@ -84,7 +84,7 @@ def main(folder: Path) -> int:
     rank = int(os.environ["RANK"])
     try:
         search_path, data = cloudpickle.loads((folder / _TASK).read_bytes())
-        sys.path[:] = [*search_path, *(place for place in sys.path if place not in search_path)]
+        sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
         function, arguments = cloudpickle.loads(data)
         value = function(*arguments)
         outcome = Outcome(data=_pickle_value(value) if rank == 0 else b"", when_s=time.monotonic())

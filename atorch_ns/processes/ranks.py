@@ -45,8 +45,8 @@ def scratch_folder() -> Iterator[Path]:
 def _remove_abandoned(place: Path) -> None:
     for folder in place.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            found = folder.lstat()
-            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _YOUNGEST_S:
+            status = folder.lstat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > _YOUNGEST_S:
                 _remove_if_free(folder)
 
 
@@ -207,8 +207,8 @@ class Ranks:
     def _start_job(self) -> None:
         folder = self._stack.enter_context(scratch_folder())
         port = self._stack.enter_context(reserve_port())
-        reading, held = os.pipe()
-        self._stack.callback(os.close, held)
+        reading, write_end = os.pipe()
+        self._stack.callback(os.close, write_end)
         try:
             with _interrupts_held_back():
                 self._start_ranks(folder, port, reading)

@@ -117,20 +117,20 @@ class Launch:
     def _one_node_problems(self) -> list[str]:
         """Options that are of no use on one node."""
         options = {"--rendezvous": self.rendezvous, "--node-rank": self.node_rank}
-        given = [name for name, value in options.items() if value is not None]
-        if not given:
+        names = [name for name, value in options.items() if value is not None]
+        if not names:
             return []
-        subject = f"{' and '.join(given)} {'has' if len(given) == 1 else 'have'}"
+        subject = f"{' and '.join(names)} {'has' if len(names) == 1 else 'have'}"
         return [f"{subject} no effect on one node. Leave out what is not meant, or give --nnodes."]
 
     def _node_problems(self) -> list[str]:
         """Problems of the rendezvous and of the node's rank among several nodes."""
-        problems, place, rank = [], self.rendezvous_endpoint, self.node_rank
-        if self.rendezvous is not None and place is None:
+        problems, endpoint, rank = [], self.rendezvous_endpoint, self.node_rank
+        if self.rendezvous is not None and endpoint is None:
             problems.append(
-                f"--rendezvous={self.rendezvous!r} is no host:port, such as node0:29400 or [fd00::1]:29400."
+                f"--rendezvous={self.rendezvous!r} is not a host:port, such as node0:29400 or [fd00::1]:29400."
             )
-        elif place is not None and not 0 < place[1] <= _LAST_PORT:
+        elif endpoint is not None and not 0 < endpoint[1] <= _LAST_PORT:
             problems.append(f"--rendezvous={self.rendezvous!r}: a port is a number from 1 to {_LAST_PORT}.")
         if rank is not None and rank < 0:
             problems.append(f"--node-rank={rank} must be at least 0.")

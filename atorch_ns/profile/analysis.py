@@ -59,41 +59,41 @@ def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -
     columns, rows = per_stretch(step.division.columns), per_stretch(step.division.rows)
     attentions = per_stretch(_count_attentions(step))
     fused = _fused_attentions(step, merged)
-    inside = tuple({f"{one.block}." for one in step.occurrences if one.block})
-    found = []
+    inside = tuple({f"{call.block}." for call in step.occurrences if call.block})
+    parts = []
     for number, first in enumerate(firsts):
         block = step.occurrences[first].block
         if block:
-            own = {
+            dims = {
                 name.removeprefix(f"{block}."): dim
                 for name, dim in step.dims.items()
                 if name.startswith(f"{block}.")
             }
         else:
-            own = {name: dim for name, dim in step.dims.items() if not name.startswith(inside)}
+            dims = {name: dim for name, dim in step.dims.items() if not name.startswith(inside)}
         fields = {
             "num_columns": columns[number],
             "num_rows": rows[number],
             "num_attentions": attentions[number],
             "heads": tuple(
-                math.gcd(*heads) for heads in zip(*(one[:2] for one in fused[number]), strict=True)
+                math.gcd(*heads) for heads in zip(*(call[:2] for call in fused[number]), strict=True)
             )
             or (0, 0),
-            "head_width": max((one.width for one in fused[number]), default=0),
-            "num_queries": max((one.num_queries for one in fused[number]), default=0),
-            "is_causal": any(one.is_causal for one in fused[number]),
+            "head_width": max((call.width for call in fused[number]), default=0),
+            "num_queries": max((call.num_queries for call in fused[number]), default=0),
+            "is_causal": any(call.is_causal for call in fused[number]),
         }
-        found.append(Divisible(own, fields))
-    return found
+        parts.append(Divisible(dims, fields))
+    return parts
 
 
 def _fused_attentions(step: RecordedStep, merged: Sequence[int]) -> dict[int, list[Attention]]:
     """The fused attentions of forward passes, by stretch."""
-    found: dict[int, list[Attention]] = defaultdict(list)
+    attentions: dict[int, list[Attention]] = defaultdict(list)
     for event, phase in step.recording.operators():
         if event in step.recording.attentions and phase % 2 == 0:
-            found[merged[phase // 2]].append(step.recording.attentions[event])
-    return found
+            attentions[merged[phase // 2]].append(step.recording.attentions[event])
+    return attentions
 
 
 def _count_attentions(step: RecordedStep) -> dict[int, int]:
@@ -188,15 +188,15 @@ class _Span:
         self.net = self._added[:, -1] if events.size else np.zeros((3, 4))
 
     def cost(self) -> PhaseCost:
-        measured, own = self._measured, self._operators
-        flops, moved, at = measured.sizes[own], measured.moved[own], measured.at
+        measured, events = self._measured, self._operators
+        flops, moved, at = measured.sizes[events], measured.moved[events], measured.at
         other = ~flops.any(axis=1)
-        fused = np.asarray([is_attention(measured.recording.labels[event]) for event in own], dtype=bool)
-        divided = np.isin(own, list(measured.division.operators))
-        words = np.isin(own, list(measured.division.word_operators)) & ~divided
+        fused = np.asarray([is_attention(measured.recording.labels[event]) for event in events], dtype=bool)
+        divided = np.isin(events, list(measured.division.operators))
+        words = np.isin(events, list(measured.division.word_operators)) & ~divided
 
         def bytes_of(chosen: np.ndarray, all_bytes: np.ndarray) -> Growth:
-            inside = np.minimum(measured.divided[own], all_bytes)[chosen].sum(axis=0)
+            inside = np.minimum(measured.divided[events], all_bytes)[chosen].sum(axis=0)
             return growth(all_bytes[chosen].sum(axis=0), inside, at, all_bytes[chosen & words].sum(axis=0))
 
         return PhaseCost(
@@ -204,7 +204,7 @@ class _Span:
             attention=growth(flops[fused].sum(axis=0), flops[fused & divided].sum(axis=0), at),
             operands=bytes_of(~other & ~fused, moved),
             moved=bytes_of(other, moved),
-            fused=bytes_of(other, measured.fused[own]),
+            fused=bytes_of(other, measured.fused[events]),
             num_operators=len(self._operators),
             peak=self._peak_growth(),
             peaks=self.peaks(),
@@ -254,12 +254,12 @@ class _Span:
 
 def divided_operands(recording: Recording, division: Division) -> list[tuple[bool, ...]]:
     """Of each event the tensors, inputs first, of which a rank along ``tensor`` has a part."""
-    found = division.storages | {-1 - number for number in division.dims}
+    marks = division.storages | {-1 - number for number in division.dims}
     for event, label in enumerate(recording.labels):
-        if label == "aten._to_copy" and recording.reads[event][0] in found:
-            found.update(recording.writes[event])
+        if label == "aten._to_copy" and recording.reads[event][0] in marks:
+            marks.update(recording.writes[event])
     return [
-        tuple(mark in found for mark in _event_marks(recording, event))
+        tuple(mark in marks for mark in _event_marks(recording, event))
         for event in range(len(recording.kinds))
     ]
 
@@ -274,10 +274,10 @@ def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
     there: set[tuple[int, int]] = set()  # marks that a region has in registers
     stored: set[tuple[int, int]] = set()  # and that it has written
     written: set[int] = set()  # what is read before that has no values
-    found = []
+    masks = []
     for event in range(len(recording.kinds)):
         if event not in regions:
-            found.append((False,) * len(recording.moved[event]))
+            masks.append((False,) * len(recording.moved[event]))
             continue
         region, mask = regions[event], []
         for mark in recording.reads[event]:
@@ -289,8 +289,8 @@ def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
             stored.add((mark, region))
             there.add((mark, region))
             written.add(mark)
-        found.append(tuple(mask))
-    return found
+        masks.append(tuple(mask))
+    return masks
 
 
 def _kernel_regions(recording: Recording) -> dict[int, int]:
@@ -326,11 +326,11 @@ def _in_three(of: Callable[[Recording, np.ndarray], np.ndarray], measured: Measu
     the loss."""
     recording, division = measured.recording, measured.division
     allocates = np.asarray(recording.kinds) == Event.ALLOCATE
-    found = [of(recording, measured.sizes)]
+    figures = [of(recording, measured.sizes)]
     for storages in (division.storages, division.words - division.storages):
         chosen = np.asarray([key in storages for key in recording.keys]) & allocates
-        found.append(of(recording, measured.sizes * chosen[:, None]))
-    return np.stack(found)
+        figures.append(of(recording, measured.sizes * chosen[:, None]))
+    return np.stack(figures)
 
 
 def _growth_of_rows(rows: np.ndarray, at: tuple[float, float]) -> Growth:
@@ -342,36 +342,36 @@ def _alive_bytes(recording: Recording, sizes: np.ndarray) -> np.ndarray:
     """[E, 4] bytes alive after each event, without gradients of parameters and casts of them."""
     left_out = recording.gradients | recording.casts
     change = np.zeros_like(sizes)
-    made: dict[int, int] = {}
+    allocations: dict[int, int] = {}
     for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
         if kind > Event.FREE or key in left_out:
             continue
         if kind == Event.ALLOCATE:
-            made[key] = index
+            allocations[key] = index
             change[index] = sizes[index]
         else:
-            change[index] = -sizes[made[key]]
+            change[index] = -sizes[allocations[key]]
     return np.cumsum(change, axis=0)
 
 
 def _held_bytes(recording: Recording, sizes: np.ndarray, *, phases: np.ndarray) -> np.ndarray:
     """[E, 4] bytes made in one forward stretch and let go in a later one that does not read them, at the making, and less
     these bytes where they are let go."""
-    held = np.zeros_like(sizes)
-    made: dict[int, int] = {}
+    change = np.zeros_like(sizes)
+    allocations: dict[int, int] = {}
     read: dict[int, int] = {}
     for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
         if kind == Event.ALLOCATE:
-            made[key] = index
+            allocations[key] = index
         elif kind == Event.OPERATOR:
             read |= dict.fromkeys(recording.reads.get(index, ()), int(phases[index]))
         elif kind == Event.FREE and key not in recording.gradients | recording.casts:
-            born, phase = int(phases[made[key]]), int(phases[index])
+            born, phase = int(phases[allocations[key]]), int(phases[index])
             is_forward = born % 2 == phase % 2 == 0
             if is_forward and born < phase and read.get(key, born) == born:
-                held[made[key]] += sizes[made[key]]
-                held[index] -= sizes[made[key]]
-    return held
+                change[allocations[key]] += sizes[allocations[key]]
+                change[index] -= sizes[allocations[key]]
+    return change
 
 
 def _gradients_alive(recording: Recording, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -389,12 +389,12 @@ def _gradients_alive(recording: Recording, sizes: np.ndarray) -> tuple[np.ndarra
 
 
 def _cast_bytes(recording: Recording, sizes: np.ndarray, events: np.ndarray) -> int:
-    made = [
+    casts = [
         index
         for index in events
         if recording.kinds[index] == Event.ALLOCATE and recording.keys[index] in recording.casts
     ]
-    return int(sizes[made, 0].sum()) if made else 0
+    return int(sizes[casts, 0].sum()) if casts else 0
 
 
 def _operator_costs(measured: Measured, events: np.ndarray) -> tuple[OperatorCost, ...]:
@@ -438,14 +438,14 @@ def _forward_results(measured: Measured, events: np.ndarray) -> tuple[ForwardRes
         storages.setdefault(key, []).extend(
             made.pop(one) for one in recording.writes[event] if one in made and one not in recording.casts
         )
-    found = []
+    results = []
     for (name, before), indices in calls.items():
         indices_made = np.asarray(storages[name, before], dtype=np.int64)
         sizes, keys = measured.sizes[indices_made], [recording.keys[index] for index in indices_made]
         inside = np.asarray([key in division.storages for key in keys], dtype=bool)
         wanted = np.asarray([key in again for key in keys], dtype=bool)
         flops = measured.sizes[indices]
-        found.append(
+        results.append(
             ForwardResult(
                 name=name,
                 number=before,
@@ -455,15 +455,15 @@ def _forward_results(measured: Measured, events: np.ndarray) -> tuple[ForwardRes
                 read_again=growth(sizes[wanted].sum(axis=0), sizes[inside & wanted].sum(axis=0), measured.at),
             )
         )
-    return tuple(found)
+    return tuple(results)
 
 
 def _read_again(recording: Recording, events: np.ndarray) -> set[int]:
     """The storages of a forward pass that something it saves, beside what it hands on, is computed from: itself, or by
     operators of the pass."""
-    own, last = {int(event) for event in events}, int(events[-1]) if len(events) else -1
-    alive = {recording.keys[event] for event in own if recording.kinds[event] == Event.ALLOCATE}
-    alive -= {recording.keys[event] for event in own if recording.kinds[event] == Event.FREE}
+    indices, last = {int(event) for event in events}, int(events[-1]) if len(events) else -1
+    alive = {recording.keys[event] for event in indices if recording.kinds[event] == Event.ALLOCATE}
+    alive -= {recording.keys[event] for event in indices if recording.kinds[event] == Event.FREE}
     operators = list(recording.operators())
     handed = {
         key
@@ -472,7 +472,7 @@ def _read_again(recording: Recording, events: np.ndarray) -> set[int]:
         for key in recording.reads.get(event, ())
     }
     wanted = alive - handed
-    for event in sorted(own, reverse=True):
+    for event in sorted(indices, reverse=True):
         if wanted.intersection(recording.writes.get(event, ())):
             wanted.update(recording.reads.get(event, ()))
     return wanted

@@ -59,21 +59,21 @@ def compact_states(
 
     What several parameters share is counted for none of them. Functions that the optimizer compiles run as they are.
     """
-    found, shared = _measure_states(make_optimizer, _SIZES)
-    per_element = (found[_SIZES[1]] - found[_SIZES[0]]) / (_SIZES[1] - _SIZES[0])
-    constant = found[_SIZES[0]] - per_element * _SIZES[0]
-    compact = [n for n in _SIZES if found[n] < per_element * n + constant]
+    state_bytes, shared = _measure_states(make_optimizer, _SIZES)
+    per_element = (state_bytes[_SIZES[1]] - state_bytes[_SIZES[0]]) / (_SIZES[1] - _SIZES[0])
+    constant = state_bytes[_SIZES[0]] - per_element * _SIZES[0]
+    compact = [n for n in _SIZES if state_bytes[n] < per_element * n + constant]
     if not compact or _LARGE not in compact:
         return None
     smallest = _smallest_compact(make_optimizer, min(compact), per_element, constant)
     multiple = min(n - _LARGE for n in compact if n > _LARGE and n != 2 * _LARGE)
-    slope = (found[2 * _LARGE] - found[_LARGE]) / _LARGE
-    fixed = round(found[_LARGE] - slope * _LARGE - constant)
+    slope = (state_bytes[2 * _LARGE] - state_bytes[_LARGE]) / _LARGE
+    fixed = round(state_bytes[_LARGE] - slope * _LARGE - constant)
     block_elements, block_bytes = 1, 0
     if multiple == 1:
         one, two = _LARGE + 1, _LARGE + 2
-        inner = float(found[two] - found[one])
-        block_bytes = round(found[one] - found[_LARGE] - inner)
+        inner = float(state_bytes[two] - state_bytes[one])
+        block_bytes = round(state_bytes[one] - state_bytes[_LARGE] - inner)
         if block_bytes:
             block_elements, slope = round(block_bytes / (slope - inner)), inner
     return CompactStates(
@@ -109,8 +109,8 @@ def _smallest_compact(
     """The smallest of the sizes between half of ``compact`` and it that is compact, in sixteenths of the half."""
     half = compact // 2
     sizes = sorted({half + half * part // 16 for part in range(1, 16)} - {half})
-    found, _ = _measure_states(make, sizes) if sizes else ({}, 0)
-    return min((n for n in sizes if found[n] < per_element * n + constant), default=compact)
+    state_bytes, _ = _measure_states(make, sizes) if sizes else ({}, 0)
+    return min((n for n in sizes if state_bytes[n] < per_element * n + constant), default=compact)
 
 
 def _measure_states(
@@ -124,12 +124,12 @@ def _measure_states(
     with torch.compiler.set_stance("force_eager"):
         optimizer.step()
     storages = [_storage_bytes(optimizer.state[parameter].values()) for parameter in parameters]
-    owners = Counter(key for own in storages for key in own)
+    owners = Counter(key for state in storages for key in state)
     of_one = {
-        size: sum(num_bytes for key, num_bytes in own.items() if owners[key] == 1)
-        for size, own in zip(sizes, storages, strict=True)
+        size: sum(num_bytes for key, num_bytes in state.items() if owners[key] == 1)
+        for size, state in zip(sizes, storages, strict=True)
     }
-    shared = {key: num_bytes for own in storages for key, num_bytes in own.items() if owners[key] > 1}
+    shared = {key: num_bytes for state in storages for key, num_bytes in state.items() if owners[key] > 1}
     return of_one, sum(shared.values())
 
 

@@ -70,7 +70,7 @@ class Profile:
         """The profile that :meth:`to_json` wrote.
 
         Raises:
-            InputError: if the text is no profile, or one of another schema.
+            InputError: if the text is not a profile, or one of another schema.
         """
         return loads(cls, text)
 
@@ -100,13 +100,13 @@ class Profile:
         if not tails or "*" in selector:
             return "", ()
         tail = max(tails, key=len)
-        found = {
+        names = {
             name
             for classes in self.module_classes.values()
             for name in classes
             if name.endswith(f".{tail}") and not any(other.endswith(f".{name}") for other in classes)
         }
-        return tail, tuple(sorted(found))
+        return tail, tuple(sorted(names))
 
     def own_class_names(self) -> list[str]:
         """Bare class names of the model's modules that have a name of their own in torch or the user's code."""
@@ -150,9 +150,9 @@ def loads(kind: type[_T], text: str | bytes) -> _T:
         return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
+        location = ".".join(map(str, first["loc"]))
         raise InputError(
-            f"the profile cannot be read: {place or 'its root'}: {first['msg']} "
+            f"the profile cannot be read: {location or 'its root'}: {first['msg']} "
             f"({error.error_count()} problems). Profile the model again."
         ) from error
 

@@ -84,9 +84,9 @@ def unfold(
     Blocks of one kind must also have been called with equal shapes, or they do not stand for each other.
     """
     by_copy = {
-        container.copy_path(place): (container, place)
+        container.copy_path(index): (container, index)
         for container in containers.values()
-        for place in range(len(container.kept))
+        for index in range(len(container.kept))
     }
     stretches: list[Stretch] = []
     position = 0
@@ -99,19 +99,19 @@ def unfold(
             continue
         container, _ = by_copy[occurrence.block]
         run = [recorded[first] for first in firsts[position : position + len(container.kept)]]
-        expected = [container.copy_path(place) for place in range(len(container.kept))]
-        if container.path in seen or [one.block for one in run] != expected:
+        expected = [container.copy_path(index) for index in range(len(container.kept))]
+        if container.path in seen or [call.block for call in run] != expected:
             return None
         shapes: dict[str, object] = {}
         if any(
-            shapes.setdefault(kind, one.inputs) != one.inputs
-            for kind, one in zip(container.kinds, run, strict=True)
+            shapes.setdefault(kind, call.inputs) != call.inputs
+            for kind, call in zip(container.kinds, run, strict=True)
         ):
             return None
         seen.add(container.path)
         stretches += [
-            Stretch(path, position + place)
-            for path, place in zip(container.blocks, container.stands_for, strict=True)
+            Stretch(path, position + index)
+            for path, index in zip(container.blocks, container.stands_for, strict=True)
         ]
         position += len(container.kept)
     return stretches
@@ -139,23 +139,23 @@ def _expert_layer(spec: ParameterSpec, num_experts: int) -> str | None:
     if len(spec.shape) > 2 and spec.shape[0] == num_experts:
         return owner
     parts = spec.name.split(".")
-    for place, part in enumerate(parts[:-1]):
-        if part == "experts" and parts[place + 1].isdigit():
-            return ".".join(parts[: place + 1])
+    for index, part in enumerate(parts[:-1]):
+        if part == "experts" and parts[index + 1].isdigit():
+            return ".".join(parts[: index + 1])
     return None
 
 
 def _with_incoming(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """The segments with what is alive when their backward passes begin: what all that run later keep."""
     later: dict[str, Growth] = {}
-    found = []
+    result = []
     for segment in reversed(segments):
         costs = {}
         for key, cost in segment.costs.items():
             costs[key] = replace(cost, incoming=later.get(key, Growth()))
             later[key] = costs[key].incoming + cost.kept * segment.count
-        found.append(replace(segment, costs=MappingProxyType(costs)))
-    return tuple(reversed(found))
+        result.append(replace(segment, costs=MappingProxyType(costs)))
+    return tuple(reversed(result))
 
 
 def _is_same_block(first: Segment, second: Segment) -> bool:
@@ -322,7 +322,7 @@ def _combine_steps(steps: Sequence[RecordedStep], at: tuple[int, int]) -> Measur
         ),
         fused=_sum_coefficients(_masked_bytes(recordings, kernel_operands(first.recording)), steps, at[0]),
         outputs=_sum_coefficients(
-            [[one.outputs for one in step.occurrences] for step in steps], steps, at[0]
+            [[call.outputs for call in step.occurrences] for step in steps], steps, at[0]
         ),
         at=at,
     )
@@ -341,7 +341,7 @@ def _masked_bytes(
 def _fit_coefficients(values: Sequence[Sequence[int]], steps: Sequence[RecordedStep], at: int) -> np.ndarray:
     if len({step.sizes[0] for step in steps}) > 1:
         return by_samples(values, [step.sizes[0] for step in steps])
-    each = [by_divisor(own, steps[0].sizes[0], at) for own in values]
+    each = [by_divisor(row, steps[0].sizes[0], at) for row in values]
     return each[0] if len(steps) == 1 else by_lengths(each, [step.sizes[1] for step in steps])
 
 
@@ -349,7 +349,7 @@ def _sum_coefficients(
     values: Sequence[Sequence[tuple[int, ...]]], steps: Sequence[RecordedStep], at: int
 ) -> np.ndarray:
     """Coefficients of sums, found term by term: some terms grow and some do not."""
-    terms = _fit_coefficients([[size for group in own for size in group] for own in values], steps, at)
+    terms = _fit_coefficients([[size for group in row for size in group] for row in values], steps, at)
     owners = np.repeat(np.arange(len(values[0])), [len(group) for group in values[0]])
     sums = np.zeros((len(values[0]), 4))
     np.add.at(sums, owners, terms)

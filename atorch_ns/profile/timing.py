@@ -77,8 +77,8 @@ class ProfileDatabase:
 
     def get(self, key: BlockKey) -> BlockSeconds | None:
         """The times of a block; ``None`` if they were not measured."""
-        found = self._read_entries().get(key.text())
-        return None if found is None else BlockSeconds(*found)
+        times = self._read_entries().get(key.text())
+        return None if times is None else BlockSeconds(*times)
 
     def update(self, times: Mapping[BlockKey, BlockSeconds]) -> None:
         """Adds times; those under the same keys are replaced, all others stay, whoever wrote them."""
@@ -250,7 +250,7 @@ class _Measurement:
 
     def measure(self, skip: Mapping[BlockKey, BlockSeconds]) -> dict[BlockKey, BlockSeconds]:
         """Times of all that is not to be skipped."""
-        found: dict[BlockKey, BlockSeconds] = {}
+        results: dict[BlockKey, BlockSeconds] = {}
         precisions = dict.fromkeys(key for block in self._blocks.values() for key in block.costs)
         for precision in map(Precision.parse, precisions):
             missing = {
@@ -264,8 +264,8 @@ class _Measurement:
             for name, call in calls.items():
                 times = self._try_block(missing[name], call, precision)
                 if times is not None:
-                    found[self._block_key(name, precision.key)] = times
-        return found
+                    results[self._block_key(name, precision.key)] = times
+        return results
 
     def _block_key(self, name: str, precision: str) -> BlockKey:
         num_samples, num_tokens = self._subject.sizes
@@ -290,8 +290,8 @@ def _time_block(
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         if not tensor.is_floating_point():
             return tensor.detach().to(device, copy=True)
-        made = torch.empty(tensor.shape, dtype=precision.dtype_of(kind, tensor), device=device)
-        return made.normal_(std=0.02)
+        result = torch.empty(tensor.shape, dtype=precision.dtype_of(kind, tensor), device=device)
+        return result.normal_(std=0.02)
 
     module = copy_structure(block, make, {})
     precision.install(module, {})
@@ -343,8 +343,8 @@ def _real_inputs(call: ModuleCall, device: torch.device) -> tuple[tuple[Any, ...
             return tensor.detach().to(device)
         if not tensor.is_floating_point():
             return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
-        made = torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
-        return made.requires_grad_(tensor.requires_grad)
+        result = torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
+        return result.requires_grad_(tensor.requires_grad)
 
     def plain(value: Any) -> Any:
         """Without what holds state between calls, such as a cache of keys and values."""

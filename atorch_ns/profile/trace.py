@@ -82,7 +82,7 @@ def growth(
         words: [4] of the part between the head and the loss.
     """
     largest = float(np.abs(coefficients).max())
-    found = Growth(*(0.0 if abs(value) < 1e-9 * largest else float(value) for value in coefficients))
+    result = Growth(*(0.0 if abs(value) < 1e-9 * largest else float(value) for value in coefficients))
     whole = float(values_at(coefficients[None], *at)[0])
 
     def share(of: np.ndarray | None) -> float:
@@ -90,7 +90,7 @@ def growth(
             return 0.0
         return min(1.0, max(0.0, float(values_at(of[None], *at)[0]) / whole))
 
-    return replace(found, divided=share(inside), words=share(words))
+    return replace(result, divided=share(inside), words=share(words))
 
 
 def precision_key(weights: str, autocast: str | None) -> str:
@@ -132,15 +132,15 @@ class Growth:
         return self.constant + num_samples * inner
 
     def __add__(self, other: Growth) -> Growth:
-        own, more = abs(self.at(1)), abs(other.at(1))
-        total = own + more or 1.0
+        amount, more = abs(self.at(1)), abs(other.at(1))
+        total = amount + more or 1.0
         return Growth(
             self.constant + other.constant,
             self.per_sample + other.per_sample,
             self.per_token + other.per_token,
             self.per_pair + other.per_pair,
-            (own * self.divided + more * other.divided) / total,
-            (own * self.words + more * other.words) / total,
+            (amount * self.divided + more * other.divided) / total,
+            (amount * self.words + more * other.words) / total,
         )
 
     def __mul__(self, factor: float) -> Growth:
@@ -269,7 +269,7 @@ class ParameterSpec:
     """One parameter of a segment.
 
     Attributes:
-        name: relative to the segment; the full path where the segment is no module.
+        name: relative to the segment; the full path where the segment is not a module.
         shape: the shape of the whole tensor.
         dtype: name of the torch dtype in the user's model.
         trainable: whether it requires a gradient.

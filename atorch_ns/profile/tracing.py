@@ -80,16 +80,16 @@ class TraceFallbacks:
             InputError: if the model or the loss raises in a real step too, or the model has no values to
                 take one with.
         """
-        prime, own = self._prime_batch_size(), self._subject.sizes[0]
+        prime, batch_size = self._prime_batch_size(), self._subject.sizes[0]
         reason: Exception | None = None
-        for truncated, num_samples in ((True, prime), (False, prime), (False, own)):
+        for truncated, num_samples in ((True, prime), (False, prime), (False, batch_size)):
             try:
                 traced = self._trace_fake_steps(truncated, num_samples, self._sequence_lengths(1))
             except Exception as error:  # whatever the user's code raises on fake tensors
                 reason = reason or error
                 continue
             if num_samples != prime:
-                traced = replace(traced, notes=(*traced.notes, _fixed_batch(own)))
+                traced = replace(traced, notes=(*traced.notes, _fixed_batch(batch_size)))
             return self._with_lengths(traced, truncated, num_samples, sequence)
         assert reason is not None
         return self._trace_real_steps(reason)
@@ -163,7 +163,7 @@ class TraceFallbacks:
         try:
             return Traced(segments_of(subject, steps, {}), "real", (note, *notes))
         except DifferentEventsError as error:
-            single = {key: own[:1] for key, own in steps.items()}
+            single = {key: runs[:1] for key, runs in steps.items()}
             other = f"Sizes are taken to grow with the batch where {num_samples} divides them: {error}."
             return Traced(segments_of(subject, single, {}), "real", (note, *notes, other))
 
@@ -229,10 +229,10 @@ def profile_model(
     Raises:
         InputError: if the model or the loss raises on the sample batch, really run.
     """
-    found = repeated_blocks(model)
+    layers = repeated_blocks(model)
     if blocks is not None:
-        found = [NamedModule(path, model.get_submodule(path)) for path in blocks]
-    modules = {block.name: block.module for block in found}
+        layers = [NamedModule(path, model.get_submodule(path)) for path in blocks]
+    modules = {block.name: block.module for block in layers}
     sizes = samples_and_tokens(batch)
     usable = "cpu" if _is_unused(device) else device
     subject = Subject(

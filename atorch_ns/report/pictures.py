@@ -29,11 +29,11 @@ def save_pictures(report: TrainingReport, folder: str | PathLike[str]) -> list[P
     Raises:
         InputError: if a file cannot be written.
     """
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
+    directory = Path(folder)
+    directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for figure in report_figures(report.search, report.timeline_info):
-        path = place / f"{figure.name}.svg"
+        path = directory / f"{figure.name}.svg"
         write_text(path, _standalone_picture(str(figure.picture)))
         paths.append(path)
     return paths

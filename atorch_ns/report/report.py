@@ -185,13 +185,13 @@ class TrainingReport:
         """Reads report.json.
 
         Raises:
-            InputError: if it is no report, or one of another schema.
+            InputError: if it is not a report, or one of another schema.
         """
         try:
             document = json.loads(text)
         except ValueError as error:
             raise InputError(
-                f"{source} is no report: it is not JSON ({error}). Give a report.json."
+                f"{source} is not a report: it is not JSON ({error}). Give a report.json."
             ) from None
         if isinstance(document, Mapping) and "outcome" in document:  # a search's outcome alone
             return cls(search=outcome_from_json(text))
@@ -229,7 +229,7 @@ class TrainingReport:
             peak_bytes: peak memory of this rank.
 
         Raises:
-            InputError: without steps, or with one that is no positive time.
+            InputError: without steps, or with one that is not a positive time.
         """
         return replace(
             self, actual=Actual(step_seconds=tuple(map(float, step_seconds)), peak_bytes=peak_bytes)

@@ -48,7 +48,7 @@ LONG_STEP_S = 5.0
 
 def default_max_trials(knowledge: Knowledge) -> int:
     """The most trials of a search that was given no number."""
-    runnable = sum(one.pruned is None for one in knowledge.candidates)
+    runnable = sum(candidate.pruned is None for candidate in knowledge.candidates)
     return max(LEAST_TRIALS, runnable // SHARE_OF_TRIALS)
 
 
@@ -70,7 +70,7 @@ def stop_reason(knowledge: Knowledge, settings: SearchSettings) -> str:
                 f"below {settings.win_probability:.1%}"
             )
     if settings.max_trials is None and number >= default_max_trials(knowledge):
-        runnable = sum(one.pruned is None for one in knowledge.candidates)
+        runnable = sum(candidate.pruned is None for candidate in knowledge.candidates)
         few = number <= runnable / SHARE_OF_TRIALS
         share = "fifth" if few else f"share of {number / max(1, runnable):.0%}"
         return f"{number} trials of {runnable} candidates were run, a {share}"
@@ -82,7 +82,7 @@ def _common_failure(knowledge: Knowledge) -> str:
     judged = [(key, entry.merged) for key, entry in knowledge.ledger if entry.judged]
     reasons = {end.reason if end.status == "raised" else "" for _, end in judged}
     if len(judged) >= SAME_ERRORS and len(reasons) == 1:
-        methods = {one.key: {name for name, _ in one.steps} for one in knowledge.candidates}
+        methods = {candidate.key: {name for name, _ in candidate.steps} for candidate in knowledge.candidates}
         shared = set.intersection(*(methods[key] for key, _ in judged))
         others = (methods[knowledge.candidates[index].key] for index in knowledge.open)
         reason = reasons.pop()

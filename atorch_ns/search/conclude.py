@@ -104,30 +104,30 @@ def _best_predicted(knowledge: Knowledge) -> Preferred | None:
     if any(entry.judged and key not in knowledge.short_of_memory for key, entry in ledger):
         return None
     free = [knowledge.candidates[index] for index in knowledge.open]
-    free = [one for one in free if _without_a_fault(ledger.get(one.key))]
-    plain = next((one for one in free if one.is_baseline), None)
+    free = [candidate for candidate in free if _without_a_fault(ledger.get(candidate.key))]
+    plain = next((candidate for candidate in free if candidate.is_baseline), None)
     if plain is not None:
         return Preferred(plain)
-    free.sort(key=lambda one: objective.predicted(one) or math.inf)
+    free.sort(key=lambda candidate: objective.predicted(candidate) or math.inf)
     return prefer(free, objective, knowledge.limit_for_tensors) if free else None
 
 
 def _without_a_fault(entry: Entry | None) -> bool:
     """Whether nothing is known against a candidate: not tried, or ended before it could show anything."""
-    return entry is None or (not entry.outcomes and all(one.status == "cancelled" for one in entry.lost))
+    return entry is None or (not entry.outcomes and all(trial.status == "cancelled" for trial in entry.lost))
 
 
 def _build_rows(knowledge: Knowledge, reasons: Reasons) -> list[Row]:
     tried = len(knowledge.ledger) > 0
     sizes = knowledge.bytes if tried else None
     rows = []
-    for index, one in enumerate(knowledge.candidates):
-        entry = knowledge.ledger.get(one.key)
+    for index, candidate in enumerate(knowledge.candidates):
+        entry = knowledge.ledger.get(candidate.key)
         fate, reason = reasons.of(index)
-        priced = tried and one.estimate is not None
+        priced = tried and candidate.estimate is not None
         rows.append(
             Row(
-                candidate=one,
+                candidate=candidate,
                 fate=fate,
                 reason=reason,
                 trial=entry.merged if entry is not None else None,

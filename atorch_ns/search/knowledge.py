@@ -52,14 +52,14 @@ class Knowledge:
         self.objective = objective
         self.limit_bytes = limit_bytes
         self._features = features
-        self._by_key = {one.key: one for one in candidates}
+        self._by_key = {candidate.key: candidate for candidate in candidates}
 
     @functools.cached_property
     def ranked(self) -> list[RankedCandidate]:
         """The candidates that were measured, fit and have right numerics; best first."""
-        found = rank_candidates(self._by_key, self.ledger, self.objective, self.limit_bytes)
+        ranking = rank_candidates(self._by_key, self.ledger, self.objective, self.limit_bytes)
         rejected = self.ledger.rejected
-        return [one for one in found if one.candidate.key not in rejected]
+        return [result for result in ranking if result.candidate.key not in rejected]
 
     @functools.cached_property
     def winner(self) -> RankedCandidate | None:
@@ -86,10 +86,10 @@ class Knowledge:
     @functools.cached_property
     def posterior(self) -> Posterior:
         """The logarithm of the objective."""
-        predicted = [self.objective.predicted(one) for one in self.candidates]
+        predicted = [self.objective.predicted(candidate) for candidate in self.candidates]
         rows = [
-            (index, self.objective.measured(one, entry.merged), self.objective.noise(entry.merged))
-            for index, one, entry in self._ok_entries()
+            (index, self.objective.measured(candidate, entry.merged), self.objective.noise(entry.merged))
+            for index, candidate, entry in self._ok_entries()
         ]
         return self._fit_posterior(self._features, predicted, rows)
 
@@ -98,14 +98,14 @@ class Knowledge:
         """The logarithm of the step's seconds."""
         if self.objective.counts_time:
             return self.posterior
-        predicted = [one.predicted_seconds for one in self.candidates]
+        predicted = [candidate.predicted_seconds for candidate in self.candidates]
         rows = [(index, entry.merged.median_seconds, 0.0) for index, _, entry in self._ok_entries()]
         return self._fit_posterior(self._features, predicted, rows)
 
     @functools.cached_property
     def bytes(self) -> Posterior | None:
         """The logarithm of the bytes that a rank needs, of tensors and beside them; ``None`` where memory was not predicted."""
-        tensors = [one.predicted_bytes for one in self.candidates]
+        tensors = [candidate.predicted_bytes for candidate in self.candidates]
         if not all(value for value in tensors):
             return None
         predicted = [(value or 0.0) + self.unpredicted_bytes for value in tensors]
@@ -127,14 +127,14 @@ class Knowledge:
     @functools.cached_property
     def beside(self) -> BesideTensors | None:
         """What the trials so far needed beside tensors; ``None`` where none has shown it."""
-        found = sorted(
+        amounts = sorted(
             entry.merged.beside_bytes
             for _, _, entry in self._ok_entries()
             if entry.merged.beside_bytes is not None
         )
-        if not found:
+        if not amounts:
             return None
-        return BesideTensors(found[0], round(statistics.median(found)), found[-1], len(found))
+        return BesideTensors(amounts[0], round(statistics.median(amounts)), amounts[-1], len(amounts))
 
     @functools.cached_property
     def _predicted_beside(self) -> float:
@@ -170,23 +170,23 @@ class Knowledge:
         refusals: dict[tuple[str, str], str] = {}
         ran: set[tuple[str, str]] = set()
         for index, entry in self._indexed_entries:
-            one, end = self.candidates[index], entry.merged
+            candidate, end = self.candidates[index], entry.merged
             if not entry.judged:
                 continue
             if end.succeeded:
-                ran.update(one.refusal_keys)
+                ran.update(candidate.refusal_keys)
             elif end.status == "refused":
-                for key in one.refusal_keys:
+                for key in candidate.refusal_keys:
                     if key[0] == end.refused_by:
-                        refusals.setdefault(key, f"{key[0]} refuses it as {one.label}: {end.reason}")
-        found: dict[str, str] = {}
-        for one in self.candidates:
-            if one.pruned is not None or self.ledger.judged(one.key):
+                        refusals.setdefault(key, f"{key[0]} refuses it as {candidate.label}: {end.reason}")
+        matches: dict[str, str] = {}
+        for candidate in self.candidates:
+            if candidate.pruned is not None or self.ledger.judged(candidate.key):
                 continue
-            reasons = [refusals[key] for key in one.refusal_keys if key in refusals and key not in ran]
+            reasons = [refusals[key] for key in candidate.refusal_keys if key in refusals and key not in ran]
             if reasons:
-                found[one.key] = reasons[0]
-        return found
+                matches[candidate.key] = reasons[0]
+        return matches
 
     @functools.cached_property
     def too_large(self) -> dict[str, str]:
@@ -202,23 +202,23 @@ class Knowledge:
         ]
         least = min(failed, key=lambda one: one.predicted_bytes or math.inf, default=None)
         least_bytes = math.inf if least is None else least.predicted_bytes or math.inf
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for index, one in enumerate(self.candidates):
             if one.pruned is not None or self.ledger.judged(one.key) or one.estimate is None:
                 continue
             if least is not None and one.estimate.peak_bytes >= ABOUT * least_bytes:
-                found[one.key] = (
+                reasons[one.key] = (
                     f"predicted to need {bytes_text(one.estimate.peak_bytes)}, and {least.label} ran out of "
                     f"memory with {bytes_text(least_bytes)}"
                 )
             elif self.bytes is not None and self.limit_bytes:
                 mean, deviation = self.bytes.mean[index], self.bytes.deviation[index]
                 if mean - deviation > math.log(self.limit_bytes):
-                    found[one.key] = (
+                    reasons[one.key] = (
                         f"needs {bytes_text(math.exp(mean))} of {bytes_text(self.limit_bytes)} (predicted, corrected "
                         f"by trials{self._beside_text()})"
                     )
-        return found
+        return reasons
 
     def _beside_text(self) -> str:
         if (beside := self.beside) is None or not self.unpredicted_bytes:
@@ -233,15 +233,15 @@ class Knowledge:
         Far below the limit, by prediction and measurement, the cause is another, and other candidates are not judged by it;
         nor by what ran out while it was applied, as by planning.
         """
-        found = set()
+        keys = set()
         for index, entry in self._indexed_entries:
-            one = self.candidates[index]
-            predicted = one.predicted_bytes
+            candidate = self.candidates[index]
+            predicted = candidate.predicted_bytes
             needed = max(math.inf if predicted is None else predicted, float(entry.merged.max_needed_bytes))
             of_steps = entry.merged.status == "out of memory" and not entry.merged.while_applying
             if of_steps and needed >= UNEXPLAINED_BELOW * self.limit_bytes:
-                found.add(one.key)
-        return frozenset(found)
+                keys.add(candidate.key)
+        return frozenset(keys)
 
     @property
     def num_out_of_memory(self) -> int:
@@ -263,7 +263,7 @@ class Knowledge:
             if not end.succeeded and self.candidates[index].key not in self.short_of_memory:
                 for method in suspects:
                     blame[method] = blame.get(method, 0.0) + 1 / len(suspects)
-        total = [sum(blame.get(method, 0.0) for method in one - works) for one in methods]
+        total = [sum(blame.get(method, 0.0) for method in names - works) for names in methods]
         return np.asarray([FAILURES_PUNISH**number for number in total])
 
     def chance_of_better(self, margin: float, seed: int) -> float:
@@ -293,8 +293,8 @@ class Knowledge:
 
     @functools.cached_property
     def _indexed_entries(self) -> list[tuple[int, Entry]]:
-        found = ((index, self.ledger.get(one.key)) for index, one in enumerate(self.candidates))
-        return [(index, entry) for index, entry in found if entry is not None]
+        pairs = ((index, self.ledger.get(candidate.key)) for index, candidate in enumerate(self.candidates))
+        return [(index, entry) for index, entry in pairs if entry is not None]
 
     def _ok_entries(self) -> list[tuple[int, Candidate, Entry]]:
         return [

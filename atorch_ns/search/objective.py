@@ -124,15 +124,15 @@ class Objective:
 
         The peak is taken to grow linearly from the given batch to the largest one.
         """
-        largest, given = candidate.largest_batch or 0, candidate.given_batch or 0
+        largest, batch = candidate.largest_batch or 0, candidate.given_batch or 0
         peak, estimate = candidate.largest_batch_bytes, candidate.estimate
-        if not (self._limit and peak and given and estimate is not None) or largest <= given:
+        if not (self._limit and peak and batch and estimate is not None) or largest <= batch:
             return largest
         excess = peak + more_bytes - self._limit
-        slope = (peak - estimate.peak_bytes) / (largest - given)
+        slope = (peak - estimate.peak_bytes) / (largest - batch)
         if excess <= 0 or slope <= 0:
             return largest
-        return max(given, int((largest - excess / slope) // given) * given)
+        return max(batch, int((largest - excess / slope) // batch) * batch)
 
     def noise(self, outcome: TrialOutcome) -> float:
         """Relative standard error of a measurement, as far as the steps of one trial show it."""

@@ -244,9 +244,9 @@ def outcome_from_json(text: str | bytes) -> SearchOutcome:
     try:
         document = json.loads(text)
     except ValueError as error:
-        raise InputError(f"this is no search outcome: it is not JSON: {error}.") from None
+        raise InputError(f"this is not a search outcome: it is not JSON: {error}.") from None
     if not isinstance(document, dict) or "outcome" not in document:
-        raise InputError("this is no search outcome: it has no key 'outcome' at the top.")
+        raise InputError("this is not a search outcome: it has no key 'outcome' at the top.")
     if document.get("schema") != SCHEMA:
         raise InputError(
             f"this search outcome has schema {document.get('schema')!r}, and this version reads {SCHEMA}. "

@@ -56,7 +56,7 @@ def drift(ledger: Ledger, objective: Objective) -> float:
         return 0.0
     squares, number = 2 * DRIFT**2, 2
     for _, entry in ledger:
-        medians = [math.log(one.median_seconds) for one in entry.outcomes if one.succeeded]
+        medians = [math.log(outcome.median_seconds) for outcome in entry.outcomes if outcome.succeeded]
         if len(medians) > 1:
             squares += statistics.variance(medians) * (len(medians) - 1)
             number += len(medians) - 1
@@ -68,7 +68,7 @@ def rank_candidates(
 ) -> list[RankedCandidate]:
     """The candidates that ran and fit, best first."""
     between = drift(ledger, objective)
-    found = []
+    ranking = []
     for key, entry in ledger:
         if key not in candidates or not entry.judged or not (outcome := entry.merged).succeeded:
             continue
@@ -79,8 +79,8 @@ def rank_candidates(
             continue
         number = len(entry.outcomes)
         error = math.hypot(objective.noise(outcome), between / math.sqrt(number))
-        found.append(RankedCandidate(candidates[key], value, error, outcome, number))
-    return sorted(found, key=lambda one: (one.value, one.candidate.key))
+        ranking.append(RankedCandidate(candidates[key], value, error, outcome, number))
+    return sorted(ranking, key=lambda result: (result.value, result.candidate.key))
 
 
 def tied_with_best(ranked: list[RankedCandidate]) -> list[RankedCandidate]:
@@ -93,13 +93,13 @@ def tied_with_best(ranked: list[RankedCandidate]) -> list[RankedCandidate]:
     baseline_z = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / max(1, len(ranked) - 1))
     best = ranked[0]
 
-    def as_good(one: RankedCandidate) -> bool:
-        error = math.hypot(one.error * one.value, best.error * best.value)
-        if one.candidate.is_baseline:
-            return one.value - best.value <= baseline_z * error
-        return one.value - best.value <= min(CONFIDENCE_Z * error, SAME_WITHIN * best.value)
+    def as_good(result: RankedCandidate) -> bool:
+        error = math.hypot(result.error * result.value, best.error * best.value)
+        if result.candidate.is_baseline:
+            return result.value - best.value <= baseline_z * error
+        return result.value - best.value <= min(CONFIDENCE_Z * error, SAME_WITHIN * best.value)
 
-    return [one for one in ranked if as_good(one)]
+    return [result for result in ranked if as_good(result)]
 
 
 def choose(ranked: list[RankedCandidate], objective: Objective) -> RankedCandidate | None:
@@ -110,23 +110,23 @@ def choose(ranked: list[RankedCandidate], objective: Objective) -> RankedCandida
     if not ranked:
         return None
     tied = tied_with_best(ranked)
-    plain = next((one for one in tied if one.candidate.is_baseline), None)
+    plain = next((result for result in tied if result.candidate.is_baseline), None)
     if plain is not None:
         return plain
     if objective.kind == "batch":
-        return min(tied, key=lambda one: (one.outcome.median_seconds, one.candidate.key))
+        return min(tied, key=lambda result: (result.outcome.median_seconds, result.candidate.key))
     return min(tied, key=_measured_complexity)
 
 
 def noise(ranked: Iterable[RankedCandidate]) -> float:
     """Median relative standard error of all trials that ran, drift between trials included; 0 before any."""
-    errors = [one.error for one in ranked]
+    errors = [result.error for result in ranked]
     return statistics.median(errors) if errors else 0.0
 
 
 def step_noise(ranked: Iterable[RankedCandidate]) -> float:
     """The same from the steps of each trial alone (``noise_seconds`` over ``median_seconds``), as in every ``±``."""
-    errors = [one.outcome.noise_seconds / one.outcome.median_seconds for one in ranked]
+    errors = [result.outcome.noise_seconds / result.outcome.median_seconds for result in ranked]
     known = [error for error in errors if math.isfinite(error)]
     return statistics.median(known) if known else 0.0
 

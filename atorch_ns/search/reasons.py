@@ -20,18 +20,18 @@ STATES = ("parameters", "gradients", "optimizer")
 def nearest_miss(knowledge: Knowledge) -> str:
     """One sentence: what came nearest, what it lacks, what to do. Empty if there are no candidates."""
     ledger, limit_bytes = knowledge.ledger, knowledge.limit_bytes
-    found = (_bytes_over_limit(one, knowledge) for one in knowledge.candidates)
-    over = [miss for miss in found if miss is not None]
+    misses = (_bytes_over_limit(candidate, knowledge) for candidate in knowledge.candidates)
+    over = [miss for miss in misses if miss is not None]
     other = [
-        (one, entry)
-        for one in knowledge.candidates
-        if (entry := ledger.get(one.key)) is not None and not entry.merged.succeeded
+        (candidate, entry)
+        for candidate in knowledge.candidates
+        if (entry := ledger.get(candidate.key)) is not None and not entry.merged.succeeded
     ]
     unexplained = any(
-        entry.merged.status != "out of memory" or one.key not in knowledge.short_of_memory
-        for one, entry in other
+        entry.merged.status != "out of memory" or candidate.key not in knowledge.short_of_memory
+        for candidate, entry in other
     )
-    if over and not (unexplained and all(ledger.get(one.key) is None for _, _, one in over)):
+    if over and not (unexplained and all(ledger.get(candidate.key) is None for _, _, candidate in over)):
         excess, rank, nearest = min(over, key=lambda miss: (miss[0], miss[2].key))
         where = f"rank {rank}" if rank is not None else "every rank"
         predicted = "" if ledger.get(nearest.key) is not None else ", predicted"
@@ -41,13 +41,13 @@ def nearest_miss(knowledge: Knowledge) -> str:
         part = f" ({largest_part(nearest.estimate)})" if nearest.estimate is not None else ""
         return f"{nearest.label} comes nearest: it {need}{part}; {_memory_advice(nearest, knowledge)}"
     if other:
-        one, entry = other[0]
+        candidate, entry = other[0]
         why = entry.merged.reason or entry.merged.status
         if entry.merged.status == "out of memory":
             why = f"out of memory, which {UNEXPLAINED}: {entry.merged.reason or 'no message'}"
         kinds = {entry.merged.status for _, entry in other}
         same = " All trials ended so." if len(other) > 1 and len(kinds) == 1 else ""
-        return f"{one.label} ended: {why}.{same} See its log: {entry.merged.log or 'none was kept'}"
+        return f"{candidate.label} ended: {why}.{same} See its log: {entry.merged.log or 'none was kept'}"
     return ""
 
 
@@ -72,10 +72,10 @@ def _memory_advice(nearest: Candidate, knowledge: Knowledge) -> str:
         return nearest.pruned.hint
     has = {name for name, _ in nearest.steps}
     peak, untried = nearest.predicted_bytes or 0.0, [knowledge.candidates[index] for index in knowledge.open]
-    untried = [one for one in untried if knowledge.ledger.get(one.key) is None]
-    smaller = [one for one in untried if (one.predicted_bytes or math.inf) < peak]
+    untried = [candidate for candidate in untried if knowledge.ledger.get(candidate.key) is None]
+    smaller = [candidate for candidate in untried if (candidate.predicted_bytes or math.inf) < peak]
     if smaller:
-        best = min(smaller, key=lambda one: one.predicted_bytes or 0.0)
+        best = min(smaller, key=lambda candidate: candidate.predicted_bytes or 0.0)
         new = [name for name, _ in best.steps if name not in has]
         return f"try {' and '.join(new) or best.label}, which was not tried"
     if nearest.estimate is not None:
@@ -107,7 +107,7 @@ class Reasons:
         self._objective = knowledge.objective
         self._limit = knowledge.limit_bytes
         self._stop_reason = stop_reason
-        self._ranked = {one.candidate.key: one for one in knowledge.ranked}
+        self._ranked = {result.candidate.key: result for result in knowledge.ranked}
         self._rejected = knowledge.ledger.rejected
         self._winner = knowledge.winner
 

@@ -264,11 +264,11 @@ class Search:
         """Why the strategy of an earlier search is enough; empty if it is not."""
         if self._known is None or len(self._ledger) != 1 or not self._knowledge.ranked:
             return ""
-        one = self._knowledge.ranked[0]
-        slower = one.outcome.median_seconds / self._known.seconds - 1
-        if one.candidate.key != self._known.key or slower > max(KNOWN_WITHIN, CONFIDENCE_Z * one.error):
+        best = self._knowledge.ranked[0]
+        slower = best.outcome.median_seconds / self._known.seconds - 1
+        if best.candidate.key != self._known.key or slower > max(KNOWN_WITHIN, CONFIDENCE_Z * best.error):
             return ""
-        now, then = seconds_text(one.outcome.median_seconds), seconds_text(self._known.seconds)
+        now, then = seconds_text(best.outcome.median_seconds), seconds_text(self._known.seconds)
         return f"an earlier search found it, and one trial confirms it ({now}, then {then})"
 
     @property
@@ -352,14 +352,14 @@ class Search:
         return replace(self._task_of(one, rule, deadline_s, "single"), steps=plain[0].steps)
 
     def _trial_task(self, key: str) -> TrialTask:
-        one = self._by_key[key]
+        candidate = self._by_key[key]
         ranked = self._knowledge.ranked
-        predicted = math.exp(self._knowledge.seconds.mean[self.candidates.index(one)])
+        predicted = math.exp(self._knowledge.seconds.mean[self.candidates.index(candidate)])
         best = ranked[0] if ranked else None
         rule = self._budget.rule(best, predicted, times=self._objective.counts_time)
-        known = predicted if ranked and one.estimate is not None else None
-        deadline = self._budget.deadline(one, rule, known)
-        return self._task_of(one, rule, deadline, "trial")
+        known = predicted if ranked and candidate.estimate is not None else None
+        deadline = self._budget.deadline(candidate, rule, known)
+        return self._task_of(candidate, rule, deadline, "trial")
 
     def _task_of(self, one: Candidate, rule: StopRule, deadline_s: float, kind: TaskKind) -> TrialTask:
         self._last_id += 1

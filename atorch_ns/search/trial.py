@@ -204,19 +204,19 @@ class Entry:
         """All its trials as one: steps of all, the largest peaks; a failure counts above a success."""
         if not self.outcomes:
             return self.lost[-1]
-        failed = [one for one in self.outcomes if not one.succeeded]
+        failed = [outcome for outcome in self.outcomes if not outcome.succeeded]
         if failed or len(self.outcomes) == 1:
             return (failed or self.outcomes)[-1]
         last = self.outcomes[-1]
         return replace(
             last,
-            status="ok" if any(one.status == "ok" for one in self.outcomes) else last.status,
-            step_seconds=tuple(step for one in self.outcomes for step in one.step_seconds),
-            peak_bytes=_max_per_rank([one.peak_bytes for one in self.outcomes]),
-            process_bytes=_max_per_rank([one.process_bytes for one in self.outcomes]),
-            further_bytes=_max_per_rank([one.further_bytes for one in self.outcomes]),
-            setup_seconds=max(one.setup_seconds for one in self.outcomes),
-            total_seconds=sum(one.total_seconds for one in self.outcomes),
+            status="ok" if any(outcome.status == "ok" for outcome in self.outcomes) else last.status,
+            step_seconds=tuple(step for outcome in self.outcomes for step in outcome.step_seconds),
+            peak_bytes=_max_per_rank([outcome.peak_bytes for outcome in self.outcomes]),
+            process_bytes=_max_per_rank([outcome.process_bytes for outcome in self.outcomes]),
+            further_bytes=_max_per_rank([outcome.further_bytes for outcome in self.outcomes]),
+            setup_seconds=max(outcome.setup_seconds for outcome in self.outcomes),
+            total_seconds=sum(outcome.total_seconds for outcome in self.outcomes),
         )
 
     @property

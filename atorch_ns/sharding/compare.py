@@ -31,8 +31,8 @@ def gradients_of(total: torch.Tensor, targets: Sequence[torch.Tensor]) -> list[t
     """The gradients of ``total`` for each target; zeros where it does not depend on it."""
     if not total.requires_grad:
         return [torch.zeros_like(target) for target in targets]
-    found = torch.autograd.grad(total, targets, allow_unused=True)
-    pairs = zip(targets, found, strict=True)
+    gradients = torch.autograd.grad(total, targets, allow_unused=True)
+    pairs = zip(targets, gradients, strict=True)
     return [torch.zeros_like(target) if grad is None else grad.to_dense() for target, grad in pairs]
 
 
@@ -88,7 +88,7 @@ class InFloat32(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = dict(kwargs or {})
-        if given.get("dtype") in (torch.bfloat16, torch.float16):
-            given["dtype"] = torch.float32
-        return func(*args, **given)
+        options = dict(kwargs or {})
+        if options.get("dtype") in (torch.bfloat16, torch.float16):
+            options["dtype"] = torch.float32
+        return func(*args, **options)

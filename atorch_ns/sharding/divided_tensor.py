@@ -113,13 +113,13 @@ class DividedTensor(torch.Tensor):
         kwargs = dict(kwargs or {})
         if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        divided = next((one for one in (*args, *kwargs.values()) if isinstance(one, cls)), None)
+        divided = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, cls)), None)
         if divided is not None:
             if func in _AUTOGRAD:
                 return func(divided._part, *args[1:], **kwargs)
-            found = cls._on_parts(divided, func, args, kwargs)
-            if found is not NotImplemented:
-                return found
+            result = cls._on_parts(divided, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if func is torch.autograd.grad:
             _refuse_gradient(kwargs.get("inputs", args[1] if len(args) > 1 else ()))
         return on_whole(func, args, kwargs)
@@ -137,16 +137,16 @@ class DividedTensor(torch.Tensor):
 
 def whole_logits(data: Any) -> Any:
     """``data`` with whole tensors in place of divided ones; collective where there are any."""
-    found: list[DividedTensor] = []
+    tensors: list[DividedTensor] = []
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DividedTensor):
-            found.append(tensor)
+            tensors.append(tensor)
             return tensor.whole()
         return tensor
 
-    made = map_tensors(gathered, data)
-    return made if found else data
+    result = map_tensors(gathered, data)
+    return result if tensors else data
 
 
 def changes_in_place(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

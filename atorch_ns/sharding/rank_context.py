@@ -188,16 +188,16 @@ class Region:
         self._restore: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: Any) -> Region:
-        made = Region(
+        region = Region(
             self._group,
             num_rows=self._num_rows,
             random=self.random,
             sequence_dim=self.sequence_dim,
             traced=self.traced,
         )
-        made.gathers = self.gathers
-        memo[id(self)] = made
-        return made
+        region.gathers = self.gathers
+        memo[id(self)] = region
+        return region
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """The input of a column-parallel layer, communicated once for each tensor."""

@@ -86,16 +86,16 @@ def read_strategy_path(path: str | PathLike[str]) -> dict[str, Any]:
     Raises:
         StrategyFileError: naming the file and what is wrong with it.
     """
-    place = Path(path)
+    file_path = Path(path)
     try:
-        content = place.read_bytes()
+        content = file_path.read_bytes()
     except FileNotFoundError:
         raise StrategyFileError("no such strategy file", source=str(path)) from None
     except OSError as error:
         raise StrategyFileError(
             f"cannot read the strategy file: {error.strerror or error}", source=str(path)
         ) from error
-    return read_strategy_bytes(content, name=str(place))
+    return read_strategy_bytes(content, name=str(file_path))
 
 
 def read_strategy_bytes(content: bytes, *, name: str) -> dict[str, Any]:
@@ -131,11 +131,11 @@ def write_atomically(path: str | PathLike[str], document: dict[str, JSON]) -> No
     Raises:
         StrategyFileError: if the folder is missing or cannot be written.
     """
-    place = Path(path)
+    file = Path(path)
     try:
-        write_whole(place, strategy_bytes(document, place.suffix))
+        write_whole(file, strategy_bytes(document, file.suffix))
     except OSError as error:
-        raise StrategyFileError(f"cannot write the strategy to {place}: {error}", source=str(path)) from error
+        raise StrategyFileError(f"cannot write the strategy to {file}: {error}", source=str(path)) from error
 
 
 def _parse_content(content: bytes, name: str) -> Any:
@@ -200,4 +200,4 @@ def _in_words(issue: Any) -> str:
     """The problem that pydantic found, without its names of our classes."""
     if issue["type"] != "model_type":
         return str(issue["msg"])
-    return f'{issue["input"]!r} is no method: write its name, [name, config] or {{"name": …, "config": …}}'
+    return f'{issue["input"]!r} is not a method: write its name, [name, config] or {{"name": …, "config": …}}'

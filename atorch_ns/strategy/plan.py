@@ -251,7 +251,7 @@ class AxisUse(NamedTuple):
 
 
 def _merge_fields(mine: Any, other: Any) -> Any:
-    said = {one.name: value for one in fields(mine) if (value := getattr(mine, one.name)) != one.default}
+    said = {spec.name: value for spec in fields(mine) if (value := getattr(mine, spec.name)) != spec.default}
     return replace(other, **said)
 
 
@@ -303,7 +303,7 @@ class Plan:
         for name, new in changes.items():
             value, old = new, getattr(self, name)
             if isinstance(new, Mapping):
-                other = {key: one for key, one in new.items() if getattr(old, key) != one}
+                other = {key: setting for key, setting in new.items() if getattr(old, key) != setting}
                 value = replace(old, **other) if other else old
             if value is not old:
                 values[name] = value

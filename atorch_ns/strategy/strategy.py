@@ -232,7 +232,7 @@ class Strategy:
         if isinstance(source, Iterable):
             return cls(source)
         raise StrategyError(
-            f"{with_article(source)} is no strategy. Give a list of method names or (name, config) pairs, "
+            f"{with_article(source)} is not a strategy. Give a list of method names or (name, config) pairs, "
             "a Strategy, a path, or the bytes of a strategy file."
         )
 

@@ -280,12 +280,12 @@ class MethodConformance:
     def test_what_the_caller_gave_is_left_alone(self, config: Any) -> None:
         """The strategy, the arguments, the random states and the settings of torch are as before."""
         case = get_case(self.cases[0])
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "load_strategy": self._make_strategy(config),
             "optim_args": {"lr": 1e-3, "betas": [0.9, 0.99]},
             "dataloader_args": {"batch_size": self.global_batch, "drop_last": True},
         }
-        before = copy.deepcopy(given)
+        before = copy.deepcopy(options)
         with nothing_changes(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _, result, _ = auto_accelerate(
@@ -294,9 +294,9 @@ class MethodConformance:
                 SyntheticDataset(case, self.global_batch),
                 case.loss_func,
                 model_input_format=case.model_input_format,
-                **given,
+                **options,
             )
-            assert given == before, f"{before} became {given}"
+            assert options == before, f"{before} became {options}"
         assert result is not None, "auto_accelerate gives no result"
         rows = {row.name: row.why for row in result.report.rows}
         reported = rows.get(self.method.name) or " ".join(result.report.notes)

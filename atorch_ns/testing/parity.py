@@ -290,7 +290,7 @@ def accelerate_case(
     """
     from atorch_ns.api import auto_accelerate
 
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "optim_func": torch.optim.AdamW,
         "optim_args": dict(optim_args),
         "dataset": SyntheticDataset(case, steps * global_batch, seed=seed),
@@ -300,7 +300,7 @@ def accelerate_case(
         "load_strategy": strategy,
         **arguments,
     }
-    _, result, _ = auto_accelerate(case.build() if model is None else model, **given)
+    _, result, _ = auto_accelerate(case.build() if model is None else model, **options)
     assert result is not None
     return result
 

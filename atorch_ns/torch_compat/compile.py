@@ -107,8 +107,8 @@ class _CompiledCall:
         self._num_hooks = sum(map(len, self._tables))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, given = self._module, self._given
-        is_replaced = vars(module).get("forward") is not given  # for this call
+        module, override = self._module, self._given
+        is_replaced = vars(module).get("forward") is not override  # for this call
         if is_replaced or self._has_other_hooks():
             return module._call_impl(*args, **kwargs)
         vars(module)["forward"] = self._run
@@ -116,8 +116,8 @@ class _CompiledCall:
             return module._call_impl(*args, **kwargs)
         finally:
             vars(module).pop("forward")
-            if given is not None:
-                vars(module)["forward"] = given
+            if override is not None:
+                vars(module)["forward"] = override
 
     def _has_other_hooks(self) -> bool:
         """Whether there are hooks that the compiled code, whose guards leave hooks out, would not call."""
@@ -189,13 +189,13 @@ def _find_allocations(roots: Any) -> list[Any]:
     """The events of allocations, in the order of time."""
     from torch._C._profiler import _ExtraFields_Allocation
 
-    found, waiting = [], list(roots)
+    matches, waiting = [], list(roots)
     while waiting:
         event = waiting.pop()
         waiting.extend(event.children)
         if isinstance(event.extra_fields, _ExtraFields_Allocation):
-            found.append(event)
-    return sorted(found, key=lambda event: event.start_time_ns)
+            matches.append(event)
+    return sorted(matches, key=lambda event: event.start_time_ns)
 
 
 def _cpu_memory_flag() -> Any:

@@ -58,16 +58,16 @@ def functional_reduce_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGrou
 def functional_maximum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The largest of each element over the group, which a compiler takes into a graph."""
     collectives = torch.ops._c10d_functional
-    found: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(x, "max", group.group_name))
-    return found
+    maximum: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(x, "max", group.group_name))
+    return maximum
 
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group with this name (``distributed_c10d._resolve_process_group``)."""
     from torch.distributed import distributed_c10d
 
-    found: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
-    return found
+    process_group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    return process_group
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -225,8 +225,8 @@ def after_accumulation(parameter: nn.Parameter, hook: Callable[[torch.Tensor], N
 
 def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters whose gradients DDP averages, in its order (``_build_params_for_reducer``)."""
-    found: list[nn.Parameter] = model._build_params_for_reducer()[0]
-    return found
+    params: list[nn.Parameter] = model._build_params_for_reducer()[0]
+    return params
 
 
 def unreached_parameters(model: DistributedDataParallel) -> list[int]:
@@ -238,7 +238,7 @@ def unreached_parameters(model: DistributedDataParallel) -> list[int]:
         listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if listed is None:
             raise
-        return [int(place) for place in listed[1].split()]
+        return [int(index) for index in listed[1].split()]
     return []
 
 
@@ -295,17 +295,17 @@ def show_gathered(units: Iterable[FSDPModule]) -> None:
     units = tuple(units)
     _keep_reduced_dtypes(units)
     for parameter in parameters_of(units):
-        place = parameter._module_info
-        found = place.module._parameters.get(place.param_name)
+        info = parameter._module_info
+        entry = info.module._parameters.get(info.param_name)
         shard = parameter.sharded_param
         whole = getattr(parameter, "_unsharded_param", shard)
-        if found is not shard and found is not whole:
+        if entry is not shard and entry is not whole:
             raise StepError(
-                f"the parameter {place.param_name} of a {type(place.module).__name__} is another tensor than the one that was "
+                f"the parameter {info.param_name} of a {type(info.module).__name__} is another tensor than the one that was "
                 "divided, as by torch.func.functional_call, a parametrization or a new module, and gathering would put the "
                 "divided one in its place. Make the change before the call, or use ddp or zero1."
             )
-        if found is shard and parameter.sharded_state == ShardedState.UNSHARDED:
+        if entry is shard and parameter.sharded_state == ShardedState.UNSHARDED:
             if whole.requires_grad != shard.requires_grad:
                 whole.requires_grad_(shard.requires_grad)
             parameter._setattr_on_modules(whole)
@@ -383,10 +383,10 @@ def local_grad_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
 
     class LocalGradScaler(torch.amp.GradScaler):
         def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, torch.Tensor]:
-            found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
+            overflows: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
                 cast(Any, _LocalGroups(optimizer)), *args
             )
-            return found
+            return overflows
 
     return LocalGradScaler(device_type, **options)
 

@@ -83,12 +83,12 @@ def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             return argument
         return [_part_beside(value, target) for value, target in zip(argument, targets, strict=True)]
 
-    found = operator(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
-    if found is None:  # torch counts such a write to plain tensors alone
+    outputs = operator(*map(local, args), **{name: local(value) for name, value in kwargs.items()})
+    if outputs is None:  # torch counts such a write to plain tensors alone
         torch.autograd.graph.increment_version([leaf for leaf in targets if isinstance(leaf, DTensor)])
         return None
     wrap = DTensor._op_dispatcher.wrap
-    pairs = zip(found, targets, strict=True)
+    pairs = zip(outputs, targets, strict=True)
     return [wrap(part, target._spec) if isinstance(target, DTensor) else part for part, target in pairs]
 
 
@@ -289,12 +289,12 @@ def _written_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """The divided tensors that an operator writes to."""
     if not operator._schema.is_mutable:
         return []
-    found = [
+    targets = [
         args[index] if index < len(args) else kwargs.get(argument.name)
         for index, argument in enumerate(operator._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, DTensor)]
+    return [leaf for leaf in tree_leaves(targets) if isinstance(leaf, DTensor)]
 
 
 NO_SECOND_DERIVATIVE: Final = (
@@ -411,8 +411,8 @@ def _changing_operators() -> list[tuple[Any, bool]]:
 @functools.cache
 def _foreach_operators() -> list[Any]:
     """Operators of lists of tensors, place by place."""
-    found = [op for op in _operators_named("_foreach_") if not op._overloadname.endswith("out")]
-    return [operator for operator in found if not operator._schema.name.endswith(("norm", "max"))]
+    operators = [op for op in _operators_named("_foreach_") if not op._overloadname.endswith("out")]
+    return [operator for operator in operators if not operator._schema.name.endswith(("norm", "max"))]
 
 
 def _operators_named(prefix: str) -> list[Any]:

@@ -35,7 +35,7 @@ def dtensor_rules(call: Any, whole: Any, degree: int) -> tuple[Any, ...]:
         replace(whole, outputs=sides[:count], inputs=sides[count:], source="torch's DTensor")
         for sides in known
         if len(sides) == len(specs)
-        and all(_can_place(one, specs[number], degree, number < count) for number, one in enumerate(sides))
+        and all(_can_place(side, specs[number], degree, number < count) for number, side in enumerate(sides))
         and any(not isinstance(placement, Replicate) for placement in sides[:count])
     )
 
@@ -78,15 +78,15 @@ def _map_arguments(call: Any, function: Callable[[Any], Any]) -> tuple[Any, Any]
     """The arguments with ``function(spec)`` in place of each tensor."""
     kind = type(call.outputs[0])
     arguments = (call.args, dict(call.kwargs))
-    mapped: tuple[Any, Any] = tree_map(lambda one: function(one) if isinstance(one, kind) else one, arguments)
+    mapped: tuple[Any, Any] = tree_map(lambda arg: function(arg) if isinstance(arg, kind) else arg, arguments)
     return mapped
 
 
 def _counts_from_last(call: Any) -> bool:
     """Whether a dim is negative: strategies for scans take it as it is, and would divide that dim (torch 2.13)."""
-    names = [one.name for one in call.operator._schema.arguments]
-    given = [*zip(names, call.args, strict=False), *call.kwargs.items()]
-    return any(name.startswith("dim") and "-" in str(value) for name, value in given)
+    names = [argument.name for argument in call.operator._schema.arguments]
+    arguments = [*zip(names, call.args, strict=False), *call.kwargs.items()]
+    return any(name.startswith("dim") and "-" in str(value) for name, value in arguments)
 
 
 def _of_one_dim(call: Any, strategy: Callable[..., Sequence[Sequence[Any]]]) -> Iterator[tuple[Any, ...]]:
@@ -110,6 +110,6 @@ def _of_mesh(call: Any, strategy: Callable[[Any], Any], degree: int) -> Iterator
         return OpStrategy([OpSpec(one, input_specs=()) for one in placed])
 
     args, kwargs = _map_arguments(call, options)
-    for found in strategy(OpSchema(call.operator, args, kwargs)).strategies:
-        results = found.output_specs if isinstance(found.output_specs, tuple) else (found.output_specs,)
-        yield tuple(one.placements[0] for one in (*results, *found.input_specs))
+    for choice in strategy(OpSchema(call.operator, args, kwargs)).strategies:
+        results = choice.output_specs if isinstance(choice.output_specs, tuple) else (choice.output_specs,)
+        yield tuple(one.placements[0] for one in (*results, *choice.input_specs))

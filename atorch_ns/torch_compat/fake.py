@@ -140,9 +140,9 @@ class DropoutOfGpus(TorchFunctionMode):
         options = dict(kwargs or {})
         if func is functional.dropout and not options.get("inplace") and options.get("training", True):
             p = args[1] if len(args) > 1 else options.get("p", 0.5)
-            given = args[0] if args else options["input"]
+            tensor = args[0] if args else options["input"]
             if 0 < p < 1 and len(args) < 3:
-                return torch.native_dropout(given, p, True)[0]
+                return torch.native_dropout(tensor, p, True)[0]
         if func is functional.scaled_dot_product_attention and len(args) < 5:
             options["dropout_p"] = 0.0
         # What it calls is not seen here. Without weights it computes fused attention.

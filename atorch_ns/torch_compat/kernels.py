@@ -49,13 +49,13 @@ class FlashAttention:
             operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
             # The memory order in which forward returns it.
             lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
-            found = operator(gradient, *tensors, out, lse, 0.0, causal, scale=scale)
+            gradients = operator(gradient, *tensors, out, lse, 0.0, causal, scale=scale)
         else:
             operator = torch.ops.aten._scaled_dot_product_flash_attention_backward
             saved = (out.contiguous(), lse.contiguous(), None, None, query.size(-2), key.size(-2))
             unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # random state of a dropout
-            found = operator(gradient, *tensors, *saved, 0.0, causal, unused, unused[:1], scale=scale)
-        return found[0], found[1], found[2]
+            gradients = operator(gradient, *tensors, *saved, 0.0, causal, unused, unused[:1], scale=scale)
+        return gradients[0], gradients[1], gradients[2]
 
 
 @functools.cache

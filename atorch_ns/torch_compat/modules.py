@@ -41,7 +41,7 @@ def checkpoint_wrapper(module: nn.Module, checkpoint_fn: Callable[..., Any]) -> 
 
 def unwrap_checkpoint(module: nn.Module) -> nn.Module:
     """The module inside a checkpoint wrapper; any other module as it is."""
-    children = module._modules  # of a TorchScript module, it is no dictionary and has no get()
+    children = module._modules  # of a TorchScript module, it is not a dictionary and has no get()
     inner = children["_checkpoint_wrapped_module"] if "_checkpoint_wrapped_module" in children else None  # noqa: SIM401
     return module if inner is None else inner
 
@@ -85,29 +85,29 @@ def plain_name(name: str) -> str:
 def refusing_autograd_functions(refuse: Callable[[type], None]) -> Iterator[None]:
     """Calls ``refuse`` with the class of each ``torch.autograd.Function`` that is applied, but for torch's own."""
     function: Any = torch.autograd.Function
-    own = function.__dict__["apply"]
+    original = function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):
             refuse(cls)
-        return own.__func__(cls, *args, **kwargs)
+        return original.__func__(cls, *args, **kwargs)
 
     function.apply = classmethod(apply)
     try:
         yield
     finally:
-        function.apply = own
+        function.apply = original
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that belong to the model's state, each by its first name (``nn.Module`` keeps the others' names
     in ``_non_persistent_buffers_set``)."""
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    entries: dict[int, tuple[str, torch.Tensor]] = {}
     for path, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
             if name not in child._non_persistent_buffers_set:
-                found.setdefault(id(buffer), (plain_name(f"{path}.{name}" if path else name), buffer))
-    return dict(found.values())
+                entries.setdefault(id(buffer), (plain_name(f"{path}.{name}" if path else name), buffer))
+    return dict(entries.values())
 
 
 class PackageHook(partial[None]):
@@ -188,9 +188,9 @@ def inner_hooks(module: nn.Module) -> tuple[tuple[str, str, int], ...]:
     torch does not compare them where it reuses the compiled code of an equal module.
     """
     return tuple(
-        (path, kind, len(found))
+        (path, kind, len(hooks))
         for path, inner in module.named_modules()
         if path
         for kind in _HOOKS
-        if (found := getattr(inner, kind, None))
+        if (hooks := getattr(inner, kind, None))
     )

@@ -200,9 +200,9 @@ class WandbTracker:
             settings=wandb.Settings(silent=True),
         )
         requested = Path(self._folder or os.environ.get("WANDB_DIR") or ".").resolve()
-        place = Path(run.dir).resolve()
-        if not place.is_relative_to(requested):
-            log.warning("wandb cannot write to %s, and writes this run to %s.", requested, place.parent)
+        folder = Path(run.dir).resolve()
+        if not folder.is_relative_to(requested):
+            log.warning("wandb cannot write to %s, and writes this run to %s.", requested, folder.parent)
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         return run
@@ -227,7 +227,7 @@ class ProgressTracker:
     Args:
         num_steps: steps of the whole run; ``None`` if unknown.
         stream: the stream to write to; ``None`` for standard error.
-        every_s: seconds between lines where the stream is no terminal.
+        every_s: seconds between lines where the stream is not a terminal.
         clock: seconds, monotonic.
     """
 
@@ -249,8 +249,8 @@ class ProgressTracker:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Shows the metrics of one step, or keeps them for later."""
-        found = self._numbers.of(metrics)
-        shown = "  ".join(text.format(found[name]) for name, text in _SHOWN if name in found)
+        numbers = self._numbers.of(metrics)
+        shown = "  ".join(text.format(numbers[name]) for name, text in _SHOWN if name in numbers)
         if self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
             if self._bar is None:
                 self._bar = self._start_progress()
@@ -303,8 +303,8 @@ def _require_package(package: str, *, needed_by: str, install: str) -> None:
         MissingPackageError: if it is not.
     """
     try:
-        found = importlib.util.find_spec(package) is not None
+        available = importlib.util.find_spec(package) is not None
     except Exception:  # a parent that fails to import raises anything
-        found = False
-    if not found:
+        available = False
+    if not available:
         raise MissingPackageError(package, needed_by=needed_by, install=install)

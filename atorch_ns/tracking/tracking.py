@@ -69,20 +69,20 @@ class Numbers:
 
         A CUDA tensor is waited for.
         """
-        found = {}
+        floats = {}
         for name, value in metrics.items():
             try:
-                found[name] = _to_float(value)
+                floats[name] = _to_float(value)
             except Exception as error:  # whatever an object's own code raises
                 self._warn_about_value(name, value, error)
-        return found
+        return floats
 
     def _warn_about_value(self, name: str, value: object, error: Exception) -> None:
         if str(name) in self._reported:
             return
         self._reported.add(str(name))
         log.warning(
-            "the metric %r is left out, here and in later steps: its value is a %s, which is no number (%s). Give a "
+            "the metric %r is left out, here and in later steps: its value is a %s, which is not a number (%s). Give a "
             "float or a tensor without a dim.",
             name,
             type(value).__qualname__,
@@ -209,7 +209,7 @@ class Tracking:
         """Gives numbers of the caller's own to the tracker, such as ``{"eval/loss": 1.5}``; on rank 0.
 
         Integers, booleans, numpy's numbers and tensors without a dim are taken too, and given on as floats. What
-        is no number is left out, with one warning for each name.
+        is not a number is left out, with one warning for each name.
         """
         if self._tracker is None or self._closed:
             return
@@ -251,7 +251,7 @@ class Tracking:
 def check_every(every: object) -> None:
     """Raises :class:`InputError` unless it is a number of steps."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise InputError(f"every={every!r} is no number of steps. Use an integer from 1 on.")
+        raise InputError(f"every={every!r} is not a number of steps. Use an integer from 1 on.")
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -313,16 +313,16 @@ class TrainerArgs(_Strict):
             raise InputError("TrainerArgs: " + "\nTrainerArgs: ".join(problems))
 
     def _find_missing(self) -> list[str]:
-        given = {
+        types = {
             "model.type": self.model.type,
             "optimizer.type": self.optimizer.type,
             "dataset.type": self.dataset.type,
         }
-        problems = [f"{name} must be set." for name, value in given.items() if value is None]
+        problems = [f"{name} must be set." for name, value in types.items() if value is None]
         if self.lr_scheduler is not None and self.lr_scheduler.type is None:
             problems.append("lr_scheduler.type must be set.")
         problems += [
-            f"log.{place}.type must be set." for place, one in enumerate(self.log) if one.type is None
+            f"log.{index}.type must be set." for index, config in enumerate(self.log) if config.type is None
         ]
         return problems
 
@@ -378,26 +378,26 @@ class TrainerArgs(_Strict):
         Raises:
             InputError: if the sizes contradict each other.
         """
-        one = self.micro_batch_size * data_ranks
+        samples = self.micro_batch_size * data_ranks
         if self.global_batch_size is None:
             return self.grad_accumulation_steps or 1
         ranks = f"{counted(data_ranks, 'rank')} with data of {'its' if data_ranks == 1 else 'their'} own"
-        if self.global_batch_size % one:
+        if self.global_batch_size % samples:
             raise InputError(
-                f"TrainerArgs: global_batch_size={self.global_batch_size} is no multiple of micro_batch_size="
+                f"TrainerArgs: global_batch_size={self.global_batch_size} is not a multiple of micro_batch_size="
                 f"{self.micro_batch_size} times {ranks}."
             )
-        found = self.global_batch_size // one
-        if self.grad_accumulation_steps not in (None, found):
+        count = self.global_batch_size // samples
+        if self.grad_accumulation_steps not in (None, count):
             raise InputError(
-                f"TrainerArgs: global_batch_size={self.global_batch_size} on {ranks} is {found} micro-batches of "
+                f"TrainerArgs: global_batch_size={self.global_batch_size} on {ranks} is {count} micro-batches of "
                 f"{self.micro_batch_size}, and grad_accumulation_steps={self.grad_accumulation_steps}: leave one of them out."
             )
-        return found
+        return count
 
     @property
     def hook_functions(self) -> dict[str, Named]:
         """The functions of a hook map, by name."""
         if not isinstance(self.hook, HookMapConfig):
             return {}
-        return {one.name: value for one in fields(self.hook) if (value := getattr(self.hook, one.name))}
+        return {entry.name: value for entry in fields(self.hook) if (value := getattr(self.hook, entry.name))}

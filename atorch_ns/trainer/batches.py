@@ -60,8 +60,8 @@ class Data:
 
     def set_epoch(self, epoch: int) -> None:
         """Tells the sampler and the dataset which epoch comes."""
-        for one in (getattr(self.loader, "sampler", None), self.dataset):
-            tell = getattr(one, "set_epoch", None)
+        for target in (getattr(self.loader, "sampler", None), self.dataset):
+            tell = getattr(target, "set_epoch", None)
             if callable(tell):
                 tell(epoch)
 
@@ -113,7 +113,7 @@ def sample_of(args: TrainerArgs, dataset: Any) -> Any:
         items = list(islice(iter(dataset), args.micro_batch_size))
     else:
         items = [
-            dataset[place % len(dataset)] for place in range(args.micro_batch_size if len(dataset) else 0)
+            dataset[index % len(dataset)] for index in range(args.micro_batch_size if len(dataset) else 0)
         ]
     if not items:
         raise InputError("dataset: it is empty; there is nothing to train on.")
@@ -125,8 +125,8 @@ def sample_of(args: TrainerArgs, dataset: Any) -> Any:
 
 def _args_of(config: Any, split: Split) -> dict[str, Any]:
     """The arguments of a split, which are those of the training data where it has none."""
-    own: dict[str, Any] = getattr(config, f"{split}_args") or config.train_args
-    return own
+    args: dict[str, Any] = getattr(config, f"{split}_args") or config.train_args
+    return args
 
 
 def _make_sampler(args: TrainerArgs, split: Split, dataset: Any, data_rank: int, data_ranks: int) -> Any:

@@ -136,11 +136,11 @@ class Checkpoints:
         is_best = loss < before  # which a NaN is not
         status.best_loss = loss if is_best else before
         name = f"{epoch:04d}-{status.finished_train_steps:04d}"
-        place, draft = self._folder / name, self._folder / f".{name}.tmp"
+        folder, draft = self._folder / name, self._folder / f".{name}.tmp"
         self._log_on_first_rank(
             f"Saving checkpoint after {status.finished_train_steps} steps with loss={loss:.3f}."
         )
-        self._log_on_first_rank(f"Saving checkpoint to {self._display_path(place)}")
+        self._log_on_first_rank(f"Saving checkpoint to {self._display_path(folder)}")
         self._job_cluster.on_first(self._clear_drafts, what="making room for the checkpoint")
         record = self._job_cluster.agree(
             lambda: self._write_own(draft, {**custom, _EPOCH_RNG: epoch_rng}),
@@ -160,7 +160,7 @@ class Checkpoints:
         steps = status.finished_train_steps
         checkpoint.save(draft, self._result, step=steps, extra=extra, position=position)
         self._job_cluster.on_first(
-            lambda: self._finish_save(draft, place, is_best, before, loss), what="linking the checkpoint"
+            lambda: self._finish_save(draft, folder, is_best, before, loss), what="linking the checkpoint"
         )
 
     @property
@@ -255,78 +255,78 @@ class Checkpoints:
         keep = self._config.keep_last_n_checkpoints
         if keep is None:
             return
-        found = sorted(
-            (place.stat().st_mtime_ns, place)
-            for place in self._folder.iterdir()
-            if _NAME.fullmatch(place.name) and not place.is_symlink()
+        checkpoints = sorted(
+            (path.stat().st_mtime_ns, path)
+            for path in self._folder.iterdir()
+            if _NAME.fullmatch(path.name) and not path.is_symlink()
         )
         meant = {newest, *(self._folder / name for name in (LAST, BEST))}
-        resolved = {place.resolve() for place in meant if place.exists()}
-        for _, place in found[:-keep]:
-            if place.resolve() not in resolved:
-                shutil.rmtree(place)
+        resolved = {path.resolve() for path in meant if path.exists()}
+        for _, path in checkpoints[:-keep]:
+            if path.resolve() not in resolved:
+                shutil.rmtree(path)
 
     def load(self) -> Loaded | None:
         """Resumes from what the configuration says; ``None`` to begin anew.
 
         Raises:
             CheckpointError: if it is missing or damaged, or of another model; nothing is changed then.
-            InputError: if it is no checkpoint.
+            InputError: if it is not a checkpoint.
         """
-        given = self._config.resume_from
-        if given is None:
+        source = self._config.resume_from
+        if source is None:
             return None
-        place = self._job_cluster.on_first(
-            lambda: self._find_checkpoint(given), what="looking for the checkpoint"
+        path = self._job_cluster.on_first(
+            lambda: self._find_checkpoint(source), what="looking for the checkpoint"
         )
-        if place is None:
+        if path is None:
             self._log_on_first_rank(
-                f"There is no {given} checkpoint in {self._display_path(self._folder)}: training begins anew."
+                f"There is no {source} checkpoint in {self._display_path(self._folder)}: training begins anew."
             )
             return None
-        if place.is_file():
-            return self._load_file(place)
-        return self._load_folder(place, place)
+        if path.is_file():
+            return self._load_file(path)
+        return self._load_folder(path, path)
 
     def _find_checkpoint(self, given: str) -> Path | None:
         if given in (LAST, BEST):
-            place = self._folder / given
-            target = place.readlink() if place.is_symlink() else Path(given)
+            path = self._folder / given
+            target = path.readlink() if path.is_symlink() else Path(given)
             old = _backup_path(self._folder / target)  # where a crash came between two renames
-            if place.is_symlink() and not (place.exists() or old.exists()):
+            if path.is_symlink() and not (path.exists() or old.exists()):
                 raise CheckpointError(
-                    f"{place} is a link to {target}, which is not there. Name another folder in checkpoint.resume_from."
+                    f"{path} is a link to {target}, which is not there. Name another folder in checkpoint.resume_from."
                 )
-            return next((one.resolve() for one in (place, old) if one.exists()), None)
-        place = Path(given).absolute()
-        if not place.exists():
-            raise InputError(f"checkpoint.resume_from={given}: there is neither a file nor a folder {place}.")
-        found = checkpoint.latest(place)
-        if found is None or found.parent == place:
-            return place.resolve()
-        return ((place / LAST) if (place / LAST).exists() else found.parent).resolve()
+            return next((candidate.resolve() for candidate in (path, old) if candidate.exists()), None)
+        path = Path(given).absolute()
+        if not path.exists():
+            raise InputError(f"checkpoint.resume_from={given}: there is neither a file nor a folder {path}.")
+        step_folder = checkpoint.latest(path)
+        if step_folder is None or step_folder.parent == path:
+            return path.resolve()
+        return ((path / LAST) if (path / LAST).exists() else step_folder.parent).resolve()
 
     def _load_folder(self, folder: Path, named: Path) -> Loaded:
         self._job_cluster.on_first(lambda: _check_rank_files(folder), what="checking what ranks have added")
-        found = checkpoint.load(folder, self._result, data_position=False)
-        status = found["extra"].get("train_status")
+        info = checkpoint.load(folder, self._result, data_position=False)
+        status = info["extra"].get("train_status")
         files = sorted(folder.glob("*.ckpt"), key=lambda path: (len(path.name), path.name))
-        own = folder / f"{self._job_cluster.rank}.ckpt"
-        same = found["world_size"] == self._job_cluster.world_size and own.is_file()
+        rank_file = folder / f"{self._job_cluster.rank}.ckpt"
+        same = info["world_size"] == self._job_cluster.world_size and rank_file.is_file()
 
         def read() -> list[dict[str, Any]]:
-            paths = [own] if same else [path for path in files if path.stem.isdigit()]
+            paths = [rank_file] if same else [path for path in files if path.stem.isdigit()]
             return [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
 
         saved = self._job_cluster.agree(read, what="reading what ranks have added")
         rng = saved[0].get(_EPOCH_RNG) if same else None
         return Loaded(
-            status=TrainStatus.of(status) if status else _status_of(found),
+            status=TrainStatus.of(status) if status else _status_of(info),
             custom={k: v for k, v in saved[0].items() if k != _EPOCH_RNG} if same else by_rank(saved),
             epoch_rng=rng,
-            notes=found["notes"],
+            notes=info["notes"],
             path=named,
-            world_size=found["world_size"],
+            world_size=info["world_size"],
         )
 
     def _load_file(self, path: Path) -> Loaded:
@@ -388,19 +388,19 @@ class Checkpoints:
 
 def _status_of(found: dict[str, Any]) -> TrainStatus:
     """How far a run of another front end was."""
-    place = found["data"] or {"epoch": 0, "batches": 0, "global_batch_size": 0}
+    position = found["data"] or {"epoch": 0, "batches": 0, "global_batch_size": 0}
     return TrainStatus(
-        epoch=place["epoch"],
-        step_in_epoch=place["batches"],
+        epoch=position["epoch"],
+        step_in_epoch=position["batches"],
         finished_train_steps=found["step"],
-        global_batch_size=place["global_batch_size"],
+        global_batch_size=position["global_batch_size"],
     )
 
 
 def by_rank(saved: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """What ranks have added, a list by rank for each key."""
-    keys = dict.fromkeys(key for one in saved for key in one if key != _EPOCH_RNG)
-    return {key: [one.get(key) for one in saved] for key in keys}
+    keys = dict.fromkeys(key for entry in saved for key in entry if key != _EPOCH_RNG)
+    return {key: [entry.get(key) for entry in saved] for key in keys}
 
 
 def merge_folder(folder: Path, output: Path) -> None:
@@ -414,12 +414,12 @@ def merge_folder(folder: Path, output: Path) -> None:
         (path for path in folder.glob("*.ckpt") if path.stem.isdigit()), key=lambda path: int(path.stem)
     )
     custom = by_rank([torch.load(path, map_location="cpu", weights_only=False) for path in paths])
-    place = next(folder.glob(f"step-*/{MANIFEST}"), None)
-    if place is None:
+    manifest_path = next(folder.glob(f"step-*/{MANIFEST}"), None)
+    if manifest_path is None:
         raise CheckpointError(f"{folder} holds no complete checkpoint.")
-    extra = Manifest.read(place.parent).extra
+    extra = Manifest.read(manifest_path.parent).extra
     kept: dict[str, Any] = {key: extra[key] for key in ("train_status", "train_args") if key in extra}
-    merge(place.parent, output, tied=extra.get("tied"), more={**kept, "custom": custom})
+    merge(manifest_path.parent, output, tied=extra.get("tied"), more={**kept, "custom": custom})
 
 
 def _check_rank_files(folder: Path) -> None:
@@ -428,9 +428,9 @@ def _check_rank_files(folder: Path) -> None:
     Raises:
         CheckpointError: naming each file that differs.
     """
-    place = checkpoint.latest(folder)
-    records = {} if place is None else Manifest.read(place).extra.get(_RANK_FILES, {})
-    check_files(folder, {name: FileRecord(**one) for name, one in records.items()}, records)
+    step_folder = checkpoint.latest(folder)
+    records = {} if step_folder is None else Manifest.read(step_folder).extra.get(_RANK_FILES, {})
+    check_files(folder, {name: FileRecord(**entry) for name, entry in records.items()}, records)
 
 
 def _backup_path(place: Path) -> Path:

@@ -18,11 +18,11 @@ def named(value: Any, *, what: str) -> Callable[..., Any]:
     Raises:
         InputError: if there is none.
     """
-    found = load_object(value, option=what) if isinstance(value, str) else value
-    if not callable(found):
-        raise InputError(f"{what} must be a class or a function; it is {with_article(found)}.")
-    made: Callable[..., Any] = found
-    return made
+    target = load_object(value, option=what) if isinstance(value, str) else value
+    if not callable(target):
+        raise InputError(f"{what} must be a class or a function; it is {with_article(target)}.")
+    result: Callable[..., Any] = target
+    return result
 
 
 def check_names(args: Any, *, known: Container[str] = ()) -> None:
@@ -42,7 +42,7 @@ def check_names(args: Any, *, known: Container[str] = ()) -> None:
 
 def _find_names(value: Any, what: str) -> Iterator[tuple[str, str]]:
     """The names in a configuration, each with where it stands."""
-    inside = [(str(place), item) for place, item in enumerate(value)] if isinstance(value, list) else []
+    inside = [(str(index), item) for index, item in enumerate(value)] if isinstance(value, list) else []
     key = "__type"
     if isinstance(value, Mapping):
         inside = [(str(name), item) for name, item in value.items()]
@@ -95,7 +95,7 @@ def make(kind: Any, *args: Any, given: Mapping[str, Any], what: str, **automatic
 
 def _build_value(value: Any, what: str) -> Any:
     if isinstance(value, list):
-        return [_build_value(item, f"{what}.{place}") for place, item in enumerate(value)]
+        return [_build_value(item, f"{what}.{index}") for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if "__type" in value:
@@ -111,16 +111,16 @@ def _convert_value(value: Mapping[str, Any], what: str) -> Any:
         raise InputError(
             f"{what} has __value_type, and must have value and nothing else; it has {', '.join(value)}."
         )
-    kind, given = value["__value_type"], value["value"]
+    kind, argument = value["__value_type"], value["value"]
     if kind == "function":
-        return named(given, what=what)
+        return named(argument, what=what)
     convert = getattr(builtins, kind, None) if isinstance(kind, str) else kind
     if convert is None:
         convert = named(kind, what=f"{what}.__value_type")
     try:
-        return convert(given)
+        return convert(argument)
     except Exception as error:
-        raise InputError(f"{what}: {given!r} cannot be made a {kind}: {error_text(error)}") from error
+        raise InputError(f"{what}: {argument!r} cannot be made a {kind}: {error_text(error)}") from error
 
 
 def _callable_name(kind: Any) -> str:

@@ -196,9 +196,9 @@ class HookChain:
         for hook in hooks:
             if isinstance(hook, TrainHook):
                 for name in HOOKS:
-                    own = getattr(hook, name)
-                    if getattr(own, "__func__", own) is not getattr(TrainHook, name):
-                        self._called[name].append(own)
+                    method = getattr(hook, name)
+                    if getattr(method, "__func__", method) is not getattr(TrainHook, name):
+                        self._called[name].append(method)
         for name, function in functions.items():
             self._called[name].append(function)
         for name, called in self._called.items():

@@ -49,8 +49,8 @@ def takes_by_name(model: nn.Module, sample: Any) -> bool:
 def load_weights(model: nn.Module, path: str, prefix: str = "") -> None:
     """Gives a model the weights of a file that ``torch.save`` has written, by itself or under ``model``."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        state = found.get("model", found)
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+        state = contents.get("model", contents)
         model.load_state_dict(
             {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         )
@@ -61,7 +61,7 @@ def load_weights(model: nn.Module, path: str, prefix: str = "") -> None:
 @torch.no_grad()
 def cast(model: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype | None) -> None:
     """Casts floating parameters and buffers, each where a dtype is given."""
-    for dtype, found in ((parameters, model.parameters()), (buffers, model.buffers())):
-        for tensor in found:
+    for dtype, tensors in ((parameters, model.parameters()), (buffers, model.buffers())):
+        for tensor in tensors:
             if dtype is not None and tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)

@@ -66,8 +66,8 @@ class Aggregation:
     @classmethod
     def of(cls, args: TrainerArgs, job: Job) -> Aggregation:
         """As the configuration says."""
-        given = args.optimizer.aggregate_outputs_fn
-        return cls(None if given is None else named(given, what="optimizer.aggregate_outputs_fn"), job)
+        function = args.optimizer.aggregate_outputs_fn
+        return cls(None if function is None else named(function, what="optimizer.aggregate_outputs_fn"), job)
 
     @property
     def wants_outputs(self) -> bool:
@@ -87,13 +87,13 @@ class Aggregation:
         job = self.job
         group = None if job.mesh is None else job.mesh.data_group
         if self.function is not None:
-            given = self.function(list(found.outputs), group)
-            if not isinstance(given, AggregatedOutputs) or given.loss_sum is None or not given.num_batches:
+            result = self.function(list(found.outputs), group)
+            if not isinstance(result, AggregatedOutputs) or result.loss_sum is None or not result.num_batches:
                 raise InputError(
                     "optimizer.aggregate_outputs_fn must return AggregatedOutputs with loss_sum and num_batches; it returned "
-                    f"{given!r}."
+                    f"{result!r}."
                 )
-            return given
+            return result
         pair = torch.tensor([0.0, num_real], dtype=torch.float64, device=job.device)
         pair[0] = found.losses.double().sum()
         if group is not None and job.num_data_ranks > 1:

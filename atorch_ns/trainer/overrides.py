@@ -33,7 +33,7 @@ def parse(arguments: Sequence[str]) -> list[tuple[str, Any]]:
     Raises:
         InputError: for what is no such option.
     """
-    found: list[tuple[str, Any]] = []
+    overrides: list[tuple[str, Any]] = []
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
@@ -41,15 +41,15 @@ def parse(arguments: Sequence[str]) -> list[tuple[str, Any]]:
         path = key.replace("-", "_")
         if not word.startswith("--") or not all(path.replace("!", "").split(".")):
             raise InputError(
-                f"{word!r} is no override: write --path.to.field value, with values that begin with -- as --path=value."
+                f"{word!r} is not an override: write --path.to.field value, with values that begin with -- as --path=value."
             )
         if equals:
-            found.append((path, value))
+            overrides.append((path, value))
         elif rest and not rest[0].startswith("--"):
-            found.append((path, rest.pop(0)))
+            overrides.append((path, rest.pop(0)))
         else:
-            found.append((path, BARE))
-    return found
+            overrides.append((path, BARE))
+    return overrides
 
 
 def override(config: Any, overrides: Sequence[tuple[str, Any]]) -> Any:
@@ -68,37 +68,37 @@ def _put_value(inside: Any, parts: Sequence[str], value: Any, path: str) -> Any:
     name, empties = first.removesuffix("!"), first.endswith("!")
     if isinstance(inside, list) or (inside is None and name.isdigit()):
         return _put_in_list(list(inside or []), name, empties, others, value, path)
-    made = dict(inside) if isinstance(inside, Mapping) else {}
-    if empties and not others and value is BARE and name not in made:
+    mapping = dict(inside) if isinstance(inside, Mapping) else {}
+    if empties and not others and value is BARE and name not in mapping:
         raise InputError(
-            f"--{path}: there is no {name!r} to take out.{did_you_mean(name, [str(key) for key in made])}"
+            f"--{path}: there is no {name!r} to take out.{did_you_mean(name, [str(key) for key in mapping])}"
         )
     if empties:
-        made.pop(name, None)
+        mapping.pop(name, None)
     if others:
-        made[name] = _put_value(made.get(name), others, value, path)
+        mapping[name] = _put_value(mapping.get(name), others, value, path)
     elif not (empties and value is BARE):
-        made[name] = _TRUE if value is BARE else value
-    return made
+        mapping[name] = _TRUE if value is BARE else value
+    return mapping
 
 
 def _put_in_list(
     made: list[Any], name: str, empties: bool, others: Sequence[str], value: Any, path: str
 ) -> list[Any]:
     if not name.isdigit():
-        raise InputError(f"--{path}: {name!r} is no index, and there is a list.")
-    place = int(name)
-    if place > len(made):
+        raise InputError(f"--{path}: {name!r} is not an index, and there is a list.")
+    slot = int(name)
+    if slot > len(made):
         raise InputError(f"--{path}: the list has {len(made)} items; the next one has index {len(made)}.")
     removes = empties and not others and value is BARE
-    if place == len(made):
+    if slot == len(made):
         if removes:
             return made
         made.append(None)
     if removes:
-        return [*made[:place], *made[place + 1 :]]
-    before = None if empties else made[place]
-    made[place] = _put_value(before, others, value, path) if others else (_TRUE if value is BARE else value)
+        return [*made[:slot], *made[slot + 1 :]]
+    before = None if empties else made[slot]
+    made[slot] = _put_value(before, others, value, path) if others else (_TRUE if value is BARE else value)
     return made
 
 

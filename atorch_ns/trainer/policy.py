@@ -86,7 +86,7 @@ def divided(
             "the whole model."
         )
     runs, reuse = args.run_mode == "run", setting("gen_reuse")
-    found = parallelize(
+    result = parallelize(
         module,
         dummies,
         rule,
@@ -97,4 +97,4 @@ def divided(
         load_module=runs,
         broadcast_strategy=setting("broadcast_strategy") if runs and cluster.distributed else "none",
     )
-    return found if isinstance(found, ParallelModule) else None
+    return result if isinstance(result, ParallelModule) else None

@@ -60,12 +60,12 @@ def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, 
     if args.model.parallel_modules:
         result = _with_parallel_modules(args, model, dataset, cluster, optimizer)
     elif policy.rule is not None:
-        made = _divide_model(args, model, dataset, cluster)
-        assert isinstance(made, ParallelModule)
-        module, result = made, attach_optimizer(made.result, optimizer)
+        parallel_module = _divide_model(args, model, dataset, cluster)
+        assert isinstance(parallel_module, ParallelModule)
+        module, result = parallel_module, attach_optimizer(parallel_module.result, optimizer)
     else:
         sample = _read_sample(args, dataset, cluster)
-        _, found, _ = auto_accelerate(
+        _, outcome, _ = auto_accelerate(
             model,
             optimizer,
             loss_func=functools.partial(own_loss, type(model).__qualname__),
@@ -75,8 +75,8 @@ def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, 
             batch_size=args.global_batch_size
             or args.micro_batch_size * cluster.world_size * (args.grad_accumulation_steps or 1),
         )
-        assert found is not None
-        result, module = found, found.model
+        assert outcome is not None
+        result, module = outcome, outcome.model
     if args.save_strategy_to_file is not None:
         path, strategy = args.save_strategy_to_file, result.strategy
         cluster.on_first(lambda: strategy.save(path), what="saving the strategy")

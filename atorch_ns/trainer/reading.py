@@ -49,12 +49,12 @@ def read_yaml(path: str) -> dict[str, Any]:
         InputError: if it cannot be read, or holds something else.
     """
     try:
-        found = yaml.safe_load(Path(path).read_text("utf-8"))
+        document = yaml.safe_load(Path(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path} holds {with_article(found)}; it must hold the fields of TrainerArgs.")
-    return found
+    if not isinstance(document, dict):
+        raise InputError(f"{path} holds {with_article(document)}; it must hold the fields of TrainerArgs.")
+    return document
 
 
 def made_args(config: Mapping[str, Any], *, where: str = "TrainerArgs") -> TrainerArgs:
@@ -64,30 +64,30 @@ def made_args(config: Mapping[str, Any], *, where: str = "TrainerArgs") -> Train
         InputError: naming every field that is unknown or wrong.
     """
     try:
-        given: dict[str, Any] = _guess_types(resolve_references(dict(config)))
+        settings: dict[str, Any] = _guess_types(resolve_references(dict(config)))
     except RecursionError:
         raise InputError(f"{where}: an alias (&, *) contains itself.") from None
     problems: list[str] = []
     try:
-        if isinstance(given.get("compute_config"), Mapping):
-            given["compute_config"] = _compute_config(given["compute_config"], problems)
+        if isinstance(settings.get("compute_config"), Mapping):
+            settings["compute_config"] = _compute_config(settings["compute_config"], problems)
     except InputError as error:
         problems.append(str(error))
-    problems = [f"compute_config: {one}" for text in problems for one in text.splitlines()]
+    problems = [f"compute_config: {line}" for text in problems for line in text.splitlines()]
     if problems:
-        given.pop("compute_config")
-    if isinstance(given.get("hook"), Mapping):  # of two kinds, of which one has a type
-        kind = HookConfig if "type" in given["hook"] else HookMapConfig
-        given["hook"] = _validate_fields(kind, given["hook"], "hook", problems)
-    elif given.get("hook") is not None:
+        settings.pop("compute_config")
+    if isinstance(settings.get("hook"), Mapping):  # of two kinds, of which one has a type
+        kind = HookConfig if "type" in settings["hook"] else HookMapConfig
+        settings["hook"] = _validate_fields(kind, settings["hook"], "hook", problems)
+    elif settings.get("hook") is not None:
         problems.append(
-            f"hook is {given.pop('hook')!r}: it has a type, and args, or functions by the names of hooks."
+            f"hook is {settings.pop('hook')!r}: it has a type, and args, or functions by the names of hooks."
         )
-    made = _validate_fields(TrainerArgs, given, "", problems)
+    instance = _validate_fields(TrainerArgs, settings, "", problems)
     if problems:
         raise InputError(f"{where}: " + f"\n{where}: ".join(problems))
-    found: TrainerArgs = made
-    return found
+    result: TrainerArgs = instance
+    return result
 
 
 def checked(args: TrainerArgs) -> TrainerArgs:
@@ -101,11 +101,11 @@ def checked(args: TrainerArgs) -> TrainerArgs:
     if config is not None and not isinstance(config, ComputeConfig):
         problems.append(f"compute_config must be a ComputeConfig; it is {with_article(config)}.")
         args = replace(args, compute_config=None)
-    found: TrainerArgs = _validate_fields(TrainerArgs, args, "", problems)
+    result: TrainerArgs = _validate_fields(TrainerArgs, args, "", problems)
     if problems:
         raise InputError("TrainerArgs: " + "\nTrainerArgs: ".join(problems))
-    found.check()
-    return found
+    result.check()
+    return result
 
 
 def _validate_fields(kind: Any, given: Any, at: str, problems: list[str]) -> Any:
@@ -113,12 +113,12 @@ def _validate_fields(kind: Any, given: Any, at: str, problems: list[str]) -> Any
         return TypeAdapter(kind).validate_python(given)
     except ValidationError as error:
         told: set[str] = set()
-        for one in error.errors():
-            place = [str(part) for part in one["loc"] if _is_place(part)]
-            path = ".".join(filter(None, [at, *place]))
+        for detail in error.errors():
+            location = [str(part) for part in detail["loc"] if _is_place(part)]
+            path = ".".join(filter(None, [at, *location]))
             if path not in told:
                 told.add(path)
-                problems.append(_describe_error(kind, place, path, one))
+                problems.append(_describe_error(kind, location, path, detail))
     return None
 
 
@@ -129,7 +129,7 @@ def _is_place(part: Any) -> bool:
 
 def _describe_error(kind: Any, place: Sequence[str], path: str, error: Any) -> str:
     if error["type"] == "unexpected_keyword_argument":
-        known = [one.name for one in fields(_find_owner_class(kind, place[:-1]))]
+        known = [entry.name for entry in fields(_find_owner_class(kind, place[:-1]))]
         return f"there is no field {path}.{did_you_mean(place[-1], known, otherwise='Known are ' + ', '.join(known) + '.')}"
     return f"{path} is {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}."
 
@@ -152,7 +152,7 @@ _NESTED: dict[str, Any] = {
 
 
 def _compute_config(given: Mapping[str, Any], problems: list[str]) -> ComputeConfig | None:
-    known = [one.name for one in fields(ComputeConfig)]
+    known = [entry.name for entry in fields(ComputeConfig)]
     problems += [
         f"there is no field {key}.{did_you_mean(str(key), known)}" for key in given if key not in known
     ]

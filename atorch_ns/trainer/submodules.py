@@ -46,36 +46,36 @@ def replaced(
         InputError: if there is no module of a class, or it cannot be divided as asked.
     """
     kinds = [
-        (one, named(one.type, what=f"model.parallel_modules.{place}.type"))
-        for place, one in enumerate(args.model.parallel_modules)
+        (spec, named(spec.type, what=f"model.parallel_modules.{index}.type"))
+        for index, spec in enumerate(args.model.parallel_modules)
     ]
     chosen = [
-        (path, one)
-        for one, kind in kinds
+        (path, spec)
+        for spec, kind in kinds
         for path, module in model.named_modules()
         if type(module) is kind and path
     ]
-    missing = [kind for one, kind in kinds if not any(one is other for _, other in chosen)]
+    missing = [kind for spec, kind in kinds if not any(spec is other for _, other in chosen)]
     if missing:
         raise InputError(f"model.parallel_modules: the model has no module of {missing[0].__qualname__}.")
     _refuse_nested([path for path, _ in chosen])
     _refuse_shared(model, [path for path, _ in chosen])
-    given = _collect_forward_args(args, chosen, model, sample)
-    made: dict[str, ParallelModule] = {}
-    for path, one in chosen:
+    dummies = _collect_forward_args(args, chosen, model, sample)
+    parts: dict[str, ParallelModule] = {}
+    for path, spec in chosen:
         module = model.get_submodule(path)
         if isinstance(module, ParallelModule):  # the same one at another path
             continue
-        found = _parallelize_module(
-            args, one, module, given[path], _merge_config(config, one.compute_config), cluster
+        part = _parallelize_module(
+            args, spec, module, dummies[path], _merge_config(config, spec.compute_config), cluster
         )
-        if found is not None:
+        if part is not None:
             for other, same in list(model.named_modules(remove_duplicate=False)):
                 if same is module:
                     parent, _, name = other.rpartition(".")
-                    setattr(model.get_submodule(parent), name, found)
-            made[path] = found
-    return made
+                    setattr(model.get_submodule(parent), name, part)
+            parts[path] = part
+    return parts
 
 
 def _refuse_nested(paths: Sequence[str]) -> None:
@@ -101,10 +101,10 @@ def _refuse_shared(model: nn.Module, paths: Sequence[str]) -> None:
 
 def _refuse_untied(model: nn.Module, original: OriginalModel) -> None:
     """Refuses ties that a parallel module has cut: its part of a weight is no longer what the rest of the model uses."""
-    held = {plain_name(name): one for name, one in model.named_parameters(remove_duplicate=False)}
+    weights = {plain_name(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
     for first, others in original.tied.items():
         for other in others:
-            if held.get(first) is not held.get(other):
+            if weights.get(first) is not weights.get(other):
                 raise InputError(
                     f"model.parallel_modules: {first} and {other} are one weight, of which a parallel module has made another "
                     "one: choose a larger module with both, or a policy that leaves it whole (dp without use_zero)."
@@ -131,24 +131,24 @@ def _parallelize_module(
     if one.precision is not None:
         cast(module, dtype_of(one.precision, "param"), dtype_of(one.precision, "buffer"))
         dummies = dummies if inputs is None else floats_to(dummies, inputs)
-    found = divided(args, one, module, dummies, config, cluster)
-    if found is not None and inputs is not None:
-        found.register_forward_pre_hook(
+    part = divided(args, one, module, dummies, config, cluster)
+    if part is not None and inputs is not None:
+        part.register_forward_pre_hook(
             lambda _, positional, keywords: (floats_to(positional, inputs), floats_to(keywords, inputs)),
             with_kwargs=True,
             prepend=True,
         )
-    return found
+    return part
 
 
 def _merge_config(config: ComputeConfig, own: OptionalComputeConfig | None) -> ComputeConfig:
     """The trainer's configuration with what a module has in its place."""
-    given = {} if own is None else {one.name: getattr(own, one.name) for one in fields(own)}
-    known = {one.name for one in fields(ComputeConfig)}
-    idle = [name for name, value in given.items() if value is not None and name not in known]
+    values = {} if own is None else {field.name: getattr(own, field.name) for field in fields(own)}
+    known = {field.name for field in fields(ComputeConfig)}
+    idle = [name for name, value in values.items() if value is not None and name not in known]
     if idle:
         log.info("%s: of nnScaler's reducers, and without meaning here.", ", ".join(idle))
-    changed = {name: value for name, value in given.items() if value is not None and name in known}
+    changed = {name: value for name, value in values.items() if value is not None and name in known}
     return replace(config, use_end2end=False, **changed)
 
 
@@ -158,11 +158,11 @@ def _collect_forward_args(
     """Arguments of each module's ``forward``: those of a function, or what the model gives it for a sample."""
     seen: dict[str, dict[str, Any]] = {}
     watched = []
-    for path, one in chosen:
-        if one.forward_args_gen_fn is None:
+    for path, spec in chosen:
+        if spec.forward_args_gen_fn is None:
             watched.append(path)
         else:
-            seen[path] = named(one.forward_args_gen_fn, what="forward_args_gen_fn")(args)
+            seen[path] = named(spec.forward_args_gen_fn, what="forward_args_gen_fn")(args)
     if not watched:
         return seen
 
@@ -200,16 +200,16 @@ def job_of(
         optim_func: ``parameters -> optimizer``.
     """
     model, first = inputs.model, next(iter(parts.values()))
-    own = first.result.job
+    first_job = first.result.job
     job = Job(
         inputs=replace(inputs, optim_func=optim_func, loss_func=partial(own_loss, type(model).__qualname__)),
-        cluster=own.cluster,
-        plan=own.plan,
+        cluster=first_job.cluster,
+        plan=first_job.plan,
         original=original,
         model=model,
         module=model,
-        seed=own.seed,
-        mesh=own.mesh,
+        seed=first_job.seed,
+        mesh=first_job.mesh,
         placed=True,
     )
     turn_off_caches(model)

@@ -167,15 +167,15 @@ class Trainer:
                 raise InputError(
                     f"the strategy makes {num} micro-batches of the {per_rank} samples of a rank: they do not divide them."
                 )
-        place = {
+        options = {
             "batch_size": batch_size,
             "num_micro_batches": num,
             "data_rank": job.data_rank,
             "data_ranks": data_ranks,
         }
-        self._train_data = make_data(args, "train", dataset, **place)
+        self._train_data = make_data(args, "train", dataset, **options)
         val = make_dataset(args, "val")
-        self._val_data = None if val is None else make_data(args, "val", val, **place)
+        self._val_data = None if val is None else make_data(args, "val", val, **options)
         self.train_status.global_batch_size = num * batch_size * data_ranks
         self._aggregation = Aggregation.of(args, job)
         self._make_hooks()
@@ -183,15 +183,15 @@ class Trainer:
 
     def _make_hooks(self) -> None:
         args, step = self.train_args, self.result.train_step
-        own: Any = None
+        user_hook: Any = None
         if isinstance(args.hook, HookConfig):
-            own = make(args.hook.type, given=args.hook.args, what="hook")
-            if not isinstance(own, TrainHook):
-                raise InputError(f"hook.type must make a TrainHook; it made {with_article(own)}.")
+            user_hook = make(args.hook.type, given=args.hook.args, what="hook")
+            if not isinstance(user_hook, TrainHook):
+                raise InputError(f"hook.type must make a TrainHook; it made {with_article(user_hook)}.")
         functions = {name: named(value, what=f"hook.{name}") for name, value in args.hook_functions.items()}
         plain = self.result.job.inputs.model
         self.hook = HookChain(
-            self, (plain, inner_optimizer(self.optimizer), self.lr_scheduler, own), functions
+            self, (plain, inner_optimizer(self.optimizer), self.lr_scheduler, user_hook), functions
         )
         step.observe("zero", lambda: self.hook.call("before_zero_grad"), when="before")
         step.observe("zero", self._call_zero_grad_hooks)
@@ -211,11 +211,11 @@ class Trainer:
         args = self.train_args
         if self.rank != 0:
             return
-        for place, one in enumerate(args.log):
-            kind = BUILT_IN.get(one.type, one.type) if isinstance(one.type, str) else one.type
-            logger = make(kind, given=one.args, what=f"log.{place}")
+        for index, config in enumerate(args.log):
+            kind = BUILT_IN.get(config.type, config.type) if isinstance(config.type, str) else config.type
+            logger = make(kind, given=config.args, what=f"log.{index}")
             if not callable(getattr(logger, "log_metrics", None)):
-                raise InputError(f"log.{place}.type must make a LoggerBase; it made {with_article(logger)}.")
+                raise InputError(f"log.{index}.type must make a LoggerBase; it made {with_article(logger)}.")
             logger.setup(as_plain(args))
             self._loggers.append(logger)
         if args.enable_progress_bar:
@@ -225,8 +225,8 @@ class Trainer:
         """Steps of the whole run, as far as they are known."""
         args, per_epoch = self.train_args, self._train_data.num_steps
         by_epochs = None if args.max_epochs is None or per_epoch is None else args.max_epochs * per_epoch
-        found = [number for number in (args.max_train_steps, by_epochs) if number is not None]
-        return min(found, default=None)
+        limits = [number for number in (args.max_train_steps, by_epochs) if number is not None]
+        return min(limits, default=None)
 
     def _resume_training(self, loaded: Loaded) -> None:
         size = self.train_status.global_batch_size
@@ -346,14 +346,14 @@ class Trainer:
         start, self._window = time.perf_counter(), window
         by_tokens = args.optimizer.grad_reduction == "per-token-mean"
         hook.call("on_step_start", epoch=epoch, idx=status.step_in_epoch)
-        found = step.micro_gradients(
+        output = step.micro_gradients(
             window.samples,
             dummies=window.dummies,
             reduction="mean" if args.optimizer.grad_reduction == "mean" else "sum",
             outputs=self._aggregation.wants_outputs or hook.has("on_train_step_end"),
         )
-        hook.call("on_train_step_end", outputs=list(found.outputs))
-        aggregated = self._aggregation.over_ranks(found, len(window.real))
+        hook.call("on_train_step_end", outputs=list(output.outputs))
+        aggregated = self._aggregation.over_ranks(output, len(window.real))
         summed = args.optimizer.loss_reduction == "sum"
         loss = status.train_loss = aggregated.loss_sum if summed else aggregated.mean_loss
         hook.call("after_aggregate_train_step_outputs", aggregated_outputs=aggregated, train_loss=loss)
@@ -410,9 +410,9 @@ class Trainer:
             for window in islice(data.windows(), self.train_args.max_val_steps):
                 hook.call("on_val_step_start", batches=window.real)
                 wants = self._aggregation.wants_outputs or hook.has("on_val_step_end")
-                found = step.infer(window.samples, dummies=window.dummies, outputs=wants)
-                hook.call("on_val_step_end", outputs=list(found.outputs))
-                one = self._aggregation.over_ranks(found, len(window.real))
+                output = step.infer(window.samples, dummies=window.dummies, outputs=wants)
+                hook.call("on_val_step_end", outputs=list(output.outputs))
+                one = self._aggregation.over_ranks(output, len(window.real))
                 hook.call("after_aggregate_val_step_outputs", aggregated_outputs=one, val_loss=one.mean_loss)
                 losses, batches = losses + one.loss_sum, batches + one.num_batches
         if not batches:
@@ -435,9 +435,9 @@ class Trainer:
         if self.train_args.checkpoint.no_save or self._saved_at == status.finished_train_steps:
             return
         self._run_validation()
-        document, own = self._checkpoint_fields(), self._checkpoint_fields()
+        document, fields = self._checkpoint_fields(), self._checkpoint_fields()
         self.hook.call("on_save_checkpoint", checkpoint=document)
-        custom = {key: value for key, value in document.items() if key not in own}
+        custom = {key: value for key, value in document.items() if key not in fields}
         self._checkpoints.save(epoch, status, custom, self._epoch_rng)
         self._saved_at = status.finished_train_steps
 

@@ -148,7 +148,7 @@ class Reference:
     """One process with plain torch.
 
     Attributes:
-        paths: files of its trajectories: of the whole batch under ``""``; where the loss is no mean over parts, also of
+        paths: files of its trajectories: of the whole batch under ``""``; where the loss is not a mean over parts, also of
             the batch in those parts, by what has them.
         double: whether everything is in double precision, as rounding decides what this model does in single.
         noise: how far a run gets from it that is rounded otherwise, in units of updates.

@@ -1,7 +1,7 @@
 """torchvision and timm: taken from the environment, or installed into a folder beside it, made for a torch without CUDA.
 
 PyPI's torchvision is built for CUDA. Beside a torch without it its operators do not load, ``import torchvision`` fails, and
-with it every import of transformers' models. So it is no dependency of this project. The copy in the folder has the one
+with it every import of transformers' models. So it is not a dependency of this project. The copy in the folder has the one
 operator that is needed in Python, non-maximum suppression, and its own Python code for ``roi_align``.
 """
 

@@ -23,7 +23,7 @@ class TrainingProgress:
     Args:
         console: where to; a quiet one shows nothing.
         num_steps: steps of the whole run.
-        line_every: steps between two lines where the console is no terminal.
+        line_every: steps between two lines where the console is not a terminal.
 
     Attributes:
         losses: of every step so far.

@@ -148,8 +148,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those already averaged included."""
         self._zero.zero_grad(set_to_none=True)
-        for held in (self._zero.all_grad_tensors, self._zero.averaged_gradients):
-            held.update(dict.fromkeys(held))
+        for tensors in (self._zero.all_grad_tensors, self._zero.averaged_gradients):
+            tensors.update(dict.fromkeys(tensors))
         self._reduced = False
 
     @property
@@ -213,7 +213,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     def _has_gradients(self) -> bool:
         if self._zero.partition_gradients:
-            return any(held is not None for held in self._zero.all_grad_tensors.values())
+            return any(gradients is not None for gradients in self._zero.all_grad_tensors.values())
         return any(parameter.grad is not None for group in self._zero.bit16_groups for parameter in group)
 
     def _gradient_parts(self, *, counted: bool = True) -> Iterator[torch.Tensor]:

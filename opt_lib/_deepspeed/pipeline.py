@@ -53,7 +53,7 @@ class StageLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.known = nn.ParameterList(parameters)
-        self._stage = [stage]  # in a list, so that it is no child
+        self._stage = [stage]  # in a list, so that it is not a child
         self._device = device
         self._count = 0
         self._entries: tuple[Entry, ...] | None = None
@@ -177,12 +177,12 @@ def _padded_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_bytes(entries: Sequence[Entry], packed: torch.Tensor) -> list[torch.Tensor]:
-    found, start = [], 0
+    tensors, start = [], 0
     for entry in entries:
         size = math.prod(entry.shape) * entry.dtype.itemsize
-        found.append(packed[start : start + size].view(entry.dtype).view(entry.shape))
+        tensors.append(packed[start : start + size].view(entry.dtype).view(entry.shape))
         start += size + (-size % _ALIGNMENT)
-    return found
+    return tensors
 
 
 _NEVER = 2**31
@@ -300,7 +300,7 @@ class DsPipelineRunner:
         for _, alike in groupby(enumerate(work.micro_batches), lambda item: signature(item[1])):
             # In a run, all that stages exchange has one shape.
             numbers, micro_batches = zip(*alike, strict=True)
-            dummies = frozenset(place for place, number in enumerate(numbers) if number in work.dummies)
+            dummies = frozenset(index for index, number in enumerate(numbers) if number in work.dummies)
             shares = [work.shares[number] for number in numbers]
             part = replace(work, micro_batches=micro_batches, shares=shares, dummies=dummies)
             losses.append(self._begin_pass(part, training=False))
@@ -451,7 +451,7 @@ def _make_sharded_engine(
     _require_all_groups(job, groups)
     layer = StageLayer(stage, parameters=list(stage.parameters()), device=job.device)
     engine = make_engine(job, layer, make_user_optimizer(job, groups), zero_stage=1, settings=settings)
-    names = {parameter: own[0] for parameter, own in parameter_names(job.module).items()}
+    names = {parameter: aliases[0] for parameter, aliases in parameter_names(job.module).items()}
     assert job.mesh is not None
     optimizer = DeepSpeedOptimizer(
         engine,

@@ -78,11 +78,11 @@ class FlatStates:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of what is in pieces, and the live tensors of what is whole."""
-        found = {name: parameter.detach() for name, parameter in self.whole.items()}
+        parameters = {name: parameter.detach() for name, parameter in self.whole.items()}
         for name, spec in self.specs.items():
             piece = self.pieces.get(name)
-            found[name] = self._gather_tensor(name, None if piece is None else piece.weight, spec.dtype)
-        return found
+            parameters[name] = self._gather_tensor(name, None if piece is None else piece.weight, spec.dtype)
+        return parameters
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -108,7 +108,7 @@ class FlatStates:
         """Copies of what is in pieces; step counters and other single values as they are.
 
         Raises:
-            CheckpointError: for a state that belongs to no element and is no single value.
+            CheckpointError: for a state that belongs to no element and is not a single value.
         """
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         values: dict[str, dict[str, StateValue]] = {}
@@ -199,7 +199,7 @@ class FlatStates:
     ) -> list[tuple[tuple[str, str], torch.dtype]]:
         """The entries that some rank has, in one order on all ranks."""
         of_ranks = gathered(dict(dtypes), distributed=True, group=self.mesh.get_group())
-        merged = {key: dtype for found in of_ranks for key, dtype in found.items()}
+        merged = {key: dtype for mapping in of_ranks for key, dtype in mapping.items()}
         return sorted(merged.items(), key=lambda item: item[0])
 
     @torch.no_grad()
@@ -224,8 +224,8 @@ class FlatStates:
         )
 
     def _is_elementwise(self, name: str, entry: str, shape: Sequence[int]) -> bool:
-        own = self.whole[name].shape if name in self.whole else self.specs[name].shape
-        return tuple(shape) == tuple(own) and (len(own) > 0 or entry != "step")
+        full_shape = self.whole[name].shape if name in self.whole else self.specs[name].shape
+        return tuple(shape) == tuple(full_shape) and (len(full_shape) > 0 or entry != "step")
 
     def _find_holder(self, name: str) -> torch.Tensor | None:
         if name in self.whole:
@@ -263,9 +263,9 @@ class FlatStates:
                     problem = problem or f"{first} and {name} have different {entry!r}: {other} and {value}"
                 self.optimizer.state[holder][entry] = value
         problems = gathered(problem, distributed=True, group=self.mesh.get_group())
-        if found := next(filter(None, problems), ""):
+        if conflict := next(filter(None, problems), ""):
             raise CheckpointError(
-                f"this strategy updates several parameters as one flat piece, but in the checkpoint {found}. Load "
+                f"this strategy updates several parameters as one flat piece, but in the checkpoint {conflict}. Load "
                 "it under another strategy, such as ddp or fsdp."
             )
 

@@ -57,12 +57,12 @@ def check(method: str, cluster: Cluster) -> list[Problem]:
         problems = missing_problem(method, "deepspeed", install=INSTALL)
     if problems:
         return problems
-    found = _import_deepspeed(cluster.device_type).accelerator.get_accelerator().device_name()
-    if found == cluster.device_type:
+    device_name = _import_deepspeed(cluster.device_type).accelerator.get_accelerator().device_name()
+    if device_name == cluster.device_type:
         return []
     return [
         Problem(
-            message=f"DeepSpeed was imported for the device {found!r}, but this job runs on "
+            message=f"DeepSpeed was imported for the device {device_name!r}, but this job runs on "
             f"{cluster.device_type!r}. Set DS_ACCELERATOR={cluster.device_type} before DeepSpeed is imported",
             method=method,
         )
@@ -217,7 +217,7 @@ def _make_engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:
 def states(zero: Any, job: Job, _: torch.optim.Optimizer | None) -> FlatStates:
     """What ``zero``, DeepSpeed's optimizer, has in flat pieces; collective over the stages of a pipeline."""
     assert job.mesh is not None
-    names = {parameter: own[0] for parameter, own in parameter_names(job.module).items()}
+    names = {parameter: aliases[0] for parameter, aliases in parameter_names(job.module).items()}
     specs: dict[str, StateSpec] = {}
     pieces: dict[str, Piece] = {}
     for parameters, partition in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):

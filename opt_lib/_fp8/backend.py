@@ -44,9 +44,9 @@ def notices(config: Fp8Config, cluster: Cluster) -> Iterator[str]:
     if backend is None:
         return
     unread = TORCHAO_KEYS if backend == "te" else TE_KEYS
-    given = [key for key in unread if key in config.as_json()]
-    if given:
-        yield f"fp8: {_CALLED[backend]} does not read {', '.join(given)}"
+    keys = [key for key in unread if key in config.as_json()]
+    if keys:
+        yield f"fp8: {_CALLED[backend]} does not read {', '.join(keys)}"
     if backend == "te" and "interval" in config.as_json() and not transformer_engine.reads_interval():
         yield "fp8: this version of Transformer Engine finds new scales in every step and does not read interval"
 
@@ -56,8 +56,8 @@ def _in_order(config: Fp8Config, plan: Plan | None) -> tuple[Backend, ...]:
         return (config.backend,)
     if config.emulate or (plan is not None and transformer_engine.why_not(plan) is not None):
         return ("torchao",)
-    given = set(config.as_json())
-    if given.intersection(TORCHAO_KEYS) and not given.intersection(TE_KEYS):
+    keys = set(config.as_json())
+    if keys.intersection(TORCHAO_KEYS) and not keys.intersection(TE_KEYS):
         return ("torchao", "te")
     return ("te", "torchao")
 

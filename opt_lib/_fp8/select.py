@@ -52,11 +52,11 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
         if not callable(ask):
             continue
         try:
-            found = ask()
+            layer = ask()
         except Exception:  # some models have none to answer with, and raise what they like
             continue
-        if isinstance(found, nn.Module):
-            yield found
+        if isinstance(layer, nn.Module):
+            yield layer
 
 
 def _weights_of_others(model: nn.Module) -> set[int]:
@@ -77,7 +77,7 @@ NOT_INCLUDED = "not in include"
 SUBCLASS = "a subclass of nn.Linear, which computes in its own way"
 REPLACED = "module_replace gave it a forward pass of its own, which fp8 would lose; exclude that replacement to have it"
 FP8_ALREADY = "in fp8 before"
-CONV1D = "a Conv1D of transformers, which is no nn.Linear"
+CONV1D = "a Conv1D of transformers, which is not an nn.Linear"
 HOOKED = "it has hooks or parametrizations, which another module would lose"
 TIED = "its weight is shared, and one of its names would not be gathered in fp8"
 SIZES = f"dims that are no multiples of {DIM_MULTIPLE}"
@@ -103,12 +103,12 @@ class Selection:
 
     def refused(self, include: Iterable[str]) -> dict[str, str]:
         """Entries of ``include`` that match no replaced layer, with the reasons."""
-        found = {}
+        refusals = {}
         for part in include:
             reasons = [reason for reason, names in self.kept.items() if any(part in name for name in names)]
             if reasons and not any(part in name for name in self.replaced):
-                found[part] = "; ".join(reasons)
-        return found
+                refusals[part] = "; ".join(reasons)
+        return refusals
 
     def listed(self) -> str:
         """All layers; skipped ones with the reasons."""
@@ -208,12 +208,12 @@ def unmatched(model: nn.Module, parts: Iterable[str]) -> dict[str, list[str]]:
 
 def _dotted_segments(names: Iterable[str], length: int) -> list[str]:
     """All runs of so many parts in dotted names."""
-    found: dict[str, None] = {}
+    segments: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
         for start in range(len(parts) - length + 1):
-            found[".".join(parts[start : start + length])] = None
-    return list(found)
+            segments[".".join(parts[start : start + length])] = None
+    return list(segments)
 
 
 def folded(names: Iterable[str]) -> str:
@@ -223,7 +223,7 @@ def folded(names: Iterable[str]) -> str:
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
         counts.setdefault(pattern, []).append(_display_name(name))
     return ", ".join(
-        found[0] if len(found) == 1 else f"{pattern} ({len(found)})" for pattern, found in counts.items()
+        group[0] if len(group) == 1 else f"{pattern} ({len(group)})" for pattern, group in counts.items()
     )
 
 
@@ -277,10 +277,10 @@ def _is_hooked(module: nn.Module) -> bool:
 def _more_than_a_linear(module: nn.Linear) -> list[str]:
     """Names of attributes, parameters, buffers and children that a new ``nn.Linear`` does not have."""
     new = nn.Linear(1, 1, device="meta")
-    held = set(vars(module)).difference(_MARKS, vars(new))
+    names = set(vars(module)).difference(_MARKS, vars(new))
     for name in _TENSORS_AND_MODULES:
-        held.update(set(vars(module)[name]).difference(vars(new)[name]))
-    return sorted(held)
+        names.update(set(vars(module)[name]).difference(vars(new)[name]))
+    return sorted(names)
 
 
 def _shared_weights(model: nn.Module) -> frozenset[int]:

@@ -67,13 +67,13 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
     if converted is not job.module:  # the model is one linear
         job.replace_model(converted)
     # Torchao replaces one of the names in one parent, and makes one for each parent.
-    made: dict[int, nn.Module] = {}
+    layers: dict[int, nn.Module] = {}
     for path, module in linears.items():
         new: Any = job.module.get_submodule(path)
         if new is not module:
-            made.setdefault(id(module), new)
+            layers.setdefault(id(module), new)
     for path, module in linears.items():
-        new = made[id(module)]
+        new = layers[id(module)]
         if path:
             job.module.set_submodule(path, new)
         if not hasattr(new, "is_exact"):

@@ -85,17 +85,17 @@ def _leave_fp8(scope: ForwardScope, _: nn.Module) -> None:
 
 def _make_te_linear(kind: type[nn.Module], module: nn.Module) -> nn.Module:
     weight, bias = module.weight, module.bias
-    made = kind(
+    layer = kind(
         module.in_features,
         module.out_features,
         bias=bias is not None,
         params_dtype=weight.dtype,
         device="meta",  # without memory: the weights are moved in
     )
-    made.weight = weight
+    layer.weight = weight
     if bias is not None:
-        made.bias = bias
-    return made.train(module.training)
+        layer.bias = bias
+    return layer.train(module.training)
 
 
 @functools.cache

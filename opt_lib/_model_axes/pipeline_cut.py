@@ -44,7 +44,7 @@ def share_parameters(job: Job, assignment: StageAssignment) -> None:
     """
     assert job.mesh is not None
     rank = job.mesh.axis("pipeline").get_local_rank()
-    names = {own[0]: own for own in parameter_names(job.module).values()}
+    names = {aliases[0]: aliases for aliases in parameter_names(job.module).values()}
     parameters = {plain_name(name): parameter for name, parameter in job.module.named_parameters()}
     groups = pipeline_groups(job, sorted({assignment.ranks_holding(name) for name in assignment.shared}))
     materialiser = job.materialiser()
@@ -55,7 +55,7 @@ def share_parameters(job: Job, assignment: StageAssignment) -> None:
         group = groups[holders]
         parameter = parameters[name]
         if parameter.is_meta:  # drawn by its path, so the same everywhere
-            owners = [job.module.get_submodule(one.rpartition(".")[0]) for one in names[name]]
+            owners = [job.module.get_submodule(alias.rpartition(".")[0]) for alias in names[name]]
             materialiser.materialise(owners, recurse=False)
         else:
             broadcast_from_first(job, [parameter], group=group)
@@ -77,16 +77,16 @@ def pipeline_groups(job: Job, wanted: Sequence[tuple[int, ...]]) -> dict[tuple[i
     # A rank that waits for others to make groups does not notice that one of them has ended.
     job.cluster.agree(lambda: None, what="reaching the groups of the pipeline")
     lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
-    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    rank_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     timeout = group_timeout(job.device)
     for places in wanted:
         for line in lines:
-            ranks = [line[place] for place in places]
+            ranks = [line[position] for position in places]
             group = dist.new_group(ranks, timeout=timeout)
             if dist.get_rank() in ranks:
                 assert isinstance(group, dist.ProcessGroup)
-                found[places] = group
-    return found
+                rank_groups[places] = group
+    return rank_groups
 
 
 def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> StageSet:
@@ -243,10 +243,10 @@ def _explain_cuts(job: Job, method: str, plan: PipelinePlan, num_ranks: int, num
         job.explain(method, f"stages are made of {plan.shards}")
     job.explain(method, train_step_only(method))
     if plan.choice is not None and len(plan.choice.candidates) > 1:
-        weighed = [one for one in plan.choice.candidates if not one.problem][:3]
+        weighed = [option for option in plan.choice.candidates if not option.problem][:3]
         shown = ", ".join(
-            f"{one.schedule.name} {seconds_text(one.step_seconds)} with {one.bubble_share:.0%} idle"
-            for one in weighed
+            f"{option.schedule.name} {seconds_text(option.step_seconds)} with {option.bubble_share:.0%} idle"
+            for option in weighed
         )
         job.explain(method, f"the fastest by simulation (predicted): {shown}")
     if plan.refused:
@@ -269,10 +269,10 @@ def make_weights_equal(job: Job, method: str) -> None:
     sums = [_tensor_checksum(tensor).to(job.device) for tensor in tensors]
     if not sums:
         return
-    own = torch.stack(sums)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    differ = torch.stack([(one != gathered[0]) for one in gathered]).any(0)
+    checksums = torch.stack(sums)
+    gathered = [torch.empty_like(checksums) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, checksums, group=group)
+    differ = torch.stack([(row != gathered[0]) for row in gathered]).any(0)
     if not differ.any():
         return
     broadcast_from_first(job, tensors, group=group)
@@ -300,11 +300,11 @@ class OutputsAlone(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if any(made.requires_grad for made in tensors_of(result)):
-            for given in tensors_of((args, dict(kwargs))):
-                if isinstance(given, nn.Parameter) and id(given) in self._names:
+        if any(output.requires_grad for output in tensors_of(result)):
+            for argument in tensors_of((args, dict(kwargs))):
+                if isinstance(argument, nn.Parameter) and id(argument) in self._names:
                     raise StepError(
-                        f"loss_func computes with {self._names[id(given)]}, a parameter of the model. In a pipeline it "
+                        f"loss_func computes with {self._names[id(argument)]}, a parameter of the model. In a pipeline it "
                         "runs on the last stage, which has no parameters of the others, so the loss would lack them. "
                         "Use the optimizer's weight_decay for a penalty on weights, return from the model what the "
                         "loss needs, or train without pipeline."

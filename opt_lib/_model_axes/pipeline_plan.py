@@ -99,10 +99,10 @@ class PipelineParallelConfig(MethodConfig):
     @classmethod
     def _known_schedule(cls, name: str) -> str:
         try:
-            found = None if name == "auto" else get_schedule(name)
+            info = None if name == "auto" else get_schedule(name)
         except InputError as error:
             raise ValueError(str(error)) from error
-        return name if found is None or found.note else found.name  # the report has the note of an alias
+        return name if info is None or info.note else info.name  # the report has the note of an alias
 
     @model_validator(mode="after")
     def _shards_have_a_use(self) -> PipelineParallelConfig:
@@ -125,8 +125,8 @@ def requested_micro_batches(job: Job, config: PipelineParallelConfig) -> int | N
     """The number that the user gave, here or as gradient accumulation; ``None`` for none."""
     if config.num_micro_batches is not None:
         return config.num_micro_batches
-    given = (job.inputs.gradient_accumulation_steps, job.plan.num_micro_batches)
-    return next((number for number in given if number > 1), None)
+    counts = (job.inputs.gradient_accumulation_steps, job.plan.num_micro_batches)
+    return next((number for number in counts if number > 1), None)
 
 
 def fitting_micro_batches(info: ScheduleInfo, num_ranks: int, on_rank: int, rows: int) -> int:
@@ -441,7 +441,7 @@ def _where_not(graph: CallGraph, refused: Mapping[int, str]) -> str:
 
 
 def _split_point_indices(points: Sequence[str], graph: CallGraph, *, with_first: bool = False) -> list[int]:
-    found = []
+    indices = []
     for point in points:
         inside = [i for i, path in enumerate(graph.paths) if path == point or path.startswith(f"{point}.")]
         if not inside:
@@ -453,8 +453,8 @@ def _split_point_indices(points: Sequence[str], graph: CallGraph, *, with_first:
                 f"split_points names {point!r}, but it begins the model already: the first stage needs no name. "
                 f"Name the modules that begin the other stages, of {_stage_start_names(graph)}."
             )
-        found.append(inside[0])
-    return found
+        indices.append(inside[0])
+    return indices
 
 
 def _stage_start_names(graph: CallGraph) -> str:
@@ -488,7 +488,7 @@ def call_costs(
         backward_input=for_input,
         backward_weight=for_weight,
         backward=tuple(2 * seconds for seconds in forward),
-        recompute=tuple(seconds if one else 0.0 for seconds, one in zip(forward, able, strict=True)),
+        recompute=tuple(seconds if flag else 0.0 for seconds, flag in zip(forward, able, strict=True)),
         send=tuple(float(link.message_seconds("send", size)) for size in sizes),
         state_bytes=tuple(size * _state_bytes_factor(plan) for size in parameter_bytes(units, graph)),
         activation_bytes=tuple(float(call.saved_bytes) for call in graph.calls),
@@ -497,32 +497,32 @@ def call_costs(
             for number, call in enumerate(graph.calls)
         ),
         boundary_bytes=sizes,
-        allowed_cuts=[place for place in places if place not in refused],
+        allowed_cuts=[index for index in places if index not in refused],
     )
 
 
 def known_hardware(cluster: Cluster) -> Hardware:
     """The speeds of devices and links; a CPU's, whose proportions will do, where nobody knows the device."""
     try:
-        found = cluster.with_hardware().hardware
+        machine = cluster.with_hardware().hardware
     except InputError:
-        found = replace(cluster, device_type="cpu", hardware=None).with_hardware().hardware
-        assert found is not None
-        found = replace(found, device=replace(found.device, memory_bytes=cluster.device_memory_bytes))
-    assert found is not None
-    return found
+        machine = replace(cluster, device_type="cpu", hardware=None).with_hardware().hardware
+        assert machine is not None
+        machine = replace(machine, device=replace(machine.device, memory_bytes=cluster.device_memory_bytes))
+    assert machine is not None
+    return machine
 
 
 def parameter_bytes(units: Sequence[NamedModule], graph: CallGraph) -> list[int]:
     """Bytes of the parameters of each call's unit; of those that several calls use, with the first."""
     modules = {unit.name: unit.module for unit in units}
     counted: set[int] = set()
-    found = []
+    sizes = []
     for path in graph.paths:
         new = [p for p in modules[path].parameters() if id(p) not in counted]
         counted.update(map(id, new))
-        found.append(sum(p.numel() * p.element_size() for p in new))
-    return found
+        sizes.append(sum(p.numel() * p.element_size() for p in new))
+    return sizes
 
 
 def _state_bytes_factor(plan: Plan) -> float:

@@ -29,8 +29,8 @@ def block_runs(job: Job, selectors: Sequence[str] | None) -> list[list[NamedModu
         )
     runs: list[list[NamedModule]] = []
     for root in job.roots:
-        held = {id(module) for module in root.modules()}
-        mine = [block for block in blocks if id(block.module) in held]
+        ids = {id(module) for module in root.modules()}
+        mine = [block for block in blocks if id(block.module) in ids]
         runs += _group_neighbours(job.module, mine)
     return runs
 
@@ -180,10 +180,10 @@ def divide_tail(job: Job, tail: Tail, last: str, chains: Sequence[BlockChain]) -
     mine = bool(chains) and plain_name(chains[-1].blocks[-1].name) == last
     if stages:
         ends = isinstance(stages[-1], StageModule) and stages[-1].is_last
-        held = ends and mine and chains[-1].blocks[-1].module in set(stages[-1].modules())
-        if not any(job.cluster.gathered(held)):
+        has_tail = ends and mine and chains[-1].blocks[-1].module in set(stages[-1].modules())
+        if not any(job.cluster.gathered(has_tail)):
             return "head and loss see whole samples: the model is cut between them and the last block"
-        mine = held
+        mine = has_tail
     if mine:
         chains[-1].divide_tail(job.module)
         leave_divided(job)

@@ -190,7 +190,7 @@ def users_plan(config: TensorParallelConfig, model: nn.Module) -> TensorPlan | N
 
 
 def _by_ratio(config: TensorParallelConfig, model: nn.Module) -> dict[str, str]:
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for path, module in model.named_modules():
         kind = kind_of(module)
         if kind is None or isinstance(module, nn.Embedding):
@@ -198,12 +198,12 @@ def _by_ratio(config: TensorParallelConfig, model: nn.Module) -> dict[str, str]:
         own_outputs, own_inputs = kind.sizes(module)
         for inputs, outputs, style in config.input_output_mapping:
             if own_inputs * outputs == own_outputs * inputs:
-                found[path] = _MERAK_STYLES[style]
-    return found
+                styles[path] = _MERAK_STYLES[style]
+    return styles
 
 
 def _by_weight(config: TensorParallelConfig, model: nn.Module) -> dict[str, str]:
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     modules: Mapping[str, Any] = dict(model.named_modules())
     for name, dim in config.weight_change_list:
         layer = name.removesuffix(".weight")
@@ -217,8 +217,8 @@ def _by_weight(config: TensorParallelConfig, model: nn.Module) -> dict[str, str]
             if kind is not None and (path == layer or path.endswith(f".{layer}")):
                 embedding = isinstance(module, nn.Embedding)
                 column = "embedding_rowwise" if embedding else "colwise"
-                found[path] = column if dim % 2 == kind.out_dim else "rowwise"
-    return found
+                styles[path] = column if dim % 2 == kind.out_dim else "rowwise"
+    return styles
 
 
 ParallelLoss = bool | Literal["auto"]

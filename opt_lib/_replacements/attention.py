@@ -53,8 +53,8 @@ class AttentionSwitch(Replacement):
         """Switches every model of transformers in ``model``."""
         outcome = Outcome(model=model)
         for inner in _outermost_models(model):
-            found = [(part, _current_attention(part)) for part in _one_a_config(inner)]
-            old = [(part, was) for part, was in found if was in self.switches]
+            pairs = [(part, _current_attention(part)) for part in _one_a_config(inner)]
+            old = [(part, was) for part, was in pairs if was in self.switches]
             reason = self._refusal_reason(inner, [part for part, _ in old]) or self._switch_attention(inner)
             for part, was in old:
                 if reason is None and _current_attention(part) == self.implementation:
@@ -79,20 +79,20 @@ class AttentionSwitch(Replacement):
         """Switches one model, on a config of its own; the reason if that cannot be done."""
         shared = _collect_configs(model)
         # Several models may have been built from one config, and this one alone is to be changed.
-        own = copy.deepcopy(shared)
+        copies = copy.deepcopy(shared)
         before = {_current_attention(part) for part in _pretrained_models(model)}
-        _exchange_configs(model, dict(zip(map(id, shared), own, strict=True)))
+        _exchange_configs(model, dict(zip(map(id, shared), copies, strict=True)))
         try:
             model.set_attn_implementation(self.implementation)  # type: ignore[operator]
         except (ValueError, ImportError, NotImplementedError) as error:
-            _exchange_configs(model, dict(zip(map(id, own), shared, strict=True)))
+            _exchange_configs(model, dict(zip(map(id, copies), shared, strict=True)))
             return str(error).split(". ")[0].strip()
         if any(
             _current_attention(part) not in (self.implementation, *before)
             for part in _pretrained_models(model)
         ):
             # transformers may have chosen something else, such as a kernel that it would have to download.
-            _exchange_configs(model, dict(zip(map(id, own), shared, strict=True)))
+            _exchange_configs(model, dict(zip(map(id, copies), shared, strict=True)))
             return "transformers would run another implementation instead"
         return None
 
@@ -155,13 +155,13 @@ def _class_name(model: object) -> str:
 
 def _collect_configs(model: nn.Module) -> list[Any]:
     """The config objects that modules hold, each once."""
-    found = {
+    configs = {
         id(value): value
         for module in model.modules()
         for value in vars(module).values()
         if hasattr(value, "_attn_implementation") and not isinstance(value, nn.Module)
     }
-    return list(found.values())
+    return list(configs.values())
 
 
 def _exchange_configs(model: nn.Module, new: dict[int, Any]) -> None:

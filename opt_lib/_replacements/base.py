@@ -256,7 +256,7 @@ class ClassPair(ModuleReplacement):
         if unknown:
             raise RegistrationError(
                 f"{old}: module_replace.configs.{self.name}.{unknown[0]} (or config= of register_replace_pair) "
-                f"is no setting of it. Accepted: {', '.join(accepted or ()) or 'none'}."
+                f"is not a setting of it. Accepted: {', '.join(accepted or ()) or 'none'}."
             )
         try:
             new = self.convert(module, **self.config)

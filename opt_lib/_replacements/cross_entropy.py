@@ -299,11 +299,11 @@ def _head_forward(source: Any) -> Forward:
 
 
 def _model_forward(source: Any) -> Forward:
-    place = list(inspect.signature(source.forward).parameters).index("labels") - 1
+    position = list(inspect.signature(source.forward).parameters).index("labels") - 1
 
     @functools.wraps(source.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        labels = args[place] if len(args) > place else kwargs.get("labels")
+        labels = args[position] if len(args) > position else kwargs.get("labels")
         head = self._deferring_head.module
         trains = labels is not None and self.training and torch.is_grad_enabled()
         # By checkpoint, whose forward pass takes tensors alone.

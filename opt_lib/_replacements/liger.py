@@ -99,8 +99,8 @@ def _why_not_rope(rotation: Callable[..., Any]) -> str | None:
         return f"its {_FUNCTION} could not be tried on a small input ({type(error).__name__})"
     wanted = (_apply_rotation(q, cos, sin), _apply_rotation(k, cos, sin))
     alike = len(actual) == 2 and all(
-        one.shape == other.shape and torch.allclose(one, other, atol=1e-6)
-        for one, other in zip(actual, wanted, strict=True)
+        tensor.shape == other.shape and torch.allclose(tensor, other, atol=1e-6)
+        for tensor, other in zip(actual, wanted, strict=True)
     )
     return None if alike else f"its {_FUNCTION} computes something else than Liger's"
 

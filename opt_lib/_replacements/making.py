@@ -93,12 +93,12 @@ def settings_of(convert: Convert, module: nn.Module | None = None) -> tuple[str,
         if module is None:
             return None
         target = convert.args[0]  # type: ignore[attr-defined]
-        own = {name for kind in target.__mro__[: target.__mro__.index(nn.Module)] for name in vars(kind)}
-        names = {*vars(module), *own} - {*vars(nn.Module()), "forward"}
+        members = {name for kind in target.__mro__[: target.__mro__.index(nn.Module)] for name in vars(kind)}
+        names = {*vars(module), *members} - {*vars(nn.Module()), "forward"}
         return tuple(sorted(name for name in names if not name.startswith("__")))
     try:
-        made = convert.args[0] if made_by is _construct_module else convert  # type: ignore[attr-defined]
-        parameters = list(inspect.signature(made).parameters.values())
+        factory = convert.args[0] if made_by is _construct_module else convert  # type: ignore[attr-defined]
+        parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):  # written in C
         return None
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
@@ -155,10 +155,10 @@ def _move_own(part: nn.Module, new: nn.Module, path: str) -> None:
     for name, tensor in (*part._parameters.items(), *part._buffers.items()):
         if tensor is None:
             continue
-        place = _find_submodule(new, path)
-        there = getattr(place, name, None)
+        target = _find_submodule(new, path)
+        there = getattr(target, name, None)
         if isinstance(there, torch.Tensor) and _same_kind(there, tensor):
-            setattr(place, name, tensor)
+            setattr(target, name, tensor)
         elif name not in part._non_persistent_buffers_set:  # the new module may work without those
             raise RegistrationError(
                 f"{f'{path}.{name}'.lstrip('.')} is {_describe_value(there)} in the new {type(new).__name__} and "

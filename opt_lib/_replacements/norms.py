@@ -98,8 +98,8 @@ def form_of(module: nn.Module, num_features: int, eps: float) -> RmsNormForm | s
             form = RmsNormForm(offset=offset, result=result)
             run = functools.partial(form, eps=eps)
             if all(
-                _is_equivalent(one, other, actual, each[1:])
-                for one, other, each in zip(*by_mode, probes, strict=True)
+                _is_equivalent(original, other, actual, each[1:])
+                for original, other, each in zip(*by_mode, probes, strict=True)
                 for actual in (_run_probe(run, num_features, *each),)
             ):
                 return form
@@ -116,7 +116,7 @@ def why_not_plain(module: nn.Module, eps_names: Iterable[str]) -> str | None:
     if buffers:
         return f"it has buffers ({', '.join(buffers)}), which a fused pass would not follow"
     known = {*eps_names, *_PLAIN_NAMES}
-    own = {name: value for name, value in vars(module).items() if name not in _OWN}
+    members = {name: value for name, value in vars(module).items() if name not in _OWN}
     classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
     of_class = {
         name: value
@@ -127,7 +127,7 @@ def why_not_plain(module: nn.Module, eps_names: Iterable[str]) -> str | None:
         )
     }
     size = module.get_parameter("weight").numel()
-    for name, value in {**of_class, **own}.items():
+    for name, value in {**of_class, **members}.items():
         if name.startswith(_MARKS) or _is_size(value, size):
             continue
         if name not in known or isinstance(value, (property, functools.cached_property)):
@@ -188,9 +188,9 @@ def _is_equivalent(
     reduced = min(dtypes, key=lambda dtype: dtype.itemsize)
     tolerance = 1e-6 if reduced == torch.float32 else 4 * torch.finfo(reduced).eps
     return all(
-        _is_close(each, one, tolerance)
+        _is_close(each, output, tolerance)
         for of_mode in (original, other_mode)
-        for each, one in zip(of_mode, fused, strict=True)
+        for each, output in zip(of_mode, fused, strict=True)
     )
 
 

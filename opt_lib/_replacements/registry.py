@@ -158,14 +158,14 @@ def register_replace_pair(
     source, target = _validate_classes(name, pair_cls, replaces)
     if convert is not None and not callable(convert):
         raise RegistrationError(
-            f"{name!r}: convert={convert!r} is no function from the old module to the new."
+            f"{name!r}: convert={convert!r} is not a function from the old module to the new."
         )
     requirements = Requirements(dtypes=_dtype_names(name, supported_dtypes))
 
     def register(made_by: Any) -> Any:
         kind = made_by if _is_module_class(made_by) else None
         if kind is None and (convert is not None or not callable(made_by) or isinstance(made_by, type)):
-            raise RegistrationError(f"{name!r}: {made_by!r} is no subclass of torch.nn.Module.")
+            raise RegistrationError(f"{name!r}: {made_by!r} is not a subclass of torch.nn.Module.")
         how = convert or (made_by if kind is None else converter(source, kind))
         _register_pair(
             ClassPair(
@@ -237,12 +237,12 @@ def _validate_classes(
         )
     if pair_cls is None:
         if not _is_module_class(replaces):
-            raise RegistrationError(f"{name!r}: replaces={replaces!r} is no subclass of torch.nn.Module.")
+            raise RegistrationError(f"{name!r}: replaces={replaces!r} is not a subclass of torch.nn.Module.")
         return replaces, None  # type: ignore[return-value]  # a module class, as just checked
     pair = tuple(pair_cls) if isinstance(pair_cls, (tuple, list)) else ()
     if len(pair) != 2 or not all(_is_module_class(kind) for kind in pair):
         raise RegistrationError(
-            f"{name!r}: pair_cls={pair_cls!r} is no pair of classes. Accepted: (the class to replace, the "
+            f"{name!r}: pair_cls={pair_cls!r} is not a pair of classes. Accepted: (the class to replace, the "
             "class that replaces it), both subclasses of torch.nn.Module."
         )
     if pair[0] is pair[1]:

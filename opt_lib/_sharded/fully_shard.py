@@ -171,12 +171,12 @@ def _refuse_copies(model: nn.Module) -> None:
 def _reduces_each(job: Job) -> bool:
     """Whether gradients are reduced after every micro-batch, as all ranks decide together; collective."""
     assert job.mesh is not None
-    found = job.plan.reduces_each(job.original.num_trainable, job.cluster.rank_memory_bytes)
+    decision = job.plan.reduces_each(job.original.num_trainable, job.cluster.rank_memory_bytes)
     if job.plan.sharding.reduces_each is None and job.agreeing_group is not None:  # devices may differ
-        least = torch.tensor(float(found), device=job.device)
+        least = torch.tensor(float(decision), device=job.device)
         dist.all_reduce(least, op=dist.ReduceOp.MAX, group=job.agreeing_group)
-        found = bool(least.item())
-    return found
+        decision = bool(least.item())
+    return decision
 
 
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -93,9 +93,9 @@ def gather_where_read(job: Job, method: str, options: Mapping[str, Any]) -> None
     reads = [ReadsOutsideOfUnits(root, None if policy is None else policy.param_dtype) for root in job.roots]
 
     def text() -> str:
-        found = [name for read in reads for name in read.found]
+        names = [name for read in reads for name in read.found]
         what = "gathered where the model reads them, outside of the units they belong to"
-        return f"{first_few(found, 3)}: {what}" if found else ""
+        return f"{first_few(names, 3)}: {what}" if names else ""
 
     job.explain(method, text)
 

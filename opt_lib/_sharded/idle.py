@@ -83,11 +83,11 @@ class IdleParameters:
         """Looks for unused parameters where a backward pass reaches the unit's input, behind which they are reduced; at
         the end of it, where the input has no gradient."""
         if torch.is_grad_enabled():
-            given = next((one for one in unique_tensors_of((args, kwargs)) if one.requires_grad), None)
-            if given is None:
+            tensor = next((arg for arg in unique_tensors_of((args, kwargs)) if arg.requires_grad), None)
+            if tensor is None:
                 self._late[unit] = parts
             else:
-                given.register_hook(lambda _: self._handle_unused_parts(parts))
+                tensor.register_hook(lambda _: self._handle_unused_parts(parts))
 
     def _schedule_late_reduce(self, root: nn.Module, inputs: Any, output: Any) -> None:
         if self._late and torch.is_grad_enabled():

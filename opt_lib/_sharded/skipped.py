@@ -52,8 +52,8 @@ class SkippedUnits:
         self._results: list[torch.Tensor] = []
         self._seen: dict[str, None] = {}
         root.register_forward_pre_hook(disable(self._begin_forward), with_kwargs=True)
-        for place, unit in enumerate(units):
-            before = disable(partial(self._before_unit, place))
+        for index, unit in enumerate(units):
+            before = disable(partial(self._before_unit, index))
             unit.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         root.register_forward_hook(disable(self._end_forward), prepend=True)
 
@@ -88,35 +88,35 @@ class SkippedUnits:
     def _end_forward(self, root: nn.Module, _: Any, output: Any) -> Any:
         if in_backward():
             return None
-        self._call_skipped([place for place in self._order if place not in self._called])
+        self._call_skipped([index for index in self._order if index not in self._called])
         if not self._is_agreed and torch.is_grad_enabled():
             self._is_agreed = True
             assert self._job.mesh is not None
             known = (self._called, self._has_gradient)
             passes = self._job.cluster.gathered(known, group=self._job.mesh.data_group)
-            for _, found in passes:
-                for place, has_gradient in found.items():
-                    self._has_gradient[place] = has_gradient or self._has_gradient.get(place, False)
+            for _, flags in passes:
+                for index, has_gradient in flags.items():
+                    self._has_gradient[index] = has_gradient or self._has_gradient.get(index, False)
             fullest = max(passes, key=lambda known: sum(known[0].values()))
             self._order = list(fullest[0])
         return _join_results(output, self._results) if self._results else None
 
     def _call_skipped(self, skipped: list[int]) -> None:
         """Calls units as the identity, on a tensor that nothing else sees, with a gradient where theirs has one."""
-        for place in skipped:
-            unit = self._units[place]
-            has_gradient = self._has_gradient.get(place, True)
-            self._called[place] = False
+        for index in skipped:
+            unit = self._units[index]
+            has_gradient = self._has_gradient.get(index, True)
+            self._called[index] = False
             self._seen[self._names[unit]] = None
-            own = vars(unit).pop("forward", None)
+            override = vars(unit).pop("forward", None)
             unit.forward = _Identity()
             try:
                 x = torch.zeros(1, device=self._job.device, requires_grad=has_gradient)
                 self._results.append(unit(x))
             finally:
                 del unit.forward
-                if own is not None:
-                    unit.forward = own
+                if override is not None:
+                    unit.forward = override
 
 
 class _Identity:

@@ -27,7 +27,7 @@ def wrap_units(model: nn.Module, config: ShardConfig) -> list[nn.Module]:
     belong to one unit only.
     """
     if config.atorch_wrap_cls is not None:
-        units = [found.module for found in select_modules(model, config.atorch_wrap_cls)]
+        units = [match.module for match in select_modules(model, config.atorch_wrap_cls)]
     elif config.atorch_size_based_min_num_params is not None:
         units = _large_modules(model, config.atorch_size_based_min_num_params)
     else:
@@ -55,7 +55,7 @@ def units_of_other_dtypes(
     Raises:
         InputError: as :func:`own_dtype`, and if such a module shares a parameter with another.
     """
-    found: list[nn.Module] = []
+    new_units: list[nn.Module] = []
     waiting, edges = list(units), set(units)
     while waiting:
         unit = waiting.pop()
@@ -78,10 +78,10 @@ def units_of_other_dtypes(
                         f"unit of its own, and what is around them in {type(unit).__name__} is in {usual}. torch shards "
                         "parameters of one dtype together: give them one, or replicate the modules: atorch_ignored_cls."
                     )
-                found.append(module)
+                new_units.append(module)
                 waiting.append(module)
                 edges.add(module)
-    return found
+    return new_units
 
 
 def _unit_modules(unit: nn.Module, edges: Collection[nn.Module]) -> Iterable[nn.Module]:
@@ -127,8 +127,8 @@ def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     units: list[nn.Module] = []
 
     def remaining(module: nn.Module) -> int:
-        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        total = own + sum(remaining(child) for child in module.children())
+        size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        total = size + sum(remaining(child) for child in module.children())
         if module is not model and total >= min_num_params and not isinstance(module, nn.ModuleList):
             units.append(module)
             return 0
@@ -146,7 +146,7 @@ def ignored_parameters(
     They belong to ignored modules, or cannot be divided: scalars (a learned temperature, say) and empty ones, which
     are left where one size of a model is the difference of two others.
     """
-    modules = [found.module for found in select_modules(model, config.ignored)]
+    modules = [match.module for match in select_modules(model, config.ignored)]
     materialiser.materialise(modules)
     owners = [module for module in model.modules() if any(map(_is_indivisible, _own_parameters(module)))]
     materialiser.materialise(owners, recurse=False)
@@ -166,9 +166,9 @@ def parameters_kept_whole(job: Job) -> set[nn.Parameter]:
     """Parameters that several stages of this rank use, so that they are neither sharded nor averaged with the
     others; moved to this rank's device."""
     named = job.module.named_parameters() if job.gradients.kept_whole else ()
-    found = {parameter for name, parameter in named if plain_name(name) in job.gradients.kept_whole}
-    move_to_device(job, found)
-    return found
+    parameters = {parameter for name, parameter in named if plain_name(name) in job.gradients.kept_whole}
+    move_to_device(job, parameters)
+    return parameters
 
 
 def move_to_device(job: Job, parameters: Iterable[nn.Parameter]) -> None:
@@ -203,10 +203,10 @@ def init_function(name: str | None) -> Callable[[nn.Module], object] | None:
         return None
     module, _, function = name.rpartition(".")
     try:
-        found: Callable[[nn.Module], object] = getattr(importlib.import_module(module), function)
+        init_fn: Callable[[nn.Module], object] = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(f"param_init_fn={name!r} cannot be imported: {error}") from error
-    return found
+    return init_fn
 
 
 @torch.no_grad()

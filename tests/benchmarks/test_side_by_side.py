@@ -22,7 +22,7 @@ ANSWERING = """
 from benchmarks._peers._beside import serve
 
 def work(tell):
-    print("what the peer prints is no answer")
+    print("what the peer prints is not an answer")
     command = tell({})
     raise ValueError(f"no {command} here\\nand more")
 

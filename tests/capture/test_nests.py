@@ -118,7 +118,7 @@ def test_samples_and_tokens_of_a_batch() -> None:
 
 def test_shapes_of_another_batch() -> None:
     assert resized_shape((4, 7, 7, 5), (4, 7), (2, 3)) == (2, 3, 3, 5)
-    assert resized_shape((7, 4), (4, 7), (2, 3)) == (7, 4), "dim 0 is no batch"
+    assert resized_shape((7, 4), (4, 7), (2, 3)) == (7, 4), "dim 0 is not a batch"
     assert resized_shape((4, 1), (4, 1), (2, 3)) == (2, 1), "a batch without tokens"
     assert resized_shape((), (4, 7), (2, 3)) == ()
 

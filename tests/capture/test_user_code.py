@@ -217,7 +217,7 @@ def test_a_wrong_name_lists_what_there_is(folder: Path) -> None:
         load_object("objects.py", option="--model")
     with pytest.raises(InputError, match=r"objects\.py has no 'biuld'\. Did you mean 'build'\?"):
         load_object("objects.py:biuld", option="--model")
-    with pytest.raises(InputError, match=r"is no place in code\. Write pkg\.mod:name"):
+    with pytest.raises(InputError, match=r"is not a place in code\. Write pkg\.mod:name"):
         load_object("model", option="--model")
 
 
@@ -243,5 +243,5 @@ def test_memory_as_people_write_it(text: str | None, expected: float | None) -> 
 
 @pytest.mark.parametrize("text", ["", "0GiB", "-1", "many", "1 kB"])
 def test_what_is_no_amount_of_memory(text: str) -> None:
-    with pytest.raises(InputError, match="is no amount of memory"):
+    with pytest.raises(InputError, match="is not an amount of memory"):
         gibibytes(text)

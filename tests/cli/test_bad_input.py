@@ -45,7 +45,7 @@ CASES: list[tuple[str, tuple[str, ...], int, str]] = [
     ("strategy convert", ("missing.yaml", "out.json"), 2, "cannot be read"),
     ("explain", ("missing.json",), 2, "no such file"),
     ("train", ("-f", "missing.yaml"), 2, "cannot read missing.yaml"),
-    ("train", ("-f", "config.yaml", "max_epochs", "2"), 2, "'max_epochs' is no override"),
+    ("train", ("-f", "config.yaml", "max_epochs", "2"), 2, "'max_epochs' is not an override"),
     ("report", ("missing.json",), 2, "missing.json"),
     ("diff", ("missing.json", "fine.json"), 2, "Methods by name: fsdp,checkpoint (missing.json)"),
     ("history", ("missing.journal",), 2, "is not there"),
@@ -95,8 +95,8 @@ CASES: list[tuple[str, tuple[str, ...], int, str]] = [
     ("explain", ("broken.json",), 2, "truncated or damaged"),
     ("report", ("broken.json",), 2, "broken.json"),
     ("diff", ("broken.json", "fine.json"), 2, "truncated or damaged"),
-    ("history", ("text.txt",), 2, "is no history"),
-    ("history", ("binary.bin",), 2, "is no history"),
+    ("history", ("text.txt",), 2, "is not a history"),
+    ("history", ("binary.bin",), 2, "is not a history"),
     ("verify", ("--strategy", "broken.json", *_MODEL), 2, "truncated or damaged"),
     ("plan", ("--profile", "broken.json"), 2, ""),
     # another version of a file
@@ -151,7 +151,7 @@ CASES: list[tuple[str, tuple[str, ...], int, str]] = [
         2,
         "SystemExit",
     ),
-    # what is no batch
+    # what is not a batch
     ("plan", (*_MODEL[:2], "--sample", "odd.py:none"), 2, "is None, which holds no tensor"),
     ("estimate", ("--strategy", "ddp", *_MODEL[:2], "--sample", "odd.py:number"), 2, "is 17, which holds no"),
     (

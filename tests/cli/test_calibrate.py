@@ -180,7 +180,7 @@ def test_a_killed_rank_ends_all_within_seconds_and_leaves_the_file(tmp_path: Pat
         (("--seconds", "0"), "--seconds=0: the time must be positive"),
         (("--seconds", "nan"), "the time must be positive"),
         (("--nproc", "0"), "at least one process"),
-        (("--device", "tpu"), "'tpu' is no type of device"),
+        (("--device", "tpu"), "'tpu' is not a type of device"),
         (("-o", "c.txt"), "the suffix says how it is written"),
     ],
 )

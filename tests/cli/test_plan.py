@@ -136,7 +136,7 @@ def test_nothing_fits_is_exit_code_3(job: Path, run: Run) -> None:
         (["plan", "--model", "job.py:buidl", "--sample", "job.py:sample"], "Did you mean 'build'"),
         (["plan", "--model", "jbo:build", "--sample", "job.py:sample"], "there is no module 'jbo'"),
         (["plan", "--model", "nowhere.py:build", "--sample", "job.py:sample"], "there is no file nowhere.py"),
-        (["plan", "--model", "build", "--sample", "job.py:sample"], "is no place in code"),
+        (["plan", "--model", "build", "--sample", "job.py:sample"], "is not a place in code"),
         (["plan", "--model", "job.py:number", "--sample", "job.py:sample"], "is an int; it must be a module"),
         (["plan", "--model", "job.py:sample", "--sample", "job.py:sample"], "must return a torch.nn.Module"),
         (["plan", "--model", "job.py:fails", "--sample", "job.py:sample"], "ValueError: no such corpus"),

@@ -162,7 +162,7 @@ def test_figures_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         cluster_from_spec(path)
     text = str(caught.value)
-    assert "device.colour is no key" in text
+    assert "device.colour is not a key" in text
     assert "device.in_place_bytes_per_s=-1: give a positive number" in text
     assert "device.launch_s=nan" in text
     assert "within_node.collectives.all_reduce.bytes_per_s=0" in text

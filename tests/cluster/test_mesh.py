@@ -52,7 +52,7 @@ def test_rank_order() -> None:
             [("pipe", 2), ("pipeline", 0), ("x", 1), ("y", 1)],
             8,
             None,
-            r"'pipeline' is named twice\. pipeline=0 is no size: .* unknown axis 'x', 'y'\.",
+            r"'pipeline' is named twice\. pipeline=0 is not a size: .* unknown axis 'x', 'y'\.",
         ),
         ([("data", 0)], 8, None, "positive integer"),
         ([("data", True)], 8, None, "positive integer"),

@@ -142,7 +142,7 @@ def test_mistakes_in_a_file(tmp_path: Path) -> None:
         cluster_from_spec(path)
     text = str(caught.value)
     assert "Did you mean 'nodes'?" in text
-    assert "device.memroy is no key. Did you mean 'memory'?" in text
+    assert "device.memroy is not a key. Did you mean 'memory'?" in text
     assert "'two' nodes" in text
     for broken, said in (("[1, 2]", "holds a list"), ("a: [", "is not YAML")):
         path.write_text(broken)

@@ -90,7 +90,7 @@ def test_an_engine_needs_an_address_and_a_token(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     assert SearchRequest().engine is None
     for wrong in ("host", ":80", "host:http"):
-        with pytest.raises(InputError, match="is no address; write host:port"):
+        with pytest.raises(InputError, match="is not an address; write host:port"):
             EngineAddress.read(wrong)
     with pytest.raises(InputError, match=f"environment variable {TOKEN_VARIABLE} on every rank"):
         EngineAddress.read("host:80")

@@ -156,8 +156,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "the peak of memory is that of the moment that needs least",
         "atorch_ns/estimate/memory/peak.py",
-        "found.sum(axis=1)).argmax(axis=0)",
-        "found.sum(axis=1)).argmin(axis=0)",
+        "usage.sum(axis=1)).argmax(axis=0)",
+        "usage.sum(axis=1)).argmin(axis=0)",
         ("tests/estimate/memory/test_peak.py::test_predicted_is_measured[mlp, small]",),
     ),
     Fault(
@@ -324,8 +324,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "a recomputation begins from the statistics that the forward pass has left",
         "opt_lib/_recompute.py",
-        "for place, value in before.items():",
-        "for place, value in ():",
+        "for slot, value in before.items():",
+        "for slot, value in ():",
         ("tests/opt_lib/test_recompute.py::test_parameters_and_buffers_are_those_without_recomputation",),
     ),
 )

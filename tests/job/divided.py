@@ -143,7 +143,7 @@ class Stage(nn.Module):
         self.parts = nn.ModuleList(
             [model.stem, model.blocks[0]] if index == 0 else [model.blocks[1], model.head]
         )
-        self._model = (model,)  # in a tuple, so that it is no part of this module
+        self._model = (model,)  # in a tuple, so that it is not part of this module
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the half; what travels is float32."""

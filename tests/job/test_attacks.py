@@ -221,7 +221,7 @@ def left_out_after_clipping(job: Job) -> None:
 
 
 def zeroed_in_place(job: Job) -> None:
-    """A pass is thrown away, and groups of the optimizer have an option that is no number."""
+    """A pass is thrown away, and groups of the optimizer have an option that is not a number."""
     job.optimizer.param_groups[0]["limits"] = torch.tensor([0.0, 1.0])
     for batch in job.parts():
         job.backward(batch)

@@ -1,4 +1,4 @@
-"""Loops around a step: what users write that is no plain step trains as it does in one process, or says what would differ."""
+"""Loops around a step: what users write that is not plain step trains as it does in one process, or says what would differ."""
 
 from __future__ import annotations
 

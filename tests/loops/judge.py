@@ -100,7 +100,7 @@ _LARGEST = 1e3
 
 
 class NoLoop(Exception):
-    """What one process cannot train is no loop."""
+    """What one process cannot train is not a loop."""
 
 
 def reference(recipe: Recipe) -> dict[str, torch.Tensor]:

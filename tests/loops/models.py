@@ -104,7 +104,7 @@ class Scaled(Plain):
 
 
 class Boxed:
-    """What a block gives that is no tensor and no container that torch knows."""
+    """What a block gives that is not a tensor and no container that torch knows."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value

@@ -130,7 +130,7 @@ def test_a_misfit_names_keys_and_rules() -> None:
     text = PLAN.misfit(keys, {UP: [Rule.read("R <- R,R"), Rule.read("0 <- 0,R")]})
     assert text.splitlines() == [
         f"{DOWN}: the model has no such key. Did you mean 'layers.*.mlp.down_proj/linear#0'?",
-        f"{UP}: 2 <- R,0 is no legal rule of this call. Legal are 0 <- 0,R.",
+        f"{UP}: 2 <- R,0 is not a legal rule of this call. Legal are 0 <- 0,R.",
         "Not in the plan, so whole: layers.*.mlp.down_proj/linear#0.",
     ]
     assert "It can only be whole." in PLAN.misfit([*PLAN.operators, *PLAN.parameters], {DOWN: LEGAL[DOWN]})

@@ -149,7 +149,7 @@ def test_a_model_that_differentiates_itself_is_refused() -> None:
 
 
 class _Box:
-    """A result that is no container which torch knows."""
+    """A result that is not a container which torch knows."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -234,7 +234,7 @@ def test_plans_are_files_and_misfits_are_named(tmp_path: Path) -> None:
     key = "model.layers.*.mlp.down_proj/linear#0"
     (refusal, other) = run_ranks(applied, 2, args=({"plan": str(file)},))
     assert refusal == other
-    assert f"{key}: 1 <- 2,1 is no legal rule of this call. Legal are" in refusal
+    assert f"{key}: 1 <- 2,1 is not a legal rule of this call. Legal are" in refusal
     file.write_text(
         json.dumps(
             {

@@ -116,7 +116,7 @@ class TestRefused:
         [
             (_plan(), r"makes blocks.0 compute something else.*lacks attributes: .*num_heads"),
             ({"plan": {"attention.query": "colwise"}}, r"attention.query, which matches nothing in Decoder"),
-            ({"plan": {"norm1": "colwise"}}, r"blocks.0.norm1: LayerNorm is no layer with one weight"),
+            ({"plan": {"norm1": "colwise"}}, r"blocks.0.norm1: LayerNorm is not a layer with one weight"),
             ({"plan": {"embed": "colwise"}}, r"embed: colwise does not go with Embedding"),
             (
                 {"attributes": ["num_heads"]},

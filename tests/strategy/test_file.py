@@ -38,7 +38,7 @@ def test_names_alone_in_lists_are_read_and_other_entries_are_told() -> None:
     assert Strategy.load('[["fsdp"], ["amp_native", "bf16"]]') == Strategy.load(
         '["fsdp", ["amp_native", "bf16"]]'
     )
-    with pytest.raises(StrategyFileError, match="3 is no method: write its name"):
+    with pytest.raises(StrategyFileError, match="3 is not a method: write its name"):
         Strategy.load("[3]")
 
 

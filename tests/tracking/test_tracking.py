@@ -197,7 +197,7 @@ def test_numbers_become_floats(caplog: pytest.LogCaptureFixture) -> None:
     assert len(told) == len(BAD)
     for name, text in zip(BAD, told, strict=True):
         assert text.startswith(f"the metric '{name}' is left out")
-    assert "a Tensor, which is no number (it has the shape (3,))" in told[3]
+    assert "a Tensor, which is not a number (it has the shape (3,))" in told[3]
     assert "full_tensor()" in told[-1]
 
 

@@ -48,7 +48,7 @@ def test_what_is_put_at_a_path_is_found_there_and_nothing_else_is_changed(
     inside: Any = tree
     for part in path:
         if isinstance(inside, list):
-            return  # a word is no index
+            return  # a word is not an index
         inside = inside.get(part) if isinstance(inside, dict) else None
     before = repr(tree)
     made = override(tree, [(".".join(path), value)])
@@ -94,8 +94,8 @@ def test_overrides(words: str, wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("a 3", "'a' is no override"),
-        ("--.a 3", "is no override"),
+        ("a 3", "'a' is not an override"),
+        ("--.a 3", "is not an override"),
         ("--l.x 3", "no index"),
         ("--l.3 3", "next one has index 1"),
     ],

@@ -98,7 +98,9 @@ def test_the_whole_trains_as_in_one_process(
     tmp_path: Path, ranks: int, plan: int, recwarn: pytest.WarningsRecorder
 ) -> None:
     found = on_ranks(ranks, str(tmp_path), plan, 5, None)
-    assert not [one for one in recwarn if "num_calls" in str(one.message)], "a counter of ours is no user's"
+    assert not [one for one in recwarn if "num_calls" in str(one.message)], (
+        "a counter of ours is not a user's"
+    )
     assert {one["model"] for one in found} == {"ParallelHeavy"}
     state = weights(tmp_path)
     for name, value in plain().items():

@@ -72,8 +72,8 @@ class Call:
     @cached_property
     def _bound_arguments(self) -> dict[str, Any]:
         declared = self.operator._schema.arguments  # type: ignore[attr-defined]
-        values = {one.name: one.default_value if one.has_default_value() else None for one in declared}
-        values.update(zip((one.name for one in declared), self.args, strict=False))
+        values = {arg.name: arg.default_value if arg.has_default_value() else None for arg in declared}
+        values.update(zip((arg.name for arg in declared), self.args, strict=False))
         return values | dict(self.kwargs)
 
 

@@ -141,19 +141,19 @@ class _Flat(nn.Module):
         with repeatable(self.inner), reads_recorded(self.inner) as reads:
             results = self.inner(*args, **kwargs)
         self._reads.update(reads)
-        found: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
         numbers: dict[int, int] = {}
 
         def number(_: Any, leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if id(leaf) not in numbers:
-                numbers[id(leaf)] = len(found)
-                found.append(leaf)
+                numbers[id(leaf)] = len(outputs)
+                outputs.append(leaf)
             return _Place(numbers[id(leaf)])
 
         self._results(map_leaves(number, results))
-        return found
+        return outputs
 
 
 def capture(
@@ -214,8 +214,8 @@ def capture(
     except Exception as error:  # of the model's code, or of what it meets in torch
         raise _make_capture_error(model, error) from error
     _check_outputs(model, results[-1])
-    made = _clean_program(program, structure, results[-1], tensors, _first_names(flat.inner))
-    return replace(made, reads=frozenset(reads))
+    trace = _clean_program(program, structure, results[-1], tensors, _first_names(flat.inner))
+    return replace(trace, reads=frozenset(reads))
 
 
 def _make_capture_error(model: nn.Module, error: Exception) -> CaptureError:
@@ -341,24 +341,24 @@ def _copy_node(
         )
     region = _match_mode_region(node, name)
     if region is not None:
-        mode, body, given = region
-        known[node] = _inline_region(known[body], [known[value] for value in given], graph, (*modes, mode))
+        mode, body, inputs = region
+        known[node] = _inline_region(known[body], [known[value] for value in inputs], graph, (*modes, mode))
         return
     if node.target is operator.getitem and not isinstance(known.get(node.args[0]), fx.Node):  # type: ignore[arg-type]
         known[node] = known[node.args[0]][node.args[1]]  # type: ignore[index]
         return
-    made = graph.node_copy(node, lambda value: known[value])
-    made.meta["modes"] = modes
-    known[node] = made
+    new_node = graph.node_copy(node, lambda value: known[value])
+    new_node.meta["modes"] = modes
+    known[node] = new_node
 
 
 def _match_mode_region(node: fx.Node, name: str) -> tuple[tuple[Any, ...], Any, Sequence[Any]] | None:
     if name == "wrap_with_set_grad_enabled":
-        enabled, body, *given = node.args
-        return ("grad", enabled), body, given
+        enabled, body, *inputs = node.args
+        return ("grad", enabled), body, inputs
     if name == "wrap_with_autocast":
-        device, dtype, enabled, cache, body, *given = node.args
-        return ("autocast", device, dtype, enabled, cache), body, given
+        device, dtype, enabled, cache, body, *inputs = node.args
+        return ("autocast", device, dtype, enabled, cache), body, inputs
     return None
 
 
@@ -435,9 +435,9 @@ def _shared_with(node: fx.Node) -> Iterator[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not _returns_alias(node):
         return
-    for declared, given in zip(schema.arguments, node.args, strict=False):
+    for declared, argument in zip(schema.arguments, node.args, strict=False):
         if declared.alias_info is not None:
-            yield from (value for value in _iter_leaves(given) if isinstance(value, fx.Node))
+            yield from (value for value in _iter_leaves(argument) if isinstance(value, fx.Node))
 
 
 def _returns_alias(node: Any) -> bool:
@@ -448,9 +448,9 @@ def _returns_alias(node: Any) -> bool:
 def _written_inputs(node: fx.Node) -> Iterator[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if node.op == "call_function" and schema is not None and schema.is_mutable:
-        for declared, given in itertools.zip_longest(schema.arguments, node.args):
+        for declared, argument in itertools.zip_longest(schema.arguments, node.args):
             if declared is not None and declared.alias_info is not None and declared.alias_info.is_write:
-                yield from (value for value in _iter_leaves(given) if isinstance(value, fx.Node))
+                yield from (value for value in _iter_leaves(argument) if isinstance(value, fx.Node))
 
 
 def _iter_leaves(value: Any) -> Iterator[Any]:

@@ -116,18 +116,18 @@ class OperatorGraph:
     @cached_property
     def by_key(self) -> Mapping[str, tuple[Operator, ...]]:
         """The operators by key, in order."""
-        found: dict[str, list[Operator]] = {}
-        for one in self.operators:
-            found.setdefault(one.key, []).append(one)
-        return {key: tuple(ones) for key, ones in found.items()}
+        groups: dict[str, list[Operator]] = {}
+        for op in self.operators:
+            groups.setdefault(op.key, []).append(op)
+        return {key: tuple(ones) for key, ones in groups.items()}
 
     @cached_property
     def producers(self) -> Mapping[fx.Node, tuple[Operator, int]]:
         """The operator that gives a value, and the number of its result."""
         return {
-            node: (one, number)
-            for one in self.operators
-            for number, node in enumerate(one.results)
+            node: (op, number)
+            for op in self.operators
+            for number, node in enumerate(op.results)
             if node is not None
         }
 
@@ -170,14 +170,14 @@ class OperatorGraph:
                     continue
                 path = module_path(node)
                 name = short_name(node)
-                place = seen[path, name]
+                index = seen[path, name]
                 seen[path, name] += 1
                 kind = (
                     segment.kind + path.removeprefix(segment.path) if segment.path else self._shared_key(path)
                 )
                 call, inputs = _make_call(node, self._learnt)
                 yield Operator(
-                    key=f"{kind}/{name}#{place}",
+                    key=f"{kind}/{name}#{index}",
                     path=path,
                     classes=_class_path(node),
                     name=name,
@@ -194,22 +194,22 @@ class OperatorGraph:
 
 def _find_learnt_values(captured: Captured) -> frozenset[fx.Node]:
     """The values that gradients may flow to: trainable parameters, floating inputs, and what follows from them."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in captured.graph.nodes:
         origin = captured.origins.get(node)
         if origin is not None:
             value = node.meta["val"]
-            given = (
+            needs_grad = (
                 value.requires_grad
                 if origin.kind == "parameter"
                 else origin.kind == "input" and value.is_floating_point()
             )
         else:
             stopped = ("grad", False) in node.meta.get("modes", ()) or short_name(node) == "detach"
-            given = not stopped and any(value in found for value in node.all_input_nodes)
-        if given:
-            found.add(node)
-    return frozenset(found)
+            needs_grad = not stopped and any(value in nodes for value in node.all_input_nodes)
+        if needs_grad:
+            nodes.add(node)
+    return frozenset(nodes)
 
 
 def spec_of(value: torch.Tensor, *, learnt: bool = False) -> TensorSpec:
@@ -271,13 +271,13 @@ def _make_call(node: fx.Node, learnt: Collection[fx.Node] = ()) -> tuple[Call, t
     inputs: list[fx.Node] = []
 
     def spec(value: fx.Node) -> Any:
-        held = value.meta["val"]
-        if isinstance(held, torch.Tensor):
+        example = value.meta["val"]
+        if isinstance(example, torch.Tensor):
             inputs.append(value)
-            return spec_of(held, learnt=value in learnt)
-        if isinstance(held, (torch.SymInt, int)):
-            return _size_hint(held)
-        return held
+            return spec_of(example, learnt=value in learnt)
+        if isinstance(example, (torch.SymInt, int)):
+            return _size_hint(example)
+        return example
 
     args = fx.node.map_arg(node.args, spec)
     kwargs = fx.node.map_arg(node.kwargs, spec)
@@ -286,16 +286,16 @@ def _make_call(node: fx.Node, learnt: Collection[fx.Node] = ()) -> tuple[Call, t
 
 
 def _result_nodes(node: fx.Node) -> tuple[fx.Node | None, ...]:
-    held = node.meta["val"]
-    if isinstance(held, torch.Tensor):
+    output = node.meta["val"]
+    if isinstance(output, torch.Tensor):
         return (node,)
     items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    return tuple(items.get(number) for number, value in enumerate(held) if isinstance(value, torch.Tensor))
+    return tuple(items.get(number) for number, value in enumerate(output) if isinstance(value, torch.Tensor))
 
 
 def _cut_segments(graph: fx.Graph, blocks: frozenset[str], units: frozenset[str]) -> tuple[Segment, ...]:
     """Cuts the nodes where calls of blocks or units begin and end; nodes without a module stay where they are."""
-    held = blocks | units
+    roots = blocks | units
     placed: list[tuple[str, str, fx.Node]] = []
     before = ("", "")
     for node in graph.nodes:
@@ -305,7 +305,7 @@ def _cut_segments(graph: fx.Graph, blocks: frozenset[str], units: frozenset[str]
         paths = [path for path, _ in stack.values() if not path.startswith("_empty")]
         if paths and node.target is not operator.getitem:
             plain = ((re.sub(r"@\d+", "", path).removeprefix("inner."), path) for path in paths)
-            before = next((pair for pair in plain if pair[0] in held), ("", ""))
+            before = next((pair for pair in plain if pair[0] in roots), ("", ""))
         placed.append((*before, node))
     runs = [
         (path, tuple(node for *_, node in run)) for (path, _), run in groupby(placed, lambda item: item[:2])
@@ -356,9 +356,9 @@ class Shallow:
     def copy_name(self, name: str) -> str:
         """What stands in the copy for a parameter or module of the model."""
         for path, container in self.containers.items():
-            for block, place in zip(container.blocks, container.stands_for, strict=True):
+            for block, index in zip(container.blocks, container.stands_for, strict=True):
                 if name == block or name.startswith(f"{block}."):
-                    return container.copy_path(place) + name.removeprefix(block)
+                    return container.copy_path(index) + name.removeprefix(block)
             assert not name.startswith(f"{path}.") or path == "", name
         return name
 
@@ -380,8 +380,8 @@ def capture_shallow(
     Raises:
         InputError: as :func:`~atorch_ns.capture.graph.capture.capture` does.
     """
-    found = {block.name: block.module for block in repeated_blocks(model)}
-    blocks = {path: module for path, module in found.items() if units is None or path in units}
+    modules = {block.name: block.module for block in repeated_blocks(model)}
+    blocks = {path: module for path, module in modules.items() if units is None or path in units}
     containers = truncate(model, blocks, fingerprints(blocks))
     with torch.enable_grad():
         captured = capture(model, args, kwargs, containers=containers, dtypes=dtypes, device=device)
@@ -392,7 +392,7 @@ def capture_shallow(
             paths[path] = 1
         else:
             places = Counter(container.stands_for)
-            paths.update((container.copy_path(place), places[place]) for place in range(len(container.kept)))
+            paths.update((container.copy_path(index), places[index]) for index in range(len(container.kept)))
     tensors, _ = flat_arguments(args, kwargs)
     single = None if units is None else [path for path in units if path not in blocks]
     return Shallow(OperatorGraph(captured, tuple(paths), paths, units=single), containers, tensors)

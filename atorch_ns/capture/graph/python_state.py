@@ -49,9 +49,9 @@ def _attribute_facts(owner: Mapping[str, Any], own: bool = True) -> Iterator[tup
     for name, value in owner.items():
         if name in _OF_MODULES or (name[:1] == "_" and not own):
             continue
-        found = _value_snapshot(value)
-        if found is not _MISSING:
-            yield name, found
+        snapshot = _value_snapshot(value)
+        if snapshot is not _MISSING:
+            yield name, snapshot
 
 
 def _value_snapshot(value: Any) -> Any:
@@ -95,13 +95,13 @@ class PythonState:
     def __init__(self, model: nn.Module, reads: Collection[tuple[str, str]] | None = None) -> None:
         self._counts_all = reads is None
         self._owners = []
-        for path, owner, own in _iter_owners(model):
-            facts = _attribute_facts(vars(owner), own)
+        for path, owner, custom in _iter_owners(model):
+            facts = _attribute_facts(vars(owner), custom)
             kept = {
                 name: value for name, value in facts if reads is None or (plain_name(path), name) in reads
             }
             if kept or reads is None:
-                self._owners.append((path, owner, own, kept))
+                self._owners.append((path, owner, custom, kept))
 
     def holds(self) -> bool:
         """Whether all attributes are as they were."""
@@ -115,27 +115,27 @@ class PythonState:
 
     def changed(self) -> dict[str, tuple[Any, str, Any]]:
         """The attributes that count and are no longer as they were, or are new: by path the owner, the name, and the value."""
-        found = {}
-        for path, owner, own, facts in self._owners:
-            now = dict(_attribute_facts(vars(owner), own))
+        changes = {}
+        for path, owner, custom, facts in self._owners:
+            now = dict(_attribute_facts(vars(owner), custom))
             for name in {**facts, **now} if self._counts_all else facts:
                 if facts.get(name, _MISSING) != now.get(name, _MISSING):
-                    found[f"{path}.{name}".removeprefix(".")] = (owner, name, vars(owner).get(name))
-        return found
+                    changes[f"{path}.{name}".removeprefix(".")] = (owner, name, vars(owner).get(name))
+        return changes
 
 
 @contextmanager
 def reads_recorded(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
     """The attributes of modules and configs that the code inside reads, by the path of their owner and their name."""
     paths = {id(owner): path for path, owner, _ in _iter_owners(model)}
-    found: set[tuple[str, str]] = set()
+    reads: set[tuple[str, str]] = set()
     kinds: dict[type, type] = {}
     owners = [(owner, type(owner)) for _, owner, _ in _iter_owners(model)]
 
     def recording(kind: Any) -> type:
         def __getattribute__(self: Any, name: str) -> Any:
             if name[:2] != "__":
-                found.add((paths.get(id(self), ""), name))
+                reads.add((paths.get(id(self), ""), name))
             return kind.__getattribute__(self, name)
 
         body = {
@@ -149,9 +149,9 @@ def reads_recorded(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
         try:
             owner.__class__ = kinds.setdefault(kind, recording(kind))
         except TypeError:  # whose layout is its own: all its attributes count
-            found |= {(paths[id(owner)], name) for name in vars(owner)}
+            reads |= {(paths[id(owner)], name) for name in vars(owner)}
     try:
-        yield found
+        yield reads
     finally:
         for owner, kind in owners:
             owner.__class__ = kind

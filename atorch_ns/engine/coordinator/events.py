@@ -46,7 +46,7 @@ def event_from_json(data: bytes) -> Event:
         document = json.loads(data)
         kind, text = _KINDS[document["kind"]], json.dumps(document["event"])
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"this is no event: {error_text(error)}") from None
+        raise InputError(f"this is not an event: {error_text(error)}") from None
     event: Event = from_json(kind, text)
     return event
 

@@ -221,11 +221,11 @@ class EngineJobs:
         with self._lock:
             served = list(self._served.items())
         now = self._clock()
-        for name, one in served:
-            one.coordinator.tick()
-            if one.ended is None and one.coordinator.over is not None:
-                self._conclude_job(one, now)
-            elif one.ended is not None and now - one.ended > self._keep_s:
+        for name, job in served:
+            job.coordinator.tick()
+            if job.ended is None and job.coordinator.over is not None:
+                self._conclude_job(job, now)
+            elif job.ended is not None and now - job.ended > self._keep_s:
                 with self._lock:
                     del self._served[name]
 
@@ -234,9 +234,9 @@ class EngineJobs:
         with self._lock:
             served = list(self._served.values())
         limit = time.monotonic() + timeout_s
-        for one in served:
-            if one.coordinator.over is not None:
-                one.coordinator.wait_until_left(max(0.0, limit - time.monotonic()))
+        for job in served:
+            if job.coordinator.over is not None:
+                job.coordinator.wait_until_left(max(0.0, limit - time.monotonic()))
         self.tick()
         self._store.close()
 

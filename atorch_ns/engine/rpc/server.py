@@ -125,22 +125,22 @@ class CoordinatorServer:
         self.close()
 
     def _bind_port(self, host: str, port: int, tls: Tls | None) -> int:
-        place = _format_address(host, port)
+        address = _format_address(host, port)
         try:
             if tls is None:
-                bound = self._server.add_insecure_port(place)
+                bound = self._server.add_insecure_port(address)
             else:
                 cert, key = tls.read()
                 if cert is None or key is None:
                     raise InputError("TLS needs a certificate and its key on the server")
-                bound = self._server.add_secure_port(place, grpc.ssl_server_credentials([(key, cert)]))
+                bound = self._server.add_secure_port(address, grpc.ssl_server_credentials([(key, cert)]))
         except RuntimeError as error:
             bound, why = 0, f": {error}"
         else:
             why = ""
         if not bound:
             raise CoordinatorError(
-                f"cannot listen on {place}{why}. The port is taken or the address is not of this machine; "
+                f"cannot listen on {address}{why}. The port is taken or the address is not of this machine; "
                 "port 0 takes any that is free."
             )
         return int(bound)

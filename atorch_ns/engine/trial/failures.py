@@ -29,8 +29,8 @@ def _read_kill_count(path: Path) -> int | None:
         lines = path.read_text().splitlines()
     except OSError:
         return None
-    found = (line.split() for line in lines)
-    return next((int(words[1]) for words in found if len(words) == 2 and words[0] == "oom_kill"), None)
+    rows = (line.split() for line in lines)
+    return next((int(words[1]) for words in rows if len(words) == 2 and words[0] == "oom_kill"), None)
 
 
 # What gloo, NCCL and the store say when the other side has gone.

@@ -209,14 +209,14 @@ class _Group:
 
     def join(self, setting: Setting, task: TrialTask) -> None:
         """Waits for the other ranks, where there is a process group."""
-        cluster, place = setting.cluster, setting.rendezvous
+        cluster, endpoint = setting.cluster, setting.rendezvous
         if not cluster.distributed:
             return
         patience = timedelta(seconds=task.deadline_s)
-        if place is None:
+        if endpoint is None:
             self._store = dist.HashStore()  # type: ignore[attr-defined]  # torch leaves it out of __all__
         else:
-            shared = dist.TCPStore(place.host, place.port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+            shared = dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
             # A task may come again, from a coordinator that was restarted: then it has keys of its own.
             name = f"{task.id}/{task.attempt}"
             turn = shared.add(f"{name}/turns of rank {cluster.rank}", 1)

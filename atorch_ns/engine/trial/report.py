@@ -76,8 +76,8 @@ class CollectiveCount(TorchDispatchMode):
 
 def record_entries() -> int:
     """Collectives that torch's flight recorder keeps, the last of all: the number that the variable begins with, as C++ reads it."""
-    given = next((os.environ[name] for name in _RECORD_SIZES if name in os.environ), "")
-    number = re.match(r"\s*[+-]?\d+", given)
+    setting = next((os.environ[name] for name in _RECORD_SIZES if name in os.environ), "")
+    number = re.match(r"\s*[+-]?\d+", setting)
     return 2000 if number is None else max(0, int(number[0]))
 
 

@@ -198,9 +198,9 @@ class _Trial:
         from atorch_ns.numerics.probe import probe
 
         self.enter("comparing with one process")
-        found = probe(self.inputs, self.cluster, Strategy(self.task.steps), self.registry)
-        status: TrialStatus = "ok" if found.passed else "wrong" if found.ran else "refused"
-        return replace(report, status=status, reason=found.text)
+        comparison = probe(self.inputs, self.cluster, Strategy(self.task.steps), self.registry)
+        status: TrialStatus = "ok" if comparison.passed else "wrong" if comparison.ran else "refused"
+        return replace(report, status=status, reason=comparison.text)
 
     def measure(self, report: RankReport) -> RankReport:
         """The report with the measurements."""
@@ -419,15 +419,15 @@ class _GrowthOverSteps:
 def _cycle_batches(result: Result) -> Iterator[Any]:
     """The loader's first few batches, over and over; at most one that is not in use is held at first."""
     assert result.dataloader is not None
-    held: list[Any] = []
+    batches: list[Any] = []
     loader = iter(result.dataloader)
     for batch in itertools.islice(loader, _NUM_BATCHES):
-        held.append(batch)
+        batches.append(batch)
         yield batch
     del loader
-    if not held:
+    if not batches:
         raise InputError("the data loader gives no batch: the dataset is smaller than one global batch.")
-    yield from itertools.cycle(held)
+    yield from itertools.cycle(batches)
 
 
 def _finite_loss(loss: torch.Tensor, step: int) -> float:
@@ -443,8 +443,8 @@ def _max_over_ranks(values: Sequence[float], cluster: Cluster) -> list[float]:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    found: list[float] = tensor.tolist()
-    return found
+    maxima: list[float] = tensor.tolist()
+    return maxima
 
 
 def _held_to(limit: int | None, report: RankReport) -> RankReport:

@@ -154,5 +154,5 @@ def _innermost_frame(log: Path, start: int) -> str:
         return ""
     dump = log.read_bytes()[start:].decode(errors="replace")
     current = dump.partition("Current thread")[2] or dump
-    found = re.search(r'File "([^"]+)", line (\d+) in (\S+)', current)
-    return "" if found is None else f" (in {found[3]}, {Path(found[1]).name}:{found[2]})"
+    match = re.search(r'File "([^"]+)", line (\d+) in (\S+)', current)
+    return "" if match is None else f" (in {match[3]}, {Path(match[1]).name}:{match[2]})"

@@ -297,8 +297,8 @@ class _Zygote:
                 report_fd=report_fd,
             )
         os.set_inheritable(report_fd, True)
-        given = (self._job_fd, report_fd, str(log), TASK.dump_json(task).decode())
-        os.execv(sys.executable, [sys.executable, "-c", _FRESH, *map(str, given), json.dumps(sys.path)])
+        arguments = (self._job_fd, report_fd, str(log), TASK.dump_json(task).decode())
+        os.execv(sys.executable, [sys.executable, "-c", _FRESH, *map(str, arguments), json.dumps(sys.path)])
 
     def _pass_on(self) -> None:
         trial = self._trial

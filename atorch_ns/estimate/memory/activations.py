@@ -108,8 +108,8 @@ class SegmentBytes:
 
 
 def _peak_lines(phase: PhaseCost, gradients: GradientLife) -> tuple[Growth, ...]:
-    found = {"none": (), "keeping": phase.peaks_keeping, "passing": phase.peaks_passing}[gradients]
-    return found or phase.peaks or (phase.peak,)
+    lines = {"none": (), "keeping": phase.peaks_keeping, "passing": phase.peaks_passing}[gradients]
+    return lines or phase.peaks or (phase.peak,)
 
 
 Place = int | np.ndarray

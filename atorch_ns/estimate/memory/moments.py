@@ -147,17 +147,17 @@ class PlanGroup:
         updated = self.parameters.itemsize
         if self.plan.precision.master_dtype is not None:
             updated = np.maximum(updated, DTYPE_BYTES[self.plan.precision.master_dtype])
-        held = self.shares.optimizer.elements * (updated * self.parameters.trainable)
+        num_bytes = self.shares.optimizer.elements * (updated * self.parameters.trainable)
         copies = self.parameters.copies
-        everything = (held * copies).sum(axis=-1)
-        held = held * (copies > 0)
+        everything = (num_bytes * copies).sum(axis=-1)
+        num_bytes = num_bytes * (copies > 0)
         if self.plan.sharding.updates_copy:  # the optimizer sees one vector
             largest = everything
         elif self.plan.sharding.layout == "parameters":
             # A share counts whole parameters, as a mean over copies.
-            largest = ((held > 0) * (self.parameters.elements * updated)).max(axis=1, initial=0.0)
+            largest = ((num_bytes > 0) * (self.parameters.elements * updated)).max(axis=1, initial=0.0)
         else:
-            largest = held.max(axis=1, initial=0.0)
+            largest = num_bytes.max(axis=1, initial=0.0)
         temporaries = spec.parameter_temporaries * largest + spec.temporary_copies * everything
         return np.asarray(temporaries[self.row])
 
@@ -219,9 +219,9 @@ def flattened_moments(kind: PlanGroup) -> Iterator[Moment]:
 def _summed_at_once(kind: PlanGroup, sizes: Sequence[np.ndarray | float]) -> np.ndarray:
     """[R] the largest buffer of gradients that are summed along ``sequence``: a bucket, or one larger gradient."""
     divided = [np.asarray(kind.parts.positions(s)) > 1 for s in range(len(sizes))]
-    summed = kind.parts.total([size * one for size, one in zip(sizes, divided, strict=True)])
-    own = kind.parameters.elements * kind.parameters.itemsize * kind.parameters.trainable
-    largest = np.asarray(own.max(axis=-1, initial=0))
+    summed = kind.parts.total([size * mask for size, mask in zip(sizes, divided, strict=True)])
+    num_bytes = kind.parameters.elements * kind.parameters.itemsize * kind.parameters.trainable
+    largest = np.asarray(num_bytes.max(axis=-1, initial=0))
     largest = largest[kind.row] if largest.ndim else largest
     return np.asarray(np.minimum(summed, np.maximum(DEFAULT_BUCKET_BYTES, largest)))
 
@@ -262,8 +262,8 @@ def replicated_moments(kind: PlanGroup) -> Iterator[Moment]:
         for alive, casts in kind.activations.forward_moments(s, j):
             yield Moment(forward, waiting, alive, gathered + casts)
         alive = _alive_backward(kind, s, j, copies | many)
-        own = np.where(many, everything - later * copies, later * ~copies)
-        yield Moment(backward, buckets + own, alive, gathered + kind.activations.casts_saved(s, j))
+        grads = np.where(many, everything - later * copies, later * ~copies)
+        yield Moment(backward, buckets + grads, alive, gathered + kind.activations.casts_saved(s, j))
     if parted.any():
         reducing = everything * (syncs & parted) * (1 + kind.is_cpu)
         yield Moment(kind.last_moment(), np.where(parted, everything + reducing, 0.0), 0.0, 0.0)

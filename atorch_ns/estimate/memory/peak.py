@@ -62,11 +62,11 @@ def price_memory(
         if rows.size:
             parts, owners = staged(trace, sizes, memo)
             kind = _build_plan_group(plan, trace, workload, parts, device_type, memo)
-            found, moments = _price_peak(kind)
+            peaks, moments = _price_peak(kind)
             if device_type == "cuda":
-                _add_device_reserve(found, parts.sizes, capability)
-            most = owners.largest(found.sum(axis=1))  # of the stages of each plan
-            memory[rows], worst[rows] = found[most], moments[most]
+                _add_device_reserve(peaks, parts.sizes, capability)
+            most = owners.largest(peaks.sum(axis=1))  # of the stages of each plan
+            memory[rows], worst[rows] = peaks[most], moments[most]
     return memory, worst, moment_names(trace)
 
 
@@ -145,12 +145,12 @@ def _price_peak(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
     """[R, 7] parts of the peak, and [R] the moment of the peak."""
     moments = list(_iterate_moments(kind))
     names = np.asarray([moment.name for moment in moments])
-    found = np.empty((len(moments), 3, len(kind.row)))
-    for place, moment in enumerate(moments):
-        found[place, 0], found[place, 1], found[place, 2] = moment[1:]
+    usage = np.empty((len(moments), 3, len(kind.row)))
+    for index, moment in enumerate(moments):
+        usage[index, 0], usage[index, 1], usage[index, 2] = moment[1:]
     rows = np.arange(len(kind.row))
-    chosen = _mask_absent(kind, names, found.sum(axis=1)).argmax(axis=0)
-    gradients, activations, temporaries = found[chosen, :, rows].T
+    chosen = _mask_absent(kind, names, usage.sum(axis=1)).argmax(axis=0)
+    gradients, activations, temporaries = usage[chosen, :, rows].T
     trace, plan, acts, parts = kind.trace, kind.plan, kind.activations, kind.parts
     batch = trace.batch_bytes.at(acts.bytes.num_samples * kind.micro_batches, acts.bytes.num_tokens)
     buffers = parts.total([float(segment.buffer_bytes) for segment in trace.segments])
@@ -167,8 +167,8 @@ def _price_peak(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
         "outside": 0.0,
     }
     priced = np.empty((len(rows), len(MemoryParts._fields)))
-    for place, name in enumerate(MemoryParts._fields):
-        priced[:, place] = columns[name]
+    for index, name in enumerate(MemoryParts._fields):
+        priced[:, index] = columns[name]
     return priced, names[chosen]
 
 
@@ -187,8 +187,8 @@ def _iterate_moments(kind: PlanGroup) -> Iterator[Moment]:
     if not kind.parts.is_cut:
         yield from _of_passes(kind)
         return
-    held = kind.activations.bytes.held
-    others = (kind.parts.live - 1) * (kind.activations.everything() - held) - held
+    transient = kind.activations.bytes.held
+    others = (kind.parts.live - 1) * (kind.activations.everything() - transient) - transient
     received = kind.activations.received(kind.micro_batches)
     for moment in _of_passes(kind):
         if moment.name == kind.last_moment():

@@ -113,8 +113,8 @@ class UnitBytes:
         for index in ahead:
             value = np.where(np.asarray(self._counts[index]) > 0, of[index], value)
         if s in self.units:
-            place = np.asarray(j) + way
-            value = np.where((place >= 0) & (place < self._counts[s]), of[s], value)
+            position = np.asarray(j) + way
+            value = np.where((position >= 0) & (position < self._counts[s]), of[s], value)
         return np.asarray(value)
 
 
@@ -147,12 +147,12 @@ def _forward_moments(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
         if s not in sizes.units:
             yield Moment(name, waiting, acts.forward(s, j), sizes.root + kept + before)
             continue
-        own, buffer = sizes.gathered[s], sizes.buffer(s)
-        held = sizes.root + (kept - own if kind.plan.sharding.keeps_gathered else 0.0)
+        weights, buffer = sizes.gathered[s], sizes.buffer(s)
+        base = sizes.root + (kept - weights if kind.plan.sharding.keeps_gathered else 0.0)
         fetching = np.where(np.asarray(j) == 0, before, buffer) + buffer
         before = np.where(kind.parts.has(s), buffer, before)
-        yield Moment(name, waiting, acts.before(s, j), held + fetching + gloo * buffer)
-        yield Moment(name, waiting, acts.forward(s, j), held + buffer + own)
+        yield Moment(name, waiting, acts.before(s, j), base + fetching + gloo * buffer)
+        yield Moment(name, waiting, acts.forward(s, j), base + buffer + weights)
 
 
 def _unit_backward(
@@ -160,14 +160,14 @@ def _unit_backward(
 ) -> Iterator[Moment]:
     s, j, name = place
     acts, keeps = kind.activations, kind.plan.sharding.keeps_gathered
-    held = sizes.root + sizes.of_neighbour(sizes.reduced, s, j, 1)
+    base = sizes.root + sizes.of_neighbour(sizes.reduced, s, j, 1)
     present = sizes.kept_gathered(s, j) if keeps else sizes.gathered[s]
     ahead = _prefetched_bytes(kind, sizes, s, j)
     if not keeps:
-        yield Moment(name, gradients, acts.entering_backward(s, j), held + present + sizes.buffer(s))
+        yield Moment(name, gradients, acts.entering_backward(s, j), base + present + sizes.buffer(s))
     copied = ahead * (1 + kind.is_cpu)
-    yield Moment(name, gradients, acts.entering_backward(s, j), held + present + copied)
-    yield Moment(name, gradients, acts.backward(s, j, "keeping"), held + present + ahead)
+    yield Moment(name, gradients, acts.entering_backward(s, j), base + present + copied)
+    yield Moment(name, gradients, acts.backward(s, j, "keeping"), base + present + ahead)
 
 
 def _unit_reduction(
@@ -176,9 +176,9 @@ def _unit_reduction(
     s, j, name = place
     after = kind.activations.leaving_backward(s, j)
     kept = sizes.kept_gathered(s, j) - sizes.gathered[s] * kind.plan.sharding.keeps_gathered
-    held = sizes.root + kept + _prefetched_bytes(kind, sizes, s, j)
-    yield Moment(name, gradients + sizes.gradients[s] + sizes.reduced[s], after, held)
-    yield Moment(name, gradients + _reduction_bytes(kind, sizes, s), after, held)
+    base = sizes.root + kept + _prefetched_bytes(kind, sizes, s, j)
+    yield Moment(name, gradients + sizes.gradients[s] + sizes.reduced[s], after, base)
+    yield Moment(name, gradients + _reduction_bytes(kind, sizes, s), after, base)
 
 
 def _reduction_bytes(kind: PlanGroup, sizes: UnitBytes, s: int) -> np.ndarray:

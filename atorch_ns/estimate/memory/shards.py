@@ -122,28 +122,28 @@ def flat_share(parameters: Parameters, degrees: np.ndarray, *, multiple: int = 1
     stored, elements = np.zeros((len(degrees), num)), np.zeros((len(degrees), num))
     counts = np.zeros(len(degrees), dtype=np.int64)
     for index, degree in enumerate(degrees):
-        held, padding = _flat_pieces(parameters, int(degree), multiple)
-        parts = (held > 0) @ (parameters.copies * parameters.trainable)
-        rank = int(np.argmax(held @ (parameters.copies * parameters.trainable) + fixed * parts))
-        elements[index] = held[rank]
-        stored[index] = held[rank] + padding[rank]
+        lengths, padding = _flat_pieces(parameters, int(degree), multiple)
+        parts = (lengths > 0) @ (parameters.copies * parameters.trainable)
+        rank = int(np.argmax(lengths @ (parameters.copies * parameters.trainable) + fixed * parts))
+        elements[index] = lengths[rank]
+        stored[index] = lengths[rank] + padding[rank]
         counts[index] = parts[rank]
     return Share(stored, elements, counts)
 
 
 def _flat_pieces(parameters: Parameters, degree: int, multiple: int) -> tuple[np.ndarray, np.ndarray]:
     """[degree, P] elements of each parameter on each rank, and padding, with the last one of each unit."""
-    held = np.zeros((degree, len(parameters.elements)))
-    padding = np.zeros_like(held)
+    lengths = np.zeros((degree, len(parameters.elements)))
+    padding = np.zeros_like(lengths)
     for unit in np.unique(parameters.unit):
-        own = np.flatnonzero(parameters.unit == unit)
-        ends = np.cumsum(parameters.elements[own])
-        starts = ends - parameters.elements[own]
+        members = np.flatnonzero(parameters.unit == unit)
+        ends = np.cumsum(parameters.elements[members])
+        starts = ends - parameters.elements[members]
         piece = -(-int(ends[-1]) // (degree * multiple)) * multiple
         first = np.arange(degree)[:, None] * piece
-        held[:, own] = np.clip(np.minimum(ends, first + piece) - np.maximum(starts, first), 0, None)
-        padding[:, own[-1]] = piece - held[:, own].sum(axis=1)
-    return held, padding
+        lengths[:, members] = np.clip(np.minimum(ends, first + piece) - np.maximum(starts, first), 0, None)
+        padding[:, members[-1]] = piece - lengths[:, members].sum(axis=1)
+    return lengths, padding
 
 
 def whole_share(parameters: Parameters, degrees: np.ndarray, costs: np.ndarray) -> Share:
@@ -155,23 +155,23 @@ def whole_share(parameters: Parameters, degrees: np.ndarray, costs: np.ndarray) 
         degrees: [N] numbers of ranks.
         costs: [P] or [N, P] costs of a parameter to its rank; the most expensive rank counts.
     """
-    own = np.flatnonzero(parameters.trainable)
+    indices = np.flatnonzero(parameters.trainable)
     shape = (len(degrees), len(parameters.trainable))
     elements, copies, costs = (
         np.broadcast_to(each, shape) for each in (parameters.elements, parameters.copies, costs)
     )
-    held = np.zeros(shape)
+    shares = np.zeros(shape)
     counts = np.zeros(len(degrees), dtype=np.int64)
     for index, degree in enumerate(degrees):
-        expanded = np.repeat(own, copies[index, own])
+        expanded = np.repeat(indices, copies[index, indices])
         order = expanded[np.argsort(-elements[index, expanded], kind="stable")]
         owner = _assign_owners(elements[index, order].tolist(), int(degree))
         total = np.bincount(owner, weights=costs[index, order], minlength=int(degree))
         mine = order[owner == int(np.argmax(total))]
         number = np.bincount(mine, minlength=shape[1])
-        held[index] = number * elements[index] / np.maximum(copies[index], 1)
+        shares[index] = number * elements[index] / np.maximum(copies[index], 1)
         counts[index] = len(mine)
-    return Share(held, held, counts)
+    return Share(shares, shares, counts)
 
 
 def _assign_owners(sizes: list[int], num_ranks: int) -> np.ndarray:

@@ -52,11 +52,11 @@ def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters
     units = {segment: number for number, segment in enumerate(own_units, 1)}
     columns: list[tuple[int, ...]] = []
     for index, segment in enumerate(trace.segments):
-        own = [spec for spec in segment.parameters if spec.tied_to is None]
+        specs = [spec for spec in segment.parameters if spec.tied_to is None]
         separate = index in units or plan.sharding.layout != "flat"
-        place = (segment.count if separate else 1, units.get(index, 0), index, -1)
+        location = (segment.count if separate else 1, units.get(index, 0), index, -1)
         for _ in range(1 if separate else segment.count):
-            columns += [(*_spec_columns(spec, plan), *place) for spec in own]
+            columns += [(*_spec_columns(spec, plan), *location) for spec in specs]
     if tied:
         homes = _home_segments(trace)
         for index, segment in enumerate(trace.segments):
@@ -206,14 +206,14 @@ def kept_of(plan: Plan, parameters: Parameters, shares: Shares, spec: OptimizerS
     # Rows of dim 0 come out of the reduction padded; masters copy what is not padding.
     of_gradients = np.where(masters, shares.gradients.elements, shares.gradients.stored)
     gradients = _weighted_sum(of_gradients, copies * trains * updated)
-    held = shares.optimizer.elements
-    optimizer = _all_states(plan, parameters, held, spec)
+    elements = shares.optimizer.elements
+    optimizer = _all_states(plan, parameters, elements, spec)
     if spec is not None:
         optimizer = optimizer + shares.optimizer.parameters * spec.fixed_bytes
     # Masters are made of every parameter that the rank holds, whoever updates it.
     optimizer = optimizer + _weighted_sum(shares.parameters.elements, copies * masters * updated)
     if plan.sharding.updates_copy:
-        optimizer = optimizer + _weighted_sum(held, copies * trains * updated)
+        optimizer = optimizer + _weighted_sum(elements, copies * trains * updated)
     if plan.sharding.frees_gradients:
         gradients = np.zeros_like(gradients)
     return KeptBytes(weights, gradients, optimizer)
@@ -243,11 +243,11 @@ def _states_of_units(plan: Plan, parameters: Parameters, held: np.ndarray, spec:
     total = np.zeros(len(held))
     plain = held * _state_itemsizes(plan, parameters, spec)
     for unit in np.unique(parameters.unit):
-        own = np.flatnonzero((parameters.unit == unit) & parameters.trainable)
-        if own.size:
-            n = held[:, own].sum(axis=1)
-            each = np.where(spec.compact.has(n), spec.compact.num_bytes(n), plain[:, own].sum(axis=1))
-            total += each * int(parameters.copies[own[0]])
+        members = np.flatnonzero((parameters.unit == unit) & parameters.trainable)
+        if members.size:
+            n = held[:, members].sum(axis=1)
+            each = np.where(spec.compact.has(n), spec.compact.num_bytes(n), plain[:, members].sum(axis=1))
+            total += each * int(parameters.copies[members[0]])
     return total
 
 

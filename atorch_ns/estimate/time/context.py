@@ -125,14 +125,14 @@ class PricingContext:
             return 1.0
         if not unit.is_root:
             return self.parts.of_parameters(unit.segment)
-        gathered = {one.segment for one in self.units}
-        total, held = 0, np.zeros(len(self.sizes))
+        gathered = {member.segment for member in self.units}
+        total, local = 0, np.zeros(len(self.sizes))
         for s, segment in enumerate(self.trace.segments):
             elements = sum(spec.num_elements for spec in segment.parameters if spec.tied_to is None)
             if s not in gathered and elements:
                 total += elements * segment.count
-                held = held + elements * self.parts.of_parameters(s) * self.parts.counts[s]
-        return held / total if total else 1.0
+                local = local + elements * self.parts.of_parameters(s) * self.parts.counts[s]
+        return local / total if total else 1.0
 
     def elements(self, *, trainable: bool) -> np.ndarray | float:
         """[R] elements of parameters on the rank, before data parallelism divides them."""

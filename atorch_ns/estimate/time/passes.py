@@ -223,8 +223,8 @@ def passes_of(context: PricingContext, segments: tuple[SegmentSeconds, ...]) -> 
     def total(values: Sequence[np.ndarray | float]) -> np.ndarray:
         return np.asarray(context.micro_batches * context.parts.total(values))
 
-    found = context.parts.recomputed_share(context.plan)
-    share = 1.0 if found is None else found
+    ratio = context.parts.recomputed_share(context.plan)
+    share = 1.0 if ratio is None else ratio
     return Passes(
         segments,
         compute=total([each.forward + each.backward for each in segments]),
@@ -286,10 +286,10 @@ def phase_seconds(context: PricingContext, segment: Segment, phase: PhaseCost, w
     """[R] seconds of computation of one pass of one instance, without starting its operators."""
     device, plan = context.hardware.device, context.plan
     factor = float(np.prod([extra.compute_factor for extra in plan.extras]))
-    place = context.trace.segments.index(segment) if context.parts.divides else None
+    index = context.trace.segments.index(segment) if context.parts.divides else None
     narrow = low_bit_share(plan, segment, context.trace.num_samples, context.trace.num_tokens)
     running = _Running(context, segment, phase, which)
-    seconds = factor * running.seconds(context.num_samples, context.num_tokens, place, narrow)
+    seconds = factor * running.seconds(context.num_samples, context.num_tokens, index, narrow)
     measured = context.trace.seconds.get(f"{segment.fingerprint}:{precision_key(*computed_in(plan))}:{which}")
     if measured is None or _is_fused(context, segment) or not segment.fingerprint:
         return seconds
@@ -377,10 +377,10 @@ def offloaded_activations(context: PricingContext) -> np.ndarray:
         return np.zeros(len(context.micro_batches))
     rate = hardware.to_host.rate
     each = []
-    found = context.parts.recomputed_share(plan)
+    ratio = context.parts.recomputed_share(plan)
     for segment, share in zip(
         context.trace.segments, recomputed_shares(plan, context.trace.segments), strict=True
     ):
         num_bytes = cost_of(plan, segment).output.at(context.num_samples, context.num_tokens)
         each.append(share * 2 * (rate.latency_s + num_bytes / rate.bytes_per_s))
-    return np.asarray((1.0 if found is None else found) * context.micro_batches * context.parts.total(each))
+    return np.asarray((1.0 if ratio is None else ratio) * context.micro_batches * context.parts.total(each))

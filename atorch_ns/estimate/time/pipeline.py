@@ -50,25 +50,25 @@ def as_pipeline(
         return context, Waiting(none, none, none)
     launch = context.hardware.device.launch_s
     of_pass = [
-        one.forward + one.backward + other.seconds for one, other in zip(segments, exchanges, strict=True)
+        part.forward + part.backward + other.seconds for part, other in zip(segments, exchanges, strict=True)
     ]
     in_pass = [
-        launch * (one.operators + other.operators) for one, other in zip(segments, exchanges, strict=True)
+        launch * (part.operators + other.operators) for part, other in zip(segments, exchanges, strict=True)
     ]
     seconds, started = _broadcast_rows(of_pass, none), _broadcast_rows(in_pass, none)  # [S, R]
-    recompute = _broadcast_rows([one.recompute for one in segments], none)
-    restarted = _broadcast_rows([launch * one.more_operators for one in segments], none)
+    recompute = _broadcast_rows([part.recompute for part in segments], none)
+    restarted = _broadcast_rows([launch * part.more_operators for part in segments], none)
     by_share = context.plan.recomputation.share is not None
-    matrices = np.asarray([_num_matrices(one) for one in context.trace.segments])
+    matrices = np.asarray([_num_matrices(part) for part in context.trace.segments])
     again = _recompute_ratio(segments)
     counts = np.tile([segment.count for segment in context.trace.segments], (len(none), 1))
     recomputed = np.full(len(none), np.nan)
     waiting = Waiting(none.copy(), none.copy(), none.copy())
     sizes, each = context.sizes, _seconds_of_a_send(context)
-    for (num_ranks, place), rows in groups(sizes.pipeline, sizes.pipelined):
+    for (num_ranks, index), rows in groups(sizes.pipeline, sizes.pipelined):
         if num_ranks == 1:
             continue
-        stages = known_stages(sizes.pipelines[place], context.trace, num_ranks, context.memo)
+        stages = known_stages(sizes.pipelines[index], context.trace, num_ranks, context.memo)
         shares = stages.recomputed_on_rank if by_share else np.ones(num_ranks)
         of_rank, host = (  # [p, R']
             stages.on_rank @ first[:, rows] + shares[:, None] * (stages.on_rank @ more[:, rows])
@@ -109,13 +109,13 @@ starting one takes, 4.4, 2.6 and 3.2 of tiny blocks of GPT-2, Llama and BERT on 
 
 
 def _num_matrices(segment: Segment) -> int:
-    return sum(one.trainable and len(one.shape) == 2 for one in segment.parameters)
+    return sum(parameter.trainable and len(parameter.shape) == 2 for parameter in segment.parameters)
 
 
 def _recompute_ratio(segments: Sequence[SegmentSeconds]) -> float:
     """Seconds of recomputation for each second of the forward pass, in halves."""
-    forward = sum(float(np.mean(one.forward)) for one in segments)
-    again = sum(float(np.mean(one.recompute)) for one in segments)
+    forward = sum(float(np.mean(segment.forward)) for segment in segments)
+    again = sum(float(np.mean(segment.recompute)) for segment in segments)
     return round(2 * again / forward) / 2 if forward else 0.0
 
 
@@ -126,12 +126,12 @@ def _bubble_shares(context: PricingContext, rows: np.ndarray, stages: Stages, ag
         return np.ones(len(rows))
     p, v = stages.numbers.shape
     whole = context.plan.whole_backward
-    found = {}
+    shares = {}
     for count in np.unique(micro_batches).tolist():
         numbers = (*_as_small(p, count), v)
         make = functools.partial(_simulate_bubble, stages.info, numbers, again, whole)
-        found[count] = context.memo.get(("bubble", stages.info.name, numbers, again, whole), make)
-    return np.asarray([found[count] for count in micro_batches.tolist()])
+        shares[count] = context.memo.get(("bubble", stages.info.name, numbers, again, whole), make)
+    return np.asarray([shares[count] for count in micro_batches.tolist()])
 
 
 def _as_small(num_ranks: int, micro_batches: int) -> tuple[int, int]:

@@ -47,14 +47,14 @@ def collectives(plan: Plan, trace: Trace, workload: Workload) -> tuple[Collectiv
         num_samples = workload.global_batch // plan.num_data_ranks
         passes = usual_micro_batches(plan.pipeline, plan.size("pipeline"), num_samples)
         plan = replace(plan, num_micro_batches=passes)
-    own = list(exchanged(plan, trace, workload)) if divides else []
+    calls = list(exchanged(plan, trace, workload)) if divides else []
     part = first_part(plan, trace) if divides else trace
     if plan.num_data_ranks > 1:
-        own += _of_data(plan, part, divides)
+        calls += _of_data(plan, part, divides)
     scalars = int(plan.num_data_ranks > 1)  # the loss's mean
     if plan.precision.loss_scaling and (divides or plan.num_data_ranks > 1):
         scalars += 1  # whether any gradient is infinite
-    return _merge_collectives([*own, Collective("all_reduce", "data", scalars, scalars * _SCALAR_BYTES)])
+    return _merge_collectives([*calls, Collective("all_reduce", "data", scalars, scalars * _SCALAR_BYTES)])
 
 
 def _of_data(plan: Plan, trace: Trace, divides: bool) -> list[Collective]:
@@ -95,7 +95,7 @@ def _of_owners(plan: Plan, trace: Trace) -> list[Collective]:
 
 def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
     """fully_shard, with parameters kept gathered or not."""
-    found = []
+    result = []
     axis = plan.sharding.gradients_over[0]
     shards = plan.size(plan.sharding.gradients_over)
     replicas = plan.num_data_ranks // shards
@@ -108,12 +108,12 @@ def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
         if shards > 1:
             gathered = _padded_bytes(plan, unit.parameters, plan.sharding.gather_dtype, shards)
             calls = unit.count * _count_gathers(plan, unit)
-            found.append(Collective("all_gather", axis, calls, calls * gathered))
+            result.append(Collective("all_gather", axis, calls, calls * gathered))
             if reduced:
-                found.append(Collective("reduce_scatter", axis, reductions, reductions * reduced))
+                result.append(Collective("reduce_scatter", axis, reductions, reductions * reduced))
         if replicas > 1 and reduced:
-            found.append(Collective("all_reduce", "data", reductions, reductions * reduced // shards))
-    return found
+            result.append(Collective("all_reduce", "data", reductions, reductions * reduced // shards))
+    return result
 
 
 def _count_gathers(plan: Plan, unit: Unit) -> int:
@@ -210,10 +210,10 @@ def first_part(plan: Plan, trace: Trace) -> Trace:
         if not count:
             continue
         paths = segment.paths[:count]
-        own = [_local_spec(spec, plan) for spec in segment.parameters]
+        specs = [_local_spec(spec, plan) for spec in segment.parameters]
         # A tied parameter is another one where the first use is on another rank.
-        own = [replace(spec, tied_to=spec.tied_to if spec.tied_to in names else None) for spec in own]
-        segments.append(replace(segment, paths=paths, parameters=tuple(own)))
+        specs = [replace(spec, tied_to=spec.tied_to if spec.tied_to in names else None) for spec in specs]
+        segments.append(replace(segment, paths=paths, parameters=tuple(specs)))
         names.update(segments[-1].parameter_names)
     return replace(trace, segments=tuple(segments))
 
@@ -223,7 +223,7 @@ def _local_spec(spec: ParameterSpec, plan: Plan) -> ParameterSpec:
     if dim is None or tensor == 1 or spec.shape[dim] % tensor:
         return spec
     return replace(
-        spec, shape=tuple(size // tensor if place == dim else size for place, size in enumerate(spec.shape))
+        spec, shape=tuple(size // tensor if index == dim else size for index, size in enumerate(spec.shape))
     )
 
 
@@ -231,16 +231,16 @@ def tied_bytes(plan: Plan, trace: Trace) -> int:
     """Bytes of the first rank's parameters that other stages have too, and a number for each: their gradients are summed."""
     if plan.size("pipeline") == 1:
         return 0
-    held = {name for segment in first_part(plan, trace).segments for name in segment.parameter_names}
+    names = {name for segment in first_part(plan, trace).segments for name in segment.parameter_names}
     counts = stages_of(plan.pipeline, trace, plan.size("pipeline")).on_rank[0]
-    away = [one for one, count in zip(trace.segments, counts, strict=True) if not count]
+    away = [part for part, count in zip(trace.segments, counts, strict=True) if not count]
     shards = plan.size(plan.sharding.gradients_over)
     tied = {
         spec.tied_to: (_local_spec(spec, plan).num_elements // shards + 1)
         * DTYPE_BYTES[stored_dtype(plan, spec, None)]
         for segment in away
         for spec in segment.parameters
-        if spec.tied_to in held
+        if spec.tied_to in names
     }
     return sum(tied.values())
 
@@ -301,7 +301,7 @@ def _computed_itemsizes(plan: Plan) -> tuple[int, int]:
 def _residual_bytes(plan: Plan, trace: Trace, samples: float) -> float:
     """Bytes of the residual stream, [B, T, D]."""
     blocks = [segment for segment in trace.segments if segment.is_block]
-    cost = cost_of(plan, max(blocks or trace.segments, key=lambda one: one.count))
+    cost = cost_of(plan, max(blocks or trace.segments, key=lambda block: block.count))
     return float(cost.output.at(samples, trace.num_tokens))
 
 

@@ -56,7 +56,7 @@ def update_seconds(context: PricingContext) -> tuple[np.ndarray, np.ndarray]:
     if plan.precision.loss_scaling:  # gradients are read and written once to unscale them
         in_place = in_place + share * 8
     seconds = in_place / device.update_bytes_per_s + fresh / device.memory_bytes_per_s
-    own = (
+    count = (
         len(trainable) / shards
         if plan.sharding.layout == "parameters"
         else np.broadcast_to(_num_trainable(context), shards.shape)
@@ -64,7 +64,7 @@ def update_seconds(context: PricingContext) -> tuple[np.ndarray, np.ndarray]:
     # The host updates, at about the speed of the link to it.
     if (plan.offload or plan.offload_optimizer) and device.type != "cpu":
         seconds = (in_place + fresh) / context.hardware.to_host.rate.bytes_per_s
-    return seconds, update_operators(plan, own, num_states, device.type, fused=fused)
+    return seconds, update_operators(plan, count, num_states, device.type, fused=fused)
 
 
 def offload_seconds(context: PricingContext) -> np.ndarray:
@@ -74,13 +74,13 @@ def offload_seconds(context: PricingContext) -> np.ndarray:
         return _copied_weights(context)
     if not plan.offload or device.type == "cpu":
         return np.zeros(len(context.micro_batches))
-    held = [p for unit in context.units for p in unit.parameters * unit.count]
+    parameters = [p for unit in context.units for p in unit.parameters * unit.count]
     shards = context.shards(plan.sharding.parameters_over)
-    whole = sum(p.num_elements * DTYPE_BYTES[stored_dtype(plan, p, None)] for p in held)
-    num_bytes = whole * context.elements(trainable=False) / max(1, sum(p.num_elements for p in held))
+    whole = sum(p.num_elements * DTYPE_BYTES[stored_dtype(plan, p, None)] for p in parameters)
+    num_bytes = whole * context.elements(trainable=False) / max(1, sum(p.num_elements for p in parameters))
     passes = 1 if plan.sharding.keeps_gathered else 2
     rate = context.hardware.to_host.rate
-    per_pass = rate.latency_s * len(held) + num_bytes / shards / rate.bytes_per_s
+    per_pass = rate.latency_s * len(parameters) + num_bytes / shards / rate.bytes_per_s
     return np.asarray(context.micro_batches * per_pass * passes + per_pass)
 
 
@@ -142,8 +142,8 @@ def _price_kind(
         "exchange": exchange + waiting.sends,
     }
     columns = np.empty((len(sizes), len(TimeParts._fields)))
-    for place, name in enumerate(TimeParts._fields):
-        columns[:, place] = parts[name]
+    for index, name in enumerate(TimeParts._fields):
+        columns[:, index] = parts[name]
     return columns
 
 
@@ -159,9 +159,9 @@ def _slowest_ratio(context: PricingContext) -> np.ndarray:
     if context.hardware.measured or context.hardware.device.type == "cpu":
         return np.ones(len(sizes))
     ranks = sizes.num_data_ranks * sizes.tensor * sizes.sequence * sizes.pipeline
-    found, place = np.unique(ranks, return_inverse=True)
-    largest = [NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) for count in found.tolist()]
-    return np.asarray(1 + _VARIATION * np.asarray(largest)[place])
+    counts, inverse = np.unique(ranks, return_inverse=True)
+    largest = [NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) for count in counts.tolist()]
+    return np.asarray(1 + _VARIATION * np.asarray(largest)[inverse])
 
 
 def _compute_fields(plan: Plan) -> tuple[object, ...]:
@@ -175,10 +175,10 @@ def _compute_fields(plan: Plan) -> tuple[object, ...]:
 def _host_overhead(context: PricingContext, operators: np.ndarray, device_seconds: np.ndarray) -> np.ndarray:
     """[R] seconds of starting operators that nothing hides, and of what every step does on the host."""
     exposed = host_seconds(context.hardware.device, operators, device_seconds)
-    given = sum(extra.seconds_per_step for extra in context.plan.extras)
+    extra_s = sum(extra.seconds_per_step for extra in context.plan.extras)
     loss = collective_seconds("all_reduce", 4.0, context.data_groups, context.hardware)
     flags = loss if context.plan.precision.loss_scaling else 0.0
-    return np.asarray(exposed + given + loss + flags)
+    return np.asarray(exposed + extra_s + loss + flags)
 
 
 def price_time(

@@ -165,7 +165,7 @@ def exchanges_of(context: PricingContext) -> tuple[Exchange, ...]:
     if not context.parts.divides:
         return (Exchange(0.0, 0.0),) * len(segments)
     again = recomputed_shares(context.plan, segments)
-    found = []
+    exchanges = []
     for s in range(len(segments)):
         seconds, calls = np.zeros(len(context.sizes)), np.zeros(len(context.sizes))
         for axis, of in (
@@ -178,8 +178,8 @@ def exchanges_of(context: PricingContext) -> tuple[Exchange, ...]:
                 more, count = of(context, context.groups((axis,)), s, again[s])
                 seconds = seconds + np.where(size > 1, more, 0.0)
                 calls = calls + np.where(size > 1, count, 0.0)
-        found.append(Exchange(seconds, _OPERATORS * calls))
-    return tuple(found)
+        exchanges.append(Exchange(seconds, _OPERATORS * calls))
+    return tuple(exchanges)
 
 
 def partial_sums(context: PricingContext) -> np.ndarray:
@@ -191,8 +191,8 @@ def partial_sums(context: PricingContext) -> np.ndarray:
         return np.zeros(len(size))
     num_bytes = context.parts.total(
         [
-            float(reduced_bytes(context.plan, one.parameters)) * (np.asarray(context.parts.positions(s)) > 1)
-            for s, one in enumerate(context.trace.segments)
+            float(reduced_bytes(context.plan, part.parameters)) * (np.asarray(context.parts.positions(s)) > 1)
+            for s, part in enumerate(context.trace.segments)
         ]
     )
     return collective_seconds("all_reduce", num_bytes, context.groups(("sequence",)), context.hardware)
@@ -276,10 +276,10 @@ def _hidden_seconds(context: PricingContext, groups: Groups, s: int, again: floa
         return np.asarray(joined - apart)
 
     total = np.zeros(len(context.sizes))
-    for place, (columns, row) in enumerate(regions := _column_row_regions(segment)):
+    for index, (columns, row) in enumerate(regions := _column_row_regions(segment)):
         gathered, scattered = saved(columns, is_scattered=False), saved([row], is_scattered=True)
         # Recomputation stops before its last sum.
-        total = total + (1 + again) * gathered + (1 + again * (place < len(regions) - 1)) * scattered
+        total = total + (1 + again) * gathered + (1 + again * (index < len(regions) - 1)) * scattered
         total = total + saved([row], is_scattered=False)
         if len(columns) == 1:
             is_joined = np.full(len(context.sizes), True)
@@ -292,15 +292,15 @@ def _hidden_seconds(context: PricingContext, groups: Groups, s: int, again: floa
 def _column_row_regions(segment: Segment) -> list[tuple[list[ParameterSpec], ParameterSpec]]:
     """The matrices of column layers with that of the row layer behind them."""
     matrices = [each for each in segment.parameters if len(each.shape) == 2 and each.tensor_dim is not None]
-    found: list[tuple[list[ParameterSpec], ParameterSpec]] = []
+    regions: list[tuple[list[ParameterSpec], ParameterSpec]] = []
     columns: list[ParameterSpec] = []
     for each in matrices:
         if each.tensor_dim == matrices[0].tensor_dim:  # a block begins with one of columns
             columns.append(each)
         elif columns:
-            found.append((columns, each))
+            regions.append((columns, each))
             columns = []
-    return found
+    return regions
 
 
 def _sequence_exchanges(

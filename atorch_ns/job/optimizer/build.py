@@ -53,18 +53,18 @@ def attach_optimizer(
     def make() -> torch.optim.Optimizer | None:
         if result.train_step.optimizer is not None:
             raise InputError("the job has an optimizer already; apply it without optim_func to attach one.")
-        for name, given in (("optim_func", optim_func), ("options_of", options_of)):
-            if not callable(given) and (given is not None or name == "optim_func"):
-                raise InputError(f"{name} must be callable; it is {with_article(given)}.")
+        for name, argument in (("optim_func", optim_func), ("options_of", options_of)):
+            if not callable(argument) and (argument is not None or name == "optim_func"):
+                raise InputError(f"{name} must be callable; it is {with_article(argument)}.")
         if job.precision.scaler is not None and job.inputs.loss_func is None:
             raise InputError("fp16 scales the loss, so a job with an optimizer needs loss_func.")
         groups = None if options_of is None else _group_by_options(job, options_of)
         job.original = replace(job.original, groups=groups)
         job.inputs = replace(job.inputs, optim_func=optim_func, optim_args=optim_args)
-        made = make_optimizer(job)
-        assert made is not None
-        _refuse_misspelt(groups or (), inner_optimizer(made).defaults)
-        return made
+        instance = make_optimizer(job)
+        assert instance is not None
+        _refuse_misspelt(groups or (), inner_optimizer(instance).defaults)
+        return instance
 
     optimizer = job.cluster.agree(make, what="attaching the optimizer")
     result.train_step.optimizer = optimizer
@@ -84,9 +84,9 @@ def _group_by_options(job: Job, options_of: Callable[[str], Mapping[str, Any]]) 
             continue
         options = options_of(name)
         if not isinstance(options, Mapping) or "params" in options:
-            given = "'params'" if isinstance(options, Mapping) else with_article(options)
+            text = "'params'" if isinstance(options, Mapping) else with_article(options)
             raise InputError(
-                f"options_of gave {given} for {name}; it must give a dictionary of options, such as "
+                f"options_of gave {text} for {name}; it must give a dictionary of options, such as "
                 "{'weight_decay': 0.0}, or an empty one."
             )
         names = next((names for known, names in groups if known == options), None)
@@ -197,8 +197,8 @@ def _refuse_foreign_parameters(
         nonlocal counted, foreign
         if (number := sum(len(group["params"]) for group in optimizer.param_groups)) != counted:
             ours = known | {id(p) for part in (job.module, *job.parts.stages) for p in part.parameters()}
-            given = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            counted, foreign = number, [parameter for parameter in given if id(parameter) not in ours]
+            members = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            counted, foreign = number, [parameter for parameter in members if id(parameter) not in ours]
         for parameter in foreign:
             if parameter.grad is not None:
                 raise StepError(

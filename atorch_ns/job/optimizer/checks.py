@@ -119,10 +119,10 @@ def _is_divided(job: Job) -> bool:
 def _require_tensors(job: Job, make: _Make) -> None:
     """Refuses what reads numbers out of gradients or weights: of a DTensor's sum, a rank reads its own part."""
     try:
-        one, other = (_numbers_read(make, factor) for factor in (1.0, 3.0))
+        numbers, other = (_numbers_read(make, factor) for factor in (1.0, 3.0))
     except Exception:  # what fails on plain tensors is not judged here; with DTensors it is used as it is
         return
-    if one != other:
+    if numbers != other:
         raise BackendError(
             f"{_optimizer_name(job)} reads numbers out of sums over gradients or weights (.item(), float()). This strategy makes "
             "DTensors of the parameters, where such a number is that of a rank's own part, so ranks would diverge "
@@ -167,12 +167,12 @@ def _is_known(kind: Any) -> bool:
 
 def _distinct_options(groups: ParameterGroups) -> list[dict[str, Any]]:
     """Options of groups that an optimizer may treat differently: not those that differ in numbers alone."""
-    found: dict[Any, dict[str, Any]] = {}
+    variants: dict[Any, dict[str, Any]] = {}
     for group in groups:
         options = {key: value for key, value in group.items() if key != "params"}
         choices = {key: value if isinstance(value, (bool, str)) else None for key, value in options.items()}
-        found.setdefault(tuple(sorted(choices.items(), key=str)), options)
-    return list(found.values())
+        variants.setdefault(tuple(sorted(choices.items(), key=str)), options)
+    return list(variants.values())
 
 
 def _new_optim(job: Job, options: Mapping[str, Any], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -190,10 +190,10 @@ def _try_coupling(make: _Make, device: torch.device) -> tuple[bool, Exception | 
     """Whether it couples parameters, and why it could not be found out; the first kind of trial that works decides."""
     why: Exception | None = None
     places = dict.fromkeys((torch.device("cpu"), device))
-    for place, dtype, with_closure in itertools.product(places, _TOLERANCES, (False, True)):
+    for target, dtype, with_closure in itertools.product(places, _TOLERANCES, (False, True)):
         try:
             return _is_coupled(
-                partial(_run_updates, make, dtype, place, with_closure), _TOLERANCES[dtype]
+                partial(_run_updates, make, dtype, target, with_closure), _TOLERANCES[dtype]
             ), None
         except Exception as error:
             why = why or error
@@ -214,10 +214,10 @@ def _is_coupled(run: Callable[..., _Updates], tolerance: float) -> bool:
 
 def _has_difference(first: _Updates, second: _Updates, tolerance: float) -> bool:
     pairs = zip(itertools.chain(*first), itertools.chain(*second), strict=True)
-    for one, other in pairs:
-        scale = float(torch.maximum(one.abs().max(), other.abs().max()))
-        rounding = 16 * torch.finfo(one.dtype).eps  # of weights of order one
-        if not torch.allclose(one, other, rtol=0, atol=tolerance * scale + rounding, equal_nan=True):
+    for tensor, other in pairs:
+        scale = float(torch.maximum(tensor.abs().max(), other.abs().max()))
+        rounding = 16 * torch.finfo(tensor.dtype).eps  # of weights of order one
+        if not torch.allclose(tensor, other, rtol=0, atol=tolerance * scale + rounding, equal_nan=True):
             return True
     return False
 
@@ -256,15 +256,15 @@ def _run_updates(
     random.seed(seed)
     parameters = [_make_parameters(dtype, device)[index] for index in chosen]
     optimizer = make(parameters)
-    found = []
+    updates = []
     for step in _make_gradients():
         before = [parameter.detach().clone() for parameter in parameters]
         give = partial(_set_gradients, parameters, [step[index] for index in chosen])
         give()
         arguments: list[Any] = [give] if with_closure else []
         optimizer.step(*arguments)
-        found.append([p.detach() - old for p, old in zip(parameters, before, strict=True)])
-    return found
+        updates.append([p.detach() - old for p, old in zip(parameters, before, strict=True)])
+    return updates
 
 
 def _set_gradients(parameters: list[nn.Parameter], gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -65,10 +65,10 @@ class MasterWeights:
         """Puts masters in the places of parameters that have been thawed, in the groups of their optimizer."""
         masters = set(self._masters.values())
         for group in groups:
-            for place, parameter in enumerate(group["params"]):
+            for index, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and parameter not in masters:
                     self._add_master(parameter)
-                    group["params"][place] = self.master_of(parameter)
+                    group["params"][index] = self.master_of(parameter)
 
     def _add_master(self, parameter: torch.Tensor) -> None:
         if self._on_host and parameter.is_floating_point():
@@ -227,7 +227,7 @@ class StepOptimizer(torch.optim.Optimizer):
         if scaler is not None:
             scaler.at_backward = self._begin_backward
             refuse = WeakMethod(self._refuse_other)
-            handle = register_optimizer_step_pre_hook(lambda *given: (found := refuse()) and found(*given))
+            handle = register_optimizer_step_pre_hook(lambda *args: (method := refuse()) and method(*args))
             finalize(self, handle.remove)
 
     def prepare_gradients(self) -> None:
@@ -318,10 +318,10 @@ class StepOptimizer(torch.optim.Optimizer):
                 "bf16 with optimizers that need a closure."
             )
         if closure is not None and self.masters is not None and not self._skip_if_nonfinite:
-            found = self.inner.step(partial(self._evaluate, closure))
+            result = self.inner.step(partial(self._evaluate, closure))
             self.masters.copy_to_parameters()
             self._forget_gradients()
-            return found
+            return result
         loss: float | None = None
         if closure is not None:
             with torch.enable_grad():
@@ -418,9 +418,9 @@ class StepOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
             raise AttributeError(name)
-        found = getattr(self.inner, name)
-        is_method = callable(found) and not hasattr(torch.optim.Optimizer, name)
-        return partial(self._call_method, found) if is_method else found
+        attribute = getattr(self.inner, name)
+        is_method = callable(attribute) and not hasattr(torch.optim.Optimizer, name)
+        return partial(self._call_method, attribute) if is_method else attribute
 
     def _call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a method that the user's optimizer has beside ``step``, which may read gradients and write weights."""
@@ -435,10 +435,10 @@ class StepOptimizer(torch.optim.Optimizer):
             return method(*args, **kwargs)
         self.masters.take_writes()
         before = [master._version for _, master in self.masters.pairs()]
-        found = method(*args, **kwargs)
+        result = method(*args, **kwargs)
         if [master._version for _, master in self.masters.pairs()] != before:
             self.masters.copy_to_parameters()
-        return found
+        return result
 
     def __repr__(self) -> str:
         return repr(self.inner)
@@ -461,8 +461,8 @@ class StepOptimizer(torch.optim.Optimizer):
 def _names_in(method: Callable[..., Any], kind: type) -> set[str]:
     """What the code of a method names, and that of other methods of its class that it calls."""
     names, methods = set[str](), [method]
-    for found in methods:
-        for code in nested_codes(getattr(unwrap(found), "__code__", None)):
+    for function in methods:
+        for code in nested_codes(getattr(unwrap(function), "__code__", None)):
             new = set(code.co_names) - names
             names |= new
             called = (getattr(kind, name, None) for name in new if not hasattr(torch.optim.Optimizer, name))

@@ -125,13 +125,13 @@ def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Gives gradients that a loop wrote (``p.grad = g.t()``) the strides of their parameters: fused kernels read memory in order."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            found, is_divided = parameter.grad, isinstance(parameter, DTensor)
-            if found is None or found.layout != torch.strided or isinstance(found, DTensor) != is_divided:
+            grad, is_divided = parameter.grad, isinstance(parameter, DTensor)
+            if grad is None or grad.layout != torch.strided or isinstance(grad, DTensor) != is_divided:
                 continue
-            gradient, weight = local_part(found), local_part(parameter)
+            gradient, weight = local_part(grad), local_part(parameter)
             if gradient.stride() != weight.stride() and gradient.shape == weight.shape:
                 laid = torch.empty_like(weight).copy_(gradient)
-                parameter.grad = laid_out(laid, found) if is_divided else laid
+                parameter.grad = laid_out(laid, grad) if is_divided else laid
 
 
 def class_above(added: type, kind: type) -> type:
@@ -148,8 +148,8 @@ class _OnLocalParts(torch.optim.Optimizer):
         if not by_parts:
             return super().step(closure)
         with _LocalParts() as mode:
-            given = None if closure is None else mode.suspend_for(closure)
-            return super().step(given)
+            wrapper = None if closure is None else mode.suspend_for(closure)
+            return super().step(wrapper)
 
 
 class _LocalParts(TorchDispatchMode):
@@ -232,15 +232,15 @@ def choose_fused(
         groups: the parameter groups as ``optim_func`` will be given them, with the user's options.
         models: what holds the parameters; embeddings in it may say that their gradients are sparse.
     """
-    kind, given = _unwrap_partials(optim_func, dict(optim_args or {}))
+    kind, options = _unwrap_partials(optim_func, dict(optim_args or {}))
     if kind not in _FUSED:
         return False, ""
     groups = list(groups)
-    if any(given.get(key) is not None or any(key in each for each in groups) for key in _DECIDES):
+    if any(options.get(key) is not None or any(key in each for each in groups) for key in _DECIDES):
         return False, ""
     reason = (
         _find_sparse_module(models)
-        or _find_late_fault(kind, given, groups)
+        or _find_late_fault(kind, options, groups)
         or next((reason for group in groups if (reason := _find_obstacle(group["params"]))), None)
     )
     if reason is not None:
@@ -279,8 +279,8 @@ def optimizer_arguments(
                 "it fits."
             )
     use_fused, why = choose_fused(optim_func, optim_args, groups, models)
-    given = dict(optim_args or {})
-    return ({**given, "fused": True} if use_fused else given), why
+    options = dict(optim_args or {})
+    return ({**options, "fused": True} if use_fused else options), why
 
 
 def _find_sparse_module(models: Iterable[nn.Module]) -> str | None:

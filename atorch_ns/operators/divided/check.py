@@ -49,12 +49,12 @@ def check_division(
     Raises:
         InputError: naming the operator that is the first to differ, by its result or its gradient.
     """
-    made = pieces(division) if run is None else run
+    all_pieces = pieces(division) if run is None else run
     try:
-        _check_in(torch.float32, division, model, tensors, device, made)
+        _check_in(torch.float32, division, model, tensors, device, all_pieces)
     except InputError as differs:
         try:  # not by what fp32 rounds
-            _check_in(torch.float64, division, model, tensors, device, made)
+            _check_in(torch.float64, division, model, tensors, device, all_pieces)
         except (InputError, RuntimeError):
             raise differs from None
 
@@ -111,7 +111,7 @@ def _make_states(
 ) -> dict[str, torch.Tensor]:
     """Values for parameters, buffers and constants, by the names of their placeholders."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    found = {}
+    states = {}
     for node, origin in division.graph.origins.items():
         shape = node.meta["val"].shape
         if origin.kind == "parameter":
@@ -120,12 +120,12 @@ def _make_states(
                 if len(shape) < 2
                 else torch.randn(shape, device=device)
             )
-            found[node.name] = _as_float(value / shape[-1] ** 0.5 if len(shape) > 1 else value, dtype)
+            states[node.name] = _as_float(value / shape[-1] ** 0.5 if len(shape) > 1 else value, dtype)
         elif origin.kind == "buffer":
-            found[node.name] = _as_float(buffers[origin.name].detach().to(device), dtype)
+            states[node.name] = _as_float(buffers[origin.name].detach().to(device), dtype)
         elif origin.kind == "constant":
-            found[node.name] = _as_float(division.graph.captured.constants[origin.name].to(device), dtype)
-    return found
+            states[node.name] = _as_float(division.graph.captured.constants[origin.name].to(device), dtype)
+    return states
 
 
 class _Quiet(fx.Interpreter):
@@ -139,23 +139,23 @@ class _Quiet(fx.Interpreter):
         self._calls, self._values, self._record = calls, values, record
 
     def run_node(self, n: fx.Node) -> Any:
-        one = self._calls.get(self._numbers[n])
-        given = self.fetch_args_kwargs_from_env(n)
-        args, kwargs = fx.node.map_aggregate(given, lambda value: _as_float(value, self._record.dtype))
+        op = self._calls.get(self._numbers[n])
+        argument = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = fx.node.map_aggregate(argument, lambda value: _as_float(value, self._record.dtype))
         try:
-            result = self._compute_result(n, one, args, kwargs)
+            result = self._compute_result(n, op, args, kwargs)
         except InputError:
             raise
         except Exception as error:
             users = [
                 self._calls[number] for user in n.users if (number := self._numbers[user]) in self._calls
             ]
-            where = one or next(iter(users), None)
+            where = op or next(iter(users), None)
             raise InputError(
                 f"{where} is divided wrongly: it fails on pieces with {error_line(error)}."
             ) from error
         # A gradient of its own.
-        if one is not None and not one.pinned and any(result is given for given in args):
+        if op is not None and not op.pinned and any(result is argument for argument in args):
             result = result.view_as(result)
         value = self._values.get(self._numbers[n])
         if value is not None:
@@ -201,18 +201,18 @@ def _run_whole(
     calls = {
         number: producer[0] for number, node in enumerate(nodes) if (producer := graph.producers.get(node))
     }
-    calls |= {nodes.index(one.node): one for one in graph.operators if len(one.results) > 1}
+    calls |= {nodes.index(op.node): op for op in graph.operators if len(op.results) > 1}
     known = {number: node for number, node in enumerate(nodes) if node in graph.producers}
-    given, parameters = [], {}
+    arguments, parameters = [], {}
     for node, origin in graph.origins.items():
         if origin.kind == "input":
-            given.append(inputs[int(origin.name)])
+            arguments.append(inputs[int(origin.name)])
             continue
         value = states[node.name]
         if origin.kind == "parameter":
             value = parameters[origin.name] = value.clone().requires_grad_(graph.spec(node).requires_grad)
-        given.append(value.clone() if origin.kind == "buffer" else value)
-    results = _Quiet(graph.captured.graph, calls, known, record).run(*given)
+        arguments.append(value.clone() if origin.kind == "buffer" else value)
+    results = _Quiet(graph.captured.graph, calls, known, record).run(*arguments)
     record.cotangents = _run_backward(results, None)
     record.parameters = {name: value.grad for name, value in parameters.items() if value.grad is not None}
     return record
@@ -224,12 +224,12 @@ def _run_backward(
     """Runs the backward pass from all results that have one; returns the gradients that it began from."""
     if cotangents is None:
         cotangents = [
-            torch.randn_like(one) if isinstance(one, torch.Tensor) and one.requires_grad else None
-            for one in results
+            torch.randn_like(result) if isinstance(result, torch.Tensor) and result.requires_grad else None
+            for result in results
         ]
-    pairs = [(one, given) for one, given in zip(results, cotangents, strict=True) if given is not None]
+    pairs = [(result, grad) for result, grad in zip(results, cotangents, strict=True) if grad is not None]
     if pairs:
-        torch.autograd.backward([one for one, _ in pairs], [given for _, given in pairs])
+        torch.autograd.backward([result for result, _ in pairs], [grad for _, grad in pairs])
     return list(cotangents)
 
 
@@ -257,12 +257,12 @@ def _run_rank(
         values[node.name] = named[origin.name] = value
     for piece in made:
         under = f"{piece.path}." if piece.path else ""
-        given = [
+        arguments = [
             group,
             *(named[under + name] for name in piece.states),
             *(values[name] for name in piece.takes),
         ]
-        results = _Quiet(piece.body.graph, piece.calls, piece.values, record).run(*given)
+        results = _Quiet(piece.body.graph, piece.calls, piece.values, record).run(*arguments)
         values.update(zip(piece.gives, results, strict=True))
     need = Need(WHOLE, False)
     outputs = [
@@ -280,17 +280,17 @@ def _compare_records(division: Division, whole: _Record, ranks: Sequence[_Record
         value.grad for value in whole.values.values() if value.requires_grad and value.grad is not None
     ]
     floor = gradient_floor(gradients)
-    for one, node, placement in reversed(list(_operator_results(division))):
+    for op, node, placement in reversed(list(_operator_results(division))):
         value = whole.values.get(node)
         if value is not None and value.requires_grad and value.grad is not None:
             parts = [_read_gradient(rank.values.get(node)) for rank in ranks]
-            place = WHOLE if isinstance(placement, Partial) else placement
-            _require_close(one, "gradient of the result", value.grad, parts, place, floor)
+            layout = WHOLE if isinstance(placement, Partial) else placement
+            _require_close(op, "gradient of the result", value.grad, parts, layout, floor)
     _compare_parameters(division, whole, ranks, floor)
 
 
 def _compare_results(division: Division, whole: _Record, ranks: Sequence[_Record]) -> None:
-    for one, node, placement in _operator_results(division):
+    for op, node, placement in _operator_results(division):
         parts = [rank.values.get(node) for rank in ranks]
         known = [part for part in parts if part is not None]
         if node not in whole.values or not known:
@@ -299,18 +299,18 @@ def _compare_results(division: Division, whole: _Record, ranks: Sequence[_Record
         for part in known:
             if tuple(part.shape) != expected:
                 raise InputError(
-                    f"{one} is divided wrongly: a rank's result has shape {tuple(part.shape)} in place of {expected}."
+                    f"{op} is divided wrongly: a rank's result has shape {tuple(part.shape)} in place of {expected}."
                 )
         if placement == WHOLE or len(known) == len(parts):  # else a rank has failed
-            _require_close(one, "result", whole.values[node].detach(), known, placement, 0.0)
+            _require_close(op, "result", whole.values[node].detach(), known, placement, 0.0)
 
 
 def _compare_parameters(division: Division, whole: _Record, ranks: Sequence[_Record], floor: float) -> None:
     users: dict[str, Operator] = {}
-    for value, one, _ in division.uses():
+    for value, op, _ in division.uses():
         origin = division.graph.origins.get(value)
         if origin is not None:
-            users.setdefault(origin.name, one)
+            users.setdefault(origin.name, op)
     for name, gradient in whole.parameters.items():
         placement = division.parameters.get(name, WHOLE)
         parts = [rank.parameters.get(name) for rank in ranks]
@@ -318,11 +318,11 @@ def _compare_parameters(division: Division, whole: _Record, ranks: Sequence[_Rec
 
 
 def _operator_results(division: Division) -> Iterator[tuple[Operator, fx.Node, Placement]]:
-    for one in division.graph.operators:
-        for number, node in enumerate(one.results):
+    for op in division.graph.operators:
+        for number, node in enumerate(op.results):
             # Whose values are those of old memory.
-            if node is not None and not one.name.startswith(("empty", "new_empty")):
-                yield one, node, division.rules[one].outputs[number]
+            if node is not None and not op.name.startswith(("empty", "new_empty")):
+                yield op, node, division.rules[op].outputs[number]
 
 
 def _read_gradient(value: torch.Tensor | None) -> torch.Tensor | None:
@@ -344,8 +344,8 @@ def _require_close(
         raise InputError(f"{one} is divided wrongly: some ranks have no {what}.")
     joined = [torch.cat(known, placement.dim)] if isinstance(placement, Shard) else known
     joined = [torch.stack(known).sum(0)] if isinstance(placement, Partial) else joined
-    for found in joined:
-        error = relative_error(found, whole, floor=floor)
+    for tensor in joined:
+        error = relative_error(tensor, whole, floor=floor)
         if error > TOLERANCE:
             raise InputError(
                 f"{one} is divided wrongly: its {what} differs by {error:.1e} of its largest value."

@@ -46,8 +46,8 @@ class Division:
         """Where a value is when its producer has run."""
         produced = self.graph.producers.get(value)
         if produced is not None:
-            one, number = produced
-            return self.rules[one].outputs[number]
+            op, number = produced
+            return self.rules[op].outputs[number]
         origin = self.graph.origins.get(value)
         if origin is not None and origin.kind == "parameter":
             return self.parameters.get(origin.name, WHOLE)
@@ -55,9 +55,9 @@ class Division:
 
     def uses(self) -> Iterator[tuple[fx.Node, Operator, Need]]:
         """Each value that an operator takes, and how it is needed."""
-        for one, rule in self.rules.items():
-            for number, value in enumerate(one.inputs):
-                yield value, one, need_of(rule, number)
+        for op, rule in self.rules.items():
+            for number, value in enumerate(op.inputs):
+                yield value, op, need_of(rule, number)
 
     def partly_used(self) -> frozenset[str]:
         """Names of whole parameters of which every use is divided: no rank has more than a part of their gradients."""
@@ -67,7 +67,7 @@ class Division:
             if origin is not None and origin.kind == "parameter" and origin.name not in self.parameters:
                 needs.setdefault(origin.name, []).append(need)
         whole = Need(WHOLE, True)
-        return frozenset(name for name, found in needs.items() if all(need == whole for need in found))
+        return frozenset(name for name, uses in needs.items() if all(need == whole for need in uses))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,9 +143,9 @@ class _Builder:
             value for node in segment.nodes for value in node.all_input_nodes if value not in inside
         )
         self._operators = {
-            one.node: (one, rule)
-            for one, rule in division.rules.items()
-            if division.graph.segments[one.segment] is segment
+            op.node: (op, rule)
+            for op, rule in division.rules.items()
+            if division.graph.segments[op.segment] is segment
         }
 
     def piece(self, gives: Sequence[fx.Node], shared: dict[Any, fx.GraphModule]) -> Piece:
@@ -162,14 +162,14 @@ class _Builder:
         if key not in shared:
             shared[key] = fx.GraphModule(torch.nn.Module(), self._graph)
         numbers = {node: number for number, node in enumerate(self._graph.nodes)}
-        ran = {numbers[node]: one for node, one in self._calls.items() if node in numbers}
+        ran = {numbers[node]: op for node, op in self._calls.items() if node in numbers}
         computed = {
             numbers[node]: old
             for old, node in self._raw.items()
             if node in numbers and old not in self._outer
         }
-        taken, given = (tuple(value.name for value in values) for values in (takes, gives))
-        return Piece(self._segment.path, shared[key], states, taken, given, ran, computed)
+        taken, outputs = (tuple(value.name for value in values) for values in (takes, gives))
+        return Piece(self._segment.path, shared[key], states, taken, outputs, ran, computed)
 
     def _add_placeholders(self) -> tuple[tuple[str, ...], list[fx.Node]]:
         states = {value: name for value in self._outer if (name := self._own_state(value)) is not None}
@@ -203,15 +203,15 @@ class _Builder:
             self._divide_sizes(one, rule, args, kwargs)
         target, needs_group = runnable(one, rule)
         first = (self._group,) if needs_group else ()
-        made = self._graph.call_function(target, (*first, *args), kwargs)
-        made.meta = {key: one.node.meta[key] for key in ("stack_trace",) if key in one.node.meta}
-        self._calls[made] = one
+        call = self._graph.call_function(target, (*first, *args), kwargs)
+        call.meta = {key: one.node.meta[key] for key in ("stack_trace",) if key in one.node.meta}
+        self._calls[call] = one
         if isinstance(one.node.meta["val"], torch.Tensor):
-            self._raw[one.node] = made
+            self._raw[one.node] = call
             return
         for number, result in enumerate(one.results):
             if result is not None:
-                self._raw[result] = self._graph.call_function(operator.getitem, (made, number))
+                self._raw[result] = self._graph.call_function(operator.getitem, (call, number))
 
     def _value_for(self, value: fx.Node, need: Need, user: Operator) -> fx.Node:
         raw = self._raw[value]
@@ -225,12 +225,12 @@ class _Builder:
         if summed or not learns:  # no gradient to sum, or not here
             need = Need(need.placement, False)
         if (value, need) not in self._converted:
-            made = raw
+            node = raw
             for step in steps(source, need):
-                made = self._graph.call_function(step.collective, (made, *step.dims, self._group))
-            if made is self._raw[value] or user.pinned:  # what is written to later is not what it was
-                return made
-            self._converted[value, need] = made
+                node = self._graph.call_function(step.collective, (node, *step.dims, self._group))
+            if node is self._raw[value] or user.pinned:  # what is written to later is not what it was
+                return node
+            self._converted[value, need] = node
         return self._converted[value, need]
 
     def _add_number(self, node: fx.Node) -> None:
@@ -239,28 +239,28 @@ class _Builder:
         def whole(value: fx.Node) -> fx.Node:
             if node.target is torch.ops.aten.sym_size.int or not isinstance(value.meta["val"], torch.Tensor):
                 return self._raw[value]
-            made = self._raw[value]
+            result = self._raw[value]
             for step in steps(self._division.placement(value), Need(WHOLE, False)):
-                made = self._graph.call_function(step.collective, (made, *step.dims, self._group))
-            return made
+                result = self._graph.call_function(step.collective, (result, *step.dims, self._group))
+            return result
 
-        made = self._graph.node_copy(node, whole)
-        made.meta = {}
+        result = self._graph.node_copy(node, whole)
+        result.meta = {}
         if node.target is torch.ops.aten.sym_size.int:
             value, dim = node.args
             placement = self._division.placement(value)  # type: ignore[arg-type]
             if isinstance(placement, Shard) and placement.dim == dim:
-                made = self._graph.call_function(operator.mul, (made, self._division.degree))
-        self._raw[node] = made
+                result = self._graph.call_function(operator.mul, (result, self._division.degree))
+        self._raw[node] = result
 
     def _divide_sizes(self, one: Operator, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Divides the size, among the arguments, of a result's divided dimension."""
         placement = rule.outputs[0]
-        found = size_argument(one.call) if isinstance(placement, Shard) else None
-        if found is None:
+        argument = size_argument(one.call) if isinstance(placement, Shard) else None
+        if argument is None:
             return
         assert isinstance(placement, Shard)
-        name, position, offset = found
+        name, position, offset = argument
         holder: Any = kwargs if name in kwargs else args
         where: Any = name if name in kwargs else position
         sizes = list(holder[where])
@@ -272,8 +272,8 @@ class _Builder:
     def _local_size(self, size: Any, one: Operator) -> Any:
         if isinstance(size, fx.Node):
             if size not in self._divided_numbers:
-                made = self._graph.call_function(operator.floordiv, (size, self._division.degree))
-                self._divided_numbers[size] = made
+                quotient = self._graph.call_function(operator.floordiv, (size, self._division.degree))
+                self._divided_numbers[size] = quotient
             return self._divided_numbers[size]
         if size == -1:
             return size

@@ -35,14 +35,14 @@ def embedding_rows(
     local = ids - first
     foreign = (local < 0) | (local >= weight.size(0))
     padding = padding_idx - first if first <= padding_idx < first + weight.size(0) else -1
-    found: torch.Tensor = operator(weight, local.masked_fill(foreign, 0), padding)
-    return found.masked_fill(foreign.unsqueeze(-1), 0)
+    rows: torch.Tensor = operator(weight, local.masked_fill(foreign, 0), padding)
+    return rows.masked_fill(foreign.unsqueeze(-1), 0)
 
 
 def mean_of_parts(group: Group, rule: Rule, operator: Operator, *args: Any, **kwargs: Any) -> torch.Tensor:
     """This rank's summand of a mean over all ranks' equal parts."""
-    found: torch.Tensor = operator(*args, **kwargs) / group.size()
-    return found
+    summand: torch.Tensor = operator(*args, **kwargs) / group.size()
+    return summand
 
 
 def loss_over_samples(
@@ -78,7 +78,7 @@ def loss_over_classes(
 ) -> torch.Tensor:
     """Cross-entropy of scores whose classes are divided."""
     dim = 0 if scores.dim() == 1 else 1
-    shape = [size * group.size() if place == dim else size for place, size in enumerate(scores.shape)]
+    shape = [size * group.size() if axis == dim else size for axis, size in enumerate(scores.shape)]
     call = LossCall(
         tuple(shape), dim, ignore_index, _REDUCTIONS[reduction], weight is not None, label_smoothing
     )

@@ -82,7 +82,7 @@ class DividedForward:
     @property
     def code(self) -> str:
         """The generated code of all passes that have been captured so far, equal pieces once."""
-        return "\n".join(one.code for *_, one in self._passes)
+        return "\n".join(known_pass.code for *_, known_pass in self._passes)
 
     def run(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The model's results, whole on every rank.
@@ -142,11 +142,11 @@ class DividedForward:
                 stacklevel=2,
             )
         if len(stale) >= _MANY:
-            self._passes = [one for one in self._passes if one[2] is not stale[0][1]]
+            self._passes = [entry for entry in self._passes if entry[2] is not stale[0][1]]
         division = self._divide(OperatorGraph(captured, self._blocks, within=self._within))
-        made = _Pass(captured, division, pieces(division))
-        self._passes.append((states, PythonState(model, captured.reads), made))
-        return made
+        new_pass = _Pass(captured, division, pieces(division))
+        self._passes.append((states, PythonState(model, captured.reads), new_pass))
+        return new_pass
 
     def _mode_states(self, model: nn.Module) -> Any:
         """What code may read beside arguments and attributes: training modes, autocast, and whether gradients are on."""
@@ -186,8 +186,8 @@ class _Pass:
         sizes = (
             size
             for x, (shape, _) in rows
-            for size, one in zip(x.shape, shape, strict=True)
-            if isinstance(one, str)
+            for size, guard in zip(x.shape, shape, strict=True)
+            if isinstance(guard, str)
         )
         return next(sizes, 1)
 
@@ -199,16 +199,16 @@ class _Pass:
         ]
         varying = (size for value in inputs for size in value.shape if not isinstance(size, int))
         samples = next((sample_size(size, 1) for size in varying), 1)
-        found: set[Fraction] = set()
-        for one, rule in self.division.rules.items():
+        ratios: set[Fraction] = set()
+        for op, rule in self.division.rules.items():
             for value, placement in zip(
-                (*one.inputs, *one.results), (*rule.inputs, *rule.outputs), strict=True
+                (*op.inputs, *op.results), (*rule.inputs, *rule.outputs), strict=True
             ):
                 if value is not None and isinstance(placement, Shard):
                     size = value.meta["val"].shape[placement.dim]
                     if not isinstance(size, int):
-                        found.add(Fraction(sample_size(size, 1), samples))
-        return frozenset(found)
+                        ratios.add(Fraction(sample_size(size, 1), samples))
+        return frozenset(ratios)
 
     @functools.cached_property
     def _output_placements(self) -> tuple[tuple[str, Placement], ...]:
@@ -230,10 +230,10 @@ class _Pass:
         for piece, ends in zip(self.pieces, self._dead_values, strict=True):
             taken = [values[name] for name in piece.takes]
             if piece.path:
-                given = _find_submodule(model, piece.path)(_Call(piece, group), *taken)
+                outputs = _find_submodule(model, piece.path)(_Call(piece, group), *taken)
             else:
-                given = run_piece(model, piece, group, taken)
-            values.update(zip(piece.gives, given, strict=True))
+                outputs = run_piece(model, piece, group, taken)
+            values.update(zip(piece.gives, outputs, strict=True))
             for name in ends:
                 values.pop(name, None)
         whole = Need(WHOLE, False)
@@ -273,13 +273,13 @@ class _Call:
 def run_piece(module: nn.Module, piece: Piece, group: Any, values: Sequence[Any]) -> tuple[Any, ...]:
     """What a piece gives for its values, with the parameters and buffers of ``module``."""
     states = [_read_state(module, name) for name in piece.states]
-    given: tuple[Any, ...] = piece.body(group, *states, *values)
-    return given
+    results: tuple[Any, ...] = piece.body(group, *states, *values)
+    return results
 
 
 def _read_state(module: nn.Module, name: str) -> torch.Tensor:
-    path, _, own = name.rpartition(".")
-    return local_part(getattr(_find_submodule(module, path), own))
+    path, _, attribute = name.rpartition(".")
+    return local_part(getattr(_find_submodule(module, path), attribute))
 
 
 def _find_submodule(module: nn.Module, path: str) -> nn.Module:

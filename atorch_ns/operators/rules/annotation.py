@@ -6,7 +6,7 @@
 ``k^``     is never divided, wherever else it stands
 ``(a b)``  one dimension of size ``a·b``; of its names only the first whose size is not 1 may be divided
 ``*``      any number of dimensions, equal or broadcast from the right among the tensors that have it
-``?``      an argument that is no tensor, or one that stays whole, as does such a result
+``?``      an argument that is not a tensor, or one that stays whole, as does such a result
 ``8``      a fixed size, never divided; ``1`` alone is also a tensor without dimensions
 =========  =================================================================================================
 
@@ -75,36 +75,36 @@ class Reader:
 
     def _split_tokens(self) -> Iterator[tuple[int, str, str, str]]:
         """Start, sign, name and mark of each token, one of sign and name empty; an empty one ends them."""
-        place = 0
-        while place < len(self._text):
-            if self._text[place].isspace():
-                place += 1
+        position = 0
+        while position < len(self._text):
+            if self._text[position].isspace():
+                position += 1
                 continue
-            token = _TOKEN.match(self._text, place)
+            token = _TOKEN.match(self._text, position)
             if token is None:
-                refuse(self._text, place, f"{self._text[place]!r} has no meaning here")
-            yield place, token["sign"] or "", token["name"] or "", token["mark"] or ""
-            place = token.end()
+                refuse(self._text, position, f"{self._text[position]!r} has no meaning here")
+            yield position, token["sign"] or "", token["name"] or "", token["mark"] or ""
+            position = token.end()
         yield len(self._text), "", "", ""
 
     def _refuse_token(self, problem: str) -> NoReturn:
         refuse(self._text, self._tokens[self._next][0], problem)
 
     def _take_sign(self, sign: str) -> bool:
-        found = self._tokens[self._next][1] == sign
-        self._next += found
-        return found
+        matches = self._tokens[self._next][1] == sign
+        self._next += matches
+        return matches
 
     def _read_tensors(self, end: str) -> tuple[Dimensions, ...]:
-        found = [self._read_tensor()]
+        tensors = [self._read_tensor()]
         while self._take_sign(","):
-            found.append(self._read_tensor())
+            tensors.append(self._read_tensor())
         _, sign, name, _ = self._tokens[self._next]
         if sign != end or name:
             self._refuse_token(
                 f"{sign or name!r} is not expected here" if sign or name else f"{end!r} is missing"
             )
-        return tuple(found)
+        return tuple(tensors)
 
     def _read_tensor(self) -> Dimensions:
         if self._take_sign("?"):
@@ -174,7 +174,7 @@ class Annotation:
         """The shapes of the results; ``None`` for ``?``.
 
         Args:
-            inputs: shape of each argument, ``None`` where it is no tensor.
+            inputs: shape of each argument, ``None`` where it is not a tensor.
             sizes: sizes by name, for brackets whose names have no other.
 
         Raises:
@@ -196,7 +196,7 @@ class Annotation:
         A name among ``sizes`` is not divided: the function that takes it would take the whole size for its piece.
 
         Args:
-            inputs: shape of each argument, ``None`` where it is no tensor; those have no placement in the rules.
+            inputs: shape of each argument, ``None`` where it is not a tensor; those have no placement in the rules.
             degree: the number of ranks.
             sizes: sizes by name.
 
@@ -206,22 +206,22 @@ class Annotation:
         expanded, known = self._measure_sizes(inputs, sizes)
         tensors = [dims for dims, shape in zip(expanded.inputs, inputs, strict=True) if shape is not None]
         marks = expanded.marks
-        found = (
+        candidates = (
             _rule_for_name(name, marks[name], tensors, expanded.outputs, known, self.text)
             for name, size in known.items()
             if name in marks and "^" not in marks[name] and name not in sizes
             if degree > 1 and size and size % degree == 0
         )
-        return tuple(rule for rule in found if rule is not None)
+        return tuple(rule for rule in candidates if rule is not None)
 
     @property
     def marks(self) -> dict[str, str]:
         """The marks of each name, wherever it stands."""
-        found: dict[str, str] = {}
+        by_name: dict[str, str] = {}
         for dims in (*self.inputs, *self.outputs):
             for part in (part for dim in dims or () for part in dim if not part.name.isdecimal()):
-                found[part.name] = found.get(part.name, "") + part.mark
-        return found
+                by_name[part.name] = by_name.get(part.name, "") + part.mark
+        return by_name
 
     def _measure_sizes(
         self, inputs: Sequence[Shape | None], sizes: Mapping[str, int]
@@ -253,26 +253,26 @@ class Annotation:
         def named(dims: Dimensions, count: int, shape: Shape | None = None) -> Dimensions:
             if dims is None or not has_star(dims):
                 return dims
-            place = next(place for place, dim in enumerate(dims) if dim[0].name == "*")
-            (star,) = dims[place]
+            position = next(position for position, dim in enumerate(dims) if dim[0].name == "*")
+            (star,) = dims[position]
             numbers = range(count, 0, -1)
             parts = [(Part(f"*{number}", star.mark),) for number in numbers]
             for index, number in enumerate(numbers):  # broadcast here: repeated, so not divided
-                if shape is not None and number in full and shape[place + index] == 1:
+                if shape is not None and number in full and shape[position + index] == 1:
                     parts[index] = (Part("1"),)
-            return (*dims[:place], *parts, *dims[place + 1 :])
+            return (*dims[:position], *parts, *dims[position + 1 :])
 
         taken = tuple(map(named, self.inputs, counts, inputs))
         return Annotation(self.text, taken, tuple(named(dims, most) for dims in self.outputs))
 
     def _star_sizes(self, inputs: Sequence[Shape | None], counts: Sequence[int]) -> dict[int, int]:
-        found: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for dims, shape, count in zip(self.inputs, inputs, counts, strict=True):
             if dims is not None and shape is not None and has_star(dims):
-                place = next(place for place, dim in enumerate(dims) if dim[0].name == "*")
-                for index, size in enumerate(shape[place : place + count]):
-                    found[count - index] = max(found.get(count - index, size), size)
-        return found
+                position = next(position for position, dim in enumerate(dims) if dim[0].name == "*")
+                for index, size in enumerate(shape[position : position + count]):
+                    sizes[count - index] = max(sizes.get(count - index, size), size)
+        return sizes
 
 
 def _part_size(part: Part, sizes: Mapping[str, int]) -> int:
@@ -293,7 +293,7 @@ class _Sizes:
             if dims is None or (shape == () and [part.name for dim in dims for part in dim] == ["1"]):
                 continue
             if shape is None:
-                raise InputError(f"{where} is no tensor. Write ? for it.")
+                raise InputError(f"{where} is not a tensor. Write ? for it.")
             if len(dims) != len(shape):
                 raise InputError(f"{where} has {len(shape)} dimensions in place of {len(dims)}.")
             waiting += [(dim, size, where) for dim, size in zip(dims, shape, strict=True)]
@@ -338,7 +338,7 @@ def _rule_for_name(
     def placement(dims: Dimensions, otherwise: Placement | None) -> Placement | None:
         if dims is None:
             return WHOLE
-        places = [place for place, dim in enumerate(dims) if any(part.name == name for part in dim)]
+        places = [index for index, dim in enumerate(dims) if any(part.name == name for part in dim)]
         if not places:
             return otherwise
         first = next((part for part in dims[places[0]] if _part_size(part, sizes) != 1), None)
@@ -346,8 +346,8 @@ def _rule_for_name(
         return Shard(places[0]) if alone else None
 
     taken = [placement(dims, WHOLE) for dims in inputs]
-    given = [placement(dims, SUM if summed else None) for dims in outputs]
-    if any(one is None for one in (*given, *taken)):
+    results = [placement(dims, SUM if summed else None) for dims in outputs]
+    if any(entry is None for entry in (*results, *taken)):
         return None
-    outputs_at, inputs_at = (tuple(one for one in side if one is not None) for side in (given, taken))
+    outputs_at, inputs_at = (tuple(entry for entry in side if entry is not None) for side in (results, taken))
     return Rule(outputs_at, inputs_at, source=f"{name} of the annotation {text}")

@@ -76,22 +76,22 @@ def read_constraints(path: str | PathLike[str]) -> tuple[Constraint, ...]:
             f"{', '.join(_FIELDS)}."
         )
     problems: list[str] = []
-    found: dict[tuple[str, str], Constraint] = {}
+    constraints: dict[tuple[str, str], Constraint] = {}
     for number, entry in enumerate(entries, 1):
-        own: list[str] = []
-        constraint = _read_constraint(entry, own)
+        errors: list[str] = []
+        constraint = _read_constraint(entry, errors)
         if constraint is not None:
-            place = (_short_name(constraint.name), constraint.parent_module)
-            if place in found:
-                own.append(
+            key = (_short_name(constraint.name), constraint.parent_module)
+            if key in constraints:
+                errors.append(
                     f"{constraint.name} in {constraint.parent_module or 'any module'} is constrained twice"
                 )
-            found[place] = constraint
-        problems += [f"entry {number}: {problem}." for problem in own]
+            constraints[key] = constraint
+        problems += [f"entry {number}: {problem}." for problem in errors]
     if problems:
         shown = "\n".join(f"  {problem}" for problem in problems)
         raise InputError(f"{counted(len(problems), 'problem')} in the partition constraints {path}:\n{shown}")
-    return tuple(found.values())
+    return tuple(constraints.values())
 
 
 def allowed(
@@ -131,7 +131,7 @@ def unused(calls: Iterable[tuple[str, Sequence[str]]], constraints: Sequence[Con
     """
     calls = list(calls)
     used = {id(_find_constraint(operator, modules, constraints)) for operator, modules in calls}
-    return tuple(_unused_text(one, calls) for one in constraints if id(one) not in used)
+    return tuple(_unused_text(constraint, calls) for constraint in constraints if id(constraint) not in used)
 
 
 def _unused_text(constraint: Constraint, calls: Sequence[tuple[str, Sequence[str]]]) -> str:
@@ -188,13 +188,13 @@ def _read_constraint(entry: Any, problems: list[str]) -> Constraint | None:
     if not isinstance(name, str) or not name:
         problems.append("name is missing; write the operator's, as torch.nn.functional.linear")
     if not isinstance(parent, str):
-        problems.append(f"parent_module={parent!r} is no text")
+        problems.append(f"parent_module={parent!r} is not text")
     whole = entry.get("replica_allowed", True)
     if not isinstance(whole, bool):
         problems.append(f"replica_allowed={whole!r} is neither true nor false")
     dims = entry.get("allowed_partition_dims")
     if not isinstance(dims, list):
-        problems.append("allowed_partition_dims is no list; write [] where nothing may be divided")
+        problems.append("allowed_partition_dims is not a list; write [] where nothing may be divided")
         dims = []
     pairs = [_read_pair(item, problems) for item in dims]
     if problems or not isinstance(name, str):
@@ -208,5 +208,5 @@ def _read_pair(item: object, problems: list[str]) -> tuple[int, int] | None:
     numbers = [int(text) for text in map(str, texts) if text.strip().isdecimal()]
     if len(numbers) == len(texts) == 2:
         return numbers[0], numbers[1]
-    problems.append(f"{item!r} in allowed_partition_dims is no pair of argument and dimension, as '0,1'")
+    problems.append(f"{item!r} in allowed_partition_dims is not a pair of argument and dimension, as '0,1'")
     return None

@@ -51,7 +51,7 @@ class Entry:
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
         """The values of the function's parameters, by name."""
-        return dict(zip((one.name for one in self.parameters), values, strict=True))
+        return dict(zip((param.name for param in self.parameters), values, strict=True))
 
     def annotation_of(self, values: Mapping[str, Any]) -> Annotation:
         """The annotation of a call with these arguments.
@@ -59,7 +59,7 @@ class Entry:
         A function that gives it takes meta tensors for tensors, arguments without a default by place, and others by name.
 
         Raises:
-            InputError: if the text is no annotation.
+            InputError: if the text is not an annotation.
         """
         if isinstance(self.annotation, str):
             return Annotation.read(self.annotation)
@@ -140,13 +140,13 @@ def schema_type(operator: str, parameter: str, value: object) -> str:
         kinds = {schema_type(operator, parameter, item) for item in value} or {"SymInt"}
         if len(kinds) == 1 and not (kind := kinds.pop()).endswith(("?", "]")):
             return f"{kind}[]"
-    found = next((name for kind, name in _TYPES if isinstance(value, kind)), None)
-    if found is None:
+    type_name = next((name for kind, name in _TYPES if isinstance(value, kind)), None)
+    if type_name is None:
         raise InputError(
             f"{parameter} of {operator} is {with_article(value)}, which no operator can take. Pass tensors, numbers, texts, "
             "None, or lists of one of them."
         )
-    return found
+    return type_name
 
 
 def run(entry: Entry, values: Sequence[Any], num_results: int) -> Any:
@@ -171,7 +171,7 @@ def run(entry: Entry, values: Sequence[Any], num_results: int) -> Any:
     ):
         raise InputError(
             f"{entry.name} returns {with_article(results)}, but by its annotation it returns {counted(num_results, 'tensor')}. "
-            "Correct the annotation, and return what is no tensor elsewhere."
+            "Correct the annotation, and return what is not a tensor elsewhere."
         )
     taken = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
     made = [one.clone() if StorageWeakRef(one.untyped_storage()) in taken else one for one in given]
@@ -183,7 +183,7 @@ def _needs_values(entry: Entry, values: Sequence[Any]) -> Exception | None:
     plain = [sample_size(value, 1) if isinstance(value, torch.SymInt) else value for value in values]
     with fake_tensor_mode(), quiet_fake_kernels():
         tensors = map_tensors(
-            lambda one: torch.empty(spec_of(one).shape, dtype=one.dtype, device=one.device), plain
+            lambda tensor: torch.empty(spec_of(tensor).shape, dtype=tensor.dtype, device=tensor.device), plain
         )
         try:
             entry.call(tensors)
@@ -209,8 +209,8 @@ def _by_annotation(entry: Entry, values: Sequence[Any], error: Exception) -> Any
         and any(tensor.requires_grad for tensor in tensors)
         and like.is_floating_point()
     )
-    made = [like.detach().new_empty(shape).requires_grad_(learnt) for shape in shapes if shape is not None]
-    return made[0] if len(made) == 1 else tuple(made)
+    results = [like.detach().new_empty(shape).requires_grad_(learnt) for shape in shapes if shape is not None]
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 Overload = Callable[..., Any]
@@ -258,8 +258,8 @@ class Registry:
         parameters = ", ".join(
             f"{schema_type(name, key, value)} {key}" for key, value in entry.named(values).items()
         )
-        found = self._overloads.get((name, parameters))
-        if found is None:
+        overload = self._overloads.get((name, parameters))
+        if overload is None:
             packet = (
                 f"{name}.form{num}" if (num := sum(known == name for known, _ in self._overloads)) else name
             )
@@ -267,12 +267,12 @@ class Registry:
             returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
             self._library.define(f"{packet}({parameters}) -> {returns}")
             self._library.impl(
-                packet, lambda *given: run(self.entries[name], given, results), "CompositeImplicitAutograd"
+                packet, lambda *args: run(self.entries[name], args, results), "CompositeImplicitAutograd"
             )
             packets = getattr(getattr(torch.ops, self.namespace), name)
-            found = cast("Overload", getattr(packets, f"form{num}" if num else "default"))
-            self._overloads[name, parameters] = found
-        return found
+            overload = cast("Overload", getattr(packets, f"form{num}" if num else "default"))
+            self._overloads[name, parameters] = overload
+        return overload
 
 
 REGISTERED: Final = Registry("atorch_ns")
@@ -331,8 +331,8 @@ def register_op(
 
     def register(target: F) -> F:
         operators = _of_torch(target)
-        for one in operators:
-            registry.add(str(one), Entry(str(one), annotation))
+        for op in operators:
+            registry.add(str(op), Entry(str(op), annotation))
         if operators:
             return target
         if getattr(target, "__name__", "") == "apply" and is_autograd(getattr(target, "__self__", None)):
@@ -364,12 +364,12 @@ def _entry_rules(entry: Entry, call: Call, degree: int) -> tuple[Rule, ...]:
     annotation = entry.annotation_of(named)
     measured = {key: shape_of(named.get(key)) for key in names[: len(annotation.inputs)]}
     shapes, sizes = list(measured.values()), sizes_of(annotation, named)
-    expected, found = annotation.shapes(shapes, **sizes), [spec.shape for spec in call.outputs]
-    if len(expected) != len(found) or any(
-        shape is not None and shape != own and (*shape, *own) != (1,)
-        for shape, own in zip(expected, found, strict=False)
+    expected, actual = annotation.shapes(shapes, **sizes), [spec.shape for spec in call.outputs]
+    if len(expected) != len(actual) or any(
+        shape is not None and shape != actual_shape and (*shape, *actual_shape) != (1,)
+        for shape, actual_shape in zip(expected, actual, strict=False)
     ):
-        raise InputError(f"by {annotation.text!r} it gives {list(expected)}, and it gave {found}.")
+        raise InputError(f"by {annotation.text!r} it gives {list(expected)}, and it gave {actual}.")
     tensors = [key for key, shape in measured.items() if shape is not None]
     return tuple(
         Rule(
@@ -413,8 +413,8 @@ def _of_torch(target: object) -> list[Overload]:
 
 def _is_same_function(one: Callable[..., Any] | None, other: Callable[..., Any] | None) -> bool:
     """Whether two functions are one, or were made by the same lines, as those of a notebook's cell that runs again."""
-    own = _function_definition(one)
-    return one is other or (own is not None and own == _function_definition(other))
+    definition = _function_definition(one)
+    return one is other or (definition is not None and definition == _function_definition(other))
 
 
 def _function_definition(function: object) -> tuple[object, ...] | None:
@@ -426,8 +426,8 @@ def _function_definition(function: object) -> tuple[object, ...] | None:
 
 def _register_function(annotation: Annotating, name: str | None, target: Any, registry: Registry) -> Any:
     """Registers a function or class; returns what is called in its place."""
-    own = str(name or getattr(target, "__name__", ""))
-    if not own.isidentifier():
+    op_name = str(name or getattr(target, "__name__", ""))
+    if not op_name.isidentifier():
         raise InputError(
             f"{target!r} has no name that can be an operator's. Give one: register_op(annotation, name=…)."
         )
@@ -437,23 +437,23 @@ def _register_function(annotation: Annotating, name: str | None, target: Any, re
         signature = signature_of(function)
     except (TypeError, ValueError) as error:
         raise InputError(
-            f"the parameters of {own} are not known: {error}. Register a function in Python."
+            f"the parameters of {op_name} are not known: {error}. Register a function in Python."
         ) from error
     starred = [
         str(one) for one in signature.parameters.values() if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]
     if starred:
         raise InputError(
-            f"{own} takes {' and '.join(starred)}, but an operator has fixed parameters. Name them."
+            f"{op_name} takes {' and '.join(starred)}, but an operator has fixed parameters. Name them."
         )
-    registry.add(own, Entry(own, annotation, function))
+    registry.add(op_name, Entry(op_name, annotation, function))
 
     @functools.wraps(function)
     def registered(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values = list(bound.arguments.values())
-        return registry.operator(own, values)(*values)
+        return registry.operator(op_name, values)(*values)
 
     setattr(registered, _ORIGINAL, target)
     if is_autograd(target):
@@ -461,7 +461,7 @@ def _register_function(annotation: Annotating, name: str | None, target: Any, re
         return target
     home = sys.modules.get(getattr(target, "__module__", None) or "")
     # It was defined before: others may have imported it.
-    if getattr(home, getattr(target, "__name__", own), None) is target:
+    if getattr(home, getattr(target, "__name__", op_name), None) is target:
         for module in list(sys.modules.values()):
             for known in [key for key, value in list(vars(module).items()) if value is target]:
                 setattr(module, known, registered)

@@ -81,8 +81,8 @@ def letters(count: int, start: str = "a") -> Letters:
 
 def but(dims: Letters, *frozen: int) -> Letters:
     """The letters, those at the given places never divided."""
-    places = {place % len(dims) for place in frozen} if dims else set()
-    return tuple(None if place in places else letter for place, letter in enumerate(dims))
+    places = {index % len(dims) for index in frozen} if dims else set()
+    return tuple(None if index in places else letter for index, letter in enumerate(dims))
 
 
 def broadcast(result: Sequence[int], dims: Letters, shape: Sequence[int]) -> Letters:
@@ -104,4 +104,4 @@ def name_of(call: Call) -> str:
 
 def arguments_of(call: Call) -> list[str]:
     """The names of the operator's arguments, in the order of its schema."""
-    return [one.name for one in call.operator._schema.arguments]  # type: ignore[attr-defined]
+    return [argument.name for argument in call.operator._schema.arguments]  # type: ignore[attr-defined]

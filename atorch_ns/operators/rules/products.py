@@ -28,10 +28,10 @@ def _dims_of_matmul(call: Call) -> Dims:
     first, second = (spec.shape for spec in call.tensors)
     batch = letters(max(len(first), len(second), 2) - 2)
     whole = call.outputs[0].shape[: len(batch)]
-    one: Letters = ("I",) if len(first) == 1 else (*broadcast(whole, batch, first[:-2]), "N", "I")
+    left: Letters = ("I",) if len(first) == 1 else (*broadcast(whole, batch, first[:-2]), "N", "I")
     other: Letters = ("I",) if len(second) == 1 else (*broadcast(whole, batch, second[:-2]), "I", "O")
     result = (*batch, *(("N",) if len(first) > 1 else ()), *(("O",) if len(second) > 1 else ()))
-    return Dims([one, other], [result], "I", why=_SUMMED)
+    return Dims([left, other], [result], "I", why=_SUMMED)
 
 
 def _dims_of_outer(call: Call) -> Dims:
@@ -64,10 +64,10 @@ def _dims_of_einsum(call: Call) -> Dims | None:
 
     def read(side: str, count: int, sizes: Sequence[int] | None) -> Letters:
         before, dots, after = side.partition("...")
-        own: Letters = tuple(unused[len(unused) - count :]) if dots else ()
+        middle: Letters = tuple(unused[len(unused) - count :]) if dots else ()
         if sizes is not None and dots:
-            own = broadcast(shape[: len(unused)], tuple(unused), sizes[len(before) : len(before) + count])
-        return (*before, *own, *after)
+            middle = broadcast(shape[: len(unused)], tuple(unused), sizes[len(before) : len(before) + count])
+        return (*before, *middle, *after)
 
     if "..." in left and "..." not in right:
         return None
@@ -104,8 +104,8 @@ def _dims_of_attention(call: Call) -> Dims:
     grouped = bool(call.argument("enable_gqa")) and len(key) > 2
 
     def led(shape: Sequence[int]) -> Letters:
-        own = broadcast(whole, lead, shape[:-2])
-        return (*own[:-1], lead[-1]) if grouped and shape[-3] > 1 else own
+        prefix = broadcast(whole, lead, shape[:-2])
+        return (*prefix[:-1], lead[-1]) if grouped and shape[-3] > 1 else prefix
 
     inputs: list[Letters] = [(*led(query), rows, None)]
     inputs += [(*led(spec.shape), None, None) for spec in call.tensors[1:3]]
@@ -131,7 +131,7 @@ def _group_norm(call: Call) -> Dims | None:
 
 def _dims_of_channelwise(call: Call) -> Dims:
     """Operators on the last one to three dims, as the name says: the dims before are samples and channels."""
-    space = next(int(one) for one in "123" if f"{one}d" in name_of(call))
+    space = next(int(digit) for digit in "123" if f"{digit}d" in name_of(call))
     dims = (*letters(len(call.tensors[0].shape) - space), *(None,) * space)
     return Dims([dims], [dims] * len(call.outputs), why="each channel of each sample by itself")
 

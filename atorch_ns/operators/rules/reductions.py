@@ -28,16 +28,14 @@ _NONE, _MEAN, _SUM = range(3)
 def _dims_of_reduction(call: Call) -> Dims:
     """Dims that are kept may be divided; over those that are summed, the results of ``sum`` and ``mean`` are partial."""
     name, names = name_of(call), arguments_of(call)
-    given: Any = call.argument("dim") if "dim" in names else None
+    axes: Any = call.argument("dim") if "dim" in names else None
     dims = letters(len(call.tensors[0].shape))
-    places = (
-        range(len(dims)) if given is None or given == [] else given if isinstance(given, list) else [given]
-    )
-    gone = {place % len(dims) for place in places} if dims else set()
+    places = range(len(dims)) if axes is None or axes == [] else axes if isinstance(axes, list) else [axes]
+    gone = {dim % len(dims) for dim in places} if dims else set()
     keeps = "keepdim" in names and call.argument("keepdim")
     kept = but(dims, *gone) if gone else dims
-    result = tuple(one for place, one in enumerate(kept) if keeps or place not in gone)
-    summed = [str(dims[place]) for place in sorted(gone)]
+    result = tuple(letter for dim, letter in enumerate(kept) if keeps or dim not in gone)
+    summed = [str(dims[dim]) for dim in sorted(gone)]
     if name not in ("sum", "nansum", "mean") or not call.outputs[0].is_float:
         return Dims([kept], [result] * len(call.outputs), why="each kept place by itself")
     kernels = dict.fromkeys(summed, "mean_of_parts") if name == "mean" else {}
@@ -47,10 +45,10 @@ def _dims_of_reduction(call: Call) -> Dims:
 
 def _dims_of_axis_op(call: Call) -> Dims | None:
     """Operators that look at one dim: the others may be divided."""
-    place = call.argument("dim")
-    if place is None:
+    dim = call.argument("dim")
+    if dim is None:
         return None
-    dims = but(letters(len(call.tensors[0].shape)), place)
+    dims = but(letters(len(call.tensors[0].shape)), dim)
     linear = [range(len(call.tensors))] if name_of(call) in ("cumsum", "diff") else []
     return Dims(
         [dims] * len(call.tensors),
@@ -65,14 +63,14 @@ def _sample_loss(call: Call) -> Dims | None:
 
     A mean is over the targets that are not ignored, whose number ranks must sum."""
     scores, target = call.tensors[:2]
-    place = 0 if len(scores.shape) == 1 else 1
+    class_dim = 0 if len(scores.shape) == 1 else 1
     rest = letters(len(scores.shape) - 1)
     alike = target.is_float
     reduction = call.argument("reduction")
     smoothed = "label_smoothing" in arguments_of(call) and bool(call.argument("label_smoothing"))
     whole_classes = alike or name_of(call) != "cross_entropy_loss" or (smoothed and len(call.tensors) > 2)
-    dims = (*rest[:place], None if whole_classes else "C", *rest[place:])
-    samples = [str(one) for one in rest]
+    dims = (*rest[:class_dim], None if whole_classes else "C", *rest[class_dim:])
+    samples = [str(letter) for letter in rest]
     kernels = {} if whole_classes else {"C": "loss_over_classes"}
     if reduction == _MEAN:
         kernels |= dict.fromkeys(samples, "mean_of_parts" if alike else "loss_over_samples")
@@ -93,7 +91,7 @@ def _pointwise_loss(call: Call) -> Dims | None:
     reduction = call.argument("reduction")
     if reduction == _NONE:
         return Dims(inputs, [dims], why="element by element")
-    names = [str(one) for one in dims]
+    names = [str(letter) for letter in dims]
     kernels = dict.fromkeys(names, "mean_of_parts") if reduction == _MEAN else {}
     return Dims(inputs, [()], names, kernels=kernels, why="a sum or mean of elements")
 

@@ -44,7 +44,7 @@ def read_placement(text: str) -> Placement:
         return Shard(int(stripped))
     if stripped not in ("R", "P"):
         raise InputError(
-            f"{text!r} is no placement. Write R, P, or the number of the dimension that is divided."
+            f"{text!r} is not a placement. Write R, P, or the number of the dimension that is divided."
         )
     return WHOLE if stripped == "R" else SUM
 
@@ -79,7 +79,7 @@ class Rule:
         outputs, arrow, inputs = text.partition("<-")
         if not arrow:
             raise InputError(
-                f"{text!r} is no rule. Write placements of results and arguments, as in '1 <- 2,1,R'."
+                f"{text!r} is not a rule. Write placements of results and arguments, as in '1 <- 2,1,R'."
             )
         results, arguments = (
             tuple(read_placement(one) for one in side.split(",") if one.strip()) for side in (outputs, inputs)
@@ -89,7 +89,7 @@ class Rule:
     @cached_property
     def divides(self) -> bool:
         """Whether it divides anything: if not, every rank computes the same."""
-        return any(not isinstance(one, Replicate) for one in (*self.outputs, *self.inputs))
+        return any(not isinstance(placement, Replicate) for placement in (*self.outputs, *self.inputs))
 
 
 def whole_rule(call: Call) -> Rule:

@@ -52,14 +52,14 @@ _OVER = frozenset(["div", "divide", "true_divide"])
 
 def rules_of(call: Call, degree: int, registered: Registered | None = None) -> tuple[Rule, ...]:
     """All rules by which ``degree`` ranks may divide a call; the first divides nothing."""
-    own = registered(call, degree) if registered is not None else None
-    if own is not None:
-        found: Iterator[Rule] | Sequence[Rule] = own
+    custom_rules = registered(call, degree) if registered is not None else None
+    if custom_rules is not None:
+        rules: Iterator[Rule] | Sequence[Rule] = custom_rules
     elif not hasattr(call.operator, "_schema"):  # control flow and other operators on functions
-        found = ()
+        rules = ()
     else:
-        found = _of_tables(call, degree)
-    return tuple(dict.fromkeys((whole_rule(call), *found)))
+        rules = _of_tables(call, degree)
+    return tuple(dict.fromkeys((whole_rule(call), *rules)))
 
 
 def _of_tables(call: Call, degree: int) -> Iterator[Rule]:
@@ -85,7 +85,7 @@ def _of_tables(call: Call, degree: int) -> Iterator[Rule]:
 
 def _is_reordered(call: Call) -> bool:
     """Whether a tensor is given by name that tables expect by place."""
-    by_name = {one.name for one in call.operator._schema.arguments if one.kwarg_only}  # type: ignore[attr-defined]
+    by_name = {argument.name for argument in call.operator._schema.arguments if argument.kwarg_only}  # type: ignore[attr-defined]
     return any(isinstance(value, TensorSpec) and name not in by_name for name, value in call.kwargs.items())
 
 

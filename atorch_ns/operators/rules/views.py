@@ -34,14 +34,14 @@ def _movement_dims(
 
 def _dims_of_permute(call: Call) -> Dims:
     dims = _input_letters(call)
-    return _movement_dims([dims], [tuple(dims[place] for place in _permutation_order(call, len(dims)))])
+    return _movement_dims([dims], [tuple(dims[dim] for dim in _permutation_order(call, len(dims)))])
 
 
 def _permutation_order(call: Call, rank: int) -> list[int]:
     """For each dim of the result the argument's."""
     name = name_of(call)
     if name == "permute":
-        return [place % rank for place in call.argument("dims")]
+        return [dim % rank for dim in call.argument("dims")]
     if name in ("movedim", "moveaxis"):
         return _movedim_order(call, rank)
     if name == "numpy_T":
@@ -62,12 +62,12 @@ def _swapped_axes(call: Call, name: str) -> tuple[int, int]:
 
 def _movedim_order(call: Call, rank: int) -> list[int]:
     def listed(value: Any) -> list[int]:
-        return [place % rank for place in (value if isinstance(value, (list, tuple)) else [value])]
+        return [dim % rank for dim in (value if isinstance(value, (list, tuple)) else [value])]
 
     source, target = listed(call.argument("source")), listed(call.argument("destination"))
-    rest = iter(place for place in range(rank) if place not in source)
+    rest = iter(dim for dim in range(rank) if dim not in source)
     by_target = dict(zip(target, source, strict=True))
-    return [by_target[place] if place in by_target else next(rest) for place in range(rank)]
+    return [by_target[dim] if dim in by_target else next(rest) for dim in range(rank)]
 
 
 def _dims_of_reshape(call: Call) -> Dims | None:
@@ -78,14 +78,14 @@ def _dims_of_reshape(call: Call) -> Dims | None:
     inputs: list[str | None] = [None] * len(before)
     outputs: list[str | None] = [None] * len(after)
     for number, (mine, theirs) in enumerate(_equal_products(before, after)):
-        one = next((place for place in mine if before[place] != 1), None)
-        other = next((place for place in theirs if after[place] != 1), None)
+        one = next((dim for dim in mine if before[dim] != 1), None)
+        other = next((dim for dim in theirs if after[dim] != 1), None)
         if one is not None and other is not None:
             inputs[one] = outputs[other] = chr(ord("a") + number)
     if name_of(call) == "unflatten":  # whose sizes are those of the dims that it makes alone
         start = call.argument("dim") % len(before)
-        made = range(start, start + len(call.argument("sizes")))
-        outputs = [one if place in made else None for place, one in enumerate(outputs)]
+        new_dims = range(start, start + len(call.argument("sizes")))
+        outputs = [one if dim in new_dims else None for dim, one in enumerate(outputs)]
         inputs = [one if one in outputs else None for one in inputs]
     like = [tuple(outputs)] * (len(call.tensors) - 1)
     why = "the first of the dims that are joined or cut"
@@ -96,16 +96,16 @@ def _equal_products(before: Sequence[int], after: Sequence[int]) -> Iterator[tup
     """The least runs of dims on both sides whose products are equal; none if there are no elements."""
     if 0 in before:
         return
-    one = other = 0
-    while one < len(before) or other < len(after):
+    index = other = 0
+    while index < len(before) or other < len(after):
         mine: list[int] = []
         theirs: list[int] = []
         left = right = 1
         while not (mine or theirs) or left != right:
-            if other == len(after) or (one < len(before) and left <= right):
-                left *= before[one]
-                mine.append(one)
-                one += 1
+            if other == len(after) or (index < len(before) and left <= right):
+                left *= before[index]
+                mine.append(index)
+                index += 1
             else:
                 right *= after[other]
                 theirs.append(other)
@@ -116,27 +116,24 @@ def _equal_products(before: Sequence[int], after: Sequence[int]) -> Iterator[tup
 def _dims_of_expand(call: Call) -> Dims:
     shape = call.outputs[0].shape
     dims = letters(len(shape))
-    own = broadcast(shape, dims, call.tensors[0].shape)
+    source = broadcast(shape, dims, call.tensors[0].shape)
     like = [dims] * (len(call.tensors) - 1)
-    return Dims([own, *like], [dims], linear=[[0]], why="repeated elements are the same for all")
+    return Dims([source, *like], [dims], linear=[[0]], why="repeated elements are the same for all")
 
 
 def _dims_of_unsqueeze(call: Call) -> Dims:
     dims = _input_letters(call)
-    place = call.argument("dim") % (len(dims) + 1)
-    return _movement_dims([dims], [(*dims[:place], None, *dims[place:])])
+    dim = call.argument("dim") % (len(dims) + 1)
+    return _movement_dims([dims], [(*dims[:dim], None, *dims[dim:])])
 
 
 def _dims_of_squeeze(call: Call) -> Dims:
     """A dim that it would take away if it were 1 must be larger on each rank too."""
     shape, dims = call.tensors[0].shape, _input_letters(call)
-    given = call.argument("dim") if "dim" in arguments_of(call) else range(len(shape))
-    asked = {
-        place % max(len(shape), 1)
-        for place in (given if isinstance(given, (list, tuple, range)) else [given])
-    }
-    kept = tuple(one for place, one in enumerate(dims) if place not in asked or shape[place] != 1)
-    touched = {one for place, one in enumerate(dims) if place in asked}
+    axes = call.argument("dim") if "dim" in arguments_of(call) else range(len(shape))
+    asked = {dim % max(len(shape), 1) for dim in (axes if isinstance(axes, (list, tuple, range)) else [axes])}
+    kept = tuple(name for dim, name in enumerate(dims) if dim not in asked or shape[dim] != 1)
+    touched = {name for dim, name in enumerate(dims) if dim in asked}
     return _movement_dims([dims], [kept], fits=lambda letter, size: size > 1 or letter not in touched)
 
 
@@ -146,21 +143,21 @@ def _dims_of_split(call: Call) -> Dims:
 
 
 def _dims_of_slice(call: Call) -> Dims:
-    place = call.argument("dim") or 0
-    if call.tensors[0].shape[place] != call.outputs[0].shape[place]:
+    dim = call.argument("dim") or 0
+    if call.tensors[0].shape[dim] != call.outputs[0].shape[dim]:
         return _dims_of_split(call)
     dims = _input_letters(call)
     start = call.argument("start")
     if start is not None and start < 0:  # of a piece it would be another place
-        dims = but(dims, place)
+        dims = but(dims, dim)
     return _movement_dims([dims], [dims])
 
 
 def _dims_of_select(call: Call) -> Dims:
     dims = _input_letters(call)
-    place = call.argument("dim") % len(dims)
-    results: list[Letters] = [(*dims[:place], *dims[place + 1 :])] * len(call.outputs)
-    return _movement_dims([but(dims, place)], results, why="the dim that it takes from is whole")
+    dim = call.argument("dim") % len(dims)
+    results: list[Letters] = [(*dims[:dim], *dims[dim + 1 :])] * len(call.outputs)
+    return _movement_dims([but(dims, dim)], results, why="the dim that it takes from is whole")
 
 
 def _dims_of_unfold(call: Call) -> Dims:
@@ -170,8 +167,8 @@ def _dims_of_unfold(call: Call) -> Dims:
 
 def _dims_of_stack(call: Call) -> Dims:
     dims = _input_letters(call)
-    place = call.argument("dim") % (len(dims) + 1)
-    return _movement_dims([dims] * len(call.tensors), [(*dims[:place], None, *dims[place:])])
+    dim = call.argument("dim") % (len(dims) + 1)
+    return _movement_dims([dims] * len(call.tensors), [(*dims[:dim], None, *dims[dim:])])
 
 
 def _dims_of_cat(call: Call) -> Dims | None:
@@ -192,10 +189,10 @@ def _dims_of_pad(call: Call) -> Dims:
 
 
 def _dims_of_repeat(call: Call) -> Dims:
-    given = call.argument("repeats" if name_of(call) == "repeat" else "dims")
+    repeats = call.argument("repeats" if name_of(call) == "repeat" else "dims")
     shape, rank = call.tensors[0].shape, len(call.outputs[0].shape)
-    counts = [1] * (rank - len(given)) + list(given)
-    dims = tuple(one if count == 1 else None for one, count in zip(letters(rank), counts, strict=True))
+    counts = [1] * (rank - len(repeats)) + list(repeats)
+    dims = tuple(letter if count == 1 else None for letter, count in zip(letters(rank), counts, strict=True))
     new = rank - len(shape)
     return _movement_dims(
         [dims[new:]], [(*(None,) * new, *dims[new:])], why="the dims that are repeated are whole"
@@ -204,13 +201,13 @@ def _dims_of_repeat(call: Call) -> Dims:
 
 def _dims_of_repeat_interleave(call: Call) -> Dims | None:
     dims = _input_letters(call)
-    place = call.argument("dim")
+    dim = call.argument("dim")
     if len(call.tensors) > 1:
-        if place is None:
+        if dim is None:
             return None
-        own = but(dims, place)
+        own = but(dims, dim)
         return Dims([own, *frozen(call, 1)], [own], linear=[[0]], why="the dim that is repeated is whole")
-    if place is None:  # of all dims one is made
+    if dim is None:  # of all dims one is made
         dims = but(dims, *range(1, len(dims)))
         return _movement_dims([dims], [dims[:1] or (None,)])
     return _movement_dims([dims], [dims], why="each element is repeated beside itself")

@@ -82,14 +82,14 @@ class Assembled:
     def plan(self, outcome: Outcome, degree: int) -> OperatorPlan:
         """The plan that a solution means."""
         rules = {
-            key: own[choice]
-            for key, own, choice in zip(self.keys, self.rules, outcome.choices, strict=True)
-            if own
+            key: options[choice]
+            for key, options, choice in zip(self.keys, self.rules, outcome.choices, strict=True)
+            if options
         }
         stored = {
-            key: own[choice]
-            for key, own, choice in zip(self.keys, self.placements, outcome.choices, strict=True)
-            if own
+            key: options[choice]
+            for key, options, choice in zip(self.keys, self.placements, outcome.choices, strict=True)
+            if options
         }
         return OperatorPlan(
             operators={key: rule for key, rule in rules.items() if rule.divides},
@@ -99,13 +99,13 @@ class Assembled:
 
     def choices(self, plan: OperatorPlan) -> list[int]:
         """The option of each node by a legal plan; what it does not name is whole."""
-        found = []
+        indices = []
         for key, rules, placements in zip(self.keys, self.rules, self.placements, strict=True):
             if rules:
-                found.append(rules.index(plan.operators.get(key, rules[0])))
+                indices.append(rules.index(plan.operators.get(key, rules[0])))
             else:
-                found.append(placements.index(plan.parameters.get(key, WHOLE)) if placements else 0)
-        return found
+                indices.append(placements.index(plan.parameters.get(key, WHOLE)) if placements else 0)
+        return indices
 
     def price(self, plan: OperatorPlan) -> Price:
         """What a plan is predicted to take."""
@@ -164,16 +164,16 @@ class _Assembly:
         self._numbers: dict[str, int] = {}
         self._results: dict[fx.Node, tuple[int, int]] = {}
         self._work: dict[str, Work] = {}
-        trained = (one for one in graph.operators if any(spec.requires_grad for spec in one.call.outputs))
-        self._num_readers = Counter(value for one in trained for value in dict.fromkeys(one.inputs))
+        trained = (op for op in graph.operators if any(spec.requires_grad for spec in op.call.outputs))
+        self._num_readers = Counter(value for op in trained for value in dict.fromkeys(op.inputs))
         self._uses: dict[Any, int] = {}
         self._made: list[dict[str, Any]] = []
 
     def done(self) -> Assembled:
         for node in self._graph.origins:
             self._add_origin(node)
-        for one in self._graph.operators:
-            self._add_operator(one)
+        for op in self._graph.operators:
+            self._add_operator(op)
         self._link_readers()
         groups = {
             draft.group: Group(count=draft.count, recomputed=True) for draft in self._drafts if draft.group
@@ -183,7 +183,7 @@ class _Assembly:
         started = sum(n * (w.forward.num_operators + w.backward.num_operators) for w, n in counted)
         # Operators of a CPU have it in their own time.
         host = 0.0 if self._prices.device.type == "cpu" else started * self._prices.device.launch_s
-        problem = Problem(nodes, tuple(Use(**made) for made in self._made), groups, host)
+        problem = Problem(nodes, tuple(Use(**kwargs) for kwargs in self._made), groups, host)
         return Assembled(
             problem,
             tuple(draft.rules for draft in self._drafts),
@@ -195,15 +195,15 @@ class _Assembly:
         positions = [position for position, _ in draft.inputs]
         options = tuple(
             Option(
-                outputs=one.outputs,
-                needs=tuple(one.needs[position] for position in positions),
-                seconds=one.seconds * draft.count,
-                forward_seconds=one.forward_seconds * draft.count,
-                resident=one.resident * draft.count,
-                gradients=one.gradients * draft.count,
-                transient=one.transient,
+                outputs=option.outputs,
+                needs=tuple(option.needs[position] for position in positions),
+                seconds=option.seconds * draft.count,
+                forward_seconds=option.forward_seconds * draft.count,
+                resident=option.resident * draft.count,
+                gradients=option.gradients * draft.count,
+                transient=option.transient,
             )
-            for one in draft.options
+            for option in draft.options
         )
         return Node(
             name=draft.key,
@@ -264,9 +264,9 @@ class _Assembly:
     def _add_operator(self, one: Operator) -> None:
         number = self._ensure_draft(one.key, lambda: self._draft_operator(one))
         self._drafts[number].count += self._graph.count(one.segment)
-        for place, node in enumerate(one.results):
+        for index, node in enumerate(one.results):
             if node is not None:
-                self._results[node] = (number, place)
+                self._results[node] = (number, index)
 
     def _draft_operator(self, one: Operator) -> _Draft:
         readers = [self._num_readers[node] if node is not None else 0 for node in one.results]
@@ -288,7 +288,7 @@ class _Assembly:
         kept = work.saved_bytes / (self._prices.degree if rule.divides else 1)
         return Option(
             outputs=tuple(map(placement_text, rule.outputs)),
-            needs=tuple(str(need_of(rule, place)) for place in range(len(rule.inputs))),
+            needs=tuple(str(need_of(rule, index)) for index in range(len(rule.inputs))),
             seconds=forward + backward,
             forward_seconds=forward,
             resident=0.0 if self._recomputed else kept,
@@ -298,17 +298,17 @@ class _Assembly:
     def _link_readers(self) -> None:
         """The uses of all values, with their readers."""
         readers: dict[tuple[fx.Node, int], list[tuple[Operator, int]]] = {}
-        for one in self._graph.operators:
-            for place, value in enumerate(one.inputs):
-                readers.setdefault((value, one.segment), []).append((one, place))
-        for (value, segment), found in readers.items():
+        for op in self._graph.operators:
+            for index, value in enumerate(op.inputs):
+                readers.setdefault((value, op.segment), []).append((op, index))
+        for (value, segment), reads in readers.items():
             source = self._results[value]
-            marks = tuple((self._numbers[one.key], place) for one, place in found)
+            marks = tuple((self._numbers[op.key], index) for op, index in reads)
             kind = self._graph.segments[segment].kind or segment
-            saved = [self._work[self._drafts[number].key].saved_inputs[place] for number, place in marks]
+            saved = [self._work[self._drafts[number].key].saved_inputs[index] for number, index in marks]
             use = self._add_use(value, source, segment, (source, kind, marks), saved=any(saved))
-            for (number, place), one_saves in zip(marks, saved, strict=True):
-                self._drafts[number].inputs[place, use] = Input(use, one_saves)
+            for (number, index), one_saves in zip(marks, saved, strict=True):
+                self._drafts[number].inputs[index, use] = Input(use, one_saves)
         self._add_results()
 
     def _add_results(self) -> None:
@@ -317,11 +317,11 @@ class _Assembly:
         number = self._ensure_draft(
             RESULTS, lambda: _Draft(RESULTS, (Option(needs=("R",) * len(leaving)),), count=1)
         )
-        for place, value in enumerate(leaving):
+        for index, value in enumerate(leaving):
             produced = self._graph.producers.get(value)
             segment = produced[0].segment if produced else 0
-            use = self._add_use(value, self._results[value], segment, (RESULTS, place), saved=True)
-            self._drafts[number].inputs[place, use] = Input(use, True)
+            use = self._add_use(value, self._results[value], segment, (RESULTS, index), saved=True)
+            self._drafts[number].inputs[index, use] = Input(use, True)
 
     def _add_use(
         self, value: fx.Node, source: tuple[int, int], segment: int, mark: Any, *, saved: bool
@@ -360,7 +360,7 @@ class _Assembly:
         self, spec: TensorSpec, is_parameter: bool, *, saved: bool, by_whole: bool
     ) -> Mapping[tuple[Label, Label], Conversion]:
         """By labels; ``by_whole`` for a value that is whole on the way."""
-        found: dict[tuple[Label, Label], Conversion] = {}
+        conversions: dict[tuple[Label, Label], Conversion] = {}
         for source in self._possible_placements(spec):
             for need in self._needs_for(spec):
                 if is_parameter and (source, need) == (WHOLE, Need(WHOLE, True)):
@@ -371,12 +371,12 @@ class _Assembly:
                     if by_whole and not is_parameter and source != WHOLE:
                         way = [(source, Need(WHOLE, False)), (WHOLE, need)]
                     costs = [self._prices.conversion(spec, *step) for step in way]
-                    seconds, moved = sum(one for one, _ in costs), sum(one for _, one in costs)
+                    seconds, moved = sum(cost for cost, _ in costs), sum(cost for _, cost in costs)
                     forward = seconds / 2
                 copied = is_parameter and saved and source != need.placement
-                held = self._prices.local_bytes(spec, need.placement) if copied else 0.0
-                found[placement_text(source), str(need)] = Conversion(seconds, moved, forward, held)
-        return found
+                memory = self._prices.local_bytes(spec, need.placement) if copied else 0.0
+                conversions[placement_text(source), str(need)] = Conversion(seconds, moved, forward, memory)
+        return conversions
 
     def _possible_placements(self, spec: TensorSpec) -> Sequence[Placement]:
         degree = self._prices.degree
@@ -384,7 +384,7 @@ class _Assembly:
         return [WHOLE, *shards, *([SUM] if spec.is_float else [])]
 
     def _needs_for(self, spec: TensorSpec) -> Sequence[Need]:
-        return [*(Need(one, False) for one in self._possible_placements(spec)), Need(WHOLE, True)]
+        return [*(Need(placement, False) for placement in self._possible_placements(spec)), Need(WHOLE, True)]
 
     def _saved_bytes(self, spec: TensorSpec) -> Mapping[Label, float]:
         return {str(need): self._prices.local_bytes(spec, need.placement) for need in self._needs_for(spec)}

@@ -81,13 +81,13 @@ def work_of(one: Operator, device: torch.device, priced_for: str) -> Work:
 def _measure_call(call: Call, device: torch.device) -> Work:
     inputs: list[torch.Tensor] = []
 
-    def made(value: Any) -> Any:
+    def build(value: Any) -> Any:
         if isinstance(value, TensorSpec):
             inputs.append(torch.empty(value.known_shape, dtype=value.dtype, device=device))
             return inputs[-1].requires_grad_(value.is_float and value.requires_grad)
-        return type(value)(made(item) for item in value) if isinstance(value, (tuple, list)) else value
+        return type(value)(build(item) for item in value) if isinstance(value, (tuple, list)) else value
 
-    args, kwargs = made(call.args), {name: made(value) for name, value in call.kwargs.items()}
+    args, kwargs = build(call.args), {name: build(value) for name, value in call.kwargs.items()}
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,11 +98,11 @@ def _measure_call(call: Call, device: torch.device) -> Work:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = tensors_of(call.operator(*args, **kwargs))
         gradients = [value for value in outputs if value.requires_grad]
-        given = [torch.empty_like(value) for value in gradients]
+        grad_outputs = [torch.empty_like(value) for value in gradients]
         forward, counter.counts = counter.counts, OperatorCounts()
         trained = [value for value in inputs if value.requires_grad]
         if gradients and trained:  # not backward(), which would copy a gradient that two arguments share
-            torch.autograd.grad(gradients, trained, given, allow_unused=True)
+            torch.autograd.grad(gradients, trained, grad_outputs, allow_unused=True)
     sources, made_here = [_storage_id(x) for x in inputs], [_storage_id(x) for x in outputs]
     other = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in (*sources, *made_here))
     return Work(

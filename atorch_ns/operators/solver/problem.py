@@ -162,11 +162,11 @@ class Problem:
     @cached_property
     def readers(self) -> tuple[tuple[Reader, ...], ...]:
         """The readers of each use."""
-        found: list[list[Reader]] = [[] for _ in self.uses]
+        by_use: list[list[Reader]] = [[] for _ in self.uses]
         for index, node in enumerate(self.nodes):
             for position, read in enumerate(node.inputs):
-                found[read.use].append(Reader(index, position))
-        return tuple(map(tuple, found))
+                by_use[read.use].append(Reader(index, position))
+        return tuple(map(tuple, by_use))
 
     def read(self) -> Iterator[tuple[Use, tuple[Reader, ...], str]]:
         """The uses that have readers, with them and the name of their group."""
@@ -253,11 +253,11 @@ def price(problem: Problem, choices: Sequence[int], recomputed: Collection[str] 
             copies += conversion.held
         whole = group in again and use.enters
         kept = {one.label(options[one.node]) for one in readers if whole or problem.saves(one)}
-        held = use.count * (copies + sum(use.saved.get(other, 0.0) for other in kept))
+        num_bytes = use.count * (copies + sum(use.saved.get(other, 0.0) for other in kept))
         if group in again and not use.enters:
-            inner[group] += held / problem.groups[group].count
+            inner[group] += num_bytes / problem.groups[group].count
         else:
-            saved += held
+            saved += num_bytes
     peaks = [
         one.transient for one, node in zip(options, nodes, strict=True) for _ in range(min(2, node.count))
     ]

@@ -143,15 +143,15 @@ def _make_silent_solver() -> highspy.Highs:
 def _read_solution(highs: highspy.Highs, unit: float) -> Solution:
     import highspy
 
-    found, info, status = highs.getModelStatus(), highs.getInfo(), highspy.HighsModelStatus
+    model_status, info, status = highs.getModelStatus(), highs.getInfo(), highspy.HighsModelStatus
     seconds = highs.getRunTime()
-    if found in (status.kInfeasible, status.kUnboundedOrInfeasible):
+    if model_status in (status.kInfeasible, status.kUnboundedOrInfeasible):
         return Solution("infeasible", (), math.inf, math.inf, seconds)
-    assert found in (status.kOptimal, status.kTimeLimit), f"HiGHS ended with {found}"
+    assert model_status in (status.kOptimal, status.kTimeLimit), f"HiGHS ended with {model_status}"
     values = tuple(highs.getSolution().col_value) if info.primal_solution_status == 2 else ()
     objective, bound = info.objective_function_value * unit, info.mip_dual_bound * unit
     return Solution(
-        "optimal" if found == status.kOptimal else "time limit", values, objective, bound, seconds
+        "optimal" if model_status == status.kOptimal else "time limit", values, objective, bound, seconds
     )
 
 
@@ -213,8 +213,8 @@ class Program:
 
     def smallest(self, gap: float, time_limit: float) -> Solution:
         """The choice that needs the least memory; objective and bound are in bytes."""
-        found = self._milp.solve(self._memory, gap, time_limit)
-        return found._replace(objective=found.objective * self._unit, bound=found.bound * self._unit)
+        solution = self._milp.solve(self._memory, gap, time_limit)
+        return solution._replace(objective=solution.objective * self._unit, bound=solution.bound * self._unit)
 
     def choices(self, solution: Solution) -> tuple[tuple[int, ...], frozenset[str]]:
         """The option of each node, and the groups that are recomputed."""
@@ -235,7 +235,7 @@ class Program:
                 self._charge_seconds({column: 1.0}, option.seconds, option.forward_seconds, node.group)
 
     def _add_use(self, use: Use, readers: Sequence[Reader], group: str) -> None:
-        given = self._label_sums(use.node, use.label)
+        sources = self._label_sums(use.node, use.label)
         wanted: dict[Label, list[Terms]] = defaultdict(list)
         saved: dict[Label, list[Terms]] = defaultdict(list)
         for reader in readers:
@@ -244,16 +244,16 @@ class Program:
                 if self._problem.saves(reader):
                     saved[label].append(terms)
         needed = {label: self._milp.largest(terms) for label, terms in wanted.items()}
-        self._charge_conversions(use, given, needed, "" if use.enters else group, shared=len(readers) > 1)
+        self._charge_conversions(use, sources, needed, "" if use.enters else group, shared=len(readers) > 1)
         for label, terms in needed.items():
             size = use.count * use.saved.get(label, 0.0) / self._unit
-            held = self._milp.largest(saved[label])
+            saved_max = self._milp.largest(saved[label])
             if not size:
                 continue
             if use.enters:
-                add(self._saved, self._milp.largest([held, self._recomputed_terms(terms, group)]), size)
+                add(self._saved, self._milp.largest([saved_max, self._recomputed_terms(terms, group)]), size)
             else:
-                self._add_held_bytes(held, size, group)
+                self._add_held_bytes(saved_max, size, group)
 
     def _add_held_bytes(self, terms: Terms, size: float, group: str) -> None:
         """Holds bytes wherever a sum is 1: until the backward pass, or while the group is recomputed."""
@@ -265,10 +265,10 @@ class Program:
 
     def _label_sums(self, node: int, label: Callable[[Option], Label]) -> dict[Label, Terms]:
         """The sum of the options of each label; it is 1 for the label that is chosen."""
-        found: dict[Label, Terms] = defaultdict(dict)
+        sums: dict[Label, Terms] = defaultdict(dict)
         for index, column in self._chosen[node].items():
-            found[label(self._problem.nodes[node].options[index])][column] = 1.0
-        return found
+            sums[label(self._problem.nodes[node].options[index])][column] = 1.0
+        return sums
 
     def _charge_conversions(
         self,
@@ -299,10 +299,10 @@ class Program:
                 ]
                 for source, column in split.items():
                     leaving[source][column] = 1.0
-            for one, seconds, forward_seconds, held in columns:
-                self._charge_seconds(one, use.count * seconds, use.count * forward_seconds, group)
-                if held:
-                    self._add_held_bytes(one, use.count * held / self._unit, group)
+            for flow, seconds, forward_seconds, num_bytes in columns:
+                self._charge_seconds(flow, use.count * seconds, use.count * forward_seconds, group)
+                if num_bytes:
+                    self._add_held_bytes(flow, use.count * num_bytes / self._unit, group)
         for source, columns_of in leaving.items():
             for part in [{column: 1.0} for column in columns_of] if shared else [columns_of]:
                 self._milp.at_least(given[source], part)
@@ -313,16 +313,16 @@ class Program:
         peaks = [[node.options[index].transient / self._unit for index in columns] for node, columns in nodes]
         times = [min(2, node.count) for node, _ in nodes]
         certain = chain.from_iterable(
-            repeat(min(own), number) for own, number in zip(peaks, times, strict=True)
+            repeat(min(sizes), number) for sizes, number in zip(peaks, times, strict=True)
         )
         floor = [*nlargest(2, certain), 0.0, 0.0][1]
         bound = {self._milp.column(lower=floor, upper=math.inf): 1.0}
         add(self._memory, bound, 2.0)
-        for (_, columns), own, number in zip(nodes, peaks, times, strict=True):
-            if max(own) > floor:
+        for (_, columns), sizes, number in zip(nodes, peaks, times, strict=True):
+            if max(sizes) > floor:
                 excess = {self._milp.column(upper=math.inf): 1.0}
                 peak: Terms = {}
-                for column, size in zip(columns.values(), own, strict=True):
+                for column, size in zip(columns.values(), sizes, strict=True):
                     add(peak, {column: size})
                 add(self._memory, excess, number)
                 self._milp.at_least({**bound, **excess}, peak)

@@ -137,8 +137,8 @@ def _undominated_options(options: Sequence[Option], *, memory: bool) -> list[int
     alike: dict[object, list[int]] = defaultdict(list)
     for index in sorted(range(len(options)), key=lambda index: costs(options[index])):
         rivals = alike[options[index].outputs, options[index].needs]
-        own = costs(options[index])
-        if not any(all(map(le, costs(options[rival]), own)) for rival in rivals):
+        cost = costs(options[index])
+        if not any(all(map(le, costs(options[rival]), cost)) for rival in rivals):
             rivals.append(index)
     return sorted(chain.from_iterable(alike.values()))
 
@@ -147,9 +147,9 @@ def _least_parts(problem: Problem, options: Options) -> dict[str, float]:
     """Bytes that any choice needs, by the name of what needs them; of one choice, all that it needs outside of groups."""
     parts: dict[str, float] = defaultdict(float)
     peaks: list[float] = []
-    for node, own in zip(problem.nodes, options, strict=True):
-        parts[f"states of {node.name}"] += min(node.options[index].resident for index in own)
-        peaks += repeat(min(node.options[index].transient for index in own), min(2, node.count))
+    for node, indices in zip(problem.nodes, options, strict=True):
+        parts[f"states of {node.name}"] += min(node.options[index].resident for index in indices)
+        peaks += repeat(min(node.options[index].transient for index in indices), min(2, node.count))
     parts["the two largest peaks inside operators"] = sum(nlargest(2, peaks))
     for use, readers, group in problem.read():
         again = problem.groups[group].recomputed if group else False

@@ -54,7 +54,7 @@ class Crossing:
     @property
     def num_bytes(self) -> int:
         """Bytes sent in a forward pass of one micro-batch."""
-        return sum(one.spec.num_bytes for one in self.carried)
+        return sum(tensor.spec.num_bytes for tensor in self.carried)
 
 
 def refused_cuts(graph: CallGraph) -> dict[int, str]:
@@ -80,19 +80,19 @@ def plan_crossings(graph: CallGraph, cuts: Sequence[int]) -> tuple[Crossing, ...
     Raises:
         InputError: if the model cannot be cut there.
     """
-    found: list[Crossing] = []
+    crossings: list[Crossing] = []
     forced: set[int] = set()
-    for place in range(len(cuts) - 1, -1, -1):
-        cut = cuts[place]
+    for index in range(len(cuts) - 1, -1, -1):
+        cut = cuts[index]
         problem = _cut_problem(graph, cut)
         if problem:
             raise InputError(f"the model cannot be cut before {graph.calls[cut].path}: {problem}")
         crossing = _find_crossing(graph, cut, forced)
-        found.append(crossing)
-        before = cuts[place - 1] if place else 0
-        outputs = {one.value for one in crossing.carried if not one.is_argument}
+        crossings.append(crossing)
+        before = cuts[index - 1] if index else 0
+        outputs = {tensor.value for tensor in crossing.carried if not tensor.is_argument}
         forced = {value for value in outputs if graph.values[value].call < before}
-    return tuple(reversed(found))
+    return tuple(reversed(crossings))
 
 
 def stage_parameters(
@@ -106,8 +106,8 @@ def stage_parameters(
         sent: what crosses the cut after it; ``None`` for the last stage.
     """
     waiting = [value for call in graph.calls[begin:end] for value in call.arguments]
-    waiting += (*graph.results, *graph.shown) if sent is None else [one.value for one in sent.carried]
-    known = {one.value for one in received.carried} if received else set()
+    waiting += (*graph.results, *graph.shown) if sent is None else [tensor.value for tensor in sent.carried]
+    known = {tensor.value for tensor in received.carried} if received else set()
     names: set[str] = set()
     while waiting:
         number = waiting.pop()
@@ -208,11 +208,11 @@ def _find_hidden_source(graph: CallGraph, number: int) -> str:
     """A description of the tensor inside a unit that a value was computed from; empty if there is none."""
     waiting, seen = [number], set()
     while waiting:
-        one = waiting.pop()
-        if one in seen:
+        index = waiting.pop()
+        if index in seen:
             continue
-        seen.add(one)
-        value = graph.values[one]
+        seen.add(index)
+        value = graph.values[index]
         if value.hidden:
             return value.hidden
         if not value.is_output:

@@ -121,13 +121,13 @@ class Follower(TorchFunctionMode):
             if self._depth and isinstance(result, (torch.Tensor, tuple, list)):
                 self._made_inside.update(dict.fromkeys(tensors_of(result), len(self._calls) - 1))
             return result
-        given = tensors_of((args, tuple(kwargs.values())))
-        versions = [tensor._version for tensor in given]
-        if given and _looks_into(func, given):
-            self._note_read(given)
+        tensors = tensors_of((args, tuple(kwargs.values())))
+        versions = [tensor._version for tensor in tensors]
+        if tensors and _looks_into(func, tensors):
+            self._note_read(tensors)
         result = func(*args, **kwargs)
-        if given or isinstance(result, (torch.Tensor, tuple, list)):
-            self._record_results(given, versions, result)
+        if tensors or isinstance(result, (torch.Tensor, tuple, list)):
+            self._record_results(tensors, versions, result)
         return result
 
     def _note_read(self, given: list[torch.Tensor]) -> None:
@@ -135,14 +135,14 @@ class Follower(TorchFunctionMode):
         self._reads += [(len(self._calls), n) for n in numbers if self._values[n].last_call >= 0]
 
     def _record_results(self, given: list[torch.Tensor], versions: list[int], result: Any) -> None:
-        made = [tensor for tensor in tensors_of(result) if id(tensor) not in {id(one) for one in given}]
+        outputs = [tensor for tensor in tensors_of(result) if id(tensor) not in {id(arg) for arg in given}]
         changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
-        if not made and not changed:
+        if not outputs and not changed:
             return
         inputs = [self._value_id(tensor) for tensor in given]
         for tensor in changed:
             self._record_mutation(tensor, inputs)
-        for tensor in made:
+        for tensor in outputs:
             self._derive_value(tensor, inputs)
 
     def _record_mutation(self, tensor: torch.Tensor, inputs: list[int], *, followable: bool = True) -> None:
@@ -166,8 +166,8 @@ class Follower(TorchFunctionMode):
     ) -> int:
         number = len(self._values)
         spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        made = len(self._calls) if position is None else position
-        self._values.append(Value(spec=spec, position=made, **fields))
+        index = len(self._calls) if position is None else position
+        self._values.append(Value(spec=spec, position=index, **fields))
         if not torch.is_grad_enabled():
             self._gradless.add(number)
         self._grads.append(needs_grad and tensor.is_floating_point())
@@ -175,7 +175,7 @@ class Follower(TorchFunctionMode):
         self._kept.append(tensor)
         self._nodes.append(self._nodes_of(tensor))
         sharers = self._by_storage.setdefault(_storage_id(tensor), [])
-        if not any(tensor is one for one in sharers):
+        if not any(tensor is sharer for sharer in sharers):
             sharers.append(tensor)
         return number
 
@@ -199,7 +199,7 @@ class Follower(TorchFunctionMode):
         hidden = self._hidden_value(tensor)
         if hidden is not None:
             return hidden
-        sharers = [self._numbers[id(one)] for one in self._by_storage.get(_storage_id(tensor), [])]
+        sharers = [self._numbers[id(sharer)] for sharer in self._by_storage.get(_storage_id(tensor), [])]
         if sharers and not self._gains_grad(tensor, sharers[-1]):  # a view whose creation was not seen
             return self._derive_value(tensor, [sharers[-1]])
         if tensor.grad_fn is None:  # of the batch, a buffer, a constant
@@ -242,13 +242,13 @@ class Follower(TorchFunctionMode):
         distinguished.
         """
         call = self._calls[number]
-        for place, attributes, name, tensor in _attribute_tensors(call.unit):
-            if tensor is call.attributes.get(place):
+        for path, attributes, name, tensor in _attribute_tensors(call.unit):
+            if tensor is call.attributes.get(path):
                 continue
             alias = tensor.view_as(tensor)
             attributes[name] = alias
             self._add_value(
-                alias, needs_grad=tensor.requires_grad, last_call=number, followable=False, hidden=place
+                alias, needs_grad=tensor.requires_grad, last_call=number, followable=False, hidden=path
             )
 
     def _needs_grad(self, number: int) -> bool:
@@ -259,10 +259,10 @@ class Follower(TorchFunctionMode):
     def _enter_unit(self, unit: NamedModule, _: nn.Module, args: Any, kwargs: Any) -> None:
         self._busy = True
         if self._depth == 0:
-            given = tensors_of((args, kwargs))
-            call = _OpenCall(unit, [self._value_id(tensor) for tensor in given])
-            self._versions = [(tensor, tensor._version) for tensor in given]
-            call.attributes = {place: tensor for place, _, _, tensor in _attribute_tensors(unit)}
+            tensors = tensors_of((args, kwargs))
+            call = _OpenCall(unit, [self._value_id(tensor) for tensor in tensors])
+            self._versions = [(tensor, tensor._version) for tensor in tensors]
+            call.attributes = {path: tensor for path, _, _, tensor in _attribute_tensors(unit)}
             if not torch.is_grad_enabled():
                 self._without_grad.append(len(self._calls))
             self._calls.append(call)
@@ -331,14 +331,14 @@ def _attribute_tensors(unit: NamedModule) -> list[tuple[str, dict[str, Any], str
 
 def _nodes_behind(nodes: Iterable[Any]) -> set[Any]:
     """All nodes of the graphs of autograd that a backward pass from these goes through."""
-    found: set[Any] = set()
+    ancestors: set[Any] = set()
     waiting = [node for node in nodes if node is not None]
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             waiting += [further for further, _ in node.next_functions if further is not None]
-    return found
+    return ancestors
 
 
 def _storage_id(tensor: torch.Tensor) -> int:

@@ -53,15 +53,15 @@ def split_units(
     Raises:
         InputError: if one of these is a leaf.
     """
-    found: list[NamedModule] = []
+    modules: list[NamedModule] = []
     for unit in units:
         if unit.name in paths and _is_leaf(unit, leaves):
             raise InputError(
                 f"{unit.name} is to stay whole, but the model calls modules inside of it from outside. Select the "
                 "module whose forward calls them, or none."
             )
-        found += _inner_units(unit, leaves) if unit.name in paths else [unit]
-    return found
+        modules += _inner_units(unit, leaves) if unit.name in paths else [unit]
+    return modules
 
 
 def _walk_units(found: NamedModule, blocks: set[int], leaves: Sequence[str]) -> Iterator[NamedModule]:
@@ -93,14 +93,14 @@ def _is_leaf(found: NamedModule, leaves: Sequence[str]) -> bool:
 def _split_largest(units: list[NamedModule], leaves: Sequence[str]) -> bool:
     """Replaces the largest unit that has parts by its parts; false if none has any."""
     sizes = [
-        (_count_parameters(unit.module), -place)
-        for place, unit in enumerate(units)
+        (_count_parameters(unit.module), -index)
+        for index, unit in enumerate(units)
         if _inner_units(unit, leaves)
     ]
     if not sizes:
         return False
-    place = -max(sizes)[1]
-    units[place : place + 1] = _inner_units(units[place], leaves)
+    index = -max(sizes)[1]
+    units[index : index + 1] = _inner_units(units[index], leaves)
     return True
 
 
@@ -114,14 +114,14 @@ def _begin_at(model: nn.Module, units: list[NamedModule], path: str, leaves: Seq
             f"{path!r} has no parameters, so no stage can begin there. Name a module that has some."
         )
     while True:
-        place = next((i for i, unit in enumerate(units) if path.startswith(f"{unit.name}.")), None)
-        if place is None:
+        index = next((i for i, unit in enumerate(units) if path.startswith(f"{unit.name}.")), None)
+        if index is None:
             return
-        if _is_leaf(units[place], leaves):
+        if _is_leaf(units[index], leaves):
             raise InputError(
-                f"no stage can begin at {path!r}: {units[place].name}, which holds it, is to stay whole."
+                f"no stage can begin at {path!r}: {units[index].name}, which holds it, is to stay whole."
             )
-        units[place : place + 1] = _inner_units(units[place], leaves)
+        units[index : index + 1] = _inner_units(units[index], leaves)
 
 
 def _inner_units(unit: NamedModule, leaves: Sequence[str]) -> list[NamedModule]:
@@ -255,44 +255,44 @@ class CallGraph:
         for value in (*self.results, *self.shown):
             last[value] = len(self.calls)
         for number in range(len(self.values) - 1, -1, -1):
-            made = self.values[number]
-            if last[number] < 0 or made.is_output:
+            consumer = self.values[number]
+            if last[number] < 0 or consumer.is_output:
                 continue
-            for source in made.inputs:
-                last[source] = max(last[source], made.position - 1)
+            for source in consumer.inputs:
+                last[source] = max(last[source], consumer.position - 1)
         return tuple(last)
 
     @cached_property
     def trained(self) -> frozenset[int]:
         """The values that the results are computed from, so that a backward pass reaches them."""
-        found: set[int] = set()
+        numbers: set[int] = set()
         waiting = list(self.results)
         while waiting:
             number = waiting.pop()
-            if number in found:
+            if number in numbers:
                 continue
-            found.add(number)
+            numbers.add(number)
             value = self.values[number]
             waiting += value.inputs
             if value.last_call >= 0 and not value.inputs:  # an output of a call, or what it left behind
                 waiting += self.calls[value.last_call].arguments
-        return frozenset(found) - self.unreached
+        return frozenset(numbers) - self.unreached
 
     @cached_property
     def sources(self) -> tuple[frozenset[int] | None, ...]:
         """The outputs of calls that the code between calls computes each value from; ``None`` if it cannot be followed."""
-        found: list[frozenset[int] | None] = []
+        origins: list[frozenset[int] | None] = []
         for number, value in enumerate(self.values):
             if value.last_call < 0:
-                found.append(frozenset())
+                origins.append(frozenset())
             elif value.is_output:
-                found.append(frozenset([number]))
+                origins.append(frozenset([number]))
             elif not value.followable:
-                found.append(None)
+                origins.append(None)
             else:
-                parts = [found[source] for source in value.inputs]
-                found.append(None if None in parts else frozenset().union(*(p for p in parts if p)))
-        return tuple(found)
+                parts = [origins[source] for source in value.inputs]
+                origins.append(None if None in parts else frozenset().union(*(p for p in parts if p)))
+        return tuple(origins)
 
     def alive_at(self, cut: int) -> list[int]:
         """The values that depend on calls before ``cut`` and are used after it."""

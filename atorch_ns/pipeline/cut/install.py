@@ -92,14 +92,14 @@ def divide_parameters(
             needed[name].add(number)
     for unit in units:
         if not callers[unit.name]:  # it goes where its parameters are read, all of them together
-            own = {names[id(parameter)] for parameter in unit.module.parameters()}
-            callers[unit.name] = set().union(*(needed[name] for name in own)) or {0}
-            needed |= {name: needed[name] | callers[unit.name] for name in own}
+            param_names = {names[id(parameter)] for parameter in unit.module.parameters()}
+            callers[unit.name] = set().union(*(needed[name] for name in param_names)) or {0}
+            needed |= {name: needed[name] | callers[unit.name] for name in param_names}
     return StageAssignment(
         ranges=stages,
         rank_of=tuple(rank_of),
-        unit_stages={path: tuple(sorted(found)) for path, found in callers.items()},
-        parameter_stages={name: tuple(sorted(found or {0})) for name, found in needed.items()},
+        unit_stages={path: tuple(sorted(numbers)) for path, numbers in callers.items()},
+        parameter_stages={name: tuple(sorted(numbers or {0})) for name, numbers in needed.items()},
     )
 
 
@@ -143,19 +143,19 @@ def install_stages(
     in_use = _modules_in_use(model, units, mine)
     switch = PassSwitch()
     places = _find_registrations(model)
-    asked = {module: found for module in model.modules() if (found := _asked_for(module)) is not None}
+    asked = {module: param for module in model.modules() if (param := _asked_for(module)) is not None}
     modules: dict[str, nn.Module] = {}
     for unit in units:
-        made: nn.Module
+        new_module: nn.Module
         if unit.name in mine:
-            made = Unit(unit.module, unit.name, switch, settings.method)
+            new_module = Unit(unit.module, unit.name, switch, settings.method)
         else:
-            made = _make_stub(unit.module, unit.name, switch, kept_ids, in_use, settings)
-        modules[unit.name] = made
+            new_module = _make_stub(unit.module, unit.name, switch, kept_ids, in_use, settings)
+        modules[unit.name] = new_module
         for parent, name in places[id(unit.module)]:
-            parent._modules[name] = made
+            parent._modules[name] = new_module
         if unit.module in asked:
-            asked[made] = asked[unit.module]
+            asked[new_module] = asked[unit.module]
     _replace_references(model, {unit.module: modules[unit.name] for unit in units})
     _release_between(model, units, kept_ids, settings.device)
     for module, parameter in asked.items():
@@ -192,11 +192,11 @@ def _replace_references(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -
         return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
 
     for module in [each for each in model.modules() if not isinstance(each, Unit)]:
-        own = vars(module)
-        own.update(
+        attributes = vars(module)
+        attributes.update(
             {
                 name: replaced(value)
-                for name, value in own.items()
+                for name, value in attributes.items()
                 if name not in _OF_MODULES and type(value) in (list, tuple, dict)
             }
         )
@@ -240,15 +240,15 @@ def _modules_of_stage(
     ids: dict[str, int],
 ) -> list[nn.Module]:
     """The modules that one of several stages of a rank registers."""
-    held = [module for path, module in modules.items() if stage in assignment.unit_stages[path]]
+    members = [module for path, module in modules.items() if stage in assignment.unit_stages[path]]
     wanted = {ids[name] for name, stages in assignment.parameter_stages.items() if stage in stages}
-    held += [
+    members += [
         module
         for module in modules.values()
         if isinstance(module, Stub) and any(id(p) in wanted for p in module.parameters())
     ]
-    covered = {id(p) for module in held for p in module.parameters()}
-    return held + _parameter_holders(model, modules.values(), wanted - covered)
+    covered = {id(p) for module in members for p in module.parameters()}
+    return members + _parameter_holders(model, modules.values(), wanted - covered)
 
 
 def _parameter_holders(model: nn.Module, modules: Iterable[nn.Module], wanted: set[int]) -> list[nn.Module]:
@@ -266,12 +266,12 @@ def _parameter_holders(model: nn.Module, modules: Iterable[nn.Module], wanted: s
 
 def _find_registrations(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """The parents and names under which each module is registered, by identity."""
-    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    parents: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is not None:
-                found.setdefault(id(child), []).append((parent, name))
-    return found
+                parents.setdefault(id(child), []).append((parent, name))
+    return parents
 
 
 def _modules_in_use(model: nn.Module, units: Sequence[NamedModule], mine: set[str]) -> set[int]:

@@ -78,13 +78,13 @@ def live_values(graph: CallGraph, refused: Collection[int]) -> dict[int, frozens
             read.update(sources if len(sources) == 1 else ())
         readers.update(read)
     return {
-        place: frozenset(
+        cut: frozenset(
             one.value
-            for one in plan_crossings(graph, [place])[0].carried
+            for one in plan_crossings(graph, [cut])[0].carried
             if readers[one.value] <= _SKIP_READERS
         )
-        for place in range(1, len(graph.calls))
-        if place not in refused
+        for cut in range(1, len(graph.calls))
+        if cut not in refused
     }
 
 
@@ -121,8 +121,8 @@ def farthest_min_deps(
         after = [p for p in sorted(live) if p > begin and before[p] - before[begin] >= target]
         if not after:
             return tuple(starts[1:])
-        near = [place for place in after if before[place] - before[begin] <= 2 * target]
-        starts.append(min(near or after[:1], key=lambda place: _crossing_cost(live[place])))
+        near = [cut for cut in after if before[cut] - before[begin] <= 2 * target]
+        starts.append(min(near or after[:1], key=lambda cut: _crossing_cost(live[cut])))
 
 
 def nearest_min_deps(live: Mapping[int, Collection[int]]) -> tuple[int, ...]:
@@ -140,15 +140,15 @@ def nearest_min_deps(live: Mapping[int, Collection[int]]) -> tuple[int, ...]:
         (1, 4, 5)
     """
     runs: list[list[int]] = []
-    for place in sorted(live):
+    for cut in sorted(live):
         last = live[runs[-1][-1]] if runs else ()
-        if _crossing_cost(last) == _crossing_cost(live[place]) and not set(last).isdisjoint(live[place]):
-            runs[-1].append(place)
+        if _crossing_cost(last) == _crossing_cost(live[cut]) and not set(last).isdisjoint(live[cut]):
+            runs[-1].append(cut)
         else:
-            runs.append([place])
+            runs.append([cut])
     costs = [1, *(_crossing_cost(live[run[0]]) for run in runs), 1]
     beside = zip(runs, costs, costs[1:], costs[2:], strict=False)
-    return tuple(place for run, left, own, right in beside if own <= min(left, right) for place in run)
+    return tuple(cut for run, left, cost, right in beside if cost <= min(left, right) for cut in run)
 
 
 def _crossing_cost(values: Collection[int]) -> int:
@@ -158,8 +158,8 @@ def _crossing_cost(values: Collection[int]) -> int:
 
 def _embedding_calls(graph: CallGraph, units: Iterable[NamedModule]) -> frozenset[int]:
     """The calls of units most of whose parameters are tables of ``nn.Embedding``."""
-    found = {unit.name for unit in units if _is_embedding(unit.module)}
-    return frozenset(number for number, path in enumerate(graph.paths) if path in found)
+    names = {unit.name for unit in units if _is_embedding(unit.module)}
+    return frozenset(number for number, path in enumerate(graph.paths) if path in names)
 
 
 def _is_embedding(unit: nn.Module) -> bool:

@@ -177,8 +177,8 @@ def without_memory(model: nn.Module) -> nn.Module:
 def _run_model(model: nn.Module, batch: Any, follower: Follower, how: HowToRun, device: torch.device) -> None:
     autocast = torch.autocast(device.type, how.autocast) if how.autocast else nullcontext()
     with follower.watching(), autocast:
-        given = batch if how.weights is None else floats_to(batch, how.weights)
-        used = output = call_model(model, given, how.model_input_format)
+        inputs = batch if how.weights is None else floats_to(batch, how.weights)
+        used = output = call_model(model, inputs, how.model_input_format)
         if how.loss_func is not None:
             try:
                 used = how.loss_func(batch, output)

@@ -83,11 +83,11 @@ class BlockCosts:
 
     def recomputed(self, cuts: Sequence[int], shares: Sequence[float]) -> tuple[frozenset[int], ...]:
         """The blocks that each stage recomputes: the first of those that can be, rounded to a whole number."""
-        found = []
+        by_stage = []
         for blocks, share in zip(stage_ranges(cuts, self.num_blocks), shares, strict=True):
             able = [block for block in blocks if self.recompute and self.recompute[block]]
-            found.append(frozenset(able[: num_recomputed(len(able), share)]))
-        return tuple(found)
+            by_stage.append(frozenset(able[: num_recomputed(len(able), share)]))
+        return tuple(by_stage)
 
     def stages(self, cuts: Sequence[int], shares: Sequence[float] | None = None) -> StageCosts:
         """The costs of the stages into which cuts divide the blocks, which recompute shares; ``None`` for all blocks that
@@ -142,8 +142,8 @@ def split_backward(backward: Sequence[float]) -> tuple[tuple[float, ...], tuple[
         >>> split_backward([1.0])
         ((0.7,), (0.3,))
     """
-    weights = tuple(_WEIGHT_SHARE * one for one in backward)
-    return tuple(one - part for one, part in zip(backward, weights, strict=True)), weights
+    weights = tuple(_WEIGHT_SHARE * seconds for seconds in backward)
+    return tuple(seconds - part for seconds, part in zip(backward, weights, strict=True)), weights
 
 
 _ALL: Final = RecomputeShare()
@@ -225,14 +225,14 @@ def choose_schedule(
     if not usable:
         raise InputError(_none_usable(evaluated, num_ranks, num_micro_batches, stages_per_rank))
     fastest = min(candidate.step_seconds for candidate in usable)
-    equal = [one for one in usable if one.step_seconds <= fastest * (1 + _SAME)]
-    best = min(equal, key=lambda one: max(one.peak_bytes))
-    ranked = sorted(evaluated, key=lambda one: (one is not best, bool(one.problem), one.step_seconds))
+    equal = [trial for trial in usable if trial.step_seconds <= fastest * (1 + _SAME)]
+    best = min(equal, key=lambda trial: max(trial.peak_bytes))
+    ranked = sorted(evaluated, key=lambda trial: (trial is not best, bool(trial.problem), trial.step_seconds))
     return ScheduleChoice(best=best, candidates=tuple(ranked))
 
 
 def _of_use(costs: BlockCosts) -> list[ScheduleInfo]:
-    return [one for one in SCHEDULES if any(costs.recompute) or not one.recomputes]
+    return [info for info in SCHEDULES if any(costs.recompute) or not info.recomputes]
 
 
 def choose_for_device(
@@ -264,7 +264,7 @@ def choose_for_device(
     Raises:
         InputError: as :func:`choose_schedule` does.
     """
-    schedules = [one for one in _of_use(costs) if not (whole_backward and one.splits_backward)]
+    schedules = [info for info in _of_use(costs) if not (whole_backward and info.splits_backward)]
     numbers: tuple[int, ...] = (stages_per_rank,) if stages_per_rank else (1, 2)
     if schedule is not None:
         schedules, numbers = [schedule], (stages_per_rank or schedule.usual_stages,)
@@ -313,10 +313,10 @@ class _Pipeline:
             for cut in cuts
             if costs.boundary_bytes
         }
-        held, kept, every = [], [], []
+        base, kept, every = [], [], []
         for blocks, again in zip(spans, costs.recomputed(cuts, self.shares), strict=True):
             states = sum(costs.state_bytes[block] for block in blocks) if costs.state_bytes else 0.0
-            held.append(states + edges.get(blocks.start, 0.0) + edges.get(blocks.stop, 0.0))
+            base.append(states + edges.get(blocks.start, 0.0) + edges.get(blocks.stop, 0.0))
             of_block = {
                 block: costs.activation_bytes[block] if costs.activation_bytes else 0.0 for block in blocks
             }
@@ -324,7 +324,7 @@ class _Pipeline:
             if costs.recomputed_bytes:
                 of_block.update({block: costs.recomputed_bytes[block] for block in again})
             kept.append(sum(of_block.values()))
-        return held, kept, every
+        return base, kept, every
 
     def most_able(self, cuts: Sequence[int]) -> int:
         """The most blocks that a stage can recompute."""
@@ -344,9 +344,9 @@ class _Pipeline:
     def peaks(self, cuts: Sequence[int], ranks: Sequence[int] | None = None) -> tuple[float, ...]:
         """The most bytes that each rank holds, or each of some."""
         chosen = range(self.num_ranks) if ranks is None else ranks
-        held, kept, every = self.stage_bytes(cuts)
+        base, kept, every = self.stage_bytes(cuts)
         moving = live_bytes([self.orders[rank] for rank in chosen], kept, every)
-        return tuple(more + self.of_rank(held, rank) for more, rank in zip(moving, chosen, strict=True))
+        return tuple(more + self.of_rank(base, rank) for more, rank in zip(moving, chosen, strict=True))
 
     def slowest(self, cuts: Sequence[int]) -> float:
         """Seconds of the slowest stage."""
@@ -422,11 +422,11 @@ def _choose_cuts(pipeline: _Pipeline, limit_bytes: float | None) -> tuple[int, .
     if limit_bytes is None or not _limit_problem(pipeline.peaks(fastest), limit_bytes):
         return fastest
     memory = costs.memory(live_micro_batches(pipeline.orders), pipeline.num_micro_batches, pipeline.shares)
-    found = []
+    candidates = []
     for limits in _stage_limits(pipeline, fastest, limit_bytes):
         with suppress(InputError):
-            found.append(cut(memory=memory, limit=limits))
-    return min(found, key=pipeline.slowest, default=fastest)
+            candidates.append(cut(memory=memory, limit=limits))
+    return min(candidates, key=pipeline.slowest, default=fastest)
 
 
 def _least_recomputing(
@@ -438,12 +438,12 @@ def _least_recomputing(
     if limit_bytes is None:
         return nothing, _choose_cuts(nothing, None) if look else cuts
     tried = [cuts, _choose_cuts(nothing, None)] if look else [cuts]
-    found = [
+    candidates = [
         (fitted, own) for own in tried if (fitted := _fit_shares(nothing, pipeline.shares, own, limit_bytes))
     ]
     return min(
-        found,
-        key=lambda one: simulate(one[0].orders, one[0].costs.stages(one[1], one[0].shares)).step_seconds,
+        candidates,
+        key=lambda pair: simulate(pair[0].orders, pair[0].costs.stages(pair[1], pair[0].shares)).step_seconds,
         default=(pipeline, cuts),
     )
 
@@ -475,7 +475,7 @@ def _level_shares(pipeline: _Pipeline, cuts: tuple[int, ...]) -> _Pipeline:
     target = pipeline.moving_bytes(cuts, 0)
     for rank in range(1, pipeline.num_ranks):
         candidates = [pipeline.with_share(rank, count / max(able, 1), most) for count in range(able + 1)]
-        pipeline = min(candidates, key=lambda one: abs(one.moving_bytes(cuts, rank) - target))
+        pipeline = min(candidates, key=lambda candidate: abs(candidate.moving_bytes(cuts, rank) - target))
     return pipeline
 
 
@@ -485,9 +485,9 @@ def _stage_limits(pipeline: _Pipeline, fastest: tuple[int, ...], limit_bytes: fl
     yield [limit_bytes / on_rank] * pipeline.num_stages
     if on_rank == 1:
         return
-    held, kept, _ = pipeline.stage_bytes(fastest)
+    base, kept, _ = pipeline.stage_bytes(fastest)
     live = live_micro_batches(pipeline.orders)
-    taken = [states + num * size for states, num, size in zip(held, live, kept, strict=True)]
+    taken = [states + num * size for states, num, size in zip(base, live, kept, strict=True)]
     limits = [0.0] * pipeline.num_stages
     for rank in range(pipeline.num_ranks):
         slack = limit_bytes - pipeline.of_rank(taken, rank)

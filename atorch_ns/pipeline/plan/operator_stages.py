@@ -48,8 +48,8 @@ class _Kinds(NamedTuple):
 
     def at(self, position: int) -> Array:
         """Seconds at a position from the end."""
-        own: Array = self.seconds[min(position, len(self.seconds)) - 1]
-        return own
+        seconds: Array = self.seconds[min(position, len(self.seconds)) - 1]
+        return seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,48 +132,48 @@ class StageTables:
         table = np.full_like(rest, math.inf)
         fewest = (position - 1) * min(self.degrees)  # devices of the stages behind it
         stop = self.num_segments + 2 - position  # each of which has a segment
-        for length, degree, own in zip(
+        for length, degree, seconds in zip(
             kinds.lengths.tolist(), kinds.degrees.tolist(), kinds.at(position), strict=True
         ):
             if stop > length and fewest + degree <= self.num_devices:
                 behind = rest[length:stop, fewest : self.num_devices + 1 - degree]
                 view = table[: stop - length, fewest + degree :]
-                np.minimum(view, own[: stop - length, None] + behind, out=view)
+                np.minimum(view, seconds[: stop - length, None] + behind, out=view)
         return table
 
     def _any_more(self, rest: Array, kinds: _Kinds) -> Array:
         """The table with one or more stages before those of another table, all of the last level."""
         table, either = np.full_like(rest, math.inf), rest.copy()
-        own = kinds.seconds[-1]
+        seconds = kinds.seconds[-1]
         by_degree = [
             (degree, np.flatnonzero(kinds.degrees == degree)) for degree in sorted(set(self.degrees))
         ]
         for start in reversed(range(self.num_segments)):
             for degree, alike in by_degree:
-                legal = alike[own[alike, start] < math.inf]
+                legal = alike[seconds[alike, start] < math.inf]
                 if legal.size:
                     behind = either[start + kinds.lengths[legal], : self.num_devices + 1 - degree]
                     view = table[start, degree:]
-                    np.minimum(view, (own[legal, start, None] + behind).min(axis=0), out=view)
+                    np.minimum(view, (seconds[legal, start, None] + behind).min(axis=0), out=view)
             np.minimum(table[start], rest[start], out=either[start])
         return table
 
     def _find_stages(self, tables: Sequence[Array], kinds: _Kinds, index: int) -> tuple[tuple[int, int], ...]:
         """The stages that led to the whole model's entry in a table."""
-        found, start, left = [], 0, self.num_devices
+        stages, start, left = [], 0, self.num_devices
         while index:
-            own, total = kinds.at(index)[:, start], tables[index][start, left]
+            seconds, total = kinds.at(index)[:, start], tables[index][start, left]
             repeats = self.num_stages is None and index == len(tables) - 1
             kind, index = next(
                 (kind, behind)
-                for kind in np.flatnonzero((own < math.inf) & (kinds.degrees <= left))
+                for kind in np.flatnonzero((seconds < math.inf) & (kinds.degrees <= left))
                 for behind in ([index, index - 1] if repeats else [index - 1])
-                if own[kind] + tables[behind][start + kinds.lengths[kind], left - kinds.degrees[kind]]
+                if seconds[kind] + tables[behind][start + kinds.lengths[kind], left - kinds.degrees[kind]]
                 == total
             )
-            found.append((int(kinds.columns[kind]), int(kinds.lengths[kind])))
+            stages.append((int(kinds.columns[kind]), int(kinds.lengths[kind])))
             start, left = start + int(kinds.lengths[kind]), left - int(kinds.degrees[kind])
-        return tuple(found)
+        return tuple(stages)
 
 
 _NUM_SIMULATED = 8
@@ -203,11 +203,11 @@ def plan_stages(cost: Cost, task: PipelineTask) -> StagePlan:
         InputError: if none fits.
     """
     different = {stages: estimate for estimate, stages in _find_candidates(cost, task)}
-    found = sorted(different.items(), key=lambda one: one[1])[:_NUM_SIMULATED]
-    if not found:
+    candidates = sorted(different.items(), key=lambda row: row[1])[:_NUM_SIMULATED]
+    if not candidates:
         raise InputError(_none_fits(cost, task))
-    simulated = [(step_seconds(stages, task), estimate, stages) for stages, estimate in found]
-    seconds, estimate, stages = min(simulated, key=lambda one: one[:2])
+    simulated = [(step_seconds(stages, task), estimate, stages) for stages, estimate in candidates]
+    seconds, estimate, stages = min(simulated, key=lambda row: row[:2])
     return StagePlan(stages=stages, step_seconds=seconds, estimated_seconds=estimate)
 
 
@@ -257,22 +257,22 @@ class _Search:
         of at most its estimate less the least sum, from which the term is lowered.
         """
         tables = self._tables
-        most, found = 0.0, tables.least_sum(0.0)
-        while found is None:
+        most, optimum = 0.0, tables.least_sum(0.0)
+        while optimum is None:
             above = tables.terms[tables.terms > most]
             if not above.size and most >= tables.largest[np.isfinite(tables.largest)].max(initial=0.0):
                 return
             most = max([_GROWTH * most, *above[:1]])
-            found = tables.least_sum(most)
+            optimum = tables.least_sum(most)
         best, bound = math.inf, tables.bound
-        while found is not None:
-            stages = self._build_stages(found)
+        while optimum is not None:
+            stages = self._build_stages(optimum)
             estimate = estimated_seconds(stages, self._task)
             yield estimate, stages
             below = math.nextafter(max(largest_term(stage.cost, self._task) for stage in stages), -math.inf)
-            most = estimate - bound if best == math.inf else min(below, best - found.total)
+            most = estimate - bound if best == math.inf else min(below, best - optimum.total)
             best = min(best, estimate)
-            found = tables.least_sum(most)
+            optimum = tables.least_sum(most)
 
     def _fill_costs(self, column: int, start: int, stop: int) -> bool:
         """Asks for the costs of the stages of some segments; returns whether they vary with the micro-batches in flight."""
@@ -339,7 +339,7 @@ def _none_fits(cost: Cost, task: PipelineTask) -> str:
             for degree in task.allowed_degrees
             for again in task.recompute
         ]
-        least = min((one.memory for one in asked if one is not None), default=None)
+        least = min((stage_cost.memory for stage_cost in asked if stage_cost is not None), default=None)
         if least is None or (task.memory_limit is not None and least > task.memory_limit):
             need = (
                 "cannot be divided so"

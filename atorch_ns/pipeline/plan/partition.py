@@ -61,19 +61,19 @@ def custom_cuts(
     Raises:
         InputError: with everything that is wrong with them.
     """
-    given = list(positions)
-    whole = len(given) == num_stages + 1
-    if whole and (given[0], given[-1]) != (0, num_blocks):
+    numbers = list(positions)
+    whole = len(numbers) == num_stages + 1
+    if whole and (numbers[0], numbers[-1]) != (0, num_blocks):
         raise InputError(
             f"a partition of {num_blocks} blocks begins with 0 and ends with {num_blocks}, but this one is "
-            f"{given}. Say where each stage begins, then {num_blocks}."
+            f"{numbers}. Say where each stage begins, then {num_blocks}."
         )
-    if not whole and len(given) != num_stages - 1:
+    if not whole and len(numbers) != num_stages - 1:
         raise InputError(
             f"{num_stages} stages have {num_stages - 1} cuts, or {num_stages + 1} numbers with 0 and "
-            f"{num_blocks}, but the partition {given} has {len(given)}."
+            f"{num_blocks}, but the partition {numbers} has {len(numbers)}."
         )
-    cuts = tuple(given[1:-1] if whole else given)
+    cuts = tuple(numbers[1:-1] if whole else numbers)
     problems = _order_problems(cuts, num_blocks)
     for cut in cuts:
         if refused and cut in refused:
@@ -261,7 +261,7 @@ def _span_bytes(memory: StageMemory, num: int, num_stages: int) -> _Matrix:
     states = _span_sums(memory.states, "states") + _at_ends(memory.edges, num, "edges")
     kept = _span_sums(memory.activations, "activations")
     live = np.asarray(memory.live, dtype=np.float64)[:, None, None]
-    spans = np.isfinite(kept)  # 0 × infinity is no number
+    spans = np.isfinite(kept)  # 0 × infinity is not a number
     sums: _Matrix = states[None] + live * np.where(spans, kept, 0.0)
     return sums
 
@@ -310,9 +310,9 @@ def _does_not_fit(
     limits = _stage_limits(limit, num_stages)
     over = _least_maximum(spans - limits[:, None, None], num_stages)
     same = limits.min() == limits.max()
-    given = bytes_text(limits[0]) if same else f"{bytes_text(limits.min())} to {bytes_text(limits.max())}"
+    bound = bytes_text(limits[0]) if same else f"{bytes_text(limits.min())} to {bytes_text(limits.max())}"
     return (
-        f"no cut of {num} blocks into {num_stages} stages fits {given} a stage: in the best one a stage is "
+        f"no cut of {num} blocks into {num_stages} stages fits {bound} a stage: in the best one a stage is "
         f"{bytes_text(over)} over. Use more stages, a schedule that holds fewer micro-batches (1F1B, not GPipe), "
         f"smaller micro-batches, recomputation, or a limit of {bytes_text(limits.max() + over)}."
     )

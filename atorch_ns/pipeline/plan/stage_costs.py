@@ -102,10 +102,10 @@ class PipelineTask:
     def allowed_degrees(self) -> tuple[int, ...]:
         """The degrees that a stage can have, in order."""
         devices = range(1, self.num_devices + 1)
-        given = (
+        degrees = (
             [one for one in devices if self.num_devices % one == 0] if self.degrees is None else self.degrees
         )
-        return tuple(sorted({one for one in given if one in devices}))
+        return tuple(sorted({one for one in degrees if one in devices}))
 
     def in_flight(self, position: int) -> int:
         """Micro-batches whose activations a stage holds, by its position from the end: 1 for the last."""
@@ -135,7 +135,7 @@ def estimated_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
     """The estimate of a step that plans minimize."""
     costs = [stage.cost for stage in stages]
     sent = sum(task.sent(stage.start) for stage in stages)
-    return max(largest_term(one, task) for one in costs) + sum(one.seconds for one in costs) + sent
+    return max(largest_term(cost, task) for cost in costs) + sum(cost.seconds for cost in costs) + sent
 
 
 def largest_term(cost: StageCost, task: PipelineTask) -> float:

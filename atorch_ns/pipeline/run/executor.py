@@ -102,10 +102,10 @@ class _Inbox:
             needed = taken_by(action, len(rank_of))
             if needed is not None and rank_of[action.stage + (1 if needed.chain == "B" else -1)] == rank:
                 taken.append(needed)
-            given = given_by(action, len(rank_of))
-            if given is not None and rank_of[given.stage] == rank:
-                self._expected.append(given)
-                self.taken_before[given] = taken
+            message = given_by(action, len(rank_of))
+            if message is not None and rank_of[message.stage] == rank:
+                self._expected.append(message)
+                self.taken_before[message] = taken
                 taken = []
         self._post_receive()
 
@@ -206,13 +206,13 @@ class Execution:
             arrived = self._receive_tensors(action)
             begun = time.perf_counter()
             try:
-                given = self._run_action(action, arrived)
+                tensors = self._run_action(action, arrived)
             except Exception:
                 self.stages[action.stage].failed = True
                 raise
             message = given_by(action, len(self.rank_of))
             if message is not None:
-                self._hand_on(message, given)
+                self._hand_on(message, tensors)
             self.timeline.append(Timed(action, due, begun, time.perf_counter()))
         for message in list(self._sent):
             self._release_sent(message)
@@ -221,9 +221,9 @@ class Execution:
 
     def specs_of(self, message: Message) -> list[TensorSpec]:
         """The tensors of a message."""
-        own = self.ranges[message.micro_batch][message.stage]
-        crossing = own.received if message.chain == "F" else own.sent
-        specs = [one.spec for one in crossing.carried] if crossing else []
+        stage = self.ranges[message.micro_batch][message.stage]
+        crossing = stage.received if message.chain == "F" else stage.sent
+        specs = [tensor.spec for tensor in crossing.carried] if crossing else []
         return specs if message.chain == "F" else [spec for spec in specs if spec.requires_grad]
 
     def _receive_tensors(self, action: Action) -> Tensors:
@@ -258,38 +258,38 @@ class Execution:
         key = (number, micro_batch)
         if kind == "F":
             received = self.ranges[micro_batch][number].received
-            for tensor, one in zip(arrived, received.carried if received else (), strict=True):
-                tensor.requires_grad_(one.spec.requires_grad)
+            for tensor, value in zip(arrived, received.carried if received else (), strict=True):
+                tensor.requires_grad_(value.spec.requires_grad)
             later = WeightGradients(self._layers[number]) if self._layers else None
-            held = self._held[key] = _Held(arrived, later=later)
-            results = self._run_forward(action, held, with_graph=key not in self._again)
+            state = self._held[key] = _Held(arrived, later=later)
+            results = self._run_forward(action, state, with_graph=key not in self._again)
             if number + 1 == len(self.rank_of):
                 self.losses[micro_batch] = results[0].detach()
             return tuple(tensor.detach() for tensor in results)
-        held = self._held[key]
+        state = self._held[key]
         if kind == "R":
             with self.keeping(), buffers_lent(self.stages[number]):
-                self._run_forward(action, held, with_graph=True)
+                self._run_forward(action, state, with_graph=True)
             return ()
-        given: Tensors = ()
+        gradients: Tensors = ()
         if kind != "W":
-            held.gradients = arrived or held.gradients
-            self._run_backward(held)
-            given, held.received = _gradients_of(held.received), ()
+            state.gradients = arrived or state.gradients
+            self._run_backward(state)
+            gradients, state.received = _gradients_of(state.received), ()
         if kind != "I":
-            if held.later is not None:
-                held.later.add()
+            if state.later is not None:
+                state.later.add()
                 accumulate_after_backward(self.stages[number])
             del self._held[key]
-        return given
+        return gradients
 
     def _run_forward(self, action: Action, held: _Held, *, with_graph: bool) -> Tensors:
         stage = self.stages[action.stage]
         keeping = self.keeping if action.stage in self.kept else nullcontext
         lent = buffers_lent(stage) if action.micro_batch in self.idle else nullcontext()
         with nullcontext() if with_graph else torch.no_grad(), keeping(), lent, held.later or nullcontext():
-            found = stage(*held.received, index=action.micro_batch)
-        results: Tensors = found if isinstance(found, tuple) else (found,)
+            output = stage(*held.received, index=action.micro_batch)
+        results: Tensors = output if isinstance(output, tuple) else (output,)
         trained = tuple(tensor for tensor in results if tensor.requires_grad)
         held.edges = tuple(get_gradient_edge(tensor) for tensor in trained)
         if action.stage + 1 == len(self.rank_of):

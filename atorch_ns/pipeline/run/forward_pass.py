@@ -59,7 +59,7 @@ class Pieces:
 
     def of(self, stage: StageRange) -> StageRange:
         """A stage that receives and sends pieces of what has a gradient and divides."""
-        received, sent = (self._divide_crossing(one) for one in (stage.received, stage.sent))
+        received, sent = (self._divide_crossing(crossing) for crossing in (stage.received, stage.sent))
         return replace(stage, received=received, sent=sent)
 
     def _divide_crossing(self, crossing: Crossing | None) -> Crossing | None:
@@ -195,10 +195,10 @@ class StagePass:
         return output
 
     def _fill_arguments(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        given = tensors_of((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         for (is_argument, _, leaf), tensor in self._arrived.items():
             if is_argument:
-                stand_in = given[leaf]
+                stand_in = tensors[leaf]
                 if stand_in.requires_grad and not is_view(stand_in):
                     stand_in.detach_()  # from code whose results will not be used
                 stand_in.copy_(tensor)
@@ -212,23 +212,23 @@ class StagePass:
 
     def _collect_outgoing(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         assert self._stage.sent is not None
-        given = tensors_of((args, kwargs))
+        tensors = tensors_of((args, kwargs))
         received = {id(tensor) for tensor in self._arrived.values()}
         crossing = (
-            (one, given[one.leaf] if one.is_argument else self._outputs[one.call, one.leaf])
-            for one in self._stage.sent.carried
+            (value, tensors[value.leaf] if value.is_argument else self._outputs[value.call, value.leaf])
+            for value in self._stage.sent.carried
         )
         self.sent = tuple(
             _make_sendable(
-                self._pieces.divide(tensor) if self._pieces and one.in_pieces else tensor, one, received
+                self._pieces.divide(tensor) if self._pieces and value.in_pieces else tensor, value, received
             )
-            for one, tensor in crossing
+            for value, tensor in crossing
         )
         self._outputs.clear()
 
 
 def _carried_outputs(crossing: Crossing | None) -> list[Carried]:
-    return [one for one in crossing.carried if not one.is_argument] if crossing else []
+    return [value for value in crossing.carried if not value.is_argument] if crossing else []
 
 
 def _make_zeros(spec: TensorSpec, device: torch.device, *, dense: bool) -> torch.Tensor:

@@ -89,9 +89,9 @@ class StageSet:
         draws = any(stage.model_training for stage in self.stages)
         seed = self._draw_seed() if draws else 0
         for stage in self.stages:
-            passes = [(graph, own[stage.number]) for graph, own in known]
+            passes = [(graph, stages[stage.number]) for graph, stages in known]
             stage.begin(micro_batches, passes, loss_of, seed=seed)
-        return [own for _, own in known]
+        return [stages for _, stages in known]
 
     def finish(self) -> None:
         """Releases the batch."""
@@ -107,18 +107,18 @@ class StageSet:
                 graph = self._trace(micro_batch, outputs, thawed)
             if graph.paths != self.paths:
                 raise StepError(_other_calls(self.paths, graph.paths))
-            found = ranges(graph, self._cuts)
+            stages = ranges(graph, self._cuts)
             pieces = next((stage.pieces for stage in self.stages), None)
-            self._traced[key] = (graph, found if pieces is None else tuple(map(pieces.of, found)))
+            self._traced[key] = (graph, stages if pieces is None else tuple(map(pieces.of, stages)))
         return self._traced[key]
 
 
 def _other_calls(before: Sequence[str], now: Sequence[str]) -> str:
-    place = next(
-        (i for i, (one, other) in enumerate(zip(before, now, strict=False)) if one != other),
+    index = next(
+        (i for i, (path, other) in enumerate(zip(before, now, strict=False)) if path != other),
         min(len(before), len(now)),
     )
-    was, is_ = (paths[place] if place < len(paths) else "nothing" for paths in (before, now))
+    was, is_ = (paths[index] if index < len(paths) else "nothing" for paths in (before, now))
     return (
         f"for this batch the model calls {is_} where it called {was} when it was cut into stages. In a pipeline the "
         "calls must be the same for every batch."
@@ -182,7 +182,7 @@ class PipelineRunner:
     def _execute_orders(self, work: StepWork, orders: Orders) -> Passed:
         losses = torch.zeros(len(work.micro_batches), device=self._device)
         ranks = dist.get_process_group_ranks(self._links.up)
-        askers = [place for place, rank in enumerate(ranks) if rank in work.askers]
+        askers = [index for index, rank in enumerate(ranks) if rank in work.askers]
         outputs: dict[int, Any] = {}
 
         def share_of(number: int, micro_batch: Any, output: Any) -> torch.Tensor:
@@ -211,8 +211,8 @@ class PipelineRunner:
         finally:
             self._set.finish()
         dist.broadcast(losses, group=self._links.up, group_src=self._set.rank_of[-1])
-        found = self._exchange_outputs(tuple(outputs[number] for number in sorted(outputs)), askers)
-        return Passed(losses=losses, outputs=found if work.wants_outputs else ())
+        results = self._exchange_outputs(tuple(outputs[number] for number in sorted(outputs)), askers)
+        return Passed(losses=losses, outputs=results if work.wants_outputs else ())
 
     def _exchange_outputs(self, outputs: tuple[Any, ...], askers: Collection[int]) -> tuple[Any, ...]:
         """The outputs, which the last stage's rank has, on the ranks of the pipeline that want them."""
@@ -242,14 +242,14 @@ class PipelineRunner:
             yield
         except Exception as error:
             groups, stages = [self._links.up, self._links.down], [stage.number for stage in self._set.stages]
-            own = self._is_own(error)
-            if own:
+            is_local = self._is_own(error)
+            if is_local:
                 self._notes.note_own(error, stages)
             else:
                 self._notes.note_lost()
             tear_down(groups, error, self._release_links)
             try:
-                if own:
+                if is_local:
                     self._notes.raise_own(error, stages)
                 self._notes.raise_lost(error)
             except AtorchError as reason:

@@ -80,7 +80,7 @@ class Stub(nn.Module):
 
     def __init__(self, module: nn.Module, path: str, switch: PassSwitch, method: str) -> None:
         super().__init__()
-        object.__setattr__(self, "_original", module)  # so that it is no child
+        object.__setattr__(self, "_original", module)  # so that it is not a child
         self._path = path
         self._method = method
         self._switch = switch
@@ -93,19 +93,19 @@ class Stub(nn.Module):
         except AttributeError:
             pass
         original = self.__dict__["_original"]
-        found = inspect.getattr_static(type(original), name, None)
-        if inspect.isfunction(found):
-            return MethodType(found, self._as_unit())
-        if isinstance(found, property) and found.fget is not None:
-            return found.fget(self._as_unit())
+        attribute = inspect.getattr_static(type(original), name, None)
+        if inspect.isfunction(attribute):
+            return MethodType(attribute, self._as_unit())
+        if isinstance(attribute, property) and attribute.fget is not None:
+            return attribute.fget(self._as_unit())
         return getattr(original, name)
 
     def _as_unit(self) -> Stub:
         """This module as one of the unit's class, whose code may say ``super()`` and sees the parameters that are here."""
         kind = type(self.__dict__["_original"])
-        made: Stub = object.__new__(type(kind.__name__, (Stub, kind), {"__call__": nn.Module.__call__}))
-        made.__dict__ = self.__dict__
-        return made
+        instance: Stub = object.__new__(type(kind.__name__, (Stub, kind), {"__call__": nn.Module.__call__}))
+        instance.__dict__ = self.__dict__
+        return instance
 
     def __getitem__(self, key: Any) -> Any:
         """An item of the unit."""
@@ -222,9 +222,9 @@ class StageModule(nn.Module):
         if not self._passes:
             raise StepError("a stage of a pipeline is run by train_step only.")
         number = int(index)
-        batch, (graph, own) = self._micro_batches[number], self._passes[number]
+        batch, (graph, stage) = self._micro_batches[number], self._passes[number]
         seed = self._seed + number * MICRO_BATCH_STRIDE
-        stage_pass = StagePass(graph, own, received, device=self._device, seed=seed, pieces=self.pieces)
+        stage_pass = StagePass(graph, stage, received, device=self._device, seed=seed, pieces=self.pieces)
         try:
             with random_stream(seed, self._device):
                 output = self._run_pass(stage_pass, batch)
@@ -237,7 +237,7 @@ class StageModule(nn.Module):
         if stage_pass.sent is None:
             raise StepError(
                 f"the model ended after {stage_pass.num_calls} of its units, but stage {self.number} ends "
-                f"before unit {own.end}: it does not call what it called when it was cut."
+                f"before unit {stage.end}: it does not call what it called when it was cut."
             )
         return stage_pass.sent
 

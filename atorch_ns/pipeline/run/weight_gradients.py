@@ -35,7 +35,7 @@ def _computes_as_written(layer: nn.Module) -> bool:
 def _is_conv1d(kind: type) -> bool:
     """Whether it is transformers' linear layer of GPT-2, whose weight is [inputs, outputs]."""
     return any(
-        one.__name__ == "Conv1D" and one.__module__.startswith("transformers.") for one in kind.__mro__
+        base.__name__ == "Conv1D" and base.__module__.startswith("transformers.") for base in kind.__mro__
     )
 
 
@@ -70,18 +70,18 @@ class WeightGradients:
             del layer.forward
 
     def _forward_layer(self, layer: Any, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        run, own = type(layer).forward, layer._parameters
-        weight, bias = own.get("weight"), own.get("bias")
-        # What is no parameter, as under torch's parametrizations, is computed anew whenever it is read.
-        is_own = weight is not None and weight.is_leaf and "bias" in own
+        run, parameters = type(layer).forward, layer._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        # What is not a parameter, as under torch's parametrizations, is computed anew whenever it is read.
+        is_own = weight is not None and weight.is_leaf and "bias" in parameters
         if not is_own or not weight.requires_grad or has_gradient_hooks(weight):
             return run(layer, *args, **kwargs)  # type: ignore[no-any-return]
         if isinstance(weight, DTensor):
             with _ProductOfPart(self, layer):
                 return run(layer, *args, **kwargs)  # type: ignore[no-any-return]
         (value,) = args or kwargs.values()
-        found = self.product(layer, value, weight, bias)
-        return run(layer, value) if found is None else found
+        output = self.product(layer, value, weight, bias)
+        return run(layer, value) if output is None else output
 
     def product(
         self, layer: Any, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -119,8 +119,8 @@ class WeightGradients:
         for weight, left, right in self._products:
             grad = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
             if grad is None:
-                found = (left @ right).to(weight.dtype)
-                weight.grad = laid_out(found, weight) if isinstance(weight, DTensor) else found
+                product = (left @ right).to(weight.dtype)
+                weight.grad = laid_out(product, weight) if isinstance(weight, DTensor) else product
             elif grad.dtype == left.dtype:
                 grad.addmm_(left, right)
             else:
@@ -152,15 +152,15 @@ class _ProductOfPart(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Calls a function."""
-        given: tuple[Any, ...] = ()
+        operands: tuple[Any, ...] = ()
         if func is F.linear:
-            given = (*args, None)[:3]
+            operands = (*args, None)[:3]
         elif func is torch.addmm:
-            given = (*args[1:], args[0])
+            operands = (*args[1:], args[0])
         elif func is torch.mm:
-            given = (*args, None)
-        found = self._product(*given) if len(given) == 3 and not kwargs else None
-        return func(*args, **(kwargs or {})) if found is None else found
+            operands = (*args, None)
+        product = self._product(*operands) if len(operands) == 3 and not kwargs else None
+        return func(*args, **(kwargs or {})) if product is None else product
 
 
 class _Linear(torch.autograd.Function):

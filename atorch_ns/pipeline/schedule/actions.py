@@ -36,15 +36,15 @@ def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Orders:
 
 def live_micro_batches(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     """The most micro-batches whose activations each stage holds at one time, by stage."""
-    held: dict[int, int] = {}
+    counts: dict[int, int] = {}
     most: dict[int, int] = {}
     for order in orders:
         for kind, stage, _ in order:
             if kind == "F":
-                held[stage] = held.get(stage, 0) + 1
-                most[stage] = max(most.get(stage, 0), held[stage])
+                counts[stage] = counts.get(stage, 0) + 1
+                most[stage] = max(most.get(stage, 0), counts[stage])
             elif kind in "BW":
-                held[stage] -= 1
+                counts[stage] -= 1
     return tuple(most[stage] for stage in range(len(most)))
 
 
@@ -64,15 +64,15 @@ def live_bytes(
     again = activation_bytes if recomputed_bytes is None else recomputed_bytes
     peaks = []
     for order in orders:
-        held = most = 0.0
+        total = most = 0.0
         early = {action[1:] for action in order if action.kind == "R"}
         for kind, stage, index in order:
-            own = again if (stage, index) in early else activation_bytes
+            sizes = again if (stage, index) in early else activation_bytes
             if kind == "R" or (kind == "F" and (stage, index) not in early):
-                held += own[stage]
-                most = max(most, held)
+                total += sizes[stage]
+                most = max(most, total)
             elif kind in "BW":
-                held -= own[stage]
+                total -= sizes[stage]
         peaks.append(most)
     return tuple(peaks)
 

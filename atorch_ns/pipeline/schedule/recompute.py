@@ -28,8 +28,8 @@ class RecomputeShare:
     by_stage: ByStage = "same"
 
     def __post_init__(self) -> None:
-        given = (self.share,) if isinstance(self.share, (int, float)) else self.share
-        if given != "auto" and not (given and all(0.0 <= one <= 1.0 for one in given)):
+        shares = (self.share,) if isinstance(self.share, (int, float)) else self.share
+        if shares != "auto" and not (shares and all(0.0 <= share <= 1.0 for share in shares)):
             raise InputError(f"shares of recomputed blocks are numbers from 0 to 1, and not {self.share}.")
         if self.by_stage != "same" and not isinstance(self.share, (int, float)):
             raise InputError(

@@ -81,12 +81,12 @@ class ScheduleInfo:
         size = PipelineSize(num_ranks, on_rank, num_micro_batches)
         if replace(self, note="") in SCHEDULES:
             return tuple(tuple(self.order(rank, size)) for rank in range(num_ranks))
-        found = tuple(self._users_order(rank, size) for rank in range(num_ranks))
+        actions = tuple(self._users_order(rank, size) for rank in range(num_ranks))
         places = [self.rank_of(stage, num_ranks) for stage in range(size.num_stages)]
-        problem = check_orders(found, num_micro_batches, places)
+        problem = check_orders(actions, num_micro_batches, places)
         if problem:
             raise self.refusal(size, problem)
-        return found
+        return actions
 
     def refusal(self, size: PipelineSize, problem: str) -> InputError:
         """The error of an order that cannot be run, for a reason."""
@@ -98,17 +98,17 @@ class ScheduleInfo:
     def _users_order(self, rank: int, size: PipelineSize) -> tuple[Action, ...]:
         most = MOST_PASSES * size.stages_per_rank * size.num_micro_batches
         try:
-            found = tuple(Action(*one) for one in islice(self.order(rank, size), most + 1))
+            actions = tuple(Action(*fields) for fields in islice(self.order(rank, size), most + 1))
         except Exception as error:
             raise self.refusal(size, f"on rank {rank} it fails with {error_text(error)}") from error
-        if len(found) > most:
+        if len(actions) > most:
             raise self.refusal(size, f"on rank {rank} it has more than the {most} passes that there can be")
-        return found
+        return actions
 
     def rank_of(self, stage: int, num_ranks: int) -> int:
         """The rank of a pipeline that holds ``stage``."""
-        lap, place = divmod(stage, num_ranks)
-        return num_ranks - 1 - place if self.placement == "v" and lap % 2 else place
+        lap, offset = divmod(stage, num_ranks)
+        return num_ranks - 1 - offset if self.placement == "v" and lap % 2 else offset
 
     def stages_of(self, rank: int, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
         """The stages that ``rank`` holds, in the order of the model."""
@@ -193,7 +193,7 @@ class ScheduleInfo:
         rounds = num_micro_batches // num_ranks
         return (
             f"{self.name} runs {num_micro_batches} micro-batches on {num_ranks} ranks in {rounds} equal rounds, "
-            f"but {num_micro_batches} is no multiple of {rounds}."
+            f"but {num_micro_batches} is not a multiple of {rounds}."
         )
 
 
@@ -239,9 +239,9 @@ def get_schedule(name: str) -> ScheduleInfo:
     if key in by_key:
         return by_key[key]
     if key in _ALIASES:
-        own, note = _ALIASES[key]
-        info = by_key[_schedule_key(own)]
-        return replace(info, note=f"{name!r} is run as {own}: {note}.") if note else info
+        target, note = _ALIASES[key]
+        info = by_key[_schedule_key(target)]
+        return replace(info, note=f"{name!r} is run as {target}: {note}.") if note else info
     names = [info.name for info in SCHEDULES]
     near = near_matches(key, [*by_key, *_ALIASES])
     meant = dict.fromkeys(by_key[each].name if each in by_key else _ALIASES[each][0] for each in near)
@@ -251,12 +251,12 @@ def get_schedule(name: str) -> ScheduleInfo:
 
 def _import_schedule(name: str) -> ScheduleInfo:
     try:
-        found = pkgutil.resolve_name(name)
+        info = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(f"the pipeline schedule {name!r} cannot be imported: {error}.") from error
-    if not isinstance(found, ScheduleInfo):
-        raise InputError(f"the pipeline schedule {name!r} is {with_article(found)}, not a ScheduleInfo.")
-    return replace(found, name=name)
+    if not isinstance(info, ScheduleInfo):
+        raise InputError(f"the pipeline schedule {name!r} is {with_article(info)}, not a ScheduleInfo.")
+    return replace(info, name=name)
 
 
 def _schedule_key(name: str) -> str:

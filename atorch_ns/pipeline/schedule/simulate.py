@@ -54,7 +54,9 @@ class StageCosts:
                 )
             bad = [value for value in values if not (math.isfinite(value) and value >= 0)]
             if bad:
-                raise InputError(f"{name!r} holds {bad[0]}, which is no duration in seconds. Use 0 or more.")
+                raise InputError(
+                    f"{name!r} holds {bad[0]}, which is not a duration in seconds. Use 0 or more."
+                )
 
     @classmethod
     def equal(
@@ -153,7 +155,7 @@ def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts) -> Timeline:
         raise InputError(f"the actions wait for each other and never end: {waiting}.")
     begun = tuple(np.array(times, dtype=np.float64) for times in starts)
     ended = tuple(
-        times + np.array([each.seconds for each in own]) for times, own in zip(begun, passes, strict=True)
+        times + np.array([each.seconds for each in row]) for times, row in zip(begun, passes, strict=True)
     )
     return Timeline(orders=tuple(map(tuple, orders)), starts=begun, ends=ended)
 

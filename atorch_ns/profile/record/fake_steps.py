@@ -73,7 +73,7 @@ def copied_paths(subject: Subject, containers: Mapping[str, Container]) -> tuple
         if container is None:
             paths[path] = None
         else:
-            paths.update((container.copy_path(place), None) for place in range(len(container.kept)))
+            paths.update((container.copy_path(index), None) for index in range(len(container.kept)))
     return tuple(paths)
 
 

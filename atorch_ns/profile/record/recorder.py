@@ -204,9 +204,9 @@ class Recorder(TorchDispatchMode):
             return _tensor_metadata(func, args)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        made = _dense_tensors(out)
+        results = _dense_tensors(out)
         if is_free(func):
-            for tensor in made:
+            for tensor in results:
                 self._record_allocation(tensor)
             return out
         read = _dense_tensors(args)
@@ -215,16 +215,16 @@ class Recorder(TorchDispatchMode):
         for tensor in read:
             self._note_use(tensor)
         flops = count_flops(func, args, kwargs, out)
-        self.recording.add(Event.OPERATOR, -1, label(func), flops, moved_bytes([*read, *made]))
+        self.recording.add(Event.OPERATOR, -1, label(func), flops, moved_bytes([*read, *results]))
         event = len(self.recording.kinds) - 1
-        for tensor in made:
+        for tensor in results:
             self._record_allocation(tensor)
         if self._counts_workspaces:
             self._pass_through(workspace_bytes(func, args, out))
-        self._note_operands(event, func, args, read, made)
+        self._note_operands(event, func, args, read, results)
         self._note_attention(event, func, args, kwargs)
         if func is torch.ops.aten._to_copy.default:
-            self._note_cast(read[0], made[0])
+            self._note_cast(read[0], results[0])
         return out
 
     def _note_operands(
@@ -259,8 +259,8 @@ class Recorder(TorchDispatchMode):
     def _storage_number(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's storage; -1 less the number of a given one."""
         address = tensor.untyped_storage()._cdata
-        given = self._numbers.get(address)
-        return self._live[address][0] if given is None else -1 - given
+        number = self._numbers.get(address)
+        return self._live[address][0] if number is None else -1 - number
 
     def _record_allocation(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -327,15 +327,15 @@ def _dense_tensors(value: Any) -> list[torch.Tensor]:
     """The dense tensors in an operator's arguments or results; lists of tensors are one deep."""
     if isinstance(value, torch.Tensor):
         return [value] if value.layout is torch.strided else []
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     if isinstance(value, (tuple, list)):
         for item in value:
             if isinstance(item, torch.Tensor):
                 if item.layout is torch.strided:
-                    found.append(item)
+                    tensors.append(item)
             elif isinstance(item, (tuple, list)):
-                found += [t for t in item if isinstance(t, torch.Tensor) and t.layout is torch.strided]
-    return found
+                tensors += [t for t in item if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+    return tensors
 
 
 @dataclasses.dataclass

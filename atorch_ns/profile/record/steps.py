@@ -154,18 +154,18 @@ class RecordedStep:
 
     def worked(self) -> list[bool]:
         """Whether each stretch ran an operator, forward or backward."""
-        found = [False] * len(self.occurrences)
+        flags = [False] * len(self.occurrences)
         for _, phase in self.recording.operators():
-            found[phase // 2] = True
-        return found
+            flags[phase // 2] = True
+        return flags
 
     def used(self) -> list[bool]:
         """Whether each stretch used a parameter that belongs to no block."""
-        found = [False] * len(self.occurrences)
+        flags = [False] * len(self.occurrences)
         for stretches in self.uses.values():
             for stretch in stretches:
-                found[stretch] = True
-        return found
+                flags[stretch] = True
+        return flags
 
 
 def record_step(
@@ -187,12 +187,12 @@ def record_step(
     """
     blocks = {path: model.get_submodule(path) for path in block_paths}
     parameters = dict(model.named_parameters())
-    held: list[Any] = []
+    outputs: list[Any] = []
     if subject.keeps_output:
-        model.register_forward_hook(lambda _, __, output: held.append(output))
+        model.register_forward_hook(lambda _, __, output: outputs.append(output))
     precision.install(model, blocks)
-    given = [*parameters.values(), *model.buffers(), *unique_tensors_of(batch)]
-    recorder = Recorder(given, parameters.values(), counts_workspaces=subject.counts_workspaces)
+    tensors = [*parameters.values(), *model.buffers(), *unique_tensors_of(batch)]
+    recorder = Recorder(tensors, parameters.values(), counts_workspaces=subject.counts_workspaces)
     boundaries = Boundaries(recorder, blocks)
     with torch.enable_grad(), recorder.running(), boundaries.watching():
         with precision.context(device_type):
@@ -241,7 +241,7 @@ def _is_of_positions(name: str) -> bool:
 
 
 def _check_loss(loss: Any) -> None:
-    """Refuses what is no scalar tensor."""
+    """Refuses what is not a scalar tensor."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise InputError(f"the loss must be a tensor of one number to trace a training step; it is {shape}.")

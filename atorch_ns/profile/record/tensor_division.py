@@ -132,8 +132,8 @@ class _Walk:
             return
         label = self._recording.labels[event]
         if label == "aten._to_copy" and reads[0] in self._origin:
-            for made in self._recording.writes[event]:
-                self._origin[made] = self._origin[reads[0]]
+            for result in self._recording.writes[event]:
+                self._origin[result] = self._origin[reads[0]]
             return
         self._follow_words(event, reads)
         divided = [mark for mark in reads if mark in self._sources]
@@ -145,14 +145,14 @@ class _Walk:
 
     def _follow_words(self, event: int, reads: Sequence[int]) -> None:
         """Marks results computed from values for words as values for words, if they are as large."""
-        found = self._found.words
-        least = 0.5 * min((self._made.get(mark, 0) for mark in reads if mark in found), default=0)
-        made = [mark for mark in self._recording.writes[event] if self._made.get(mark, 0) >= least > 0]
-        if made:
-            found.update(made)
+        words = self._found.words
+        least = 0.5 * min((self._made.get(mark, 0) for mark in reads if mark in words), default=0)
+        results = [mark for mark in self._recording.writes[event] if self._made.get(mark, 0) >= least > 0]
+        if results:
+            words.update(results)
             self._found.word_operators.add(event)
             if self._recording.labels[event] == "aten._log_softmax" and self._head_bytes:
-                share = self._made[made[0]] / self._head_bytes
+                share = self._made[results[0]] / self._head_bytes
                 # 16-bit logits, of which fp32 is made.
                 self._found.loss_share = share / 2 if share > 1 else share
 
@@ -161,9 +161,9 @@ class _Walk:
         if number in self._vocabulary:
             self._found.operators.add(event)
             if output_dim == 0 and product.left not in self._found.words:
-                made = [made for made in self._recording.writes[event] if made >= 0]
-                self._found.words.update(made)
-                self._head_bytes = max((self._made.get(mark, 0) for mark in made), default=0)
+                logits = [logits for logits in self._recording.writes[event] if logits >= 0]
+                self._found.words.update(logits)
+                self._head_bytes = max((self._made.get(mark, 0) for mark in logits), default=0)
             return
         dim = self._found.dims.get(number)
         sources = self._sources.get(product.left, frozenset())
@@ -187,8 +187,8 @@ class _Walk:
     def _can_begin(self, number: int, sources: frozenset[int]) -> bool:
         """Whether a weight that has no role yet may get one: a matrix of this block that is used forward."""
         forward = bool(self._block) and self._phase % 2 == 0
-        own = all(self._blocks[source] == self._block for source in sources)
-        return forward and own and len(self._shapes[number]) == 2 and number not in self._whole
+        same_block = all(self._blocks[source] == self._block for source in sources)
+        return forward and same_block and len(self._shapes[number]) == 2 and number not in self._whole
 
     def _refuse_whole_operands(self, reads: Sequence[int], divided: Sequence[int]) -> None:
         """Refuses what would add a part of a tensor to a whole one of its size."""
@@ -200,6 +200,6 @@ class _Walk:
 
     def _mark_divided(self, event: int, sources: frozenset[int]) -> None:
         self._found.operators.add(event)
-        for made in self._recording.writes[event]:
-            if made >= 0:
-                self._sources[made] = sources
+        for result in self._recording.writes[event]:
+            if result >= 0:
+                self._sources[result] = sources

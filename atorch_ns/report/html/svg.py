@@ -73,8 +73,8 @@ class Canvas:
 
     def text(self, x: float, y: float, text: str, *, style: str = "", anchor: str = "start") -> None:
         """Text whose baseline is at ``y``; ``anchor`` is start, middle or end."""
-        place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-        self._parts.append(f'<text {place} class="{style}">{escape(text)}</text>')
+        position = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+        self._parts.append(f'<text {position} class="{style}">{escape(text)}</text>')
 
     def label(self, x: float, y: float, text: str, *, reach: float = 7, rise: float = 0) -> None:
         """Text next to the point ``(x, y)``: on the first of its sides where no other label is, or nowhere.

@@ -109,7 +109,7 @@ class Actual:
         peak_bytes: peak memory of this rank; ``None`` if it was not measured.
 
     Raises:
-        InputError: without steps, or with one that is no positive time.
+        InputError: without steps, or with one that is not a positive time.
     """
 
     step_seconds: tuple[float, ...]

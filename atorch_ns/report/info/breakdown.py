@@ -190,9 +190,9 @@ class TimelineInfo(NamedTuple):
     @property
     def kinds(self) -> tuple[PassKind, ...]:
         """The kinds of passes that there are, in a fixed order."""
-        found = {block.kind for row in self.rows for block in row.blocks}
+        letters = {block.kind for row in self.rows for block in row.blocks}
         every: tuple[PassKind, ...] = ("F", "R", "B", "I", "W")
-        return tuple(kind for kind in every if kind in found)
+        return tuple(kind for kind in every if kind in letters)
 
     @property
     def num_laps(self) -> int:
@@ -204,7 +204,7 @@ class TimelineInfo(NamedTuple):
         last = len(self.rows) - 1
         if last < most:
             return self.rows
-        return tuple(self.rows[round(place * last / (most - 1))] for place in range(most))
+        return tuple(self.rows[round(index * last / (most - 1))] for index in range(most))
 
 
 def timeline_info(step: PipelineStep) -> TimelineInfo:

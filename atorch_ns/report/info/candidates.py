@@ -336,8 +336,8 @@ def history_info(outcome: SearchOutcome) -> HistoryInfo:
 
 
 def _has_room(row: Row, limit_bytes: int) -> bool:
-    held = row.trial.max_peak_bytes if row.trial is not None else 0
-    return not limit_bytes or held <= limit_bytes
+    peak_bytes = row.trial.max_peak_bytes if row.trial is not None else 0
+    return not limit_bytes or peak_bytes <= limit_bytes
 
 
 def _row_objective(row: Row, outcome: SearchOutcome) -> float:

@@ -72,9 +72,9 @@ def operators_info(
         times = segment.count * num_micro_batches
         for operator in segment.costs[key].operators:
             calls[operator.name] += operator.count * times
-            for found, cost in ((flops, operator.flops), (moved, operator.moved)):
-                found[operator.name][segment.name] += cost.at(samples, workload.num_tokens) * times
-    all_flops, all_bytes = (sum(sum(each.values()) for each in found.values()) for found in (flops, moved))
+            for table, cost in ((flops, operator.flops), (moved, operator.moved)):
+                table[operator.name][segment.name] += cost.at(samples, workload.num_tokens) * times
+    all_flops, all_bytes = (sum(sum(each.values()) for each in table.values()) for table in (flops, moved))
     lines = []
     for name in calls:
         of_flops, of_bytes = sum(flops[name].values()), sum(moved[name].values())

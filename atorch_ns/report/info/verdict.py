@@ -125,7 +125,7 @@ def _longest_chain(outcome: SearchOutcome, baseline: Row, winner: Row, changed: 
             steps = [(name, config) for name, config in applied.items() if config is not _ABSENT]
             row = winner if subset == everything else known.get(_steps_key(steps))
             if row is not None:
-                below = [chain for made, chain in chains.items() if made < subset]
+                below = [chain for changes, chain in chains.items() if changes < subset]
                 longest = max(below, key=lambda chain: (len(chain), _num_measured(chain)))
                 chains[subset] = [*longest, (subset, row)]
     return chains[everything]
@@ -199,8 +199,8 @@ def _choice_sentences(outcome: SearchOutcome) -> list[str]:
     ]
     single = outcome.single_process
     if single is not None:
-        place = 0 if single.is_as_fast else 2
-        sentences.insert(place, _single_text(single, winner, outcome.setting.world_size))
+        index = 0 if single.is_as_fast else 2
+        sentences.insert(index, _single_text(single, winner, outcome.setting.world_size))
     if winner.reason:
         sentences.append(f"Why: {winner.reason}")
     if baseline is winner and is_planned(outcome):

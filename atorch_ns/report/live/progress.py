@@ -169,11 +169,11 @@ def trial_text(outcome: TrialOutcome) -> str:
         return f"{outcome.status}{where}: {outcome.reason or 'no reason given'}{log}"
     num = len(outcome.step_seconds)
     shown = measured_text(outcome.median_seconds, outcome.noise_seconds if num > 1 else None)
-    held = f", peak {bytes_text(max(outcome.peak_bytes))}" if outcome.peak_bytes else ""
+    memory = f", peak {bytes_text(max(outcome.peak_bytes))}" if outcome.peak_bytes else ""
     if outcome.process_bytes:
-        held += f" of tensors, {bytes_text(max(outcome.process_bytes))} of the process"
+        memory += f" of tensors, {bytes_text(max(outcome.process_bytes))} of the process"
     early = ", stopped early" if outcome.status == "stopped early" else ""
-    return f"{shown} (measured, n={num}{early}){held}"
+    return f"{shown} (measured, n={num}{early}){memory}"
 
 
 def _priced_lines(event: Priced, verbose: bool) -> Iterator[str]:

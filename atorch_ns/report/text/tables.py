@@ -151,14 +151,14 @@ def _column_widths(columns: Sequence[Sequence[str]], narrow: Set[int], room: int
     lines = [max(map(len, "\n".join(cells).split("\n"))) for cells in columns]
     heads = [math.ceil(len(cells[0]) / 2) if at in narrow else 0 for at, cells in enumerate(columns)]
     below = [max(map(len, "\n".join(cells[1:]).split("\n"))) for cells in columns]
-    widths = [one if at in narrow else min(one, _LEAST_WORDS) for at, one in enumerate(words)]
+    widths = [width if at in narrow else min(width, _LEAST_WORDS) for at, width in enumerate(words)]
     wanted = [
         max(widths[at], heads[at], below[at]) if at in narrow else lines[at] for at in range(len(columns))
     ]
     left = room - sum(widths) - len(columns) * _GAP
     order = sorted(range(len(columns)), key=lambda at: (at not in narrow, wanted[at]))
-    for place, at in enumerate(order):
-        share = left if at in narrow else left // (len(order) - place)
+    for position, at in enumerate(order):
+        share = left if at in narrow else left // (len(order) - position)
         more = max(0, min(wanted[at] - widths[at], share))
         widths[at] += more
         left -= more
@@ -377,10 +377,10 @@ def comparisons_table(found: Iterable[Comparison]) -> Table:
         return count_text(value, unit) if unit else percent_text(value)
 
     columns: _Columns[Comparison] = {
-        "figure": lambda one: one.figure,
-        "measured": lambda one: shown(one.measured, one.unit),
-        "table": lambda one: shown(one.table, one.unit),
-        "of the table": lambda one: percent_text(one.share),
+        "figure": lambda row: row.figure,
+        "measured": lambda row: shown(row.measured, row.unit),
+        "table": lambda row: shown(row.table, row.unit),
+        "of the table": lambda row: percent_text(row.share),
     }
     return _build_table(found, columns, {"figure"})
 

@@ -216,19 +216,19 @@ def fits_text(estimate: Estimate, limit_bytes: int) -> str:
     if estimate.allocated_bytes < estimate.peak_bytes:
         allocated, reserved = bytes_text(estimate.allocated_bytes), bytes_text(estimate.reserved_bytes)
         said = f"{said}; tensors need {allocated}, for which torch reserves {reserved}"
-    held = f"{peak} of {limit} a rank ({said})"
+    summary = f"{peak} of {limit} a rank ({said})"
     if over <= 0:
         unsure = ", but not for sure" if most > limit_bytes else ""
-        return f"It fits{unsure}: {held}, {bytes_text(-over)} free."
+        return f"It fits{unsure}: {summary}, {bytes_text(-over)} free."
     if estimate.least_bytes <= limit_bytes:
         return (
-            f"It fits only if torch's allocator gives back what it keeps, which costs time: {held}, "
+            f"It fits only if torch's allocator gives back what it keeps, which costs time: {summary}, "
             f"{bytes_text(over)} too much."
         )
     parts = estimate.memory._asdict()
     largest = max(parts, key=lambda part: parts[part])
     return (
-        f"It does not fit{', but not for sure' if least <= limit_bytes else ''}: {held}, {bytes_text(over)} too much. "
+        f"It does not fit{', but not for sure' if least <= limit_bytes else ''}: {summary}, {bytes_text(over)} too much. "
         f"The largest part is {largest} with {bytes_text(parts[largest])}; the worst moment is the {estimate.peak_at}."
     )
 

@@ -218,7 +218,7 @@ def read_history(path: str | PathLike[str]) -> tuple[StudyRecord, ...]:
     """Every study of a history, by name. The file is only read, so a search may write to it meanwhile.
 
     Raises:
-        InputError: if there is no such file, or it is no history.
+        InputError: if there is no such file, or it is not a history.
     """
     place = Path(path)
     if not place.is_file():
@@ -231,7 +231,7 @@ def read_history(path: str | PathLike[str]) -> tuple[StudyRecord, ...]:
         raise
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{place} is no history of searches: {error}. Give the file that search_history or --history named."
+            f"{place} is not a history of searches: {error}. Give the file that search_history or --history named."
         ) from error
     return tuple(studies[name] for name in sorted(studies))
 
@@ -239,10 +239,10 @@ def read_history(path: str | PathLike[str]) -> tuple[StudyRecord, ...]:
 def tried_strategies(path: str | PathLike[str], study: str) -> list[tuple[tuple[str, Any], ...]]:
     """The steps of the strategies that earlier searches of a setting tried, each once; none where nothing can be read."""
     try:
-        records = [one for one in read_history(path) if one.name == study]
+        records = [record for record in read_history(path) if record.name == study]
     except InputError:  # reported where the history is opened
         return []
-    return list({trial.key: trial.task.steps for one in records for trial in one.trials}.values())
+    return list({trial.key: trial.task.steps for record in records for trial in record.trials}.values())
 
 
 def _add_lines(studies: dict[str, StudyRecord], lines: Iterable[str]) -> None:

@@ -40,7 +40,7 @@ class Journal:
 
         Raises:
             OptunaJournalError: if an earlier version wrote the file.
-            ValueError: if it is no journal.
+            ValueError: if it is not a journal.
             OSError: if it cannot be read and written.
         """
         if self._path.exists():
@@ -60,7 +60,7 @@ class Journal:
 
         Raises:
             OptunaJournalError: if an earlier version wrote the file.
-            ValueError: if it is no journal.
+            ValueError: if it is not a journal.
             OSError: if it cannot be read.
         """
         if self._offset == 0:
@@ -94,7 +94,7 @@ class Journal:
 
     def _check_header(self) -> None:
         if not self._path.is_file():
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         with self._path.open("rb") as file:
             first = file.read(len(HEADER))
         if first.startswith(_OPTUNA):

@@ -90,13 +90,13 @@ class Candidate:
 
 def named_features(candidate: Candidate) -> dict[str, str]:
     """The settings of a candidate's methods by ``method`` and ``method.key=value``, each ``"on"``."""
-    found: dict[str, str] = {}
+    features: dict[str, str] = {}
     for name, config in candidate.steps:
-        found[name] = "on"
+        features[name] = "on"
         for key, value in (config if isinstance(config, Mapping) else {}).items():
             text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-            found[f"{name}.{key}={text}"] = "on"
-    return found
+            features[f"{name}.{key}={text}"] = "on"
+    return features
 
 
 def refusal_keys(resolved: Resolved) -> tuple[tuple[str, str], ...]:
@@ -114,11 +114,11 @@ def refusal_keys(resolved: Resolved) -> tuple[tuple[str, str], ...]:
 
 
 def _refusal_key(item: Chosen, resolved: Resolved) -> str:
-    place, plan = ORDER.index(item.method.phase), resolved.plan
+    position, plan = ORDER.index(item.method.phase), resolved.plan
     before = [
         [other.method.name, other.config.as_json()]
         for other in resolved.chosen
-        if other.method.phase is not Phase.MESH and ORDER.index(other.method.phase) <= place
+        if other.method.phase is not Phase.MESH and ORDER.index(other.method.phase) <= position
     ]
     named = {name: repr(attrgetter(name)(plan)) for name in item.method.refuses_by or ()}
     sizes = {axis: plan.size(axis) for axis in MODEL_AXES}

@@ -127,7 +127,7 @@ def _read_entries(
     if isinstance(entries, str):
         problems.append(f"{argument} is a list of method names; write [{entries!r}].")
         return []
-    found: list[Constraint] = []
+    constraints: list[Constraint] = []
     for entry in entries or ():
         try:
             (step,) = Strategy([entry]).steps
@@ -138,8 +138,8 @@ def _read_entries(
         if isinstance(constraint, str):
             problems.append(f"{argument}: {constraint}")
         else:
-            found.append(constraint)
-    return found
+            constraints.append(constraint)
+    return constraints
 
 
 def _read_constraint(step: Step, registry: Registry) -> Constraint | str:
@@ -193,10 +193,10 @@ def _find_contradictions(wanted: list[Constraint], banned: list[Constraint], reg
         if len(constraint.methods) == 1:
             method = registry.get(constraint.methods[0])
             items.append((constraint.written, Chosen(method, constraint.config or method.Config())))
-    for (first, one), (second, other) in itertools.combinations(items, 2):
-        if one.method is other.method:
+    for (first, choice), (second, other) in itertools.combinations(items, 2):
+        if choice.method is other.method:
             problems.append(f"{first} and {second} are the same method; keep one of them.")
-        elif (reason := clash(one, other)) is not None:
+        elif (reason := clash(choice, other)) is not None:
             problems.append(f"{first} and {second} cannot stand together: {reason}")
     return problems
 

@@ -53,9 +53,9 @@ _SHARDED = ("parameters_over", "gradients_over", "optimizer_over")
 def _idle_defaults(group: Any, conditions: Mapping[str, bool]) -> dict[str, Any]:
     """The defaults of a group's fields that change nothing, since their condition does not hold."""
     return {
-        one.name: one.default
-        for one in fields(group)
-        if "only_where" in one.metadata and not conditions[one.metadata["only_where"]]
+        field.name: field.default
+        for field in fields(group)
+        if "only_where" in field.metadata and not conditions[field.metadata["only_where"]]
     }
 
 

@@ -108,7 +108,7 @@ def price_rows(
     templates = found.distinct
     options = axis_options(choices)
     rows = _Rows(choices, options, profile, workload, max_micro_batches, cluster.local_world_size)
-    columns = [rows.of(index, one) for index, one in enumerate(templates)]
+    columns = [rows.of(index, entry) for index, entry in enumerate(templates)]
     template, shapes, option, counts = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     peak, seconds = np.zeros(len(template)), np.zeros(len(template))
     prices, reduces_each = None, np.zeros(len(template), dtype=bool)
@@ -156,7 +156,7 @@ def batch_divisors(
     """The numbers of equal parts that some row divides a global batch into: data-parallel ranks times micro-batches."""
     anything = replace(workload, global_batch=0)  # which every number divides
     rows = _Rows(choices, axis_options(choices), profile, anything, max_micro_batches, per_node=0)
-    columns = (rows.of(index, one) for index, one in enumerate(found.distinct))
+    columns = (rows.of(index, template) for index, template in enumerate(found.distinct))
     products = (_data_ranks(shapes) * counts for _, shapes, _, counts in columns)
     return sorted({number for product in products for number in product.tolist()})
 
@@ -188,13 +188,13 @@ class _Kinds:
         alike: dict[str, Any] = _USUAL._asdict()
         if not any(segment.replaced_costs for segment in trace.segments):
             alike["replaced"] = False
-        for one in templates:
-            kind = template_of(one.plan, axes=_template_axes(one.plan.axes), **alike)
+        for template in templates:
+            kind = template_of(template.plan, axes=_template_axes(template.plan.axes), **alike)
             index.append(kinds.setdefault(kind, len(kinds)))
-            own = AxisUse.of(one.plan)
-            if own not in rows:
-                rows[own] = [uses.setdefault(each.plan.over(own), len(uses)) for each in options]
-            use.append(rows[own])
+            axis_use = AxisUse.of(template.plan)
+            if axis_use not in rows:
+                rows[axis_use] = [uses.setdefault(each.plan.over(axis_use), len(uses)) for each in options]
+            use.append(rows[axis_use])
         return cls(
             tuple(kinds), np.asarray(index, dtype=np.int64), tuple(uses), np.asarray(use, dtype=np.int64)
         )
@@ -234,11 +234,11 @@ class _Rows:
 
     def of(self, index: int, template: Template) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Columns of one template: [n] its index, [n, 6] shapes, [n] options and [n] numbers of micro-batches."""
-        own = AxisUse.of(template.plan)
+        axis_use = AxisUse.of(template.plan)
         filled = self._used_axes(template.chosen)
         none = np.zeros(0, int)
         parts = [(np.zeros((0, 2 + len(MODEL_AXES)), int), none, none)]
-        for place, use in self._find_uses(template.group, own, filled):
+        for position, use in self._find_uses(template.group, axis_use, filled):
             if (
                 template.plan.whole_backward
                 and _splits_backward(use.pipeline.schedule)
@@ -248,7 +248,7 @@ class _Rows:
             if use.tensor.asynchronous and template.plan.compiler != "inductor":
                 continue
             shapes, counts = self._cached_columns(template.group, use)
-            parts.append((shapes, np.full(len(counts), place), counts))
+            parts.append((shapes, np.full(len(counts), position), counts))
         shapes, option, counts = (np.concatenate(each) for each in zip(*parts, strict=True))
         return np.full(len(counts), index), shapes, option, counts
 
@@ -264,8 +264,8 @@ class _Rows:
         key = (id(group), own, filled)
         if key not in self.possible:
             self.possible[key] = [
-                (place, option.plan.over(own))
-                for place, option in enumerate(self.options)
+                (index, option.plan.over(own))
+                for index, option in enumerate(self.options)
                 if not option.axes & filled and all(group.has(axis) for axis in option.axes)
             ]
         return self.possible[key]
@@ -314,12 +314,12 @@ def _data_ranks(shapes: np.ndarray) -> np.ndarray:
 
 def axis_options(choices: Choices) -> tuple[AxisOption, ...]:
     """Every option for the axes that divide the model, the default first."""
-    found = []
+    options = []
     for items in itertools.product(*choices.options.values()):
         chosen = tuple(item for item in items if item is not None)
         axes = frozenset(axis for item in chosen for axis in axes_of(item))
-        found.append(AxisOption(chosen, AxisUse.of(fold_plan(chosen)), axes))
-    return tuple(found)
+        options.append(AxisOption(chosen, AxisUse.of(fold_plan(chosen)), axes))
+    return tuple(options)
 
 
 @cache

@@ -114,7 +114,7 @@ class _Explorer:
         if not fits and constraints.excluded and base is None:
             candidates = self._with_hint(candidates, constraints, limit)
         known = {candidate.key for candidate in candidates}
-        candidates += [one for one in self._writer.duplicates(templates) if one.key not in known]
+        candidates += [twin for twin in self._writer.duplicates(templates) if twin.key not in known]
         notes = (*_search_notes(rows, selected, templates, choices), *self._pipeline_notes(candidates))
         return Space(candidates=tuple(candidates), num_priced=len(rows), notes=notes)
 
@@ -147,8 +147,8 @@ class _Explorer:
         if not len(rows):
             raise InputError(self._nothing_divides(templates, choices))
         selected = select_rows(rows, limit)
-        given = "max_micro_batches" in settings.model_fields_set
-        if selected.fitting or given or most <= settings.max_micro_batches:
+        is_fixed = "max_micro_batches" in settings.model_fields_set
+        if selected.fitting or is_fixed or most <= settings.max_micro_batches:
             return rows, selected
         rows = priced(most)
         return rows, select_rows(rows, limit)
@@ -223,8 +223,8 @@ def _nothing_left(templates: Templates, choices: Choices, constraints: Constrain
     offered = {axis for mesh in meshes for axis, _ in mesh.method.plan(Plan(), mesh.config).axes}
     divides = meshes[0].method.name if meshes else "the method of the mesh"
     groups = (*choices.kinds, *choices.options.values())
-    found = {item.method for items in groups for item in items if item is not None}
-    wanted = {name: method.default_for for method in found if constraints.requires(name := method.name)}
+    methods = {item.method for items in groups for item in items if item is not None}
+    wanted = {name: method.default_for for method in methods if constraints.requires(name := method.name)}
     reasons += [
         f"{name} is included and needs an axis {axis}, which no mesh that is offered for this model, sample and cluster has; "
         f"include {divides} with one."

@@ -307,19 +307,19 @@ class _Completion:
 
 
 def _build_combinations(kinds: Sequence[tuple[Chosen | None, ...]]) -> tuple[list[tuple[Chosen, ...]], int]:
-    found: list[tuple[Chosen, ...]] = [()]
+    combinations: list[tuple[Chosen, ...]] = [()]
     left_out = 0
     for alternatives in kinds:
         grown = [
             chosen if item is None else (*chosen, item)
-            for chosen in found
+            for chosen in combinations
             for item in alternatives
             if item is None or all(clash(item, other) is None for other in chosen)
         ]
         grown.sort(key=len)
         left_out += max(0, len(grown) - MAX_COMBINATIONS)
-        found = grown[:MAX_COMBINATIONS]
-    return found, left_out
+        combinations = grown[:MAX_COMBINATIONS]
+    return combinations, left_out
 
 
 def mesh_groups(meshes: Iterable[Chosen | None]) -> list[MeshGroup]:

@@ -48,7 +48,7 @@ class SearchContext:
         """The price of each strategy; ``None`` without a trace or hardware figures."""
         if self.profile.trace is None or self.cluster.hardware is None:
             return [None] * len(resolved)
-        table = PlanTable.of([one.plan for one in resolved])
+        table = PlanTable.of([strategy.plan for strategy in resolved])
         prices = price(table, self.profile, self.cluster, self.workload)
         return [prices.estimate(row) for row in range(len(resolved))]
 
@@ -115,15 +115,15 @@ class CandidateWriter:
 
     def duplicates(self, templates: Templates) -> list[Candidate]:
         """Candidates that amount to another, for the report."""
-        found = []
+        candidates = []
         for resolved, twin in templates.same[:MAX_SAME]:
             chosen = resolve(
                 Strategy(steps_of(twin.chosen, twin.group.first)),
                 self._context.cluster,
                 self._context.registry,
             )
-            found.append(self._same_as(self.candidate(resolved, None), chosen))
-        return found
+            candidates.append(self._same_as(self.candidate(resolved, None), chosen))
+        return candidates
 
     def _same_as(self, candidate: Candidate, other: Resolved) -> Candidate:
         """The candidate, pruned because it amounts to another."""
@@ -221,19 +221,19 @@ def _find_equivalents(resolved: dict[str, Resolved], baseline: str | None) -> di
     first: dict[Plan, str] = {}
     if baseline is not None:
         first[canonical(resolved[baseline].plan)] = baseline
-    found = {}
-    for name, one in resolved.items():
-        kept = first.setdefault(canonical(one.plan), name)
+    twins = {}
+    for name, strategy in resolved.items():
+        kept = first.setdefault(canonical(strategy.plan), name)
         if kept != name:
-            found[name] = kept
-    return found
+            twins[name] = kept
+    return twins
 
 
 def _mark_simplest(candidates: list[Candidate]) -> list[Candidate]:
     """The candidates with the simplest one as the baseline, where the plain strategy may not be used."""
-    free = [one for one in candidates if one.pruned is None] or candidates
-    simplest = min(free, key=lambda one: len(one.steps))
-    return [replace(one, is_baseline=one is simplest) for one in candidates]
+    free = [candidate for candidate in candidates if candidate.pruned is None] or candidates
+    simplest = min(free, key=lambda candidate: len(candidate.steps))
+    return [replace(candidate, is_baseline=candidate is simplest) for candidate in candidates]
 
 
 def _setup_seconds(resolved: Resolved, cluster: Cluster) -> float:

@@ -111,7 +111,7 @@ class _Seen(NamedTuple):
         """The terms from the logits of each layer, ``[tokens, E]``, and the mask ``[B, T]``; ``None`` for other shapes."""
         if not isinstance(logits, (tuple, list)) or not logits or not isinstance(top_k, int):
             return None
-        if any(not isinstance(one, torch.Tensor) or one.dim() != 2 for one in logits):
+        if any(not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 for tensor in logits):
             return None
         weight = logits[0].new_ones(len(logits[0]), dtype=torch.float32)
         if isinstance(mask, torch.Tensor):

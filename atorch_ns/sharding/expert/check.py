@@ -82,7 +82,7 @@ def why_not_answerable(listed: ListedExperts) -> str | None:
         calls = ExpertCalls(str(listed))
         intercept(listed.experts, calls)
         try:
-            found = _run_passes(listed, calls, tokens)
+            results = _run_passes(listed, calls, tokens)
         except StepError as error:
             return str(error)
         except Exception as error:  # as above: on what experts have not computed
@@ -90,10 +90,10 @@ def why_not_answerable(listed: ListedExperts) -> str | None:
         finally:
             calls.end()
             release(listed.experts)
-    if found is None:
+    if results is None:
         return "its code does not call them on a few tokens"
     floor = gradient_floor(whole)
-    off = max(relative_error(mine, theirs, floor=floor) for mine, theirs in zip(found, whole, strict=True))
+    off = max(relative_error(mine, theirs, floor=floor) for mine, theirs in zip(results, whole, strict=True))
     if off <= _TOLERANCE.get(tokens.dtype, _LOW_PRECISION_TOLERANCE):
         return None
     return (
@@ -113,9 +113,9 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
 def _first_accepted(inputs: Iterable[T], call: Callable[[T], R]) -> tuple[T, R]:
     """The first input that ``call`` accepts, with its result; else the last error is raised."""
     last: Exception | None = None
-    for given in inputs:
+    for sample in inputs:
         try:
-            return given, call(given)
+            return sample, call(sample)
         except Exception as refused:  # the user's code, on an input of a guessed shape
             last = refused
     assert last is not None
@@ -132,14 +132,14 @@ def _make_batch(experts: FoundExperts, like: torch.Tensor) -> tuple[torch.Tensor
     generator = torch.Generator().manual_seed(0)
     count = experts.num_experts
     step = max(1, count // 8)  # of many experts only some
-    one = torch.arange(0, count, step)
-    index = torch.stack([one, (one + 1 + step // 2) % count], dim=1).to(like.device)
-    weights = torch.rand(len(one), 2, generator=generator).to(like)
+    choice = torch.arange(0, count, step)
+    index = torch.stack([choice, (choice + 1 + step // 2) % count], dim=1).to(like.device)
+    weights = torch.rand(len(choice), 2, generator=generator).to(like)
     widths = _by_frequency(
         [size for name in experts.divided for size in experts.module.get_parameter(name).shape[1:]]
     )
-    inputs = (torch.randn(len(one), width, generator=generator).to(like) for width in widths)
-    tokens, _ = _first_accepted(inputs, lambda given: _call_experts(experts, given, index, weights))
+    inputs = (torch.randn(len(choice), width, generator=generator).to(like) for width in widths)
+    tokens, _ = _first_accepted(inputs, lambda sample: _call_experts(experts, sample, index, weights))
     return tokens, index, weights
 
 
@@ -190,7 +190,7 @@ def _run_whole_layer(listed: ListedExperts) -> tuple[torch.Tensor, list[torch.Te
     shapes = (shape for width in widths for shape in ((_ROWS, _TOKENS, width), (_ROWS * _TOKENS, width)))
     inputs = (torch.randn(shape, generator=generator).to(like).requires_grad_() for shape in shapes)
     return _first_accepted(
-        inputs, lambda given: _results_and_gradients(_gradient_targets(listed, given), listed.layer(given))
+        inputs, lambda sample: _results_and_gradients(_gradient_targets(listed, sample), listed.layer(sample))
     )
 
 
@@ -203,7 +203,7 @@ def _run_passes(listed: ListedExperts, calls: ExpertCalls, tokens: torch.Tensor)
     rows = calls.rows()
     if rows is None:
         return None
-    calls.answer(rows.results(listed.num_experts, lambda number, given: listed.experts[number](*given)))
+    calls.answer(rows.results(listed.num_experts, lambda number, inputs: listed.experts[number](*inputs)))
     with _hide_parameters(listed):
         output = listed.layer(tokens)
     return _results_and_gradients(targets, output)
@@ -215,11 +215,11 @@ def _gradient_targets(listed: ListedExperts, tokens: torch.Tensor) -> list[torch
 
 def _results_and_gradients(targets: list[torch.Tensor], output: Any) -> list[torch.Tensor]:
     """The floating results, and the gradients of their weighted sum."""
-    found = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-    total = weighted_sum(found, seed=1)
+    results = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+    total = weighted_sum(results, seed=1)
     if total is None or not total.requires_grad:
         raise TypeError("it returns no tensor of floats with a gradient")
-    return [*(tensor.detach() for tensor in found), *gradients_of(total, targets)]
+    return [*(tensor.detach() for tensor in results), *gradients_of(total, targets)]
 
 
 @contextmanager

@@ -119,8 +119,8 @@ def find_experts(
             (name, module) for name, module in model.named_modules() if _looks_like_experts(name, module)
         ]
     else:
-        candidates = [(found.name, found.module) for found in select_modules(model, selectors)]
-    found: list[FoundExperts | ListedExperts] = []
+        candidates = [(experts.name, experts.module) for experts in select_modules(model, selectors)]
+    experts: list[FoundExperts | ListedExperts] = []
     unfit: list[UnfitExperts] = []
     for name, module in candidates:
         listed = _is_list_of_experts(module)
@@ -128,8 +128,8 @@ def find_experts(
         if isinstance(examined, UnfitExperts):
             unfit.append(examined)
         else:
-            found.append(examined)
-    return found, unfit
+            experts.append(examined)
+    return experts, unfit
 
 
 def _looks_like_experts(name: str, module: nn.Module) -> bool:
@@ -153,8 +153,8 @@ def _examine_module(name: str, module: nn.Module) -> FoundExperts | UnfitExperts
             "its forward does not take (tokens, indices of experts, weights of the choices); arguments named "
             "hidden_states, top_k_index and top_k_weights would do",
         )
-    own = dict(module.named_parameters(recurse=False))
-    sizes = {parameter.shape[0] for parameter in own.values() if parameter.dim() >= 3}
+    parameters = dict(module.named_parameters(recurse=False))
+    sizes = {parameter.shape[0] for parameter in parameters.values() if parameter.dim() >= 3}
     if len(sizes) != 1:
         return UnfitExperts(
             name,
@@ -163,7 +163,7 @@ def _examine_module(name: str, module: nn.Module) -> FoundExperts | UnfitExperts
             f"shapes are {sorted({tuple(parameter.shape) for parameter in module.parameters()})}",
         )
     count = sizes.pop()
-    divided = tuple(name for name, parameter in own.items() if parameter.shape[:1] == (count,))
+    divided = tuple(name for name, parameter in parameters.items() if parameter.shape[:1] == (count,))
     whole = tuple(name for name, _ in module.named_parameters() if name not in divided)
     counts = tuple(
         key
@@ -177,7 +177,7 @@ def _examine_list(model: nn.Module, name: str, module: nn.Module) -> ListedExper
     layer = model.get_submodule(name.rpartition(".")[0])
     experts = tuple(module.children())
     reason = (
-        _why_not_listed(layer, experts) if isinstance(module, nn.ModuleList) else "it is no nn.ModuleList"
+        _why_not_listed(layer, experts) if isinstance(module, nn.ModuleList) else "it is not an nn.ModuleList"
     )
     if reason is None:
         return ListedExperts(name, layer, experts)
@@ -193,7 +193,7 @@ def _why_not_listed(layer: nn.Module, experts: tuple[nn.Module, ...]) -> str | N
     if type(layer).forward is nn.Module.forward or isinstance(layer, (nn.ModuleList, nn.ModuleDict)):
         return f"{type(layer).__name__}, which holds their list, has no forward that calls them"
     shapes = [[(key, p.shape, p.dtype, p.requires_grad) for key, p in e.named_parameters()] for e in experts]
-    if any(one != shapes[0] for one in shapes) or not shapes[0]:
+    if any(shape != shapes[0] for shape in shapes) or not shapes[0]:
         return "their parameters are not alike"
     if len({id(p) for expert in experts for p in expert.parameters()}) != len(experts) * len(shapes[0]):
         return "they share parameters"

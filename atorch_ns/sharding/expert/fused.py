@@ -85,14 +85,14 @@ class Route:
         tokens = torch.div(order, num_choices, rounding_mode="floor")
         goes = torch.zeros(ranks + 1, num_tokens, dtype=torch.bool, device=index.device)
         goes[target, tokens] = True
-        place = goes.long().cumsum(1) - 1  # of a token among those that go to one rank
+        position = goes.long().cumsum(1) - 1  # of a token among those that go to one rank
         pairs_to = target.new_zeros(ranks + 1).scatter_add(0, target, torch.ones_like(target))
         counts = torch.stack([goes[:ranks].sum(1), pairs_to[:ranks]], dim=1)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)
         (sent_rows, sent_pairs), (received_rows, received_pairs) = torch.stack([counts, arriving]).mT.tolist()
         kept = slice(0, sum(sent_pairs))
-        pairs = torch.stack([place[target, tokens], chosen[order] - target * per_rank], dim=1)[kept]
+        pairs = torch.stack([position[target, tokens], chosen[order] - target * per_rank], dim=1)[kept]
         pairs = exchange(pairs, sent_pairs, received_pairs, group)
         arrived = torch.tensor(received_rows, device=index.device)
         first_rows = (arrived.cumsum(0) - arrived).repeat_interleave(
@@ -118,14 +118,14 @@ class Route:
         its part of the backward pass exists.
         """
         rows = exchange(hidden[self.row_tokens], self.sent_rows, self.received_rows, self.group)
-        given = weights.reshape(-1, 1)[self.choices]
-        given = exchange(given, self.sent_pairs, self.received_pairs, self.group)
+        pair_weights = weights.reshape(-1, 1)[self.choices]
+        pair_weights = exchange(pair_weights, self.sent_pairs, self.received_pairs, self.group)
         tokens, index = rows[self.pair_rows], self.pair_experts[:, None]
         if len(index) == 0:
             tokens = torch.cat([tokens, tokens.new_zeros(1, hidden.size(1))])
-            given = torch.cat([given, given.new_zeros(1, 1)])
+            pair_weights = torch.cat([pair_weights, pair_weights.new_zeros(1, 1)])
             index = index.new_zeros(1, 1)
-        return Arrived(tokens, index, given)
+        return Arrived(tokens, index, pair_weights)
 
     def bring_back(self, results: torch.Tensor) -> torch.Tensor:
         """Sends the experts' results ``[P, D]`` back and adds up those of each token; collective.
@@ -212,10 +212,10 @@ class _DividedForward:
         arrived = route.send(hidden.reshape(-1, hidden.size(-1)), weights.reshape(-1, num_choices))
         places = list(self._parameter_slots(module))
         self._under_way.append((route, hidden.shape, places))
-        for place in places:
-            place.held[place.key] = scale_gradient(local_part(place.parameter), 1 / self._group.size())
-        given = (arrived.tokens, arrived.index, arrived.weights)
-        bound.arguments.update(zip(self._arguments, given, strict=True))
+        for slot in places:
+            slot.held[slot.key] = scale_gradient(local_part(slot.parameter), 1 / self._group.size())
+        values = (arrived.tokens, arrived.index, arrived.weights)
+        bound.arguments.update(zip(self._arguments, values, strict=True))
         return bound.args, bound.kwargs
 
     def _return_tokens(
@@ -224,12 +224,12 @@ class _DividedForward:
         if not self._under_way:  # the pass failed before it began
             return None
         route, shape, places = self._under_way.pop()
-        for place in places:
-            place.held[place.key] = place.parameter
+        for slot in places:
+            slot.held[slot.key] = slot.parameter
         return None if output is None else route.bring_back(output).view(shape)
 
     def _parameter_slots(self, module: nn.Module) -> Iterator[_Place]:
         for name in self._names:
             owner, _, key = name.rpartition(".")
-            held: dict[str, Any] = module.get_submodule(owner)._parameters
-            yield _Place(held, key, held[key])
+            parameters: dict[str, Any] = module.get_submodule(owner)._parameters
+            yield _Place(parameters, key, parameters[key])

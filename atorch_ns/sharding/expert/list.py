@@ -108,16 +108,16 @@ class _DividedLayer:
         first = self._group.rank() * per_rank
         parameters = self._local_expert_parameters(per_rank)
 
-        def compute(place: int, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            found: torch.Tensor = functional_call(experts[first + place], parameters[place], given)
-            return found
+        def compute(index: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            output: torch.Tensor = functional_call(experts[first + index], parameters[index], inputs)
+            return output
 
         return Rows(arrived.tokens, arrived.index[:, 0], widths).results(per_rank, compute)
 
     def _local_expert_parameters(self, per_rank: int) -> list[dict[str, torch.Tensor]]:
         """The parameters of this rank's experts, whole; collective."""
         ranks, first = self._group.size(), self._group.rank() * per_rank
-        found: list[dict[str, torch.Tensor]] = [{} for _ in range(per_rank)]
+        parameters: list[dict[str, torch.Tensor]] = [{} for _ in range(per_rank)]
         every = [dict(expert.named_parameters()) for expert in self._listed.experts]
         for name, like in every[0].items():
             if isinstance(like, DTensor):
@@ -126,9 +126,9 @@ class _DividedLayer:
                 mine = list(all_to_all(parts, 0, dim, self._group).unbind(0))
             else:
                 mine = [of[name] for of in every[first : first + per_rank]]
-            for place, tensor in enumerate(mine):
-                found[place][name] = scale_gradient(tensor, 1 / ranks)
-        return found
+            for index, tensor in enumerate(mine):
+                parameters[index][name] = scale_gradient(tensor, 1 / ranks)
+        return parameters
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ class Rows:
         order = self.experts.argsort(stable=True)
         counts = torch.bincount(self.experts, minlength=num_experts).tolist()
         pieces = enumerate(self.features[order].split(counts))
-        found = [compute(expert, piece.split(self.widths, -1)) for expert, piece in pieces if len(piece)]
-        return torch.cat(found)[order.argsort()]
+        outputs = [compute(expert, piece.split(self.widths, -1)) for expert, piece in pieces if len(piece)]
+        return torch.cat(outputs)[order.argsort()]
 
 
 class ExpertCalls:
@@ -182,19 +182,19 @@ class ExpertCalls:
         self.state = "compute"
         if not self._recorded:
             return None
-        widths = {tuple(one.size(-1) for one in given) for _, _, given in self._recorded}
+        widths = {tuple(tensor.size(-1) for tensor in inputs) for _, _, inputs in self._recorded}
         if len(widths) > 1:
             raise self._calls_error(
                 f"its experts are called with arguments of different widths: {sorted(widths)}"
             )
-        features = torch.cat([torch.cat(given, -1) for _, _, given in self._recorded])
-        experts = [torch.full((len(given[0]),), number) for number, _, given in self._recorded]
+        features = torch.cat([torch.cat(inputs, -1) for _, _, inputs in self._recorded])
+        experts = [torch.full((len(inputs[0]),), number) for number, _, inputs in self._recorded]
         return Rows(features, torch.cat(experts).to(features.device), widths.pop())
 
     def answer(self, results: torch.Tensor) -> None:
         """Starts answering calls with ``results`` [R, D'], in the order in which they were recorded."""
         self.state = "answer"
-        self._answers = list(results.split([len(given[0]) for _, _, given in self._recorded]))
+        self._answers = list(results.split([len(inputs[0]) for _, _, inputs in self._recorded]))
 
     def end(self) -> None:
         """Forgets the calls; from here on calls are computed."""
@@ -206,16 +206,16 @@ class ExpertCalls:
             raise self._calls_error("its experts are called with more than tensors of rows")
         lead = args[0].shape[:-1]
         if self.state == "record":
-            given = tuple(one.reshape(lead.numel(), -1) for one in args)
-            self._recorded.append((number, lead, given))
+            inputs = tuple(one.reshape(lead.numel(), -1) for one in args)
+            self._recorded.append((number, lead, inputs))
             return torch.zeros_like(args[0])
-        place, self._next = self._next, self._next + 1
-        if place >= len(self._recorded) or self._recorded[place][:2] != (number, lead):
+        index, self._next = self._next, self._next + 1
+        if index >= len(self._recorded) or self._recorded[index][:2] != (number, lead):
             raise self._calls_error(
-                f"call {place + 1} of its experts is another one when its code runs again: it may depend on what "
+                f"call {index + 1} of its experts is another one when its code runs again: it may depend on what "
                 "experts return"
             )
-        return self._answers[place].reshape(*lead, -1)
+        return self._answers[index].reshape(*lead, -1)
 
     def _calls_error(self, reason: str) -> StepError:
         return StepError(

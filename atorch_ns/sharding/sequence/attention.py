@@ -119,9 +119,9 @@ def multi_head_attention(
     Raises:
         InputError: for key biases and static keys, which belong to no position.
     """
-    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
-    given.apply_defaults()
-    it = given.arguments
+    binding = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+    binding.apply_defaults()
+    it = binding.arguments
     if it["bias_k"] is not None or it["add_zero_attn"] or it["static_k"] is not None:
         raise InputError(
             "attention with bias_k, add_zero_attn or static keys cannot be divided over positions."

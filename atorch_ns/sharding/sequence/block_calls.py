@@ -165,14 +165,14 @@ class DividedCalls(TorchFunctionMode):
         self, product: Product, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a product, with the keys of all ranks where they are those of the sequence."""
-        place = self._num_products
+        index = self._num_products
         self._num_products += 1
-        dim = self._plan.products.get(place)
+        dim = self._plan.products.get(index)
         if dim is None:
             return args, kwargs
         length = product.right.size(dim)
         if length == self._layout.local:
-            self.products[place] = dim
+            self.products[index] = dim
             right = product.gathered(dim, self._layout, self._group)
             return product.with_right(right, args, kwargs)
         if length == self._layout.length:  # another sequence, which every rank has whole
@@ -182,7 +182,7 @@ class DividedCalls(TorchFunctionMode):
         )
 
     def _run_divided_attention(self, call: AttentionCall) -> torch.Tensor:
-        place = self._num_attentions
+        index = self._num_attentions
         self._num_attentions += 1
         call = call.cast()
         if call.query.size(-2) != self._layout.local:
@@ -190,8 +190,8 @@ class DividedCalls(TorchFunctionMode):
                 f"an attention call has {call.query.size(-2)} queries where this rank holds "
                 f"{self._layout.local} positions: only queries that are the sequence's can be divided."
             )
-        if place in self._plan.crossed or call.key.size(-2) != self._layout.local:
-            self.crossed.add(place)
+        if index in self._plan.crossed or call.key.size(-2) != self._layout.local:
+            self.crossed.add(index)
             return self._run_cross_attention(call)
         if self._plan.kind == "ring":
             return ring_attention(call, self._layout, self._group)
@@ -251,13 +251,13 @@ def with_positions(
     """
     own_square = rows and numbers == "own"
     if func is torch.arange:
-        found = func(*args, **kwargs)
-        own = layout.own(found.device).to(found)
-        return own if numbers == "own" else torch.arange(layout.length, device=own.device).to(found)
+        output = func(*args, **kwargs)
+        local = layout.own(output.device).to(output)
+        return local if numbers == "own" else torch.arange(layout.length, device=local.device).to(output)
     if func is torch.Tensor.__getitem__:
         table, index = args
         indices = [slice(0, layout.length) if _is_prefix(item) else item for item in _index_tuple(index)]
-        prefixes = [place for place, item in enumerate(_index_tuple(index)) if _is_prefix(item)]
+        prefixes = [slot for slot, item in enumerate(_index_tuple(index)) if _is_prefix(item)]
         if own_square or (numbers == "own" and len(prefixes) == 1):
             indices[prefixes[0]] = layout.own(table.device)
         return table[tuple(indices)]
@@ -277,8 +277,8 @@ def triangle(
     device = args[0].device
     offsets = torch.arange(layout.length, device=device) - layout.own(device)[:, None] - diagonal
     kept = offsets <= 0 if _TRIANGLES[func] == "lower" else offsets >= 0
-    found: torch.Tensor = args[0].masked_fill(~kept, 0)
-    return found
+    matrix: torch.Tensor = args[0].masked_fill(~kept, 0)
+    return matrix
 
 
 def square_view(
@@ -288,8 +288,8 @@ def square_view(
     if func not in _VIEWS or kwargs or len(args) < 2:
         return None
     size = tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
-    own, whole = layout.local, layout.length
-    if own == whole or size[-2:] != (own, own) or args[0].shape[-2:] != (own, whole):
+    local, whole = layout.local, layout.length
+    if local == whole or size[-2:] != (local, local) or args[0].shape[-2:] != (local, whole):
         return None
     view: torch.Tensor = func(args[0], (*size[:-1], whole))
     return view
@@ -318,17 +318,17 @@ def _is_prefix(index: Any) -> bool:
 
 
 def _size_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | None:
-    own = args[1:] if func in _FILLED_LIKE else args
-    if not own:
+    arguments = args[1:] if func in _FILLED_LIKE else args
+    if not arguments:
         size = kwargs.get("size")
         return size if isinstance(size, (tuple, list)) else None
-    return own[0] if isinstance(own[0], (tuple, list)) else own
+    return arguments[0] if isinstance(arguments[0], (tuple, list)) else arguments
 
 
 def _with_size(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], size: Sequence[int]) -> Any:
     first = args[:1] if func in _FILLED_LIKE else ()
-    own = args[len(first) :]
-    if not own:
+    arguments = args[len(first) :]
+    if not arguments:
         return func(*first, **{**kwargs, "size": size})
-    rest = own[1:] if isinstance(own[0], (tuple, list)) else ()
+    rest = arguments[1:] if isinstance(arguments[0], (tuple, list)) else ()
     return func(*first, size, *rest, **kwargs)

@@ -94,15 +94,15 @@ class BlockChain:
 
     def attach(self) -> None:
         """Surrounds the forward passes of the blocks."""
-        for place, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
+        for index, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
             if kind not in self._known:
                 copied = _test_copy(block.module)
                 if self._settings.restore_precision is not None:
                     self._settings.restore_precision(copied)
                 self._known[kind] = _Known(copied)
-            self._known[kind].uncalled.add(place)
-            block.module.register_forward_pre_hook(self._make_enter_hook(place), with_kwargs=True)
-            block.module.register_forward_hook(self._make_leave_hook(place), always_call=True)
+            self._known[kind].uncalled.add(index)
+            block.module.register_forward_pre_hook(self._make_enter_hook(index), with_kwargs=True)
+            block.module.register_forward_hook(self._make_leave_hook(index), always_call=True)
 
     def join(self, places: Mapping[int, Sequence[tuple[Path, Path]]]) -> None:
         """Makes blocks hand their results on divided; must not be called between a forward pass and its backward.
@@ -113,13 +113,13 @@ class BlockChain:
                 part in the one and whole in the other is gathered, and all but hidden states while that is not known.
         """
         self._joined, self._due = {}, None
-        for place, links in places.items():
-            if self._whole.keys() & {place, place + 1}:
+        for block_index, links in places.items():
+            if self._whole.keys() & {block_index, block_index + 1}:
                 continue
-            following = self._plans.get(place + 1)
+            following = self._plans.get(block_index + 1)
             hidden = [path for _, path in links[:1]]
             divided: Container[Path] = hidden if following is None else following.divided
-            self._joined[place] = frozenset(source for source, path in links if path not in divided)
+            self._joined[block_index] = frozenset(source for source, path in links if path not in divided)
 
     def divide_tail(self, root: nn.Module) -> None:
         """Lets the code after the last block see :class:`DividedTokens` in the place of whole hidden states.
@@ -151,7 +151,7 @@ class BlockChain:
             if module is not root:  # a copy
                 return
             handle.remove()
-            attach(next(found for name, found in module.named_modules() if plain_name(name) == path))
+            attach(next(wrapper for name, wrapper in module.named_modules() if plain_name(name) == path))
 
         handle = root.register_forward_pre_hook(torch.compiler.disable(before))
 
@@ -167,14 +167,14 @@ class BlockChain:
         part = self._sequence_layout(self._last_length).divide(whole, plan.divided[path], group)
         part = scale_gradient(part, 1 / group.size())
         self._lengths[part] = self._last_length
-        return map_leaves(lambda place, leaf: part if place == path else leaf, arguments)
+        return map_leaves(lambda leaf_path, leaf: part if leaf_path == path else leaf, arguments)
 
     def _hand_on(self, module: nn.Module, args: Any, output: Any) -> Any:
         tail, self._tail = self._tail, None
         if tail is None:
             return None
-        place, at = tail
-        return map_leaves(lambda path, leaf: DividedTokens.of(leaf, at) if path == place else leaf, output)
+        target, at = tail
+        return map_leaves(lambda path, leaf: DividedTokens.of(leaf, at) if path == target else leaf, output)
 
     @property
     def num_joined(self) -> int:
@@ -183,15 +183,15 @@ class BlockChain:
 
     def plans(self) -> dict[str, BlockPlan]:
         """The plans in use, each by the name of the first block that has it."""
-        found: dict[str, BlockPlan] = {}
-        for place, plan in sorted(self._plans.items()):
-            if plan not in found.values():
-                found[self.blocks[place].name] = plan
-        return found
+        block_plans: dict[str, BlockPlan] = {}
+        for index, plan in sorted(self._plans.items()):
+            if plan not in block_plans.values():
+                block_plans[self.blocks[index].name] = plan
+        return block_plans
 
     def left_whole(self) -> dict[str, InputError]:
         """The names of the blocks that run whole, with the reason."""
-        return {self.blocks[place].name: why for place, why in sorted(self._whole.items())}
+        return {self.blocks[index].name: why for index, why in sorted(self._whole.items())}
 
     def _make_enter_hook(self, place: int) -> Any:
         def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -258,8 +258,8 @@ class BlockChain:
     def _length_of(self, place: int, arguments: Any) -> int:
         """The whole sequence's length, and a check that the blocks are called in their order."""
         name = self.blocks[place].name
-        found = find_hidden(arguments, self._settings.dim)
-        if found is None:
+        entry = find_hidden(arguments, self._settings.dim)
+        if entry is None:
             raise InputError(
                 f"sequence_parallel: {name} is called with no floating tensor of more than "
                 f"{self._settings.dim} dimensions, so there are no hidden states to divide. Set sequence_dim, or "
@@ -274,7 +274,7 @@ class BlockChain:
                     "name in blocks only those that are."
                 )
             self._due = place + 1 if place in self._joined else None
-        hidden = found[1]
+        hidden = entry[1]
         size = hidden.size(self._settings.dim)
         if self._is_first(place):
             is_part = self._has_part
@@ -330,10 +330,10 @@ class BlockChain:
             may_stay_whole=self._settings.leave_whole and place not in self._joined and self._is_first(place),
             settings=self._settings,
         )
-        found = find_block_plan(subject)
-        if isinstance(found, InputError):
-            return found
-        plan, self._zigzag = found
+        outcome = find_block_plan(subject)
+        if isinstance(outcome, InputError):
+            return outcome
+        plan, self._zigzag = outcome
         return plan
 
 

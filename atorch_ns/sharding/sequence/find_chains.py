@@ -113,22 +113,22 @@ class _Watch(TorchFunctionMode):
 
     def chains(self) -> list[list[int]]:
         """The calls, separated where hidden states are not handed on untouched, or a block is called again."""
-        found: list[list[int]] = []
+        segments: list[list[int]] = []
         repeated = {index for index in self._calls if self._calls.count(index) > 1}
-        for place, (index, continues) in enumerate(zip(self._calls, self._continues, strict=True)):
-            untouched = continues and place - 1 not in self._read
-            if found and untouched and index not in repeated and found[-1][-1] not in repeated:
-                found[-1].append(index)
+        for position, (index, continues) in enumerate(zip(self._calls, self._continues, strict=True)):
+            untouched = continues and position - 1 not in self._read
+            if segments and untouched and index not in repeated and segments[-1][-1] not in repeated:
+                segments[-1].append(index)
             else:
-                found.append([index])
-        return found
+                segments.append([index])
+        return segments
 
     def _mark_read_outputs(self, values: Any, but: Collection[int] = ()) -> None:
         """Marks the calls whose outputs are among ``values`` as read by something other than the next block."""
         for leaf in tensors_of(values):
-            place = self._outputs.get(leaf)
-            if place is not None and id(leaf) not in but:
-                self._read.add(place)
+            position = self._outputs.get(leaf)
+            if position is not None and id(leaf) not in but:
+                self._read.add(position)
 
     def _record_inner_tensors(self, result: Any) -> None:
         """Remembers tensors that a block computes inside."""
@@ -216,10 +216,10 @@ def find_links(
             for norm in module.modules():
                 if isinstance(norm, BatchNorm):  # it refuses to train on a single value per channel
                     norm.eval()
-            found, seen = _observe_chains(blocks, dim, forward)
+            chains, seen = _observe_chains(blocks, dim, forward)
         handed.update(seen)
-        called = {index for chain in found for index in chain}
-        pairs = {pair for chain in found for pair in itertools.pairwise(chain)} & seen.keys()
+        called = {index for chain in chains for index in chain}
+        pairs = {pair for chain in chains for pair in itertools.pairwise(chain)} & seen.keys()
         joined |= pairs
         separate |= {
             (index, index + 1)
@@ -257,9 +257,9 @@ def _observe_chains(
         hidden = find_hidden((args, kwargs), dim)
         if hidden is not None and any(hidden[1] is leaf for _, leaf in last[1]):
             others = [(path, leaf) for path, leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            given = [hidden, *(one for one in others if one[0] != hidden[0])]
+            inputs = [hidden, *(entry for entry in others if entry[0] != hidden[0])]
             handed[last[0], index] = tuple(
-                (source, path) for path, leaf in given for source, made in last[1] if made is leaf
+                (source, path) for path, leaf in inputs for source, tensor in last[1] if tensor is leaf
             )
 
     def leaving(index: int, _: nn.Module, args: Any, output: Any) -> None:

@@ -108,8 +108,8 @@ class SequenceLayout:
             x = torch.cat([x, *[last] * missing], dim)
         if self.zigzag:
             chunks = x.chunk(2 * self.ranks, dim)
-            order = [place for rank in range(self.ranks) for place in (rank, 2 * self.ranks - 1 - rank)]
-            x = torch.cat([chunks[place] for place in order], dim)
+            order = [index for rank in range(self.ranks) for index in (rank, 2 * self.ranks - 1 - rank)]
+            x = torch.cat([chunks[index] for index in order], dim)
         return x
 
 
@@ -217,7 +217,7 @@ def sequence_dims(tensor: torch.Tensor, length: int, dim: int, *, squares: bool 
     if not squares and tensor.dim() >= 2 and sizes[-1] == sizes[-2] == length:
         return (tensor.dim() - 2,)
     if tensor.dim() >= 3 and sizes[-1] == length and sizes[-2] in (1, length):
-        return tuple(place for place in (tensor.dim() - 2, tensor.dim() - 1) if sizes[place] == length)
+        return tuple(axis for axis in (tensor.dim() - 2, tensor.dim() - 1) if sizes[axis] == length)
     if tensor.dim() > dim and sizes[dim] == length:
         return (dim,)
     if 1 <= tensor.dim() <= 2 and sizes[0] == length:

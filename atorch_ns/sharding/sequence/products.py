@@ -52,9 +52,9 @@ class Product:
         if func not in _FACTORS:
             return None
         first, *names = _FACTORS[func]
-        given = dict(enumerate(args)) | kwargs
-        places = [place if place in given else name for place, name in enumerate(names, first)]
-        left, right = (given.get(place) for place in places)
+        arguments = dict(enumerate(args)) | kwargs
+        places = [key if key in arguments else name for key, name in enumerate(names, first)]
+        left, right = (arguments.get(key) for key in places)
         if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
             return None
         if min(left.dim(), right.dim()) < 3:

@@ -72,10 +72,10 @@ def _kernel_error(
     of_scores = weights * (gradient @ value.transpose(-1, -2) - share) * scale
     of_key, of_value = of_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
     tensors = (drawn[0], drawn[1], drawn[2])
-    found = kernel.forward(*tensors, causal, scale)
+    outputs = kernel.forward(*tensors, causal, scale)
     gradients = kernel.backward(drawn[3], tensors, (out.to(dtype), lse), causal, scale)
     expected = (out, lse, of_scores @ key, of_key, of_value)
-    pairs = zip((*found, *gradients), expected, strict=True)
+    pairs = zip((*outputs, *gradients), expected, strict=True)
     return max(float((mine.float() - theirs).abs().max()) for mine, theirs in pairs)
 
 
@@ -184,8 +184,8 @@ def attend_backward(
     out, lse = result
     kernel = part.kernel(query, key, value)
     if kernel is not None:
-        given = (out.to(query.dtype), _finite_lse(lse))
-        return *kernel.backward(gradient.to(query.dtype), tensors, given, part.causal, part.scale), None
+        outputs = (out.to(query.dtype), _finite_lse(lse))
+        return *kernel.backward(gradient.to(query.dtype), tensors, outputs, part.causal, part.scale), None
     keys, values = key.float(), value.float()
     of_query, of_key, of_value = [], torch.zeros_like(keys), torch.zeros_like(values)
     of_mask = None
@@ -364,15 +364,15 @@ class _RingAttention(torch.autograd.Function):
                     _repeat_heads(values[..., columns, :], groups),
                 )
                 result = (out[..., rows, :], lse[..., rows])
-                found = attend_backward(
+                step_grads = attend_backward(
                     gradient[..., rows, :], tensors, result, step.part, trains_mask=of_mask is not None
                 )
-                of_query[..., rows, :] += found[0]
+                of_query[..., rows, :] += step_grads[0]
                 of_key, of_value = _key_value_views(travelling, key, value)
-                of_key[..., columns, :] += _sum_repeated_heads(found[1], groups)
-                of_value[..., columns, :] += _sum_repeated_heads(found[2], groups)
-                if of_mask is not None and found[3] is not None:
-                    ring.add_columns(of_mask, found[3], sender, rows)
+                of_key[..., columns, :] += _sum_repeated_heads(step_grads[1], groups)
+                of_value[..., columns, :] += _sum_repeated_heads(step_grads[2], groups)
+                if of_mask is not None and step_grads[3] is not None:
+                    ring.add_columns(of_mask, step_grads[3], sender, rows)
             works, arriving = sent_on(travelling, ring.group)
             for work in works:
                 work.wait()

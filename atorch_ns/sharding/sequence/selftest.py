@@ -68,7 +68,7 @@ class Subject:
         arguments: ``(args, kwargs)`` of a real call, whole; the hidden states may have any length.
         length: the number of positions in the other arguments.
         zigzag: whether the sequence is in zigzag; ``None`` while undecided.
-        may_stay_whole: whether a block that cannot be divided is no error.
+        may_stay_whole: whether a block that cannot be divided is not an error.
     """
 
     name: str
@@ -110,9 +110,9 @@ def find_block_plan(subject: Subject) -> Found | InputError:
 
     if not subject.may_stay_whole:
         return isolated(lambda: agreed(lambda: _try_all(subject)), subject.settings.device)
-    found = isolated(lambda: agreed(lambda: or_refusal(lambda: _try_all(subject))), subject.settings.device)
-    refusing = gathered(isinstance(found, InputError), distributed=True, group=group)
-    return agreed(lambda: _plan_of(found)) if any(refusing) and not all(refusing) else found
+    outcome = isolated(lambda: agreed(lambda: or_refusal(lambda: _try_all(subject))), subject.settings.device)
+    refusing = gathered(isinstance(outcome, InputError), distributed=True, group=group)
+    return agreed(lambda: _plan_of(outcome)) if any(refusing) and not all(refusing) else outcome
 
 
 def _plan_of(found: Found | InputError) -> Found:
@@ -133,9 +133,9 @@ def _try_all(subject: Subject) -> Found:
         whole, seen, arguments, length = _run_whole(subject)
     best: tuple[float, str] = (float("inf"), "")
     for plan, zigzag in candidates(subject, seen, arguments, length):
-        error, found, why = _error_of(subject, plan, (length, zigzag), arguments, whole)
+        error, full_plan, why = _error_of(subject, plan, (length, zigzag), arguments, whole)
         if error <= _TOLERANCE:
-            return found, zigzag
+            return full_plan, zigzag
         if error < best[0] or not best[1]:
             best = (error, why)
     raise InputError(_refusal_message(subject, seen, *best))
@@ -150,9 +150,9 @@ def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
         arguments = small_arguments(subject, length, squares=squares, few_rows=few_rows)
         seen = SeenCalls(length)
         try:
-            given = copied_state(arguments)  # a run may write into a cache
+            call_args = copied_state(arguments)  # a run may write into a cache
             with seen:
-                output = subject.block(*given[0], **given[1])
+                output = subject.block(*call_args[0], **call_args[1])
             return _compute_outcome(subject.block, output, arguments), seen, arguments, length
         except Exception as error:  # the user's block may raise anything: a table may end, a view not fit
             failure = error if failure is None or (squares and few_rows) else failure
@@ -172,9 +172,9 @@ def _compute_outcome(block: nn.Module, output: Any, arguments: Any) -> _Outcome:
     targets = {path_text(path): leaf for path, leaf in leaves(arguments) if _is_trained(leaf)}
     weights_of = {name: p for name, p in block.named_parameters() if p.requires_grad}
     named = {**{f"input {name}": leaf for name, leaf in targets.items()}, **weights_of}
-    found = map(local_part, gradients_of(loss, list(named.values())))
+    local_grads = map(local_part, gradients_of(loss, list(named.values())))
     detached = map_leaves(lambda _, leaf: leaf.detach() if _is_tensor(leaf) else leaf, output)
-    return _Outcome(detached, dict(zip(named, found, strict=True)))
+    return _Outcome(detached, dict(zip(named, local_grads, strict=True)))
 
 
 def _error_of(
@@ -227,7 +227,7 @@ def _run_divided(
 def _divided_outputs(output: Any, whole: Any, layout: SequenceLayout) -> dict[Path, int]:
     """The results that are parts, which are L long where the whole one is T, with their dimension."""
     shapes = {path: leaf.shape for path, leaf in leaves(whole) if _is_tensor(leaf)}
-    found: dict[Path, int] = {}
+    dims: dict[Path, int] = {}
     for path, leaf in leaves(output):
         if not _is_tensor(leaf) or path not in shapes:
             continue
@@ -236,8 +236,8 @@ def _divided_outputs(output: Any, whole: Any, layout: SequenceLayout) -> dict[Pa
             dim for dim, size in enumerate(leaf.shape) if dim < len(expected) and size != expected[dim]
         ]
         if len(differing) == 1 and leaf.size(differing[0]) == layout.local:
-            found[path] = differing[0]
-    return found
+            dims[path] = differing[0]
+    return dims
 
 
 def _compare_outcomes(whole: _Outcome, found: _Outcome) -> tuple[float, str]:
@@ -285,7 +285,7 @@ def _refusal_message(subject: Subject, seen: SeenCalls, error: float, why: str) 
     return (
         f"{head} No attention that can be divided was seen in it: no call of "
         "torch.nn.functional.scaled_dot_product_attention and no matrix product of all positions with all. If it mixes "
-        "positions in another way, such as a recurrence, use the axes data, zero or pipeline. If it is no attention "
+        "positions in another way, such as a recurrence, use the axes data, zero or pipeline. If it is not an attention "
         "block, name those that are in blocks."
     )
 
@@ -323,7 +323,7 @@ def candidates(
 
 def _unique_values(values: Sequence[T]) -> list[T]:
     """The first of equal values each."""
-    return [value for place, value in enumerate(values) if value not in values[:place]]
+    return [value for index, value in enumerate(values) if value not in values[:index]]
 
 
 def _candidate_numberings(seen: SeenCalls) -> list[Mapping[int, Numbers]]:
@@ -341,7 +341,7 @@ def _candidate_numberings(seen: SeenCalls) -> list[Mapping[int, Numbers]]:
 
 
 def _candidate_kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, ...]:
-    own = [call for call in seen.attentions if call.query.size(-2) == call.key.size(-2)]
+    self_calls = [call for call in seen.attentions if call.query.size(-2) == call.key.size(-2)]
     kind = subject.settings.kind
     if seen.products and kind != "auto":
         raise InputError(
@@ -350,12 +350,12 @@ def _candidate_kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, 
         )
     if kind != "auto":
         return (kind,)
-    if seen.products and not own:
+    if seen.products and not self_calls:
         return ("gather",)
     ranks = subject.settings.group.size()
     return (
         ("ulysses",)
-        if all(heads_divide(call, ranks * subject.settings.head_share) for call in own)
+        if all(heads_divide(call, ranks * subject.settings.head_share) for call in self_calls)
         else ("ring",)
     )
 
@@ -374,24 +374,24 @@ def _candidate_divisions(
     streams: dict[Path, int] = {}
     biases: dict[Path, int] = {}
     masks: dict[Path, int] = {}
-    for place, leaf in leaves(arguments):
-        if place == path or not isinstance(leaf, torch.Tensor):
+    for leaf_path, leaf in leaves(arguments):
+        if leaf_path == path or not isinstance(leaf, torch.Tensor):
             continue
         dims = sequence_dims(leaf, length, dim, squares=squares)
         if len(dims) == 1 and not (leaf.dim() >= 3 and dims[0] == leaf.dim() - 1):
             is_stream = leaf.is_floating_point() and leaf.dim() == states.dim() and leaf.shape == states.shape
-            (streams if is_stream else others)[place] = dims[0]
+            (streams if is_stream else others)[leaf_path] = dims[0]
         elif leaf.dim() >= 3 and leaf.size(-2) == length:
-            (biases if leaf.requires_grad else masks)[place] = leaf.dim() - 2
-    found: list[dict[Path, int]] = []
+            (biases if leaf.requires_grad else masks)[leaf_path] = leaf.dim() - 2
+    divisions: list[dict[Path, int]] = []
     choices = [biases, {}, {**biases, **masks}]
     for those in reversed(choices) if rows else choices:
-        found += [
+        divisions += [
             {path: dim, **others, **those},
             {path: dim, **others, **streams, **those},
             {path: dim, **those},
         ]
-    return _unique_values(found)
+    return _unique_values(divisions)
 
 
 def lengths_to_test(subject: Subject) -> list[int]:
@@ -420,9 +420,9 @@ def small_arguments(subject: Subject, length: int, *, squares: bool, few_rows: b
         squares: whether a tensor with the sequence's length twice is a mask.
         few_rows: whether samples are left out, of tensors that have as many rows.
     """
-    found = find_hidden(subject.arguments, subject.settings.dim)
-    assert found is not None
-    hidden_path, hidden = found
+    entry = find_hidden(subject.arguments, subject.settings.dim)
+    assert entry is not None
+    hidden_path, hidden = entry
     rows = hidden.size(0) if subject.settings.dim > 0 else 0
     generator = torch.Generator().manual_seed(0)
 

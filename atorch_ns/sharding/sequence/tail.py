@@ -67,8 +67,7 @@ def _divide_after(model: nn.Module, blocks: Sequence[str], degree: int, dim: int
             at = TokenPart(SequenceLayout(length, degree, 0), None, dim, length=length)
             part = at.select(hidden[1], dim, ())
             return map_leaves(
-                lambda place, leaf: DividedTokens.of(part, at, study.uses) if place == hidden[0] else leaf,
-                output,
+                lambda key, leaf: DividedTokens.of(part, at, study.uses) if key == hidden[0] else leaf, output
             )
 
         return hook
@@ -79,7 +78,7 @@ def _divide_after(model: nn.Module, blocks: Sequence[str], degree: int, dim: int
 
 def _used_parameter_names(model: nn.Module, study: LossStudy) -> frozenset[str] | None:
     """All names of the parameters that were used on parts; ``None`` where a value computed from some was."""
-    used = {id(one) for one in study.uses.parameters}
+    used = {id(tensor) for tensor in study.uses.parameters}
     named = {plain_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     if not used <= set(named.values()):
         return None
@@ -101,8 +100,8 @@ def study_links(
         try:
             with prepare(subject, at) as (copy, small):
                 modules = [copy.get_submodule(path) for path in blocks]
-                found = find_links(copy, modules, dim, torch.device("cpu"), partial(run, copy, small))
-            return {(blocks[one], blocks[other]): links for (one, other), links in found.items()}
+                pair_links = find_links(copy, modules, dim, torch.device("cpu"), partial(run, copy, small))
+            return {(blocks[source], blocks[other]): links for (source, other), links in pair_links.items()}
         except InputError:
             raise
         except Exception:  # of the user's model, in one of the ways

@@ -145,9 +145,9 @@ class DividedTokens(DividedTensor):
     @staticmethod
     def of(part: torch.Tensor, at: TokenPart, uses: LogitUses | None = None) -> DividedTokens:
         """The tensor of which this rank holds ``part``."""
-        made: DividedTokens = _Joined.apply(part, at)  # type: ignore[no-untyped-call]
-        made._part, made._at, made._uses, made._wholes = part, at, uses, {}
-        return made
+        tokens: DividedTokens = _Joined.apply(part, at)  # type: ignore[no-untyped-call]
+        tokens._part, tokens._at, tokens._uses, tokens._wholes = part, at, uses, {}
+        return tokens
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DividedTokens(this rank's {self._part!r}, divided along {self._at.dim})"
@@ -183,7 +183,7 @@ class DividedTokens(DividedTensor):
             return divided._map_elements(func, args, kwargs)
         if not args or args[0] is not divided:
             return NotImplemented
-        others = [one for one in (*args[1:], *kwargs.values()) if isinstance(one, DividedTokens)]
+        others = [operand for operand in (*args[1:], *kwargs.values()) if isinstance(operand, DividedTokens)]
         if func in _GATHER:
             return divided._gather_features(*args[1:], **kwargs)
         if others:
@@ -207,24 +207,24 @@ class DividedTokens(DividedTensor):
         """The result of a function of the last dimension of each position, such as a divided layer; its logits may be divided
         over the vocabulary too."""
         has_features = self._at.whole_dim < self.dim() - 1
-        made: torch.Tensor = self._wrap_part(function(self._part)) if has_features else function(self.whole())
-        return made
+        out: torch.Tensor = self._wrap_part(function(self._part)) if has_features else function(self.whole())
+        return out
 
     def _wrap_part(self, part: torch.Tensor, **changes: Any) -> DividedTokens:
         return DividedTokens.of(part, replace(self._at, **changes), self._uses)
 
     def _map_elements(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function of each element: other tensors are taken at this rank's positions where they have all."""
-        parts = [self._localise_argument(one) for one in args]
-        named = {name: self._localise_argument(one) for name, one in kwargs.items()}
-        if any(one is NotImplemented for one in (*parts, *named.values())):
+        parts = [self._localise_argument(argument) for argument in args]
+        named = {name: self._localise_argument(argument) for name, argument in kwargs.items()}
+        if any(argument is NotImplemented for argument in (*parts, *named.values())):
             return NotImplemented
-        made = func(*parts, **named)
+        out = func(*parts, **named)
         size = self._part.size(self._at.dim)
-        if not isinstance(made, Tensor) or made.dim() != self._part.dim() or made.size(self._at.dim) != size:
+        if not isinstance(out, Tensor) or out.dim() != self._part.dim() or out.size(self._at.dim) != size:
             return NotImplemented
         self._note_parameters(args, kwargs)
-        return self._wrap_part(made)
+        return self._wrap_part(out)
 
     def _localise_argument(self, other: Any) -> Any:
         """Another argument of an element-wise function at this rank's positions; ``NotImplemented`` if it has others."""
@@ -258,17 +258,17 @@ class DividedTokens(DividedTensor):
             if after < (1 if isinstance(shape, Tensor) else len(tuple(shape))):
                 return NotImplemented
         self._note_parameters(args, kwargs)
-        weights = [self._at.enter(one) for one in args[1:]]
-        named = {name: self._at.enter(one) for name, one in kwargs.items()}
+        weights = [self._at.enter(argument) for argument in args[1:]]
+        named = {name: self._at.enter(argument) for name, argument in kwargs.items()}
         return self._wrap_part(func(self._part, *weights, **named))
 
     def _note_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._uses is not None:
-            given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+            tensors = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)]
             self._uses.parameters += [
-                one
-                for one in given
-                if not isinstance(one, DividedTokens) and one.requires_grad and one.is_leaf
+                tensor
+                for tensor in tensors
+                if not isinstance(tensor, DividedTokens) and tensor.requires_grad and tensor.is_leaf
             ]
 
     def _run_over_dims(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -277,7 +277,7 @@ class DividedTokens(DividedTensor):
         dims = rest.pop(0) if rest else named.pop("dim", None)
         if func is Tensor.norm or func is torch.norm or (dims is None and func not in _SUMS):
             return NotImplemented
-        if isinstance(dims, torch.dtype) or any(isinstance(one, Tensor) for one in (dims, *rest)):
+        if isinstance(dims, torch.dtype) or any(isinstance(argument, Tensor) for argument in (dims, *rest)):
             return NotImplemented
         at = self._at
         wanted = list(range(self.dim())) if dims is None else [dims] if isinstance(dims, int) else list(dims)
@@ -287,13 +287,13 @@ class DividedTokens(DividedTensor):
             return self._sum_positions(func, wanted, rest, named) if func in _SUMS else NotImplemented
         keeps = bool(named.get("keepdim", rest[0] if rest and isinstance(rest[0], bool) else False))
         keeps = keeps or func in _find_functions("softmax log_softmax", Tensor, torch, F)
-        before = 0 if keeps else sum(place < at.dim for place in places)
+        before = 0 if keeps else sum(axis < at.dim for axis in places)
         if len(places) > 1 and func not in _SUMS | _find_functions(
             "amax amin logsumexp var std", Tensor, torch
         ):
             return NotImplemented
-        made = func(self._part, places[0] if isinstance(dims, int) else tuple(places), *rest, **named)
-        return self._wrap_part(made, dim=at.dim - before)
+        output = func(self._part, places[0] if isinstance(dims, int) else tuple(places), *rest, **named)
+        return self._wrap_part(output, dim=at.dim - before)
 
     def _sum_positions(
         self, func: Callable[..., Any], wanted: Sequence[int], rest: list[Any], named: dict[str, Any]
@@ -309,20 +309,20 @@ class DividedTokens(DividedTensor):
         values = self._part.masked_fill(~at.mask(self._part), 0)
         summed_in = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else None
         summed = values.sum(tuple(sorted(places)), keepdim=bool(named.get("keepdim")), dtype=summed_in)
-        found = at.total(summed)
+        result = at.total(summed)
         if func in _MEANS:
-            found = found / math.prod(self.size(dim) for dim in wanted)
-        return found.to(dtype) if dtype.is_floating_point else found
+            result = result / math.prod(self.size(dim) for dim in wanted)
+        return result.to(dtype) if dtype.is_floating_point else result
 
     def _gather_features(self, dim: int, index: Any = None, **kwargs: Any) -> Any:
         """Values at whole or divided indices along a dimension of features."""
         at = self._at
         if kwargs or dim % self.dim() == at.whole_dim or not isinstance(index, Tensor):
             return NotImplemented
-        own = self._localise_argument(index)
-        if own is NotImplemented or own.dim() != self._part.dim():
+        local_index = self._localise_argument(index)
+        if local_index is NotImplemented or local_index.dim() != self._part.dim():
             return NotImplemented
-        return self._wrap_part(self._part.gather(at.part_dim(dim, self.dim()), own))
+        return self._wrap_part(self._part.gather(at.part_dim(dim, self.dim()), local_index))
 
     def _view_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Other sizes, where positions stay apart or become one dimension with all before them, or the reverse."""
@@ -354,19 +354,19 @@ class DividedTokens(DividedTensor):
                 self._wrap_part(self._part.view(self._part.shape), merged=True) if is_lead else NotImplemented
             )
         if name in ("unsqueeze", "squeeze") and len(dims) == 1:
-            place = dims[0] % (self.dim() + (name == "unsqueeze"))
-            if place == at.whole_dim and (name == "squeeze" or at.merged):
+            axis = dims[0] % (self.dim() + (name == "unsqueeze"))
+            if axis == at.whole_dim and (name == "squeeze" or at.merged):
                 return NotImplemented
-            moves = not at.merged and place <= at.dim
-            if name == "squeeze" and self.size(place) != 1:
+            moves = not at.merged and axis <= at.dim
+            if name == "squeeze" and self.size(axis) != 1:
                 return self
-            part_dim = place + (at.dim if at.merged else 0)
+            part_dim = axis + (at.dim if at.merged else 0)
             shift = (1 if name == "unsqueeze" else -1) * moves
             return self._wrap_part(func(self._part, part_dim), dim=at.dim + shift)
         if name in ("transpose", "swapaxes") and len(dims) == 2 and not at.merged:
-            one, other = (dim % self.dim() for dim in dims)
-            moved = {one: other, other: one}.get(at.dim, at.dim)
-            return self._wrap_part(self._part.transpose(one, other), dim=moved)
+            first, other = (dim % self.dim() for dim in dims)
+            moved = {first: other, other: first}.get(at.dim, at.dim)
+            return self._wrap_part(self._part.transpose(first, other), dim=moved)
         return NotImplemented
 
     def _index_tokens(self, index: Any) -> Any:
@@ -377,8 +377,8 @@ class DividedTokens(DividedTensor):
         if any(isinstance(item, bool) for item in items) or items.count(Ellipsis) > 1:
             return NotImplemented
         missing = [slice(None)] * (self.dim() - len(items) + items.count(Ellipsis))
-        place = items.index(Ellipsis) if Ellipsis in items else len(items)
-        items = [*items[:place], *missing, *items[place + 1 :]]
+        gap = items.index(Ellipsis) if Ellipsis in items else len(items)
+        items = [*items[:gap], *missing, *items[gap + 1 :]]
         at = self._at
         if len(items) != self.dim() or not isinstance(items[at.whole_dim], slice):
             return NotImplemented
@@ -427,25 +427,25 @@ def _cross_entropy(
         input._uses.losses.append(LossCall(*call))
     dim = at.dim - (1 if not at.merged and classes < at.dim else 0)
     own_at = replace(at, dim=dim)
-    own = own_at.select(target, dim, input._leading_sizes)
-    own = own.masked_fill(~own_at.mask(own), ignore_index)
+    labels = own_at.select(target, dim, input._leading_sizes)
+    labels = labels.masked_fill(~own_at.mask(labels), ignore_index)
     rows = input._part.movedim(at.part_dim(classes, input.dim()), -1)
     losses = F.cross_entropy(
         rows.reshape(-1, rows.size(-1)),
-        own.reshape(-1),
+        labels.reshape(-1),
         weight,
         reduction="none" if reduction == "none" else "sum",
         **options,
     )
     if reduction == "none":
-        return input._wrap_part(losses.view(own.shape), dim=dim)
-    found = at.total(losses)
+        return input._wrap_part(losses.view(labels.shape), dim=dim)
+    loss = at.total(losses)
     if reduction == "sum":
-        return found
+        return loss
     counted = target != ignore_index
     if weight is None:
-        return found / counted.sum()
-    return found / weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
+        return loss / counted.sum()
+    return loss / weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
 
 
 class _Joined(torch.autograd.Function):
@@ -454,8 +454,8 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, at: TokenPart) -> torch.Tensor:
         ctx.at, ctx.lead = at, part.shape[: at.dim]
-        made: torch.Tensor = tensor_without_storage(DividedTokens, part, at.whole_shape(part.shape))
-        return made
+        tensor: torch.Tensor = tensor_without_storage(DividedTokens, part, at.whole_shape(part.shape))
+        return tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

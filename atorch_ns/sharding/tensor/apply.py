@@ -60,14 +60,14 @@ def divide(
         module = modules[path]
         kind = kind_of(module)
         for name, (dim, parts) in parameter_dims(module, layer).items():
-            holder, _, own = f"{path}.{name}".rpartition(".")
-            parameter = modules[holder]._parameters.get(own)
+            holder, _, key = f"{path}.{name}".rpartition(".")
+            parameter = modules[holder]._parameters.get(key)
             if parameter is None or isinstance(parameter, DTensor) or id(parameter) in parts_made:
                 continue  # done under another of its names
             packing = Packing(dim, parts, group.size) if parts else None
-            made = _divide_parameter(parameter, dim, packing, group)
-            parts_made[id(made)] = made
-            _replace_parameter(modules, names[id(parameter)], made, dim, packing, done)
+            shard = _divide_parameter(parameter, dim, packing, group)
+            parts_made[id(shard)] = shard
+            _replace_parameter(modules, names[id(parameter)], shard, dim, packing, done)
         if kind is None:
             attention_by_heads(module, group)
         else:
@@ -89,8 +89,8 @@ def divide_parameters(model: nn.Module, dims: Mapping[str, int], group: TensorGr
     names = names_of(model)
     modules = {plain_name(path): module for path, module in model.named_modules(remove_duplicate=False)}
     for name, dim in dims.items():
-        holder, _, own = name.rpartition(".")
-        parameter = modules[holder]._parameters[own]
+        holder, _, key = name.rpartition(".")
+        parameter = modules[holder]._parameters[key]
         if parameter is not None and not isinstance(parameter, DTensor):
             _replace_parameter(
                 modules,
@@ -112,8 +112,8 @@ def _replace_parameter(
 ) -> None:
     """Puts a divided parameter in the place of the whole one, under all its names."""
     for name in names:
-        holder, _, own = name.rpartition(".")
-        modules[holder]._parameters[own] = made
+        holder, _, key = name.rpartition(".")
+        modules[holder]._parameters[key] = made
         done.dims[name] = dim
         if packing is not None:
             done.packings[name] = packing
@@ -133,9 +133,9 @@ def _divide_parameter(
         part = on_meta(whole, dim, group.mesh)
     else:
         part = distribute_tensor(whole, group.mesh, [Shard(dim)])
-    made = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    made.__dict__.update(vars(parameter))
-    return made
+    shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    shard.__dict__.update(vars(parameter))
+    return shard
 
 
 def on_meta(whole: torch.Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
@@ -152,7 +152,7 @@ def _make_regions(
     group: TensorGroup,
     stream: StreamSpec | None,
 ) -> dict[str, Region]:
-    found: dict[str, Region] = {}
+    regions: dict[str, Region] = {}
     for spec in specs:
         divided = stream is not None and stream.holds(spec.rows[0])
         region = Region(
@@ -173,8 +173,8 @@ def _make_regions(
             home = common_parent(spec.columns)
             if not any(home == block for chain in stream.chains for block in chain):
                 gather_into(modules[home], region, group, stream, _own_gather(modules, spec))
-        found.update(dict.fromkeys(spec.layers, region))
-    return found
+        regions.update(dict.fromkeys(spec.layers, region))
+    return regions
 
 
 def _own_gather(modules: Mapping[str, nn.Module], spec: RegionSpec) -> Gather | None:
@@ -193,7 +193,7 @@ def _divide_attribute(modules: Mapping[str, nn.Module], path: str, degree: int) 
             break
     *settings, name = parts[length:]
     for attribute in settings:
-        own = copy.copy(getattr(holder, attribute))
-        setattr(holder, attribute, own)
-        holder = own
+        clone = copy.copy(getattr(holder, attribute))
+        setattr(holder, attribute, clone)
+        holder = clone
     object.__setattr__(holder, name, getattr(holder, name) // degree)

@@ -20,7 +20,7 @@ Dims = dict[str, tuple[int, tuple[int, ...] | None]]
 def why_not_by_heads(module: nn.Module, degree: int) -> str | None:
     """The reason why a module cannot be divided by heads; ``None`` if it can."""
     if not isinstance(module, nn.MultiheadAttention):
-        return f"{type(module).__name__} is no nn.MultiheadAttention"
+        return f"{type(module).__name__} is not an nn.MultiheadAttention"
     if type(module).forward is not nn.MultiheadAttention.forward:
         return f"{type(module).__name__} has a forward of its own"
     if module.bias_k is not None or module.add_zero_attn:

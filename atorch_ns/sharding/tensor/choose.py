@@ -192,7 +192,7 @@ def _with_vocabulary_as_asked(model: nn.Module, plan: TensorPlan, *, divided: bo
 def _with_parts(model: nn.Module, plan: TensorPlan, found: TensorPlan) -> TensorPlan:
     """The plan with the sizes of fused layers of a found one."""
     mine, other = plan.resolve(model).layers, found.resolve(model).layers
-    parts = {path: one.parts for path, one in other.items() if one.parts and path in mine}
+    parts = {path: layer.parts for path, layer in other.items() if layer.parts and path in mine}
     return replace(plan, parts={**parts, **plan.parts})
 
 
@@ -239,15 +239,15 @@ def _make_plan_error(
     model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, plan: TensorPlan, failure: Failure
 ) -> InputError:
     """The error for a user's plan, with the settings that would work where some are found."""
-    found = find_tensor_plan(model, degree, graph, test)
-    right = found.resolve(model)
+    valid_plan = find_tensor_plan(model, degree, graph, test)
+    right = valid_plan.resolve(model)
     mine = plan.resolve(model)
     local = right.filtered(lambda path: is_inside(path, failure.path))
     advice = (
         "Give the attributes that its code divides by, or the sizes of fused parts, or set it to replicate."
     )
     if local.layers:
-        advice = f"This plan passes: {found.as_config()}."
+        advice = f"This plan passes: {valid_plan.as_config()}."
     missing = [name for name in local.attributes if name not in mine.attributes]
     inputs = [name for name in local.narrow_inputs if name not in mine.narrow_inputs]
     parts = [path for path, layer in local.layers.items() if layer.parts]
@@ -318,10 +318,10 @@ def _choose_stream(
         if not chains:
             break
         stream = StreamSpec(tuple(chains), dim=dim, tight=tight)
-        found, partial = test.plan(layout, regions, stream)
-        if found is None:
+        problem, partial = test.plan(layout, regions, stream)
+        if problem is None:
             return stream, partial
-        failure = found
+        failure = problem
     advice = "" if "sequence=False" in failure.reason else " Set sequence=False."
     raise InputError(
         f"sequence=True cannot be used with {type(model).__name__}: with its sequence divided, "

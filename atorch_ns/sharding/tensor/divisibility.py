@@ -28,14 +28,14 @@ from atorch_ns.torch_compat import plain_name
 
 def misfits(model: nn.Module, layout: Layout, degree: int) -> dict[str, str]:
     """The reasons why layers of the layout cannot be divided by ``degree``, by path."""
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     names = names_of(model)
     for path, layer in layout.layers.items():
         module = model.get_submodule(path)
         why = _misfit_reason(module, layer, degree) or _tied_mismatch(model, layout, path, names)
         if why is not None:
-            found[path] = why
-    return found
+            problems[path] = why
+    return problems
 
 
 def parameter_dims(module: nn.Module, layer: LayerStyle) -> Dims:
@@ -51,10 +51,10 @@ def parameter_dims(module: nn.Module, layer: LayerStyle) -> Dims:
 
 def names_of(model: nn.Module) -> dict[int, list[str]]:
     """All names of each parameter, by identity."""
-    found: dict[int, list[str]] = {}
+    names_by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(plain_name(name))
-    return found
+        names_by_id.setdefault(id(parameter), []).append(plain_name(name))
+    return names_by_id
 
 
 def _misfit_reason(module: nn.Module, layer: LayerStyle, degree: int) -> str | None:
@@ -62,7 +62,7 @@ def _misfit_reason(module: nn.Module, layer: LayerStyle, degree: int) -> str | N
         return why_not_by_heads(module, degree)
     kind = kind_of(module)
     if kind is None:
-        return f"{type(module).__name__} is no layer with one weight of two dimensions"
+        return f"{type(module).__name__} is not a layer with one weight of two dimensions"
     if (layer.style == "embedding_rowwise") != isinstance(module, nn.Embedding):
         return f"{layer.style} does not go with {type(module).__name__}"
     outputs, inputs = kind.sizes(module)
@@ -208,13 +208,13 @@ def _head_counts(model: nn.Module, spec: RegionSpec, path: str) -> dict[str, int
     """The numbers of heads that the modules around the layers hold, by name."""
     _, inputs = _region_widths(model, spec)
     home = model.get_submodule(path)
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for module in home.modules():
         if kind_of(module) is not None:
             continue
         for name, number, _ in integers(module):
-            own = name.rpartition(".")[2]
-            if number > 0 and not own.startswith("_") and counts_heads(own):
-                found.setdefault(own, number)
+            attribute = name.rpartition(".")[2]
+            if number > 0 and not attribute.startswith("_") and counts_heads(attribute):
+                counts.setdefault(attribute, number)
     # A count that does not divide the width is that of something else.
-    return {name: number for name, number in found.items() if inputs % number == 0}
+    return {name: number for name, number in counts.items() if inputs % number == 0}

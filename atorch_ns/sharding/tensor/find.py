@@ -59,10 +59,10 @@ def find_tensor_plan(model: nn.Module, degree: int, graph: LayerGraph, test: Sel
         graph: the connections, from :func:`trace_layers`.
         test: decides between layouts.
     """
-    found = _Found()
+    draft = _Found()
     known: dict[object, tuple[Layout | None, str]] = {}
     for spec in sorted(candidate_regions(graph), key=partial(_is_low_rank, model)):
-        if any(path in found.layout.layers for path in spec.layers):
+        if any(path in draft.layout.layers for path in spec.layers):
             continue
         key = signature(model, spec)
         parent = common_parent(spec.layers)
@@ -71,14 +71,14 @@ def find_tensor_plan(model: nn.Module, degree: int, graph: LayerGraph, test: Sel
             known[key] = (None if layout is None else layout.within(parent), why)
         inner, why = known[key]
         if inner is None:
-            found.left = {**dict.fromkeys(spec.layers, why), **found.left}
+            draft.left = {**dict.fromkeys(spec.layers, why), **draft.left}
         else:
-            found.layout = found.layout.joined(inner.placed(parent))
-    _divide_attention(model, degree, graph, found, test)
-    found.layout = with_vocabulary(model, found.layout, degree, graph)
-    found.left = {p: why for p, why in found.left.items() if p not in found.layout.layers}
-    _name_the_rest(model, graph, found, degree)
-    return plan_from(model, found.layout, left=found.left)
+            draft.layout = draft.layout.joined(inner.placed(parent))
+    _divide_attention(model, degree, graph, draft, test)
+    draft.layout = with_vocabulary(model, draft.layout, degree, graph)
+    draft.left = {p: why for p, why in draft.left.items() if p not in draft.layout.layers}
+    _name_the_rest(model, graph, draft, degree)
+    return plan_from(model, draft.layout, left=draft.left)
 
 
 def _is_low_rank(model: nn.Module, spec: RegionSpec) -> bool:
@@ -257,7 +257,7 @@ def reshape_reason(refusals: Iterable[str], widths: Iterable[int], degree: int) 
     Returns:
         A clause; ``None`` if the errors say something else.
     """
-    found: str | None = None
+    cause: str | None = None
     whole = set(widths)
     for text in refusals:
         match = _SHAPE.search(text)
@@ -268,17 +268,17 @@ def reshape_reason(refusals: Iterable[str], widths: Iterable[int], degree: int) 
             continue
         heads, size = shape[-2:] if len(shape) > 1 else (0, 0)
         if shape[-1] in whole:
-            found = found or (
+            cause = cause or (
                 f"its code reshapes to {shape}, with the {shape[-1]} features of all ranks: use -1 there"
             )
         elif heads * size in whole and size % degree == 0:
             # With the number of heads left as it is the view has the right size of a head, with it divided it
             # is as many times too large.
-            found = (
+            cause = (
                 f"the head size is computed from the number of heads ({heads * size} // {heads} = {size} where a "
                 f"head has {size // degree}): use -1 or a head_dim attribute there"
             )
-    return found
+    return cause
 
 
 def narrow_reason(wrong: Sequence[Layout]) -> str:
@@ -307,7 +307,7 @@ def grouped(left: Mapping[str, str]) -> dict[str, str]:
         reason = _without_path(why, path)
         patterns.setdefault((starred, reason), {}).setdefault(name)
         numbers.setdefault((starred, reason, name), set()).add(digits)
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for (parent, reason), names in patterns.items():
         alike: dict[frozenset[str], list[str]] = {}
         for name in names:
@@ -319,8 +319,8 @@ def grouped(left: Mapping[str, str]) -> dict[str, str]:
                 where = ".".join(next(placed) if part == "*" else part for part in parent.split("."))
             last = members[0] if len(members) == 1 else "{" + ",".join(members) + "}"
             key = ".".join(filter(None, (where, last)))
-            found[key] = f"{found[key]}; {reason}" if key in found else reason
-    return found
+            reasons[key] = f"{reasons[key]}; {reason}" if key in reasons else reason
+    return reasons
 
 
 def _without_path(why: str, path: str) -> str:

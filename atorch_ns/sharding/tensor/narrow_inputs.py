@@ -43,12 +43,12 @@ def narrowable(
         return []
     head = f"{path}." if path else ""
     named = forward_arguments(module)
-    found = [
+    names = [
         f"{head}{name}"
         for name, value in bound.arguments.items()
         if name in named and _can_divide(value, degree) and value.size(-1) in widths
     ]
-    return [tuple(found), *((name,) for name in found if len(found) > 1)] if found else []
+    return [tuple(names), *((name,) for name in names if len(names) > 1)] if names else []
 
 
 def narrow_inputs(modules: Mapping[str, nn.Module], layout: Layout, degree: int) -> None:
@@ -92,14 +92,14 @@ class _Home:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _narrow_arguments(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        made = list(args)
+        inputs = list(args)
         named = dict(kwargs)
-        for name, place in self._places.items():
+        for name, index in self._places.items():
             if name in named:
                 named[name] = self._stand_in(named[name])
-            elif place < len(made):
-                made[place] = self._stand_in(made[place])
-        return tuple(made), named
+            elif index < len(inputs):
+                inputs[index] = self._stand_in(inputs[index])
+        return tuple(inputs), named
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _into_column(self, column: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -125,8 +125,8 @@ class _Home:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _out_of_other(self, module: nn.Module, args: Any, output: Any) -> Any:
-        given = self._given.pop(id(module), None)
-        if given is None or not isinstance(output, torch.Tensor) or output.shape != given.shape:
+        argument = self._given.pop(id(module), None)
+        if argument is None or not isinstance(output, torch.Tensor) or output.shape != argument.shape:
             return output
         return self._stand_in(output)
 

@@ -129,7 +129,7 @@ def _save_factors(
     ctx.kind, ctx.dtypes = kind, (x.dtype, weight.dtype)
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        x, weight = (one.to(torch.get_autocast_dtype(device)) for one in (x, weight))
+        x, weight = (factor.to(torch.get_autocast_dtype(device)) for factor in (x, weight))
     ctx.save_for_backward(x, weight)
     return x, weight
 

@@ -81,15 +81,15 @@ def _by_product(
 @contextmanager
 def own_values(module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | None) -> Iterator[None]:
     """Shows the module's own code these tensors in place of its parameters."""
-    held: dict[str, Any] = module._parameters
-    before = dict(held)
-    held["weight"] = weight
-    if "bias" in held:
-        held["bias"] = bias
+    params: dict[str, Any] = module._parameters
+    before = dict(params)
+    params["weight"] = weight
+    if "bias" in params:
+        params["bias"] = bias
     try:
         yield
     finally:
-        held.update(before)
+        params.update(before)
 
 
 LINEAR = LayerKind("linear", 0, 1, _compute_linear, ("out_features", "in_features"))
@@ -155,7 +155,7 @@ def style_named(name: str) -> str:
     """
     style = _ALIASES.get(name, name)
     if style not in STYLES:
-        raise ValueError(f"{name!r} is no style of a layer; choose from {', '.join(STYLES)}")
+        raise ValueError(f"{name!r} is not a style of a layer; choose from {', '.join(STYLES)}")
     return style
 
 
@@ -198,7 +198,7 @@ class TensorPlan:
             for path in set(matching(pattern, modules)) & layers.keys():
                 layers[path] = LayerStyle(layers[path].style, tuple(sizes))
         divided = {path: layer for path, layer in layers.items() if layer.style not in _UNDIVIDED}
-        order = {path: place for place, path in enumerate(modules)}
+        order = {path: index for index, path in enumerate(modules)}
         return Layout(
             dict(sorted(divided.items(), key=lambda item: order[item[0]])),
             _all_matching(self.attributes, integer_paths(model) if self.attributes else []),
@@ -375,13 +375,13 @@ def model_plan(model: nn.Module) -> TensorPlan | None:
 
     Entries of parameters and of experts are left out: experts stay whole along the tensor axis.
     """
-    own = getattr(model, "tp_plan", None)
-    if not isinstance(own, Mapping) or not own:
+    entries = getattr(model, "tp_plan", None)
+    if not isinstance(entries, Mapping) or not entries:
         return None
     modules = dict(model.named_modules())
     styles: dict[str, str] = {}
     parts: dict[str, tuple[int, ...]] = {}
-    for pattern, style in own.items():
+    for pattern, style in entries.items():
         layers = [modules[path] for path in matching(pattern, modules) if kind_of(modules[path]) is not None]
         if style in _WHOLE or not layers:
             continue
@@ -423,7 +423,7 @@ def matching(pattern: str, paths: Iterable[str]) -> list[str]:
 
 
 def _all_matching(patterns: Iterable[str], paths: list[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(found for pattern in patterns for found in matching(pattern, paths)))
+    return tuple(dict.fromkeys(path for pattern in patterns for path in matching(pattern, paths)))
 
 
 def forward_arguments(module: nn.Module) -> list[str]:
@@ -453,7 +453,7 @@ def integers(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
             yield name, value, False
         elif is_settings(value):
             yield from (
-                (f"{name}.{own}", number, True) for own, number in vars(value).items() if type(number) is int
+                (f"{name}.{key}", number, True) for key, number in vars(value).items() if type(number) is int
             )
 
 
@@ -489,6 +489,6 @@ def with_wildcards(paths: Iterable[str], all_paths: Iterable[str]) -> list[str]:
 def _star_patterns(path: str) -> list[str]:
     """The path with ``*`` in place of all its numbers, then in place of each one."""
     parts = path.split(".")
-    places = [place for place, part in enumerate(parts) if part.isdigit()]
-    stars = [places, *([place] for place in places)]
-    return [".".join("*" if place in those else part for place, part in enumerate(parts)) for those in stars]
+    places = [index for index, part in enumerate(parts) if part.isdigit()]
+    stars = [places, *([index] for index in places)]
+    return [".".join("*" if index in those else part for index, part in enumerate(parts)) for those in stars]

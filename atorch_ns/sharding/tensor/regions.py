@@ -32,7 +32,7 @@ def candidate_regions(graph: LayerGraph) -> list[RegionSpec]:
     results. The residual stream of a transformer is one huge component (all layers that write to it, all that read
     it); the small ones inside blocks exclude it.
     """
-    order = {path: place for place, path in enumerate(graph.nodes)}
+    order = {path: index for index, path in enumerate(graph.nodes)}
     specs = []
     for columns, rows in _find_components(graph):
         leaks = columns & graph.outputs
@@ -48,20 +48,20 @@ def candidate_regions(graph: LayerGraph) -> list[RegionSpec]:
 
 
 def _find_components(graph: LayerGraph) -> list[tuple[set[str], set[str]]]:
-    found: list[tuple[set[str], set[str]]] = []
+    components: list[tuple[set[str], set[str]]] = []
     for path, node in graph.nodes.items():
         if not node.sources:
             continue
         columns, rows = set(node.sources), {path}
         separate = []
-        for component in found:
+        for component in components:
             if component[0] & columns:
                 columns |= component[0]
                 rows |= component[1]
             else:
                 separate.append(component)
-        found = [*separate, (columns, rows)]
-    return found
+        components = [*separate, (columns, rows)]
+    return components
 
 
 def regions_in(graph: LayerGraph, layout: Layout) -> list[RegionSpec]:
@@ -111,7 +111,7 @@ _MOST_SUBSETS = 6
 """Most numbers of which all subsets are tried; of more, only whole groups."""
 
 _MOST_LAYERS = 8
-"""A region of more layers is no attention or MLP, and is slow to try."""
+"""A region of more layers is not an attention or MLP, and is slow to try."""
 
 _MOST_OTHERS = 64
 """The most sets tried of numbers whose names do not show what they are."""
@@ -155,16 +155,16 @@ def _part_choices(model: nn.Module, spec: RegionSpec) -> Iterator[Parts]:
 
 def _list_splits(outputs: int, inner: int, *, alone: bool) -> list[tuple[int, ...] | None]:
     """The ways in which a layer with that many outputs may be fused, where rows take ``inner`` inputs."""
-    found: list[tuple[int, ...] | None] = []
+    splits: list[tuple[int, ...] | None] = []
     if alone and outputs > inner:
         rest = outputs - inner
         if outputs % inner == 0:
-            found.append((inner,) * (outputs // inner))
+            splits.append((inner,) * (outputs // inner))
         if rest % 2 == 0:
-            found.append((inner, rest // 2, rest // 2))  # queries, fewer keys and values
+            splits.append((inner, rest // 2, rest // 2))  # queries, fewer keys and values
     elif outputs == 2 * inner:
-        found.append((inner, inner))
-    return list(dict.fromkeys([*found, None]))
+        splits.append((inner, inner))
+    return list(dict.fromkeys([*splits, None]))
 
 
 def _unique_sets(
@@ -172,20 +172,20 @@ def _unique_sets(
 ) -> list[tuple[str, ...]]:
     """The first of equal sets each, without the ``known`` ones."""
     seen = {frozenset(group) for group in known}
-    found = []
+    result = []
     for group in groups:
         if frozenset(group) not in seen:
             seen.add(frozenset(group))
-            found.append(group)
-    return found
+            result.append(group)
+    return result
 
 
 def _likely_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tuple[str, ...]]:
     """Sets of numbers to divide whose names or values show what they are."""
-    own, settings = (
+    attributes, settings = (
         _size_candidates(model, spec, degree, of_settings=of_settings) for of_settings in (False, True)
     )
-    for numbers in (own, settings, [*own, *settings]):
+    for numbers in (attributes, settings, [*attributes, *settings]):
         heads, wide, _ = _sorted_numbers(model, spec, numbers)
         yield from ((), heads, (*heads, *wide), wide)
         both = (*heads, *wide)
@@ -197,8 +197,8 @@ def _other_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tup
     """Sets with numbers whose names do not show what they are, the smallest first, with and without the likely ones."""
     if len(spec.layers) > _MOST_LAYERS:
         return
-    own = _size_candidates(model, spec, degree, of_settings=False)
-    for numbers in (own, [*own, *_size_candidates(model, spec, degree, of_settings=True)]):
+    attributes = _size_candidates(model, spec, degree, of_settings=False)
+    for numbers in (attributes, [*attributes, *_size_candidates(model, spec, degree, of_settings=True)]):
         heads, wide, others = _sorted_numbers(model, spec, numbers)
         sets = (
             (*likely, *chosen)
@@ -242,7 +242,7 @@ def _size_candidates(
 ) -> list[tuple[str, int]]:
     """Path and value of numbers that the degree divides, in the modules around the layers of the region."""
     parent = common_parent(spec.layers)
-    found = [
+    pairs = [
         (".".join(filter(None, (parent, inner, name))), value)
         for inner, module in model.get_submodule(parent).named_modules()
         if kind_of(module) is None
@@ -251,6 +251,6 @@ def _size_candidates(
     ]
     return [
         (path, value)
-        for path, value in found
+        for path, value in pairs
         if value > 1 and value % degree == 0 and not path.rpartition(".")[2].startswith("_")
     ]

@@ -185,7 +185,7 @@ class SelfTest:
         With ``calls``, blocks with other arguments are distinct too: the first may get one tensor twice.
         """
         layers = [path for path, layer in layout.layers.items() if layer.style not in _OWN]
-        found: dict[object, list[str]] = {}
+        groups: dict[object, list[str]] = {}
         covered: set[str] = set()
         for block in repeated_blocks(self._model):
             mine = [path for path in layers if path.startswith(f"{block.name}.")]
@@ -196,11 +196,11 @@ class SelfTest:
             covered |= set(mine)
             inner = layout.within(block.name)
             shapes = tuple((name, tuple(p.shape)) for name, p in block.module.named_parameters())
-            given = _argument_signature(self._graph.calls[block.name]) if calls else ()
+            signature = _argument_signature(self._graph.calls[block.name]) if calls else ()
             numbers = (inner.attributes, inner.narrow_inputs)
-            key = (type(block.module), tuple(inner.layers.items()), numbers, shapes, given)
-            found.setdefault(key, []).append(block.name)
-        places = [tuple(paths) for paths in found.values()]
+            key = (type(block.module), tuple(inner.layers.items()), numbers, shapes, signature)
+            groups.setdefault(key, []).append(block.name)
+        places = [tuple(paths) for paths in groups.values()]
         rest = [path for path in layers if path not in covered]
         if rest:
             places.append((unit_for(self._model, self._graph, common_parent(rest)).path,))
@@ -243,13 +243,13 @@ def _run_without_memory(
             shapes.whole_runs, shapes.wanted = True, wanted
             divide(module, layout, TensorGroup(degree), regions, stream)
             _note_reads(module, shapes.reads)
-            found = [tensor.shape for tensor in unit.results(module(*args, **kwargs))]
+            sizes = [tensor.shape for tensor in unit.results(module(*args, **kwargs))]
             if training:
                 module.train()(*args, **kwargs)
     except Exception as error:  # whatever its code raises
         shapes.reason = f"it fails with {error_line(error)}"
     else:
-        shapes.reason = "" if wanted == found else f"it gives {found} in place of {wanted}"
+        shapes.reason = "" if wanted == sizes else f"it gives {sizes} in place of {wanted}"
     return shapes
 
 
@@ -271,25 +271,25 @@ def _note_reads(module: nn.Module, names: set[str]) -> None:
             owners[id(owner)] = owner
             prefixes.setdefault(id(owner), []).append(".".join(filter(None, (path, inner))))
     for key, owner in owners.items():
-        own = list(dict.fromkeys(prefixes[key]))
+        paths = list(dict.fromkeys(prefixes[key]))
         try:
-            owner.__class__ = _make_noting_class(type(owner), own, names)
+            owner.__class__ = _make_noting_class(type(owner), paths, names)
         except TypeError:  # its class has another layout of memory: all of it may be read
-            names.update(".".join(filter(None, (prefix, name))) for prefix in own for name in vars(owner))
+            names.update(".".join(filter(None, (prefix, name))) for prefix in paths for name in vars(owner))
 
 
 def _make_noting_class(kind: type, prefixes: Sequence[str], names: set[str]) -> type:
     def read(self: Any, name: str) -> Any:
         value = super(_Noting, self).__getattribute__(name)  # that of ``kind``
         if type(value) is int:
-            own = object.__getattribute__(self, "__dict__")
+            attrs = object.__getattribute__(self, "__dict__")
             # A class may read it by another name of its own.
-            found = [name] if name in own else [one for one, other in own.items() if other is value]
-            names.update(".".join(filter(None, (prefix, one))) for prefix in prefixes for one in found)
+            aliases = [name] if name in attrs else [alias for alias, other in attrs.items() if other is value]
+            names.update(".".join(filter(None, (prefix, alias))) for prefix in prefixes for alias in aliases)
         return value
 
     namespace = {"__getattribute__": read, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return types.new_class(kind.__name__, (_Noting, kind), {}, lambda own: own.update(namespace))
+    return types.new_class(kind.__name__, (_Noting, kind), {}, lambda attrs: attrs.update(namespace))
 
 
 def _compare_runs(
@@ -309,17 +309,17 @@ def _compare_runs(
         return _run_unit(unit, copy, args, kwargs), done
 
     reference = _run_unit(unit, copy_to_run(module), args, kwargs)
-    found, (done, *_) = zip(*simulate(degree, run, device), strict=True)
+    runs, (done, *_) = zip(*simulate(degree, run, device), strict=True)
     floor = gradient_floor(reference.inputs)
     errors = {
-        f"output {place}": max(relative_error(mine, whole) for mine in ranks)
-        for place, (whole, *ranks) in enumerate(_by_rank(reference, found, lambda run: run.outputs))
+        f"output {index}": max(relative_error(mine, whole) for mine in ranks)
+        for index, (whole, *ranks) in enumerate(_by_rank(reference, runs, lambda run: run.outputs))
     }
     errors |= {
-        f"the gradient of input {place}": max(relative_error(mine, whole, floor=floor) for mine in ranks)
-        for place, (whole, *ranks) in enumerate(_by_rank(reference, found, lambda run: run.inputs))
+        f"the gradient of input {index}": max(relative_error(mine, whole, floor=floor) for mine in ranks)
+        for index, (whole, *ranks) in enumerate(_by_rank(reference, runs, lambda run: run.inputs))
     }
-    partial = _compare_parameters(found, reference, done, errors)
+    partial = _compare_parameters(runs, reference, done, errors)
     where = max(errors, key=errors.__getitem__, default="")
     error = errors.get(where, 0.0)
     reason = "" if error <= TOLERANCE else f"{where} is off by {error:.2g} of its size"
@@ -342,18 +342,18 @@ def _by_rank(
 
 def _run_unit(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
     inputs: list[torch.Tensor] = []
-    given: dict[int, torch.Tensor] = {}
+    clones: dict[int, torch.Tensor] = {}
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in given:
+    def make_clone(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in clones:
             leaf = tensor.detach().requires_grad_(tensor.requires_grad)
             if leaf.requires_grad:  # as in the model: masks and rotary tables get no gradients
                 inputs.append(leaf)
-            given[id(tensor)] = leaf.clone()  # operators in place may not change a leaf
-        return given[id(tensor)]
+            clones[id(tensor)] = leaf.clone()  # operators in place may not change a leaf
+        return clones[id(tensor)]
 
     with torch.enable_grad(), InFloat32():
-        args, kwargs = map_tensors(own, args), map_tensors(own, kwargs)
+        args, kwargs = map_tensors(make_clone, args), map_tensors(make_clone, kwargs)
         outputs = [tensor for tensor in unit.results(module(*args, **kwargs)) if tensor.is_floating_point()]
         loss = weighted_sum(outputs, seed=11)
         if loss is not None and loss.requires_grad:
@@ -398,6 +398,6 @@ def _argument_signature(call: ModuleCall) -> tuple[object, ...]:
     """The shapes of a call's tensors, and which of its arguments hold the same ones."""
     values = (*call.args, *call.kwargs.values())
     tensors = unique_tensors_of(values)
-    place = {id(tensor): number for number, tensor in enumerate(tensors)}
-    held = tuple(tuple(place[id(tensor)] for tensor in unique_tensors_of(value)) for value in values)
-    return tuple(tuple(tensor.shape) for tensor in tensors), held
+    index = {id(tensor): number for number, tensor in enumerate(tensors)}
+    indices = tuple(tuple(index[id(tensor)] for tensor in unique_tensors_of(value)) for value in values)
+    return tuple(tuple(tensor.shape) for tensor in tensors), indices

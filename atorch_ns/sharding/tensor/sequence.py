@@ -46,8 +46,8 @@ class StreamSpec:
 def divide_stream(modules: Mapping[str, nn.Module], spec: StreamSpec, group: TensorGroup) -> None:
     """Adds the hooks that divide the stream before each chain, and make it whole after it."""
     for chain in spec.chains:
-        for place, path in enumerate(chain):
-            _BlockHooks(path, group, spec.dim, first=place == 0, last=place == len(chain) - 1).attach(
+        for index, path in enumerate(chain):
+            _BlockHooks(path, group, spec.dim, first=index == 0, last=index == len(chain) - 1).attach(
                 modules[path]
             )
 
@@ -122,7 +122,7 @@ class _BlockHooks:
         if size % degree:
             raise InputError(
                 f"tensor_parallel with sequence=True divides the sequence that enters {self.path or 'the model'} over {degree} "
-                f"ranks, and its length {size} (dimension {self.dim} of {tuple(x.shape)}) is no multiple of "
+                f"ranks, and its length {size} (dimension {self.dim} of {tuple(x.shape)}) is not a multiple of "
                 f"{degree}. Pad to {size + degree - size % degree}, or set sequence=False."
             )
         return self.group.scatter(x, self.dim)
@@ -144,6 +144,6 @@ def _on_stream(
     stream = stream_of(args, kwargs, dim)
     if stream is None:
         return tuple(args), dict(kwargs)
-    made = function(stream)
-    named = {name: made if value is stream else value for name, value in kwargs.items()}
-    return tuple(made if value is stream else value for value in args), named
+    output = function(stream)
+    named = {name: output if value is stream else value for name, value in kwargs.items()}
+    return tuple(output if value is stream else value for value in args), named

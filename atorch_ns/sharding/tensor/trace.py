@@ -194,20 +194,20 @@ def _trace_model(
             except Exception:  # it may do what fake tensors do not support
                 _log.debug("the loss cannot be followed", exc_info=True)
 
-    found: list[list[int]] = []
+    calls: list[list[int]] = []
     with (
         flow,
         flow.watching(copy),
         call_hooks(blocks.values(), flow.enter_block, flow.leave_block, always=True),
     ):
         if chains:
-            found = find_chains([module for _, module in blocks.values()], forward)
+            calls = find_chains([module for _, module in blocks.values()], forward)
         else:
             forward()
     flow.look_at_buffers(copy)
     # A block that is called several times is a chain of its own each time; they count as one.
     paths = [path for path, _ in blocks.values()]
-    graph.blocks.chains = [list(chain) for chain in dict.fromkeys(tuple(paths[i] for i in c) for c in found)]
+    graph.blocks.chains = [list(chain) for chain in dict.fromkeys(tuple(paths[i] for i in c) for c in calls)]
     for tensor in unique_tensors_of(outputs):
         graph.outputs |= flow.of(tensor)
         flow.note_reads([tensor])
@@ -275,16 +275,16 @@ class _Flow(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         inputs = tensors_of((args, tuple(kwargs.values())))
-        found = set().union(*(self.of(tensor) for tensor in inputs))
+        sources = set().union(*(self.of(tensor) for tensor in inputs))
         if not self._active and func.namespace != "prim":  # which asks for the device
             self._graph.read_by_code.update(map(_storage_id, inputs))
             self._alive += [tensor.untyped_storage() for tensor in inputs]
         self.note_reads(inputs)
         memories = list(map(_storage_id, inputs))
         for memory in memories:
-            self._note_use(memory, found)
-        if found and _is_random(func, args, kwargs):
-            self._graph.random |= found
+            self._note_use(memory, sources)
+        if sources and _is_random(func, args, kwargs):
+            self._graph.random |= sources
         self._note_block(func, memories)
         output = func(*args, **kwargs)
         if self._block and any(memory in self._given or memory in self._made for memory in memories):
@@ -292,17 +292,17 @@ class _Flow(TorchDispatchMode):
                 if _storage_id(tensor) not in self._given:
                     self._made[_storage_id(tensor)] = self._block
                     self._alive.append(tensor.untyped_storage())
-        if found:
+        if sources:
             changed = inputs[:1] if func._schema.is_mutable else []
             for tensor in (*tensors_of(output), *changed):
-                self._set_sources(tensor, self.of(tensor) | found)
+                self._set_sources(tensor, self.of(tensor) | sources)
         return output
 
     def note_reads(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes that code outside the modules that returned ``tensors`` reads them."""
         for tensor in tensors:
-            for path, place in self._returned.pop(_storage_id(tensor), ()):
-                self._graph.read[path].add(place)
+            for path, index in self._returned.pop(_storage_id(tensor), ()):
+                self._graph.read[path].add(index)
 
     def _note_use(self, memory: int, sources: set[str]) -> None:
         """Notes that an operator reads ``memory`` together with results of ``sources``."""
@@ -358,22 +358,22 @@ class _Flow(TorchDispatchMode):
     def _enter_module(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._graph.calls.setdefault(path, ModuleCall(tuple(args), dict(kwargs)))
         if kind_of(module) is not None:
-            found = set().union(*(self.of(tensor) for tensor in unique_tensors_of((args, kwargs))))
-            self._graph.nodes.setdefault(path, Node(path)).sources |= found
+            sources = set().union(*(self.of(tensor) for tensor in unique_tensors_of((args, kwargs))))
+            self._graph.nodes.setdefault(path, Node(path)).sources |= sources
             self._active.append(path)
 
     def _leave_module(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
         if path not in self._graph.read:
             self._graph.read[path] = set()
-            for place, tensor in enumerate(unique_tensors_of(output)):
-                self._returned.setdefault(_storage_id(tensor), []).append((path, place))
+            for index, tensor in enumerate(unique_tensors_of(output)):
+                self._returned.setdefault(_storage_id(tensor), []).append((path, index))
                 self._alive.append(tensor.untyped_storage())
         if kind_of(module) is None:
             return
         self._active.remove(path)
-        own = set() if isinstance(module, nn.Embedding) else {path}
+        sources = set() if isinstance(module, nn.Embedding) else {path}
         for tensor in unique_tensors_of(output):
-            self._set_sources(tensor, own)
+            self._set_sources(tensor, sources)
 
     def _set_sources(self, tensor: torch.Tensor, sources: set[str]) -> None:
         self._sources[_storage_id(tensor)] = sources

@@ -38,7 +38,7 @@ class Unit:
     def results(self, output: Any) -> list[torch.Tensor]:
         """The tensors of an output that the model reads."""
         tensors = unique_tensors_of(output)
-        return [tensor for place, tensor in enumerate(tensors) if place in self.read or not self.read]
+        return [tensor for index, tensor in enumerate(tensors) if index in self.read or not self.read]
 
     @contextmanager
     def without_memory(self) -> Iterator[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
@@ -59,29 +59,29 @@ class Unit:
                 return _as_float32(tensor.detach().clone()).to(device)
             return _make_random(tensor, generator, kind).to(device)
 
-        def given(tensor: torch.Tensor) -> torch.Tensor:
+        def make_input(tensor: torch.Tensor) -> torch.Tensor:
             value = (
                 _make_random(tensor, generator, "input")
                 if _without_values(tensor)
                 else tensor.detach().clone()
             )
-            made = _as_float32(value.detach()).to(device)
-            return made.requires_grad_(tensor.requires_grad)
+            leaf = _as_float32(value.detach()).to(device)
+            return leaf.requires_grad_(tensor.requires_grad)
 
         copy = copy_structure(self.module, parameter, {})
-        args, kwargs = self._map_inputs(given)
+        args, kwargs = self._map_inputs(make_input)
         return copy.eval(), args, kwargs
 
     def _map_inputs(
         self, make: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments on other tensors; what was one tensor stays one."""
-        made: dict[int, torch.Tensor] = {}
+        memo: dict[int, torch.Tensor] = {}
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in made:
-                made[id(tensor)] = make(tensor)
-            return made[id(tensor)]
+            if id(tensor) not in memo:
+                memo[id(tensor)] = make(tensor)
+            return memo[id(tensor)]
 
         args = tuple(map_tensors(once, _drop_cache(value)) for value in self.call.args)
         kwargs = {name: map_tensors(once, _drop_cache(value)) for name, value in self.call.kwargs.items()}
@@ -113,13 +113,13 @@ def _make_empty(tensor: torch.Tensor) -> torch.Tensor:
 
 def _make_zeros(tensor: torch.Tensor) -> torch.Tensor:
     """Ids that every table has, and masks that hide half of every row, whichever of their values it is that hides."""
-    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    result = torch.zeros(tensor.shape, dtype=tensor.dtype)
     if tensor.dtype != torch.bool:
-        return made
+        return result
     if tensor.dim() < 2:
-        return ~made
-    made[..., ::2, ::2] = made[..., 1::2, 1::2] = True
-    return made
+        return ~result
+    result[..., ::2, ::2] = result[..., 1::2, 1::2] = True
+    return result
 
 
 def _make_random(tensor: torch.Tensor, generator: torch.Generator, kind: str) -> torch.Tensor:

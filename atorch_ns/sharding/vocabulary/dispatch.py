@@ -47,8 +47,8 @@ class Kept:
 
     def joined(self, make: Callable[[torch.Tensor, int], torch.Tensor]) -> Any:
         """The function's return value, with ``make(part, dim)`` in place of each part."""
-        made = tuple(make(part, dim) for part, dim in zip(self.parts, self.dims, strict=True))
-        return made if self.several else made[0]
+        outputs = tuple(make(part, dim) for part, dim in zip(self.parts, self.dims, strict=True))
+        return outputs if self.several else outputs[0]
 
 
 def apply_to_part(
@@ -68,10 +68,10 @@ def apply_to_part(
         degree: n.
         args, kwargs: the arguments after the logits, and the keyword arguments.
     """
-    given = (*args, *kwargs.values())
+    operands = (*args, *kwargs.values())
     if func is Tensor.__getitem__:
         return _index_logits(part, dim, args[0])
-    if any(isinstance(value, torch.Tensor) for value in given):
+    if any(isinstance(value, torch.Tensor) for value in operands):
         return None
     if func in _CASTS or func in _WITH_NUMBERS:
         return Kept((func(part, *args, **kwargs),), (dim,))
@@ -94,8 +94,8 @@ def _index_logits(part: torch.Tensor, dim: int, index: Any) -> Kept | None:
         return None
     if sum(takes) > part.dim():
         return None
-    made = part[index]
-    return Kept((made,), (made.dim() - 1,))
+    output = part[index]
+    return Kept((output,), (output.dim() - 1,))
 
 
 def _dims_taken(item: Any) -> int:
@@ -137,26 +137,26 @@ def _reshape_logits(
 ) -> Kept | None:
     """A function that moves or cuts other dimensions. The shapes of its results for the whole and for a part show
     where the vocabulary is afterwards."""
-    shape = [size * degree if place == dim else size for place, size in enumerate(part.shape)]
+    shape = [size * degree if axis == dim else size for axis, size in enumerate(part.shape)]
     wholes = func(torch.empty(shape, device="meta"), *args, **kwargs)
-    made = func(part, *args, **kwargs)
-    several = not isinstance(made, torch.Tensor)
-    parts, wholes = (tuple(made), tuple(wholes)) if several else ((made,), (wholes,))
+    output = func(part, *args, **kwargs)
+    several = not isinstance(output, torch.Tensor)
+    parts, wholes = (tuple(output), tuple(wholes)) if several else ((output,), (wholes,))
     if len(parts) != len(wholes) or not parts:
         return None
     dims = [
-        _find_vocabulary_dim(one.shape, whole.shape, part.shape[dim], degree)
-        for one, whole in zip(parts, wholes, strict=True)
+        _find_vocabulary_dim(piece.shape, whole.shape, part.shape[dim], degree)
+        for piece, whole in zip(parts, wholes, strict=True)
     ]
-    found = [place for place in dims if place is not None]
-    return Kept(parts, tuple(found), several) if len(found) == len(dims) else None
+    vocab_dims = [axis for axis in dims if axis is not None]
+    return Kept(parts, tuple(vocab_dims), several) if len(vocab_dims) == len(dims) else None
 
 
 def _find_vocabulary_dim(part: Sequence[int], whole: Sequence[int], local: int, degree: int) -> int | None:
     """The dimension that holds the vocabulary, by the shapes of a part and of the whole."""
     if len(part) != len(whole):
         return None
-    other = [place for place, (one, all_) in enumerate(zip(part, whole, strict=True)) if one != all_]
+    other = [axis for axis, (size, all_) in enumerate(zip(part, whole, strict=True)) if size != all_]
     if len(other) != 1 or (part[other[0]], whole[other[0]]) != (local, local * degree):
         return None
     return other[0]

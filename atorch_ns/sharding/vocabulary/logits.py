@@ -39,11 +39,11 @@ def cross_entropy_on_parts(
 
     Raises:
         ValueError: if the reduction is unknown, or the targets do not fit the logits.
-        IndexError: if a target is no class, on the CPU.
+        IndexError: if a target is not a class, on the CPU.
     """
     if call.reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{call.reduction} is not a valid value for reduction")
-    wanted = tuple(size for place, size in enumerate(part.shape) if place != call.dim)
+    wanted = tuple(size for axis, size in enumerate(part.shape) if axis != call.dim)
     if tuple(target.shape) != wanted:
         raise ValueError(f"Expected target size {list(wanted)}, got {list(target.shape)}")
     _check_targets(target, call)
@@ -53,8 +53,8 @@ def cross_entropy_on_parts(
     flat = target.reshape(-1).long()
     with torch.autocast(part.device.type, enabled=False):
         losses: torch.Tensor = _OnParts.apply(rows, flat, call, group)  # type: ignore[no-untyped-call]
-        found = _reduce_losses(losses, flat, weight, call).to(part.dtype)
-    return found.view(wanted) if call.reduction == "none" else found
+        loss = _reduce_losses(losses, flat, weight, call).to(part.dtype)
+    return loss.view(wanted) if call.reduction == "none" else loss
 
 
 def _check_targets(target: torch.Tensor, call: LossCall) -> None:
@@ -95,10 +95,10 @@ class _OnParts(torch.autograd.Function):
         largest = maximum(rows.amax(1).to(dtype), group)
         logs = rows - largest.unsqueeze(1)  # in dtype
         pieces = logs.split(max(1, -(-len(logs) // _PIECES)))
-        own = logs.gather(1, local).squeeze(1).masked_fill(~inside, 0)
+        scores = logs.gather(1, local).squeeze(1).masked_fill(~inside, 0)
         if call.smoothing:
-            own = (1 - call.smoothing) * own + call.smoothing / call.shape[call.dim] * logs.sum(1)
-        sums = total(torch.stack([torch.cat([piece.exp().sum(1) for piece in pieces]), own]), group)
+            scores = (1 - call.smoothing) * scores + call.smoothing / call.shape[call.dim] * logs.sum(1)
+        sums = total(torch.stack([torch.cat([piece.exp().sum(1) for piece in pieces]), scores]), group)
         log_sum = sums[0].log()
         ctx.call = call
         ctx.save_for_backward(logs.sub_(log_sum.unsqueeze(1)).to(rows.dtype), local, inside, ignored)
@@ -109,13 +109,13 @@ class _OnParts(torch.autograd.Function):
         """The gradient of a row is its probabilities less those of the target."""
         logs, local, inside, ignored = ctx.saved_tensors
         above = gradients[0].masked_fill(ignored, 0).to(logs.dtype)
-        found = logs.exp().mul_(above.unsqueeze(1))
+        grad_rows = logs.exp().mul_(above.unsqueeze(1))
         call: LossCall = ctx.call
         if call.smoothing:
-            found.sub_((above * (call.smoothing / call.shape[call.dim])).unsqueeze(1))
+            grad_rows.sub_((above * (call.smoothing / call.shape[call.dim])).unsqueeze(1))
         at_target = (above * (call.smoothing - 1)).masked_fill(~inside, 0)
-        found.scatter_add_(1, local, at_target.unsqueeze(1))
-        return found, None, None, None
+        grad_rows.scatter_add_(1, local, at_target.unsqueeze(1))
+        return grad_rows, None, None, None
 
 
 class DividedLogits(DividedTensor):
@@ -138,9 +138,9 @@ class DividedLogits(DividedTensor):
     ) -> DividedLogits:
         """Logits whose part on this rank is ``part``, divided along ``dim``."""
         dim %= part.dim()
-        made: DividedLogits = _Joined.apply(part, dim, group)  # type: ignore[no-untyped-call]
-        made._part, made._dim, made._group, made._uses, made._wholes = part, dim, group, uses, {}
-        return made
+        logits: DividedLogits = _Joined.apply(part, dim, group)  # type: ignore[no-untyped-call]
+        logits._part, logits._dim, logits._group, logits._uses, logits._wholes = part, dim, group, uses, {}
+        return logits
 
     def _gathered(self) -> torch.Tensor:
         return self._group.gather(self._part, self._dim)
@@ -154,11 +154,11 @@ class DividedLogits(DividedTensor):
         """See :class:`DividedTensor`."""
         assert isinstance(group, SimulatedGroup)
 
-        def own(tensor: torch.Tensor) -> torch.Tensor:
+        def shard(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.chunk(group.size(), self._dim)[group.rank()].contiguous()
 
-        place = TensorGroup(group)
-        return own(whole), own, lambda part: DividedLogits.of(part, place, dim=self._dim, uses=uses)
+        tp_group = TensorGroup(group)
+        return shard(whole), shard, lambda part: DividedLogits.of(part, tp_group, dim=self._dim, uses=uses)
 
     @classmethod
     def _on_parts(
@@ -217,9 +217,9 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
         ctx.dim, ctx.group = dim, group
-        shape = [size * group.size if place == dim else size for place, size in enumerate(part.shape)]
-        made: torch.Tensor = tensor_without_storage(DividedLogits, part, shape)
-        return made
+        shape = [size * group.size if axis == dim else size for axis, size in enumerate(part.shape)]
+        logits: torch.Tensor = tensor_without_storage(DividedLogits, part, shape)
+        return logits
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

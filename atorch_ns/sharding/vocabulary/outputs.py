@@ -51,7 +51,7 @@ def explain_divided_weights(loss: Loss, model: nn.Module) -> Loss:
 
     def guarded(batch: Any, output: Any) -> Any:
         try:
-            found = loss(batch, output)
+            loss_value = loss(batch, output)
         except RuntimeError as error:
             if "DTensor" not in str(error):
                 raise
@@ -59,10 +59,10 @@ def explain_divided_weights(loss: Loss, model: nn.Module) -> Loss:
             if not names:
                 raise
             raise _refusal_error(names) from error
-        if any(isinstance(one, DTensor) for one in tensors_of(found)):
+        if any(isinstance(tensor, DTensor) for tensor in tensors_of(loss_value)):
             names = _find_read_parameters(loss, batch, output, model)
             raise _refusal_error(names)
-        return found
+        return loss_value
 
     guarded.__wrapped__ = loss  # type: ignore[attr-defined]
     return guarded
@@ -80,9 +80,9 @@ class _Reads(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        for given in tensors_of((args, kwargs)):
-            if isinstance(given, torch.Tensor) and id(given) in self._names:
-                self.found.setdefault(self._names[id(given)])
+        for tensor in tensors_of((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and id(tensor) in self._names:
+                self.found.setdefault(self._names[id(tensor)])
         return func(*args, **kwargs)
 
 
@@ -216,7 +216,7 @@ def compare_losses(
         return max((_cross_entropy_error(call, TensorGroup(group), device) for call in calls), default=0.0)
 
     errors = simulate(degree, replayed, device)
-    if loss is not None and any(isinstance(one, DividedTensor) for one in unique_tensors_of(study.output)):
+    if loss is not None and any(isinstance(leaf, DividedTensor) for leaf in unique_tensors_of(study.output)):
         errors += _loss_errors(study, loss, degree, device, uses)
     return max(errors)
 
@@ -238,8 +238,8 @@ def _loss_errors(
     whole, references, _ = run(None)
     for mine, gradients, shares in simulate(degree, run, device):
         yield relative_error(mine, whole)
-        for one, reference, share in zip(gradients, references, shares, strict=True):
-            yield relative_error(one, share(reference), floor=largest(reference))
+        for gradient, reference, share in zip(gradients, references, shares, strict=True):
+            yield relative_error(gradient, share(reference), floor=largest(reference))
 
 
 Share = Callable[[torch.Tensor], torch.Tensor]
@@ -268,7 +268,7 @@ def _random_values(
         leaves.append(values.requires_grad_())
         shares.append(share)
         with torch.enable_grad():
-            return join(values.clone())  # a loss may change what is no leaf
+            return join(values.clone())  # a loss may change what is not a leaf
 
     return make
 
@@ -282,7 +282,7 @@ def _cross_entropy_error(call: LossCall, group: TensorGroup, device: torch.devic
     generator = torch.Generator().manual_seed(17)
     words = call.shape[call.dim]
     logits = torch.randn(call.shape, generator=generator).to(device)
-    shape = [size for place, size in enumerate(call.shape) if place != call.dim]
+    shape = [size for axis, size in enumerate(call.shape) if axis != call.dim]
     targets = torch.randint(words, shape, generator=generator).to(device)
     weight = torch.rand(words, generator=generator).to(device) if call.weighted else None
     part = logits.chunk(group.size, call.dim)[group.rank].contiguous().requires_grad_()

@@ -44,10 +44,10 @@ _POLICIES: Final = {
 
 def _read_fsdp(converter: Converter) -> None:
     """Adds ``fsdp``, or ``ddp`` where nothing is sharded."""
-    given = converter.take(f"{_FSDP}version")
-    version = str(given or 1)
-    if given is not None:
-        converter.carry(f"{_FSDP}version", f"{given}: see distributed_type")
+    setting = converter.take(f"{_FSDP}version")
+    version = str(setting or 1)
+    if setting is not None:
+        converter.carry(f"{_FSDP}version", f"{setting}: see distributed_type")
     if version not in ("1", "2"):
         raise converter.wrong(f"{_FSDP}version", version, "1, 2")
     if _read_sharding(converter) == "NO_SHARD":
@@ -153,16 +153,16 @@ def _read_megatron(converter: Converter, *, processes: int | None) -> None:
 def _micro_batches(converter: Converter, *, staged: bool) -> None:
     """How many parts a step has; Accelerate accumulates gradients by these alone with Megatron-LM."""
     key, other = f"{_MEGATRON}num_micro_batches", "gradient_accumulation_steps"
-    given = converter.take(key)
-    if given is None:
+    value = converter.take(key)
+    if value is None:
         return
-    count = converter.number(key, given)
+    count = converter.number(key, value)
     if staged:
         converter.use("pipeline_parallel", num_micro_batches=count)
-        converter.carry(key, f"{given} → pipeline_parallel.num_micro_batches")
+        converter.carry(key, f"{value} → pipeline_parallel.num_micro_batches")
     elif count > 1:
         converter.use("gradient_accumulation", num_micro_batches=count)
-        converter.carry(key, f"{given} → gradient_accumulation, since nothing is cut into stages")
+        converter.carry(key, f"{value} → gradient_accumulation, since nothing is cut into stages")
     else:
         converter.carry(key, "1: every batch is computed in one pass")
     if converter.raw(other) is not None:
@@ -214,10 +214,10 @@ def convert_accelerate(document: Mapping[str, Any], *, name: str) -> Conversion:
 
 
 def _read_precision(converter: Converter) -> None:
-    given = converter.take("mixed_precision")
-    if given is None:
+    value = converter.take("mixed_precision")
+    if value is None:
         return
-    text = str(given).lower()
+    text = str(value).lower()
     if text in ("no", "false", "none"):
         converter.carry("mixed_precision", "no: full precision")
     elif text in ("fp16", "bf16"):
@@ -228,18 +228,18 @@ def _read_precision(converter: Converter) -> None:
         converter.use("amp_native", dtype="bf16")
         converter.carry("mixed_precision", "fp8 → fp8 for the linears, amp_native bf16 for the rest")
     else:
-        raise converter.wrong("mixed_precision", given, "no, fp16, bf16, fp8")
+        raise converter.wrong("mixed_precision", value, "no, fp16, bf16, fp8")
 
 
 def _read_compile(converter: Converter) -> None:
     inner = converter.take("dynamo_config.dynamo_backend")
-    place = "dynamo_backend" if inner is None else "dynamo_config.dynamo_backend"
-    backend = converter.take(place)
+    backend_key = "dynamo_backend" if inner is None else "dynamo_config.dynamo_backend"
+    backend = converter.take(backend_key)
     if backend is None:
         return
     name = str(backend).lower()
     if name in ("no", "false", "none"):
-        converter.carry(place, "no: nothing is compiled")
+        converter.carry(backend_key, "no: nothing is compiled")
         return
     config: dict[str, Any] = {"backend": name}
     for key, ours in (("mode", "mode"), ("use_dynamic", "dynamic"), ("use_fullgraph", "fullgraph")):
@@ -248,7 +248,7 @@ def _read_compile(converter: Converter) -> None:
             config[ours] = str(value) if key == "mode" else converter.switch(f"dynamo_{key}", value)
             converter.carry(f"dynamo_config.dynamo_{key}", f"{value} → compile.{ours}")
     converter.use("compile", **config)
-    converter.carry(place, f"{backend} → compile, block by block")
+    converter.carry(backend_key, f"{backend} → compile, block by block")
 
 
 def _read_requires(converter: Converter) -> Requires:

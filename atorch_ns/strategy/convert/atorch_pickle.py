@@ -73,19 +73,19 @@ def convert_pickle(path: str | PathLike[str], *, classes: Collection[str] = ()) 
         StrategyFileError: if the file is missing, is not a pickle, refers to anything else, or does not
             hold a list of methods.
     """
-    place = Path(path)
+    file_path = Path(path)
     for each in classes:
         _check_class(each)
     try:
-        content = place.read_bytes()
+        content = file_path.read_bytes()
         value = _KnownNamesUnpickler(content, classes).load()
-        entries = _read_entries(value, str(place), classes)
+        entries = _read_entries(value, str(file_path), classes)
     except OSError as error:
-        raise StrategyFileError(f"cannot read {place}: {error}", source=str(place)) from error
+        raise StrategyFileError(f"cannot read {file_path}: {error}", source=str(file_path)) from error
     except StrategyFileError:
         raise
     except Exception as error:  # a damaged pickle may raise anything; nothing of it has been executed
-        raise StrategyFileError(f"not converted: {error}", source=str(place)) from error
+        raise StrategyFileError(f"not converted: {error}", source=str(file_path)) from error
     return Strategy(entries, provenance={"converted_from": "atorch pickle"})
 
 
@@ -109,10 +109,10 @@ def _no_module_class(module: str, name: str) -> str | None:
         return None
     from torch import nn
 
-    found = vars(sys.modules[module]).get(name)
-    if found is None or (isinstance(found, type) and issubclass(found, nn.Module)):
+    attribute = vars(sys.modules[module]).get(name)
+    if attribute is None or (isinstance(attribute, type) and issubclass(attribute, nn.Module)):
         return None
-    kind = f"{with_article(found)}" if not isinstance(found, type) else "a class of another kind"
+    kind = f"{with_article(attribute)}" if not isinstance(attribute, type) else "a class of another kind"
     return f"it is {kind}"
 
 

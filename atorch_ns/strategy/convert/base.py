@@ -55,8 +55,8 @@ def parsed(content: bytes, name: str) -> Any:
 
 def _without_comments(text: str) -> str:
     """JSON without comments and last commas; what stands in strings is kept."""
-    spaced = _STRING_OR_COMMENT.sub(lambda found: found["kept"] or " ", text)
-    return _STRING_OR_LAST_COMMA.sub(lambda found: found["kept"] or "", spaced)
+    spaced = _STRING_OR_COMMENT.sub(lambda match: match["kept"] or " ", text)
+    return _STRING_OR_LAST_COMMA.sub(lambda match: match["kept"] or "", spaced)
 
 
 class Remark(NamedTuple):
@@ -244,11 +244,11 @@ _ORDER: Final = (
 
 def _leaf_keys(document: Mapping[str, Any], before: str = "") -> list[str]:
     """The keys of values, with dots between those of nested mappings."""
-    found = []
+    names = []
     for key, value in document.items():
         name = f"{before}{key}"
-        found += _leaf_keys(value, f"{name}.") if isinstance(value, Mapping) and value else [name]
-    return found
+        names += _leaf_keys(value, f"{name}.") if isinstance(value, Mapping) and value else [name]
+    return names
 
 
 _AXIS_ORDER: Final = ("tensor", "sequence", "expert", "zero", "data", "pipeline")
@@ -291,23 +291,23 @@ def read_degrees(converter: Converter, axes: Mapping[str, str], *, methods: bool
         methods: whether the method of each axis is added; else two keys for one axis are an error.
 
     Raises:
-        StrategyFileError: for a size that is no positive whole number, or a second one.
+        StrategyFileError: for a size that is not a positive whole number, or a second one.
     """
     sizes: dict[str, int] = {}
     for key, axis in axes.items():
-        given = converter.take(key)
-        if given is None:
+        value = converter.take(key)
+        if value is None:
             continue
-        size = converter.number(key, given)
+        size = converter.number(key, value)
         if size == 1:
             converter.carry(key, "1: nothing to divide")
             continue
         if methods:
             converter.use(f"{axis}_parallel")
         elif axis in sizes:
-            raise converter.wrong(key, given, f"1, since the axis {axis} has its size from another key")
+            raise converter.wrong(key, value, f"1, since the axis {axis} has its size from another key")
         sizes[axis] = size
-        converter.carry(key, f"{given} → the axis {axis} of parallel_mode")
+        converter.carry(key, f"{value} → the axis {axis} of parallel_mode")
     return sizes
 
 
@@ -325,10 +325,10 @@ def read_recomputation(converter: Converter, key: str) -> None:
 
 def read_accumulation(converter: Converter, key: str) -> None:
     """Adds gradient accumulation where the key is more than one."""
-    given = converter.take(key)
-    if given is None:
+    value = converter.take(key)
+    if value is None:
         return
-    steps = converter.number(key, given)
+    steps = converter.number(key, value)
     if steps == 1:
         converter.carry(key, "1: every batch is computed in one pass")
         return
@@ -341,7 +341,7 @@ def read_accumulation(converter: Converter, key: str) -> None:
 
 
 def read_clipping(converter: Converter, key: str) -> None:
-    """Leaves the norm that gradients are clipped to: it is no part of a strategy."""
+    """Leaves the norm that gradients are clipped to: it is not part of a strategy."""
     norm = converter.take(key)
     if norm is not None:
         converter.leave(key, f"an argument of auto_accelerate: max_grad_norm={norm}")
@@ -370,13 +370,13 @@ def read_offload(
         StrategyFileError: for a device other than none, cpu and nvme.
     """
     wanted = {}
-    for part, (key, given) in devices.items():
-        device = "none" if given is None else str(given).lower()
+    for part, (key, value) in devices.items():
+        device = "none" if value is None else str(value).lower()
         if device not in ("none", "cpu", "nvme"):
-            raise converter.wrong(key, given, "none, cpu, nvme")
+            raise converter.wrong(key, value, "none, cpu, nvme")
         if device != "none":
             wanted[part] = (key, device)
-        elif given is not None:
+        elif value is not None:
             converter.carry(key, "none: nothing is offloaded")
     if method == "ddp":
         for part, (key, device) in wanted.items():

@@ -45,25 +45,25 @@ def convert_file(
         InputError: if ``source`` is none of these.
         StrategyFileError: if the file cannot be read, or is not of that system.
     """
-    place = Path(path)
+    file_path = Path(path)
     if source not in ("auto", "atorch", *_CONVERTERS):
         raise InputError(f"--from={source!r} is not known. Use auto, atorch, accelerate or deepspeed.")
-    content = read_bytes(place)
+    content = read_bytes(file_path)
     if content[:1] == b"\x80":
         if source not in ("auto", "atorch"):
             raise StrategyFileError(
-                "this is a pickle, and only ATorch wrote such; use --from atorch", source=str(place)
+                "this is a pickle, and only ATorch wrote such; use --from atorch", source=str(file_path)
             )
-        return _as_it_is(convert_pickle(place, classes=classes))
-    document = parsed(content, str(place))
-    system = _system_of(document, str(place)) if source == "auto" else source
+        return _as_it_is(convert_pickle(file_path, classes=classes))
+    document = parsed(content, str(file_path))
+    system = _system_of(document, str(file_path)) if source == "auto" else source
     if system == "atorch":
-        return _as_it_is(Strategy.load(place))
+        return _as_it_is(Strategy.load(file_path))
     if not isinstance(document, Mapping):
         raise StrategyFileError(
-            f"a config of {system} is a mapping; this holds {with_article(document)}", source=str(place)
+            f"a config of {system} is a mapping; this holds {with_article(document)}", source=str(file_path)
         )
-    return _CONVERTERS[system](document, name=str(place))
+    return _CONVERTERS[system](document, name=str(file_path))
 
 
 def _as_it_is(strategy: Strategy) -> Conversion:

@@ -54,8 +54,8 @@ def _read_config(converter: Converter, *, processes: int | None = None) -> str:
         converter.warn(
             f"{stage} is 'auto', so nothing is sharded. Write the stage, 1, 2 or 3, and convert again."
         )
-    given = converter.take(stage)
-    method = "ddp" if given is None else _read_stage(converter, given, stage)
+    value = converter.take(stage)
+    method = "ddp" if value is None else _read_stage(converter, value, stage)
     converter.use(method)
     _read_precision(converter)
     _read_offload_devices(converter, method, one_process=processes == 1)
@@ -87,12 +87,12 @@ def _read_offload_devices(converter: Converter, method: str, *, one_process: boo
         key = f"{_ZERO}.offload_{part}.device"
         devices[part] = (key, converter.take(key))
         for name in (f"{_ZERO}.{old}", f"{_ZERO}.{old}s"):
-            given = converter.take(name)
-            if given is None:
+            value = converter.take(name)
+            if value is None:
                 continue
             if devices[part][1] is not None:
                 converter.leave(name, f"the old name of offload_{part}, which is there")
-            elif converter.switch(name, given):
+            elif converter.switch(name, value):
                 devices[part] = (name, "cpu")
             else:
                 converter.carry(name, "false: nothing is offloaded")
@@ -219,9 +219,9 @@ def _accelerate_precision(converter: Converter) -> None:
 
 def _with_file(converter: Converter, file: str, processes: int | None) -> None:
     """Converts the file of DeepSpeed, with what Accelerate fills in."""
-    place = Path(converter.name).parent / file
+    path = Path(converter.name).parent / file
     try:
-        document = parsed(read_bytes(place), str(place))
+        document = parsed(read_bytes(path), str(path))
     except StrategyFileError as error:
         raise StrategyFileError(
             f"{_FILE}={file!r}: {error}. The strategy stands in that file; it is looked for in the folder of this one",
@@ -232,9 +232,9 @@ def _with_file(converter: Converter, file: str, processes: int | None) -> None:
             f"{_FILE}={file!r} holds {with_article(document)}; a config of DeepSpeed is a mapping",
             source=converter.name,
         )
-    inner = _make_converter(_fill_document(converter, document, file), str(place))
+    inner = _make_converter(_fill_document(converter, document, file), str(path))
     method = _read_config(inner, processes=processes)
-    converter.absorb(inner, prefix=f"{place.name}: ")
+    converter.absorb(inner, prefix=f"{path.name}: ")
     if str(converter.take("mixed_precision", "no")).lower() == "fp8":
         converter.use("fp8")
     converter.carry(_FILE, f"{file}: read, see its keys")
@@ -246,10 +246,10 @@ def _fill_document(converter: Converter, document: Mapping[str, Any], file: str)
     filled = copy.deepcopy(dict(document))
     for key, names in _FILLS.items():
         for name in names:
-            given = converter.take(name)
-            if given is None:
+            value = converter.take(name)
+            if value is None:
                 continue
-            if _fill_key(filled, key, given):
+            if _fill_key(filled, key, value):
                 converter.carry(name, f"fills 'auto' in {file}")
             else:
                 converter.leave(name, f"{file} decides: {key} is not 'auto' there")

@@ -104,7 +104,7 @@ def test_what_cannot_be_read_is_pointed_at(text: str, place: int, problem: str) 
     [
         ("a b -> a b", [(2, 3, 4)], "argument 0 has 3 dimensions in place of 2"),
         ("a, a -> a", [(2,), (3,)], "a is 3 in argument 1, and 2 elsewhere"),
-        ("a -> a", [None], "argument 0 is no tensor"),
+        ("a -> a", [None], "argument 0 is not a tensor"),
         ("4 -> 4", [(3,)], "4 is 3 in argument 0, and 4 elsewhere"),
         ("(a b) -> a b", [(6,)], r"the sizes of \(a b\), together 6 in argument 0, are not known"),
         ("(a 4) -> a", [(6,)], "a multiple of 4"),

@@ -256,7 +256,7 @@ def test_rules_of_torchs_operators_are_replaced(
             r"atorch_ns_tests_\d+\.scaled\.default on \[4, 4\] × \[4, 8\] is registered wrongly",
         ),
         ("m k, k n -> m k", r"it gives \[\(4, 4\)\], and it gave \[\(4, 8\)\]"),
-        ("m k, k n, j -> m n", "argument 2 is no tensor"),
+        ("m k, k n, j -> m n", "argument 2 is not a tensor"),
         (
             "m^ k+, k+ n^ -> m^ n^",
             r"rule 'P <- 1,0' of atorch_ns_tests_\d+\.scaled\.default on \[4, 4\] × \[4, 8\]",

@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Filter(nn.Module):
-    """[B, F] to [B, F], in the frequencies; its gain is no part of any unit."""
+    """[B, F] to [B, F], in the frequencies; its gain is not part of any unit."""
 
     def __init__(self) -> None:
         super().__init__()

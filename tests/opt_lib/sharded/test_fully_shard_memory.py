@@ -23,7 +23,7 @@ from benchmarks.materialise import sizes_of
 
 NUM_BLOCKS = 10
 SCALARS = 20_000
-"""Bytes for what is no part of the model: counters, messages, hash values."""
+"""Bytes for what is not part of the model: counters, messages, hash values."""
 
 
 def _build() -> nn.Module:

@@ -269,7 +269,7 @@ def test_an_unknown_name_is_answered_with_the_choices() -> None:
         (
             "Interleaved1F1B",
             (4, 11, 2),
-            r"in 2 equal rounds, but 11 is no multiple of 2\. Use 8, 10, 12 or 15",
+            r"in 2 equal rounds, but 11 is not a multiple of 2\. Use 8, 10, 12 or 15",
         ),
         ("DualPipeV", (2, 3), r"3 micro-batches and 4 stages \(2 ranks × 2\)"),
         (

@@ -146,7 +146,7 @@ def test_a_corrupt_file_is_told_once_and_the_search_goes_on(tmp_path: Path, cont
     assert len(notes) == 1
     assert str(path) in notes[0]
     assert path.read_bytes() == content
-    with pytest.raises(InputError, match="is no history"):
+    with pytest.raises(InputError, match="is not a history"):
         read_history(path)
 
 

@@ -61,7 +61,9 @@ def test_styles_have_other_names(name: str, style: str) -> None:
 
 
 def test_an_unknown_style_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="'diagonal' is no style of a layer; choose from colwise, rowwise"):
+    with pytest.raises(
+        ValueError, match="'diagonal' is not a style of a layer; choose from colwise, rowwise"
+    ):
         TensorPlan(styles={"head": "diagonal"})
 
 

@@ -193,7 +193,7 @@ def test_comments_in_json(tmp_path: Path) -> None:
     """
     found = _converted(tmp_path, text, name="ds.json")
     assert found.strategy.names == ("half", "fsdp")
-    assert "zero_optimization.nvme" in dict(found.left_out), "what stands in strings is no comment"
+    assert "zero_optimization.nvme" in dict(found.left_out), "what stands in strings is not a comment"
     with pytest.raises(StrategyFileError, match="comments"):
         _converted(tmp_path, '{"bf16": {enabled: ; true}}', name="ds.json")
 
