@@ -145,7 +145,7 @@ def test_saved_strategy_is_what_was_applied_and_loads_again(tmp_path: Path) -> N
         ({"load_strategy": None, "finetune_strategy": True}, "finetune_strategy"),
         ({"optim_func": lambda groups, **_: groups}, "not a torch.optim.Optimizer"),
         ({"optim_param_func": lambda model: [{"lr": 1}]}, "without 'params'"),
-        ({"optim_param_func": lambda model: [torch.zeros(1)]}, "no parameter of the model"),
+        ({"optim_param_func": lambda model: [torch.zeros(1)]}, "not a parameter of the model"),
         ({"ignore_dryrun_on_load_strategy": False, "dataset": None}, "dry run needs"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_part_keeps_what_it_has_by_any_of_its_names() -> None:
     [
         (lambda model: 3, "returned an int"),
         (lambda model: [{"lr": 0.1}], "without 'params'; it has \\['lr'\\]"),
-        (lambda model: [nn.Parameter(torch.ones(2))], "no parameter of the model"),
+        (lambda model: [nn.Parameter(torch.ones(2))], "not a parameter of the model"),
     ],
 )
 def test_what_is_no_group_is_refused(given: Any, words: str) -> None:

@@ -381,7 +381,7 @@ def test_every_field_of_the_config_counts(tmp_path: Path) -> None:
     ("given", "named"),
     [
         ({"plan_ngpus": 0}, "plan_ngpus must be a positive integer"),
-        ({"plan_ngpus": 3}, "no multiple of plan_ngpus=3"),
+        ({"plan_ngpus": 3}, "not a multiple of plan_ngpus=3"),
         ({"zero_ngroups": 2}, "counts with use_zero=True alone"),
         ({"use_zero": True, "zero_ngroups": 3}, "does not divide the 2 scale units"),
         ({"trace_strategy": "cudaa"}, "Did you mean 'cuda'"),

@@ -97,7 +97,7 @@ def states_of(policy: str, plan: int, fields: dict[str, Any]) -> Any:
     for stride in (3, -1):
         with pytest.raises(InputError, match=f"stride_size={stride} does not divide"):
             broadcast_weights(module, stride)
-    with pytest.raises(InputError, match="no state dict of an optimizer"):
+    with pytest.raises(InputError, match="not a state dict of an optimizer"):
         optimizer.load_state_dict({})
     return module.state_dict(), optimizer.state_dict()
 

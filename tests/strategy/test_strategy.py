@@ -95,7 +95,7 @@ def test_all_problems_are_reported_together() -> None:
 
 @pytest.mark.parametrize("source", [3, object(), nn.Linear(1, 1)])
 def test_other_objects_are_refused(source: Any) -> None:
-    with pytest.raises(StrategyError, match="no strategy"):
+    with pytest.raises(StrategyError, match="not a strategy"):
         Strategy.load(source)
 
 

@@ -124,7 +124,7 @@ def test_a_full_disk_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True])
 def test_every_must_be_a_number_of_steps(every: int) -> None:
-    with pytest.raises(InputError, match="no number of steps"):
+    with pytest.raises(InputError, match="not a number of steps"):
         job().track(Kept(), every=every)
 
 

@@ -96,7 +96,7 @@ def test_overrides(words: str, wanted: Any) -> None:
     [
         ("a 3", "'a' is not an override"),
         ("--.a 3", "is not an override"),
-        ("--l.x 3", "no index"),
+        ("--l.x 3", "is not an index"),
         ("--l.3 3", "next one has index 1"),
     ],
 )
@@ -214,7 +214,7 @@ def test_sizes_of_batches(sizes: tuple[int, int | None, int | None], ranks: int,
 
 @pytest.mark.parametrize(
     ("sizes", "named"),
-    [((2, 12, None), "no multiple of micro_batch_size=2"), ((2, 16, 3), "is 2 micro-batches of 2")],
+    [((2, 12, None), "not a multiple of micro_batch_size=2"), ((2, 16, 3), "is 2 micro-batches of 2")],
 )
 def test_sizes_that_contradict_each_other(sizes: tuple[int, int, int | None], named: str) -> None:
     one, whole, parts = sizes

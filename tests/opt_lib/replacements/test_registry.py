@@ -46,8 +46,8 @@ def test_registration_by_decorator(register: Callable[..., Any]) -> None:
         ({"name": "", "pair_cls": (Old, FastBuilt)}, "string"),
         ({"name": "x"}, "either pair_cls"),
         ({"name": "x", "pair_cls": (Old, FastBuilt), "replaces": Old}, "either pair_cls"),
-        ({"name": "x", "pair_cls": (Old,)}, "no pair of classes"),
-        ({"name": "x", "pair_cls": (Old, "FastBuilt")}, "no pair of classes"),
+        ({"name": "x", "pair_cls": (Old,)}, "not a pair of classes"),
+        ({"name": "x", "pair_cls": (Old, "FastBuilt")}, "not a pair of classes"),
         ({"name": "x", "pair_cls": (Old, dict)}, "subclasses of torch.nn.Module"),
         ({"name": "x", "pair_cls": (Old, Old)}, "twice"),
         ({"name": "x", "replaces": "Old"}, "'Old'"),
@@ -69,9 +69,9 @@ def test_wrong_registrations_are_refused(
 
 
 def test_a_decorator_takes_modules_and_functions_only(register: Callable[..., Any]) -> None:
-    with pytest.raises(RegistrationError, match="no subclass"):
+    with pytest.raises(RegistrationError, match="not a subclass"):
         register("x", replaces=Old)(dict)
-    with pytest.raises(RegistrationError, match="no subclass"):
+    with pytest.raises(RegistrationError, match="not a subclass"):
         register("x", replaces=Old, convert=_convert)(_convert)
 
 

@@ -72,7 +72,7 @@ def _tied() -> nn.Module:
         (nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 8)]), "not alike"),
         (_tied(), "share parameters"),
         (nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2)), "buffers"),
-        (nn.ModuleDict({name: nn.Linear(4, 4) for name in "ab"}), "no nn.ModuleList"),
+        (nn.ModuleDict({name: nn.Linear(4, 4) for name in "ab"}), "not an nn.ModuleList"),
     ],
 )
 def test_a_list_that_cannot_be_divided_is_refused(experts: nn.Module, reason: str) -> None:
