@@ -320,31 +320,31 @@ class SameWeights:
                 here, other = here[differ], samples.reshape(-1, _NUM_SAMPLED)[there[differ]]
                 self._raise_difference(record, rank, here, other)
 
-    def _raise_difference(self, own: _Record, rank: int, places: np.ndarray, other: np.ndarray) -> None:
-        samples = own.samples[places]
+    def _raise_difference(self, record: _Record, rank: int, indices: np.ndarray, other: np.ndarray) -> None:
+        samples = record.samples[indices]
         with np.errstate(invalid="ignore"):
             off = np.abs(samples - other).max(1)
             largest = np.maximum(np.abs(samples).max(1), np.abs(other).max(1))
             nan_on_both = np.isnan(samples).any(1) & np.isnan(other).any(1)
             wrong = ~(off <= _ROUNDING * largest) & ~nan_on_both
-        of_samples = np.array([own.paths[index].startswith(_OF_SAMPLES) for index in places])
-        names = [own.paths[index] for index in places[wrong & of_samples]]
+        of_samples = np.array([record.paths[index].startswith(_OF_SAMPLES) for index in indices])
+        names = [record.paths[index] for index in indices[wrong & of_samples]]
         if names and not self._is_told:
             self._is_told = True
             log.warning(
                 "after update %d, rank %d differs from rank %d in %s: it is of this rank's samples, where one process has those of all, "
                 "and the mean of each rank counts alike. Average over the ranks what a forward pass writes (dist.all_reduce), and give "
                 "ranks batches of one size, or pass weight_func and call train_step.",
-                *(own.update, self._rank, rank, first_few(names, 3)),
+                *(record.update, self._rank, rank, first_few(names, 3)),
             )
-        places, wrong = places[~of_samples], wrong[~of_samples]
-        if not len(places):
+        indices, wrong = indices[~of_samples], wrong[~of_samples]
+        if not len(indices):
             return
-        paths = [own.paths[index] for index in (places[wrong] if wrong.any() else places)]
+        paths = [record.paths[index] for index in (indices[wrong] if wrong.any() else indices)]
         if wrong.any():
             raise StepError(
-                f"after update {own.update}, rank {self._rank} holds other weights than rank {rank}, which must be copies: "
-                f"{counted(len(places), 'parameter')} of {len(own.paths)}, such as {first_few(paths, 3)}. What was done on one "
+                f"after update {record.update}, rank {self._rank} holds other weights than rank {rank}, which must be copies: "
+                f"{counted(len(indices), 'parameter')} of {len(record.paths)}, such as {first_few(paths, 3)}. What was done on one "
                 "rank alone must be done on all: a step that is left out, gradients that are changed, clipped or computed by hand "
                 "of its own samples, weights that are written or loaded, a learning rate that follows its own loss (result.mean "
                 "gives that of all). atorch-ns verify --script names the first update and its line."
@@ -354,7 +354,7 @@ class SameWeights:
             log.warning(
                 "after update %d, the weights of rank %d and of rank %d differ by rounding (%s), as processors of different "
                 "kinds may do; they are copies and may drift apart.",
-                *(own.update, self._rank, rank, first_few(paths, 3)),
+                *(record.update, self._rank, rank, first_few(paths, 3)),
             )
 
 
@@ -382,19 +382,27 @@ class OutsideWeights:
 
     def _check_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer))
-        if any(isinstance(owner, OutsideWeights) for owner in owners):
+        # A script may go on when its ranks have parted.
+        if not dist.is_initialized() or any(isinstance(owner, OutsideWeights) for owner in owners):
             return
         parameters = _updated_by(optimizer)
         # Another may be inside of one of the job's, as that of SAM.
         is_inside = any(parameters & _updated_by(known) for known in self._known)
-        if is_inside or not all(map(_is_whole, parameters)):
+        if is_inside or any(isinstance(p, DTensor) or not _is_plain(p) for p in parameters):
             return
         store = default_store()
         key, written = self._waiting.get(optimizer, ("", b""))
         if key and store.check([f"{key}/{rank}" for rank in self._others]):
             del self._waiting[optimizer]
             if any(store.get(f"{key}/{rank}") != written for rank in self._others):
-                return self._warn_about_weights(optimizer)
+                optimizer.register_step_post_hook(self._mark_as_known)  # no job says it again
+                log.warning(
+                    "the updates of an optimizer (%s) that auto_accelerate has not made give ranks other weights: nothing averages "
+                    "the gradients of parameters outside of the model, such as those of a loss. Make them part of the model before "
+                    "auto_accelerate, or average each gradient: dist.all_reduce(p.grad, op=dist.ReduceOp.AVG).",
+                    type(optimizer).__name__,
+                )
+                return
         index, number = self._updates.get(optimizer, (len(self._updates), 1))
         self._updates[optimizer] = index, number + 1
         if number in _FIRST_UPDATES:
@@ -404,22 +412,9 @@ class OutsideWeights:
             self._waiting[optimizer] = key, sums.numpy().tobytes()
             store.set(f"{key}/{dist.get_rank()}", sums.numpy().tobytes())
 
-    def _warn_about_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.register_step_post_hook(self._mark_as_known)  # no job says it again
-        log.warning(
-            "the updates of an optimizer (%s) that auto_accelerate has not made give ranks other weights: nothing averages the "
-            "gradients of parameters outside of the model, such as those of a loss. Make them part of the model before "
-            "auto_accelerate, or average each gradient: dist.all_reduce(p.grad, op=dist.ReduceOp.AVG).",
-            type(optimizer).__name__,
-        )
-
 
 def _updated_by(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _is_whole(parameter: torch.Tensor) -> bool:
-    return _is_plain(parameter) and not isinstance(parameter, DTensor)
 
 
 def _ranks_with_copies(mesh: Mesh) -> list[int]:
@@ -466,7 +461,10 @@ def _key_of(path: str, parameter: torch.Tensor) -> int:
 
 def _on_cpu(values: list[torch.Tensor], width: int) -> torch.Tensor:
     """On the CPU; a rank may hold parts without elements alone."""
-    return torch.stack(values).cpu() if values else torch.zeros((0, width) if width else 0)
+    # That of the weights: options of an optimizer are on the CPU.
+    device = next((value.device for value in values if value.device.type != "cpu"), "cpu")
+    alike = [value.to(device) for value in values]
+    return torch.stack(alike).cpu() if values else torch.zeros((0, width) if width else 0)
 
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -13,7 +13,7 @@ import torch
 from atorch_ns import auto_accelerate
 from atorch_ns.cluster import Cluster, cluster_from_spec
 from atorch_ns.estimate import Workload, estimate
-from atorch_ns.job import StepOptimizer, is_out_of_memory, limit_memory
+from atorch_ns.job import StepOptimizer, agreement, is_out_of_memory, limit_memory
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.profile import profile_model
 from atorch_ns.strategy import Strategy
@@ -120,3 +120,8 @@ def test_a_limit_is_enforced() -> None:
         torch.empty(2**28, dtype=torch.uint8, device=device)
     assert is_out_of_memory(caught.value)
     assert torch.empty(2**28, dtype=torch.uint8, device=device).nbytes > inside.nbytes > kept.nbytes
+
+
+def test_checksums_of_weights_and_of_options_travel_together() -> None:
+    weights, options = torch.ones((), device="cuda", dtype=torch.int64), torch.ones((), dtype=torch.int64)
+    assert agreement._on_cpu([options, weights], 0).tolist() == [1, 1]
