@@ -104,8 +104,8 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     rows = []
     for name, strategy in _STRATEGIES.items():
         report(f"watch: {name}")
-        ranks = on_ranks(_measure, _NUM_RANKS, strategy, model, num_steps)
-        rows.append({"strategy": name, "num_ranks": _NUM_RANKS, **_worst(ranks)})
+        ranks = on_ranks(_measure_steps, _NUM_RANKS, strategy, model, num_steps)
+        rows.append({"strategy": name, "num_ranks": _NUM_RANKS, **_worst_rank(ranks)})
     return Findings(
         name="watch",
         title="Cost of comparing ranks while they train",
@@ -120,12 +120,12 @@ def run(*, quick: bool, report: Callable[[str], object]) -> Findings:
     )
 
 
-def _worst(ranks: list[list[_Step]]) -> dict[str, Any]:
+def _worst_rank(ranks: list[list[_Step]]) -> dict[str, Any]:
     """The rank whose watch takes most."""
-    return max((_row(steps) for steps in ranks), key=lambda row: float(row["ratio"]))
+    return max((_summarise_steps(steps) for steps in ranks), key=lambda row: float(row["ratio"]))
 
 
-def _row(steps: list[_Step]) -> dict[str, Any]:
+def _summarise_steps(steps: list[_Step]) -> dict[str, Any]:
     compared = {number for number in (1, 2, 3, 10, 30, 100) if number <= len(steps)}
     plain = [step for number, step in enumerate(steps, 1) if number > 3 and number not in compared]
     step_s = statistics.median(step.seconds - step.watch_s for step in plain)
@@ -142,7 +142,7 @@ def _row(steps: list[_Step]) -> dict[str, Any]:
 
 
 @contextmanager
-def _timed() -> Iterator[_Clock]:
+def _time_watch() -> Iterator[_Clock]:
     """Times the functions of the watch, of jobs that are made inside."""
     clock = _Clock()
     kept = [(kind, name, getattr(kind, name)) for kind, names in _WATCHED.items() for name in names]
@@ -155,10 +155,10 @@ def _timed() -> Iterator[_Clock]:
             setattr(kind, name, function)
 
 
-def _measure(strategy: list[Any], model: Llama, num_steps: int) -> list[_Step]:
+def _measure_steps(strategy: list[Any], model: Llama, num_steps: int) -> list[_Step]:
     """On one rank."""
     batch = random_batch(model, 2, _NUM_TOKENS, seed=torch.distributed.get_rank())
-    with _timed() as clock:
+    with _time_watch() as clock:
         _, result, _ = auto_accelerate(
             model.build(),
             torch.optim.AdamW,
