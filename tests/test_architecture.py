@@ -32,7 +32,7 @@ LINES = {
     "checkpoint": 1_919,  # to be 1_900
     "apply": 285,
     "method": 707,
-    "job": 5_966,  # to be 3_100
+    "job": 5_960,  # to be 3_100
     "operators": 4_775,  # to be 4_050
     "pipeline": 4_420,  # to be 4_100
     "sharding": 7_841,  # to be 6_200
@@ -43,7 +43,7 @@ LINES = {
     "costs": 354,  # to be 650
     "processes": 587,  # to be 1_550
     "cluster": 3_034,  # to be 2_600
-    "capture": 2_217,  # to be 2_900
+    "capture": 2_223,  # to be 2_900
     "torch_compat": 1_423,
     "testing": 1_569,  # to be 1_000
     "opt_lib": 10_113,  # to be 8_300

@@ -1,4 +1,4 @@
-"""User code by name: modules, the model and the sample batch."""
+"""User code: modules, the model and the sample batch by name, and the code of functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from atorch_ns.errors import InputError
@@ -291,3 +291,11 @@ def _import_user_module(place: str, option: str) -> ModuleType:
         raise InputError(with_period(f"{option}: importing {place} failed: {error}")) from error
     except (Exception, SystemExit) as error:
         raise InputError(with_period(f"{option}: importing {place} failed: {error_text(error)}")) from error
+
+
+def nested_codes(code: CodeType | None) -> list[CodeType]:
+    """The code of a function, if it has any, and of those that are defined in it."""
+    codes = [] if code is None else [code]
+    for parent in codes:
+        codes += [constant for constant in parent.co_consts if isinstance(constant, CodeType)]
+    return codes

@@ -65,7 +65,7 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
 
     source = cluster.agree(open_source, what="checking the checkpoint")
     if result.optim is not None and any(p.grad is not None for p in result.model.parameters()):
-        log.warning("%s: gradients that have accumulated are dropped; load between steps.", folder)
+        log.warning("%s: gradients that are there are dropped, and count in no step that follows.", folder)
         result.optim.zero_grad()
     _check_content(source, cluster)
     try:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, Final, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from atorch_ns.capture.nests import batch_sizes, floats_to, map_tensors, tensors_of
 from atorch_ns.capture.random_states import random_states_kept
+from atorch_ns.capture.user_code import nested_codes
 from atorch_ns.cluster import Cluster
 from atorch_ns.data import split_batch
 from atorch_ns.errors import InputError
@@ -449,14 +450,6 @@ def _is_without_state(value: Any, seen: frozenset[Any] = frozenset()) -> bool:
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 used.append(value.__globals__.get(step.argval, getattr(builtins, step.argval, None)))
     return all(_is_without_state(item, seen | {value}) for item in used)
-
-
-def nested_codes(code: CodeType | None) -> list[CodeType]:
-    """The code of a function, if it has any, and of those that are defined in it."""
-    codes = [] if code is None else [code]
-    for parent in codes:
-        codes += [constant for constant in parent.co_consts if isinstance(constant, CodeType)]
-    return codes
 
 
 _PLAIN: Final = (None, Ellipsis, NotImplemented)

@@ -17,10 +17,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.capture.random_states import BatchNorm
+from atorch_ns.capture.user_code import nested_codes
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.job.census import refuse_hidden_outputs
-from atorch_ns.job.loss import nested_codes
 from atorch_ns.job.reducer import require_dense_gradients
 from atorch_ns.strategy import MODEL_AXES
 from atorch_ns.text import counted

@@ -399,6 +399,14 @@ def searched_along_lines(job: Job) -> None:
         job.optimizer.step(evaluate)
 
 
+def searched_after_hooks(job: Job) -> None:
+    """A hook before a step is called beside a closure too."""
+    calls: list[None] = []
+    job.optimizer.register_step_pre_hook(lambda *_: calls.append(None))
+    searched_along_lines(job)
+    assert len(calls) == 2
+
+
 def groups_changed(job: Job) -> None:
     for number, batch in enumerate(job.parts()):
         if number == 2:
@@ -465,7 +473,7 @@ EQUAL: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Se
     (plain, Net, _last_two, (["ddp"], ["zero2"])),
     (states_taken_out, Net, _sgd, (["fsdp"], ["ddp", HALF])),
     (clipped_before_each_step, Net, _sgd, (["fsdp"], ["ddp", MASTERS])),
-    (searched_along_lines, Net, partial(torch.optim.LBFGS, max_iter=3), (["ddp", MASTERS],)),
+    (searched_after_hooks, Net, partial(torch.optim.LBFGS, max_iter=3), (["ddp", MASTERS],)),
     (noise_by_weights, Net, _sgd, (["fsdp"],)),
     (penalty_of_hooks, Penalised, _sgd, (["fsdp"], ["fsdp", "checkpoint"])),
     (plain, Listed, _sgd, (["ddp"],)),

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from atorch_ns.capture.user_code import nested_codes
 from atorch_ns.errors import StepError
 from atorch_ns.job.gradients import gradient_norm, gradient_versions
-from atorch_ns.job.loss import LossScaler, nested_codes
+from atorch_ns.job.loss import LossScaler
 from atorch_ns.sharding.rank_context import local_part
 from atorch_ns.torch_compat import after_backward
 
@@ -181,8 +182,8 @@ class StateView(MutableMapping[Any, Any]):
 class StepOptimizer(torch.optim.Optimizer):
     """An optimizer around an optimizer: unscales gradients, skips bad steps, keeps fp32 master weights.
 
-    Everything but :meth:`step` and :meth:`zero_grad` is the inner optimizer's, so schedulers, hooks and
-    ``state_dict`` see that one.
+    Everything but :meth:`step`, :meth:`zero_grad` and, under masters, hooks before a step is the inner optimizer's, so that
+    schedulers, other hooks and ``state_dict`` see that one.
 
     Args:
         inner: the user's optimizer, already on the master weights if there are any.
@@ -317,19 +318,18 @@ class StepOptimizer(torch.optim.Optimizer):
                 "a closure evaluates the model inside the step, and the loss scale must not change there. Use "
                 "bf16 with optimizers that need a closure."
             )
+        self._is_in_hooks = True
+        try:
+            for hook in tuple(self._hooks.values()):
+                hook(self, (), {})
+        finally:
+            self._is_in_hooks = False
         if closure is not None and self.masters is not None and not self._skip_if_nonfinite:
-            result = self.inner.step(partial(self._evaluate, closure))
+            result = self.inner.step(partial(self._evaluate_closure, closure))
             self.masters.copy_to_parameters()
             self._forget_gradients()
             return result
-        loss: float | None = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._is_in_hooks = True
-        for hook in tuple(self._hooks.values()):
-            hook(self, (), {})
-        self._is_in_hooks = False
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self.prepare_gradients()
         self.skipped = self._overflow or (self._skip_if_nonfinite and self._has_nonfinite())
         if not self.skipped:
@@ -343,7 +343,7 @@ class StepOptimizer(torch.optim.Optimizer):
         self._forget_gradients()
         return loss
 
-    def _evaluate(self, closure: Callable[[], float]) -> float:
+    def _evaluate_closure(self, closure: Callable[[], float]) -> float:
         """A closure's loss where the optimizer has moved the masters, which gets its gradients."""
         assert self.masters is not None
         self.masters.copy_to_parameters()
@@ -388,9 +388,7 @@ class StepOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The inner optimizer's state, by the model's parameters too where it updates masters."""
-        return (
-            self.inner.state if self.masters is None else StateView(self.inner.state, self.masters.master_of)
-        )
+        return StateView(self.inner.state, self.masters.master_of) if self.masters else self.inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
