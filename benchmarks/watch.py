@@ -34,12 +34,12 @@ _COMPARISONS = 8
 """Among them: after the updates 1, 2, 3, 10, 30, 100, 300 and 1000."""
 
 _WATCHED: Mapping[type, tuple[str, ...]] = {
-    SameWeights: ("_note_gradient", "_note_gradients", "_after_update"),
-    OutsideWeights: ("_look",),
+    SameWeights: ("_note_gradient", "_note_gradients", "_after_update", "note_batch"),
+    OutsideWeights: ("_check_update",),
     SamePlace: ("_add_call", "_before_forward", "_after_update", "_before_gathering"),
     SameBatch: ("check",),
     RowCheck: ("look",),
-    MeanCheck: ("_test",),
+    MeanCheck: ("_test_mean",),
 }
 """What compares ranks or looks at their calls, in every step or in some."""
 
