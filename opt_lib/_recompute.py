@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from functools import partial
+from typing import Any, NamedTuple, cast, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.overrides import TorchFunctionMode
 
-from atorch_ns.capture.nests import can_be_written, copied_state
-from atorch_ns.torch_compat import leave_uncompiled
+from atorch_ns.capture.nests import can_be_written, copied_state, tensors_of
+from atorch_ns.torch_compat import in_backward, leave_uncompiled
 
 
 def offloaded(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -42,8 +46,7 @@ class _Place(NamedTuple):
 
     @property
     def buffer(self) -> Tensor | None:
-        tensor: Tensor | None = getattr(self.owner, self.name)
-        return tensor
+        return cast(Tensor | None, getattr(self.owner, self.name))
 
     @property
     def is_statistic(self) -> bool:
@@ -52,19 +55,66 @@ class _Place(NamedTuple):
 
 
 @final
+class ListsOfUsers(TorchFunctionMode):
+    """Takes out of lists what a recomputation has appended to them, as hooks inside of a block do, in the next forward pass.
+
+    One process without recomputation would not have it there, and a loss of the list would add up its gradient again.
+    Recomputations of the first passes are looked at, and then all, if there are such lists, or none.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        super().__init__()
+        self._is_on = is_on
+        self._notes: list[ref[Tensor]] = []
+        self._lists: list[list[Any]] = []
+        self._num_looks = 2  # for new lists, each over all objects
+
+    def watch(self, module: Callable[..., Any]) -> Callable[..., Any]:
+        """``module``, whose recomputations are looked at."""
+        return partial(self._call, module) if self._is_on else module
+
+    def _call(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if in_backward():
+            with self:
+                return module(*args, **kwargs)
+        if self._notes:
+            self._remove_results()
+        return module(*args, **kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._notes += [ref(tensor) for tensor in tensors_of(result) if tensor.requires_grad]
+        return result
+
+    def _remove_results(self) -> None:
+        results = [result for note in self._notes if (result := note()) is not None]
+        self._notes.clear()
+        if self._num_looks:
+            self._num_looks -= 1
+            referrers = gc.get_referrers(*results) if results else []
+            self._lists += [each for each in referrers if isinstance(each, list) and each is not results]
+        numbers = set(map(id, results))
+        changed = [each for each in self._lists if not numbers.isdisjoint(map(id, each))]
+        for each in changed:
+            each[:] = [value for value in each if id(value) not in numbers]
+        self._lists = changed  # a list that is made anew in each pass is free
+        self._is_on = bool(changed or self._num_looks)
+
+
+@final
 class BufferSafeRecompute:
     """``function(module, *args, **kwargs)``, a recomputation, with each buffer of the module written once.
 
     The recomputation is given the buffers, and arguments such as a cache, as they were before the forward pass, so that
-    it computes the same, and what it writes is thrown away. Made for one module.
+    it computes the same, and what it writes is thrown away, as what it appends to ``lists``. Made for one module.
 
     Copied are the buffers that a forward pass changes. Those are the statistics of batch and instance norms, and
     what the first forward pass in training mode is seen to change; others are left alone, but watched by their
     version, and copied from the first change on. A block that is compiled as one graph writes once as it is.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], lists: ListsOfUsers) -> None:
+        self._function, self.lists = function, lists
         self._written: list[_Place] = []
         self._watched: list[_Place] | None = None
         """Not seen to be written; ``None`` before the first forward pass."""
@@ -85,7 +135,7 @@ class BufferSafeRecompute:
             self._list_buffers(module)
         writable = any(map(can_be_written, (*args, *kwargs.values())))
         if not self._written and not self._watched and not writable:
-            return self._function(module, *args, **kwargs)
+            return self._function(self.lists.watch(module), *args, **kwargs)
         return self._function(_Passes(self, module), *args, **kwargs)
 
     def _list_buffers(self, module: nn.Module) -> None:
@@ -141,7 +191,7 @@ class _Passes:
             values = [next(copies) if can_be_written(value) else value for value in (*args, *kwargs.values())]
             with _in_place_of(self._before):
                 leave_uncompiled()
-                return self._module(
+                return self._owner.lists.watch(self._module)(
                     *values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True))
                 )
         self._given = copied_state([value for value in (*args, *kwargs.values()) if can_be_written(value)])

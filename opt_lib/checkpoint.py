@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 import torch
 from pydantic import Field, field_validator, model_validator
@@ -25,7 +25,7 @@ from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import checkpoint_wrapper, plain_name
 from opt_lib._config_checks import no_blocks_problem, unmatched_problem
-from opt_lib._recompute import BufferSafeRecompute, offloaded
+from opt_lib._recompute import BufferSafeRecompute, ListsOfUsers, offloaded
 from opt_lib._recompute_chunks import Chunk
 
 
@@ -179,6 +179,7 @@ class Checkpoint(Method[CheckpointConfig]):
             _warn_of_dropout(job, config)
         if config.offload:
             function = offloaded(function, job.device)
+        once = functools.partial(BufferSafeRecompute, function, ListsOfUsers(is_on=not job.plan.compiled))
         targets = _find_targets(job.module, config)
         if config.chunk > 1:
             _refuse_chunks(job, config)
@@ -188,9 +189,9 @@ class Checkpoint(Method[CheckpointConfig]):
             draw_seeds = (
                 functools.partial(stage.call_seeds, names) if isinstance(stage, StageModule) else None
             )
-            chunk = Chunk(BufferSafeRecompute(function), job.device, draw_seeds)
+            chunk = Chunk(once(), job.device, draw_seeds)
             for block in blocks:
-                recomputed = chunk.part(block.module) if len(blocks) > 1 else BufferSafeRecompute(function)
+                recomputed = chunk.part(block.module) if len(blocks) > 1 else once()
                 wrapper = checkpoint_wrapper(block.module, _UnlessKept(job.step.kept_activations, recomputed))
                 job.module.set_submodule(block.name, wrapper)
                 wrapped[type(block.module).__name__] += 1
@@ -340,8 +341,7 @@ def _selective_contexts(saved: tuple[str, ...] | str) -> tuple[Any, Any]:
         number += name in WEIGHT_PRODUCTS
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(operators or policy)
-    return contexts
+    return cast(tuple[Any, Any], create_selective_checkpoint_contexts(operators or policy))
 
 
 def _recompute_reentrant(module: nn.Module, *args: Any, preserve_rng_state: bool, **kwargs: Any) -> Any:

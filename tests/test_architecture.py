@@ -19,7 +19,7 @@ MOST_FILES = 480
 LINES = {
     "top level": 856,
     "cli": 2_123,  # to be 1_700
-    "trainer": 2_503,
+    "trainer": 2_465,
     "merak": 2_237,
     "parallel": 2_247,
     "planning": 501,  # to be 850
@@ -28,11 +28,11 @@ LINES = {
     "engine": 4_983,  # to be 3_600
     "numerics": 1_762,  # to be 1_300
     "search": 3_987,  # to be 3_550
-    "estimate": 3_799,  # to be 3_300
+    "estimate": 3_792,  # to be 3_300
     "checkpoint": 1_919,  # to be 1_900
     "apply": 285,
     "method": 707,
-    "job": 5_960,  # to be 3_100
+    "job": 5_965,  # to be 3_100
     "operators": 4_775,  # to be 4_050
     "pipeline": 4_420,  # to be 4_100
     "sharding": 7_841,  # to be 6_200
@@ -44,9 +44,9 @@ LINES = {
     "processes": 587,  # to be 1_550
     "cluster": 3_034,  # to be 2_600
     "capture": 2_223,  # to be 2_900
-    "torch_compat": 1_423,
+    "torch_compat": 1_435,
     "testing": 1_569,  # to be 1_000
-    "opt_lib": 10_113,  # to be 8_300
+    "opt_lib": 10_141,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have

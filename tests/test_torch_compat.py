@@ -70,6 +70,7 @@ from atorch_ns.torch_compat import (
     tensor_without_storage,
     unreached_parameters,
     unwrap_checkpoint,
+    visit_first,
     without_transforms,
 )
 from atorch_ns.torch_compat.modules import WRAPPER_PREFIXES
@@ -354,6 +355,17 @@ def test_a_view_is_told_from_its_base_and_from_a_copy() -> None:
     assert is_view(base[1:])
     assert not is_view(base)
     assert not is_view(base[1:].clone())
+
+
+def test_autograd_visits_first_what_it_is_asked_to() -> None:
+    visited = []
+    leaf = torch.ones(1, requires_grad=True)
+    first, second = leaf * 2, leaf * 3  # of which it would visit the second, the younger, first
+    for number, tensor in enumerate((first, second)):
+        tensor.grad_fn.register_prehook(lambda _, number=number: visited.append(number))
+    visit_first([first, leaf])
+    (first + second).backward()
+    assert visited == [0, 1]
 
 
 def _reduced_at_the_end() -> bool:

@@ -264,6 +264,11 @@ class AxisUses(tuple[AxisUse, ...]):
         }
 
 
+def _flag(name: str) -> cached_property[np.ndarray]:
+    """[R] a flag of :class:`AxisUses` by row."""
+    return cached_property(lambda sizes: np.asarray(sizes.uses.flags[name][sizes.use]))
+
+
 @dataclass(frozen=True, eq=False)  # a key of the memo by its identity
 class Sizes:
     """Sizes of the axes, and passes, of R plans.
@@ -293,30 +298,16 @@ class Sizes:
         columns = {name: getattr(self, name)[rows] for name in self.__dataclass_fields__ if name != "uses"}
         return Sizes(uses=self.uses, **columns)
 
-    @cached_property
-    def tensor_sequence(self) -> np.ndarray:
-        """[R] whether the axis ``tensor`` divides the residual stream too."""
-        return np.asarray(self.uses.flags["tensor_sequence"][self.use])
-
-    @cached_property
-    def asynchronous(self) -> np.ndarray:
-        """[R] whether exchanges along the axis ``tensor`` go on while the products beside them are computed."""
-        return np.asarray(self.uses.flags["asynchronous"][self.use])
-
-    @cached_property
-    def parallel_loss(self) -> np.ndarray:
-        """[R] whether logits stay divided over the axis ``tensor`` in the loss."""
-        return np.asarray(self.uses.flags["parallel_loss"][self.use])
-
-    @cached_property
-    def is_ring(self) -> np.ndarray:
-        """[R] whether keys and values travel around the axis ``sequence``."""
-        return np.asarray(self.uses.flags["is_ring"][self.use])
-
-    @cached_property
-    def sequence_loss(self) -> np.ndarray:
-        """[R] whether head and loss are computed on parts of samples."""
-        return np.asarray(self.uses.flags["sequence_loss"][self.use])
+    tensor_sequence = _flag("tensor_sequence")
+    """[R] whether the axis ``tensor`` divides the residual stream too."""
+    asynchronous = _flag("asynchronous")
+    """[R] whether exchanges along the axis ``tensor`` go on while the products beside them are computed."""
+    parallel_loss = _flag("parallel_loss")
+    """[R] whether logits stay divided over the axis ``tensor`` in the loss."""
+    is_ring = _flag("is_ring")
+    """[R] whether keys and values travel around the axis ``sequence``."""
+    sequence_loss = _flag("sequence_loss")
+    """[R] whether head and loss are computed on parts of samples."""
 
     @property
     def pipelines(self) -> tuple[PipelineParallelism, ...]:

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import chain, product
+from itertools import chain, count, product
 from typing import Any, Final, NamedTuple
-from weakref import WeakKeyDictionary, WeakMethod, finalize
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet, finalize
 
 import numpy as np
 import torch
@@ -284,7 +284,7 @@ class SameWeights:
     def note_batch(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook before a forward pass of the model."""
         sizes = batch_sizes((args, kwargs)) if torch.is_grad_enabled() else ()
-        self._num_samples = float(max(sizes, default=self._num_samples))
+        self._num_samples += float(max(sizes, default=0)) ** 2  # ranks may have them in turn
 
     def _values_of_samples(self) -> dict[torch.Tensor, str]:
         """What depends on the samples of this rank where one process would see those of all; batch norms have notes of their own."""
@@ -296,7 +296,12 @@ class SameWeights:
             for name, buffer in module._buffers.items()
             if buffer is not None
         }
-        return {**buffers, torch.tensor(self._num_samples): f"{_OF_SAMPLES}number of samples in a batch"}
+        return {
+            **buffers,
+            torch.tensor(
+                self._num_samples, dtype=torch.float64
+            ): f"{_OF_SAMPLES}numbers of samples in batches",
+        }
 
     def _store_key(self, rank: int, what: str, number: int | None = None) -> str:
         return f"atorch_ns/weights/{self._name}/{self._number if number is None else number}/{rank}/{what}"
@@ -369,8 +374,9 @@ class OutsideWeights:
     def __init__(self, name: str, others: Sequence[int], known: Iterable[torch.optim.Optimizer]) -> None:
         self._name, self._others = name, others
         self._updates = WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]]()
+        self._indices = count()  # ranks let go of optimizers at times of their own
         self._waiting = WeakKeyDictionary[torch.optim.Optimizer, tuple[str, bytes]]()
-        self._known = tuple(known)
+        self._known = WeakSet(known)  # whose hooks hold this: memory must not wait for a collector of cycles
         for optimizer in self._known:
             optimizer.register_step_post_hook(self._mark_as_known)
         look = WeakMethod(self._check_update)
@@ -403,7 +409,7 @@ class OutsideWeights:
                     type(optimizer).__name__,
                 )
                 return
-        index, number = self._updates.get(optimizer, (len(self._updates), 1))
+        index, number = self._updates.get(optimizer) or (next(self._indices), 1)
         self._updates[optimizer] = index, number + 1
         if number in _FIRST_UPDATES:
             values = [p.detach() for group in optimizer.param_groups for p in group["params"]]

@@ -128,8 +128,7 @@ def _split_gradient(grad: torch.Tensor) -> Sequence[torch.Tensor]:
     """Parts of a gradient whose norms, taken one by one and together, are exact to rounding."""
     if grad.device.type != "cpu" or grad.numel() <= _PIECE or not grad.is_contiguous():
         return (grad,)
-    pieces: tuple[torch.Tensor, ...] = grad.reshape(-1).split(_PIECE)
-    return pieces
+    return cast(tuple[torch.Tensor, ...], grad.reshape(-1).split(_PIECE))
 
 
 def _by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

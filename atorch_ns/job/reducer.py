@@ -132,9 +132,7 @@ class GradientReducer:
         self._num_open = 0
         self._late_report: _LateNumbers | None = None
         self.synchronised = False
-        self._handles = [
-            after_accumulation(parameter, partial(self._take_gradient, parameter)) for parameter in floating
-        ]
+        self._handles = [after_accumulation(parameter, self._take_gradient) for parameter in floating]
         self._handles.append(module.register_forward_pre_hook(self._begin_forward))
         self._handles.append(module.register_forward_hook(self._watch_outputs))
 
@@ -301,7 +299,7 @@ class GradientReducer:
         self._buckets[-1].flags.data[: len(self._number)].fill_(1.0)
 
     @torch.no_grad()
-    def _take_gradient(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
         known = self._places.get(parameter)
         # Thawed a moment ago, this pass ends with buckets that have it; or its gradient is sparse.
         if known is None:

@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,7 +77,6 @@ class SamePlace:
         self._beats: dict[int, int] = {}
         self._meetings = Counter[str]()
         self._last_meetings: dict[str, int] = {}
-        self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
 
     def follow(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -84,10 +84,12 @@ class SamePlace:
         optimizer.register_step_pre_hook(lambda *_: self._add_call("U"))
         optimizer.register_step_post_hook(self._after_update)
         self._module = id(module)  # which lives as long as its hooks
-        self._parameters = list(module.parameters()) if self._evaluating else []
-        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        # Held by the model alone, since the thread keeps this for ever.
+        parameters = list(module.parameters()) if self._evaluating else []
+        self._trained = [parameter.requires_grad for parameter in parameters]
         # First in each: fully_shard communicates in hooks of its own.
-        module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
+        before = torch.compiler.disable(partial(self._before_forward, parameters))
+        module.register_forward_pre_hook(before, prepend=True)
         follow_backward_passes(module, lambda: self._add_call("B"))
         observe_gathering(self._before_gathering)
         with suppress(RuntimeError):  # no room for a thread: nothing else depends on it
@@ -102,13 +104,13 @@ class SamePlace:
         if set(self._together or range(self._num_ranks)) <= set(mesh.mesh.flatten().tolist()):
             self._add_call("R")
 
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
+    def _before_forward(self, parameters: Sequence[nn.Parameter], module: nn.Module, _: Any) -> None:
         # Not of a copy, which has its hooks, nor of a block that is recomputed.
         if id(module) != self._module or in_backward():
             return
         self._thread = threading.get_ident()
         if torch.is_grad_enabled():
-            before, self._trained = self._trained, [parameter.requires_grad for parameter in self._parameters]
+            before, self._trained = self._trained, [parameter.requires_grad for parameter in parameters]
             if self._trained != before:
                 self._meet_sometimes("T")
             self._add_call("F")

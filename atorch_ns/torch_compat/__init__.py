@@ -48,6 +48,7 @@ from atorch_ns.torch_compat.distributed import (
     show_gathered,
     show_shards,
     unreached_parameters,
+    visit_first,
     zero_redundancy_of_parts,
 )
 from atorch_ns.torch_compat.divided_tensors import (
@@ -109,5 +110,5 @@ __all__ = [
     "process_groups", "quiet_fake_kernels", "reduce_after_backward", "reduced_parameters", "refusing_autograd_functions",
     "registered_children", "replicate", "sample_size", "send_parts", "share_memory_along", "show_gathered", "show_shards",
     "step_hooks", "stood_for", "take_hooks", "tensor_without_storage", "traced_modules", "unreached_parameters", "unwrap_checkpoint",
-    "without_transforms", "zero_redundancy_of_parts",
+    "visit_first", "without_transforms", "zero_redundancy_of_parts",
 ]  # fmt: skip

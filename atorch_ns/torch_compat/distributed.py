@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -204,6 +205,15 @@ def after_backward(action: Callable[[], None], *, in_turn: bool = False) -> None
     engine.queue_callback(action if in_turn else lambda: engine.queue_callback(action))
 
 
+def visit_first(tensors: Iterable[torch.Tensor]) -> None:
+    """Has a backward pass visit the nodes of ``tensors`` before all other nodes that are there now and are ready then: autograd
+    takes that of the highest number, and numbers them in the order of the forward pass."""
+    with torch.enable_grad():
+        number = torch.zeros((), requires_grad=True).view(()).grad_fn._sequence_nr()  # type: ignore[union-attr]
+    for node in filter(None, (tensor.grad_fn for tensor in tensors)):
+        node._set_sequence_nr(number)  # type: ignore[attr-defined]
+
+
 def before_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     """Calls ``hook`` before autograd adds to a parameter's gradient; ``fully_shard`` adds to its own otherwise."""
     parameter.register_hook(PackageHook(hook))
@@ -211,22 +221,25 @@ def before_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], 
     parameter._backward_hooks = parameter._backward_hooks
 
 
-def after_accumulation(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Calls ``hook`` with a parameter whenever a backward pass has added to its gradient, also where it is thawed later.
+def after_accumulation(parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> RemovableHandle:
+    """Calls a method with a parameter whenever a backward pass has added to its gradient, also where it is thawed later.
 
-    torch registers such a hook on parameters that are trained, and keeps it while they are not.
+    torch registers such a hook on parameters that are trained, and keeps it while they are not. What the hook holds has no end
+    that Python's collector would see, so the method's object must be kept by others.
     """
+    call = WeakMethod(method)
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(PackageHook(hook))
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(
+        PackageHook(lambda tensor: None if (kept := call()) is None else kept(tensor))
+    )
     parameter.requires_grad_(is_trained)
     return handle
 
 
 def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters whose gradients DDP averages, in its order (``_build_params_for_reducer``)."""
-    params: list[nn.Parameter] = model._build_params_for_reducer()[0]
-    return params
+    return cast(list[nn.Parameter], model._build_params_for_reducer()[0])
 
 
 def unreached_parameters(model: DistributedDataParallel) -> list[int]:

@@ -23,9 +23,8 @@ from atorch_ns.trainer.args import (
     TrainerArgs,
 )
 from atorch_ns.trainer.checkpoints import TrainStatus
-from atorch_ns.trainer.hooks import TrainHook, TrainStepMetrics, ValMetrics
+from atorch_ns.trainer.hooks import AggregatedOutputs, TrainHook, TrainStepMetrics, ValMetrics
 from atorch_ns.trainer.loggers import LoggerBase, TensorBoardLogger, WandbLogger, set_default_logger_level
-from atorch_ns.trainer.outputs import AggregatedOutputs
 from atorch_ns.trainer.trainer import Trainer
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from os import PathLike
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +12,7 @@ from pydantic import ConfigDict
 from atorch_ns.errors import InputError
 from atorch_ns.parallel import ComputeConfig
 from atorch_ns.text import counted
+from atorch_ns.trainer.hooks import HOOKS
 
 Named = str | Callable[..., Any] | None
 """A class or function, or its name: ``pkg.mod.Name``, ``pkg.mod:Name`` or ``file.py:Name``."""
@@ -26,6 +27,24 @@ class _Strict:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", arbitrary_types_allowed=True, revalidate_instances="always"
     )
+
+
+@dataclass
+class _TypeWithArgs(_Strict):
+    """What is made as ``type(**args)``."""
+
+    type: Named = None
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _TypeOfData(_Strict):
+    """What is made as ``type(**args)`` of each kind of data."""
+
+    type: Named = None
+    train_args: dict[str, Any] = field(default_factory=dict)
+    val_args: dict[str, Any] = field(default_factory=dict)
+    test_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -44,7 +63,7 @@ class OptionalComputeConfig(_Strict):
 
 
 @dataclass
-class ModuleParallelizeConfig(_Strict):
+class ModuleParallelizeConfig(_TypeWithArgs):
     """A class of modules inside of the model that is parallelized in the place of the whole.
 
     Attributes:
@@ -57,8 +76,6 @@ class ModuleParallelizeConfig(_Strict):
             same.
     """
 
-    type: Named = None
-    args: dict[str, Any] = field(default_factory=dict)
     forward_args_gen_fn: Named = None
     tracing_from_weights: str | None = None
     tracing_from_weights_prefix: str | None = None
@@ -72,16 +89,14 @@ class ModuleParallelizeConfig(_Strict):
 
 
 @dataclass
-class ModelConfig(_Strict):
+class ModelConfig(_TypeWithArgs):
     """The model: ``type(**args)``; ``parallel_modules`` are parallelized in the place of the whole."""
 
-    type: Named = None
-    args: dict[str, Any] = field(default_factory=dict)
     parallel_modules: list[ModuleParallelizeConfig] = field(default_factory=list)
 
 
 @dataclass
-class OptimizerConfig(_Strict):
+class OptimizerConfig(_TypeWithArgs):
     """The optimizer: ``type(parameters, **args)``.
 
     Attributes:
@@ -92,8 +107,6 @@ class OptimizerConfig(_Strict):
             summed over the ranks of ``sync_group``. ``per-token-mean`` needs it, for ``num_tokens``.
     """
 
-    type: Named = None
-    args: dict[str, Any] = field(default_factory=dict)
     clip_gnorm: float | None = 0.0
     loss_reduction: Literal["mean", "sum"] = "mean"
     grad_reduction: Literal["mean", "sum", "per-token-mean"] = "mean"
@@ -101,41 +114,28 @@ class OptimizerConfig(_Strict):
 
 
 @dataclass
-class DatasetConfig(_Strict):
+class DatasetConfig(_TypeOfData):
     """Datasets: ``type(**train_args)``, and ``type(**val_args)`` if there are any."""
-
-    type: Named = None
-    train_args: dict[str, Any] = field(default_factory=dict)
-    val_args: dict[str, Any] = field(default_factory=dict)
-    test_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
-class DataloaderConfig(_Strict):
+class DataloaderConfig(_TypeOfData):
     """Data loaders: ``type(dataset=, batch_size=, sampler=, **args)``; ``val_args`` are ``train_args`` where they are empty."""
 
     type: Named = "torch.utils.data.DataLoader"
-    train_args: dict[str, Any] = field(default_factory=dict)
-    val_args: dict[str, Any] = field(default_factory=dict)
-    test_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
-class DatasetSamplerConfig(_Strict):
+class DatasetSamplerConfig(_TypeOfData):
     """Samplers: ``type(dataset=, num_replicas=, rank=, **args)``; those three in ``args`` are ignored."""
 
     type: Named = "torch.utils.data.DistributedSampler"
-    train_args: dict[str, Any] = field(default_factory=dict)
-    val_args: dict[str, Any] = field(default_factory=dict)
-    test_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
-class LRSchedulerConfig(_Strict):
+class LRSchedulerConfig(_TypeWithArgs):
     """The scheduler: ``type(optimizer, **args)``, stepped after each ``interval``: ``epoch`` or ``step``."""
 
-    type: Named = None
-    args: dict[str, Any] = field(default_factory=dict)
     interval: Literal["epoch", "step"] = "epoch"
 
 
@@ -170,53 +170,20 @@ class CheckpointConfig(_Strict):
 
 
 @dataclass
-class LogConfig(_Strict):
+class LogConfig(_TypeWithArgs):
     """A logger: ``type(**args)``."""
 
-    type: Named = None
-    args: dict[str, Any] = field(default_factory=dict)
-
 
 @dataclass
-class HookConfig(_Strict):
+class HookConfig(_TypeWithArgs):
     """A hook: ``type(**args)``, a :class:`~atorch_ns.trainer.TrainHook`."""
 
-    type: Named = None
-    args: dict[str, Any] = field(default_factory=dict)
+
+_Hooks = make_dataclass("_Hooks", [(name, Named, None) for name in HOOKS], bases=(_Strict,))
 
 
-@dataclass
-class HookMapConfig(_Strict):
+class HookMapConfig(_Hooks):  # type: ignore[misc,valid-type]
     """Functions by the names of :class:`~atorch_ns.trainer.TrainHook`'s methods."""
-
-    after_setup: Named = None
-    on_finalize: Named = None
-    on_train_start: Named = None
-    on_train_end: Named = None
-    on_val_start: Named = None
-    on_val_end: Named = None
-    on_epoch_start: Named = None
-    on_epoch_end: Named = None
-    on_train_step_start: Named = None
-    on_train_step_end: Named = None
-    on_val_step_start: Named = None
-    on_val_step_end: Named = None
-    on_step_start: Named = None
-    on_step_end: Named = None
-    after_aggregate_train_step_outputs: Named = None
-    after_aggregate_val_step_outputs: Named = None
-    before_zero_grad: Named = None
-    after_zero_grad: Named = None
-    before_sync_grad: Named = None
-    after_sync_grad: Named = None
-    before_gnorm_clip: Named = None
-    after_gnorm_clip: Named = None
-    before_optimizer_step: Named = None
-    after_optimizer_step: Named = None
-    before_log_train_metrics: Named = None
-    before_log_val_metrics: Named = None
-    on_load_checkpoint: Named = None
-    on_save_checkpoint: Named = None
 
 
 @dataclass

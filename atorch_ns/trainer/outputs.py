@@ -14,41 +14,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.job import Job
 from atorch_ns.trainer.args import TrainerArgs
 from atorch_ns.trainer.components import named
-
-
-@dataclass
-class AggregatedOutputs:
-    """What the micro-batches of a step gave, over all ranks.
-
-    Attributes:
-        loss_sum: the sum of their losses.
-        num_batches: how many there were.
-        num_tokens: how many tokens, where gradients are means over tokens.
-        aggregated_outputs: anything else.
-    """
-
-    loss_sum: float = None  # type: ignore[assignment]  # so that one who forgets it is told
-    num_batches: int = None  # type: ignore[assignment]
-    num_tokens: int | None = None
-    aggregated_outputs: Any = None
-
-    @property
-    def mean_loss(self) -> float:
-        """The mean of the losses."""
-        return self.loss_sum / self.num_batches
-
-    def require_tokens(self) -> int:
-        """The number of tokens.
-
-        Raises:
-            InputError: if there is none.
-        """
-        if not self.num_tokens:
-            raise InputError(
-                "grad_reduction=per-token-mean: aggregate_outputs_fn must return num_tokens, a positive number; it returned "
-                f"{self.num_tokens!r}."
-            )
-        return self.num_tokens
+from atorch_ns.trainer.hooks import AggregatedOutputs
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.capture.random_states import BatchNorm
-from atorch_ns.capture.user_code import nested_codes
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.job.census import refuse_hidden_outputs
 from atorch_ns.job.reducer import require_dense_gradients
 from atorch_ns.strategy import MODEL_AXES
-from atorch_ns.text import counted
-from atorch_ns.torch_compat import is_view, plain_name
+from atorch_ns.torch_compat import is_view, plain_name, visit_first
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
 from opt_lib._sharded.gather import ShardsBetweenPasses, gather_for_methods, gather_where_read
 from opt_lib._sharded.idle import reduce_idle_parameters
@@ -68,12 +66,6 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         others = units_of_other_dtypes([*job.roots, *units, *norms], options["ignored_params"])
     in_fp32 = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     inner = {**dict.fromkeys([*units, *others], options), **dict.fromkeys(norms, in_fp32)}
-    read = [module for module in inner if module not in norms and _is_read_by_hooks(module)]
-    inner |= {module: {**options, "reshard_after_forward": False} for module in read}
-    if read:
-        job.explain(
-            method, f"{counted(len(read), 'unit')} stay gathered: hooks of their modules read weights"
-        )
     _make_units(job, config, materialiser, units, inner, together, options)
     for root in job.roots:
         _prepare_module(job, config, materialiser, root)
@@ -109,19 +101,6 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         )
 
 
-def _is_read_by_hooks(unit: nn.Module) -> bool:
-    """Whether hooks after modules of a unit name weights: what they compute of them, such as a penalty, has a backward pass that
-    may come before the unit is gathered for its own, and torch would read memory that is freed."""
-    weights = {
-        "parameters",
-        "named_parameters",
-        *(name.rpartition(".")[2] for name, _ in unit.named_parameters()),
-    }
-    hooks = (hook for module in unit.modules() for hook in module._forward_hooks.values())
-    codes = (code for hook in hooks for code in nested_codes(getattr(hook, "__code__", None)))
-    return any(weights & {*code.co_names} for code in codes)
-
-
 def _make_units(
     job: Job,
     config: ShardConfig,
@@ -150,6 +129,7 @@ def _make_units(
             if module in units:
                 module.register_forward_hook(torch.compiler.disable(_without_views))
                 module.register_forward_hook(torch.compiler.disable(refuse_hidden_outputs(paths[module])))
+            module.register_forward_hook(torch.compiler.disable(_gather_before_hidden))
         fully_shard(modules, **chosen)
 
 
@@ -185,6 +165,12 @@ def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     if not any(tensor.requires_grad and is_view(tensor) for tensor in tensors_of(output)):
         return None
     return map_tensors(lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
+
+
+def _gather_before_hidden(module: nn.Module, inputs: Any, output: Any) -> None:
+    """What hooks and attributes of a unit keep of its weights, such as a penalty, torch does not see: its backward pass must
+    come after that of the results, which gathers the unit, or would read memory that is freed."""
+    visit_first(tensors_of(output))
 
 
 def _shard_options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -425,7 +427,7 @@ def _of_samples(kind: type[nn.Module], num_rows: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "num_rows", "words"),
-    [(Centred, 4, "buffer centre"), (Net, 2, "number of samples"), (Net, 4, "")],
+    [(Centred, 4, "buffer centre"), (Net, 2, "numbers of samples"), (Net, 4, "")],
 )
 def test_what_is_of_the_samples_of_a_rank_is_said_once(
     kind: type[nn.Module], num_rows: int, words: str
@@ -472,3 +474,28 @@ def _leaves_the_group() -> list[str]:
 def test_the_watch_of_places_ends_with_the_process_group() -> None:
     """A program that goes on without it sees no error of a thread."""
     assert run_ranks(_leaves_the_group, 2, timeout_s=60) == [[], []]
+
+
+def _parameters_after(strategy: list[str]) -> list[bool]:
+    torch.manual_seed(0)
+    _, result, _ = auto_accelerate(
+        Net(),
+        torch.optim.SGD,
+        loss_func=lambda batch, output: output.square().mean(),
+        optim_args={"lr": 0.1},
+        load_strategy=strategy,
+    )
+    for _ in range(2):
+        result.loss_func(None, result.model(torch.ones(4, 8))).backward()
+        result.optim.step()
+    parameters = [weakref.ref(parameter) for parameter in result.model.parameters()]
+    del result
+    gc.collect()
+    return [parameter() is None for parameter in parameters]
+
+
+@pytest.mark.parametrize("strategy", [["ddp"], ["zero1"], ["fsdp"]])
+def test_what_watches_a_job_keeps_none_of_its_memory(strategy: list[str]) -> None:
+    for is_free in run_ranks(_parameters_after, 2, args=(strategy,), timeout_s=60):
+        assert is_free
+        assert all(is_free)

@@ -424,22 +424,39 @@ def noise_by_weights(job: Job) -> None:
                 parameter.add_(torch.empty_like(parameter).cauchy_().clamp(-1, 1), alpha=0.01)
 
 
+def _size(module: nn.Module) -> Tensor:
+    return torch.stack([parameter.square().mean() for parameter in module.parameters()]).sum()
+
+
+class Sized(Block):
+    """Which keeps the size of its weights in an attribute, where no hook sees it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.size = _size(self)
+        return out
+
+
 class Penalised(Net):
     """Whose blocks tell hooks of the size of their weights."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.blocks = nn.ModuleList(Sized() for _ in range(3))
         sizes: list[Tensor] = []
         for block in self.blocks:
-            block.register_forward_hook(lambda module, *_: sizes.append(module.up.weight.square().mean()))
+            block.register_forward_hook(lambda module, *_: sizes.append(_size(module)))
         object.__setattr__(self, "sizes", sizes)
 
 
 def penalty_of_hooks(job: Job) -> None:
     sizes = job.inner.sizes
+    for block in job.inner.blocks:  # also hooks that come after the call
+        block.down.register_forward_hook(lambda module, *_: sizes.append(_size(module)))
     for batch in job.parts():
         job.optimizer.zero_grad()
         output = job.model(batch)
+        sizes += [block.size for block in job.inner.blocks]
         loss = (job.result.loss_func if job.result else _loss)(batch, output) + sum(sizes)
         sizes.clear()
         loss.backward()
@@ -475,7 +492,7 @@ EQUAL: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Se
     (clipped_before_each_step, Net, _sgd, (["fsdp"], ["ddp", MASTERS])),
     (searched_after_hooks, Net, partial(torch.optim.LBFGS, max_iter=3), (["ddp", MASTERS],)),
     (noise_by_weights, Net, _sgd, (["fsdp"],)),
-    (penalty_of_hooks, Penalised, _sgd, (["fsdp"], ["fsdp", "checkpoint"])),
+    (penalty_of_hooks, Penalised, _sgd, (["fsdp"], ["fsdp", "checkpoint"], ["ddp", "checkpoint"])),
     (plain, Listed, _sgd, (["ddp"],)),
 )
 REFUSED: Final[tuple[tuple[Callable[[Job], None], Callable[[], nn.Module], Any, Sequence[Any], str], ...]] = (

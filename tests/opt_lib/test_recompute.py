@@ -16,7 +16,7 @@ from atorch_ns import auto_accelerate
 from atorch_ns.capture.operators import label
 from atorch_ns.checkpoint import export_state_dict
 from atorch_ns.testing import run_ranks
-from opt_lib._recompute import BufferSafeRecompute
+from opt_lib._recompute import BufferSafeRecompute, ListsOfUsers
 
 
 class Average(nn.Module):
@@ -135,7 +135,7 @@ def test_compiled_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_constants_are_not_copied() -> None:
     block = Block(Average("in place"))
-    once = BufferSafeRecompute(lambda run, x: run(x))
+    once = BufferSafeRecompute(lambda run, x: run(x), ListsOfUsers(is_on=False))
     once(block, torch.ones(2, 8))
     assert [place.name for place in once._written] == ["ema"]
     assert [place.name for place in once._watched or ()] == ["constant"]
@@ -165,7 +165,7 @@ def test_buffers_come_back_after_an_error() -> None:
         return run(x)
 
     block = _model("batch").get_submodule("0")
-    once = BufferSafeRecompute(keep)
+    once = BufferSafeRecompute(keep, ListsOfUsers(is_on=False))
     once(block, torch.randn(4, 8))
     mean = block.get_buffer("norm.running_mean")
     block.get_submodule("norm").register_forward_hook(lambda *_: 1 / 0)
