@@ -22,8 +22,8 @@ from atorch_ns.search import (
     Candidate,
     Search,
     SearchOutcome,
+    SearchSetting,
     SearchSettings,
-    Setting,
     TrialOutcome,
     TrialTask,
 )
@@ -143,8 +143,8 @@ def _trial(truth: Truth, task: TrialTask, random: np.random.Generator, drifting:
     )
 
 
-def _setting() -> Setting:
-    return Setting(
+def _setting() -> SearchSetting:
+    return SearchSetting(
         model="Model",
         num_parameters=1,
         world_size=2,

@@ -19,7 +19,7 @@ from atorch_ns.cluster import Cluster, calibrate
 from atorch_ns.job import track_memory
 from atorch_ns.operators import (
     OperatorPlan,
-    Prices,
+    OperatorPrices,
     States,
     assemble,
     batch_plan,
@@ -128,7 +128,7 @@ def sample_batch() -> dict[str, torch.Tensor]:
 def _priced(cluster: Cluster) -> dict[str, tuple[OperatorPlan, float, float]]:
     """By name the plans, with predicted seconds and bytes."""
     graph = capture_shallow(MODEL.build(), (), sample_batch(), device=_CPU).graph
-    prices, states = Prices.on(cluster, RANKS, "float32"), States()
+    prices, states = OperatorPrices.on(cluster, RANKS, "float32"), States()
     assembled = assemble(graph, legal_rules(graph, RANKS), prices, states, _CPU)
 
     def by_heads(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:

@@ -23,7 +23,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.costs.collectives import Groups, collective_seconds
 from atorch_ns.operators import (
     OperatorPlan,
-    Prices,
+    OperatorPrices,
     States,
     assemble,
     capture_shallow,
@@ -474,7 +474,7 @@ def _priced(
     graph = capture_shallow(
         operator_predictions.MODEL.build(), (), operator_predictions.sample_batch(), device=cpu
     )
-    prices, states = Prices.on(cluster, ranks, "float32"), States()
+    prices, states = OperatorPrices.on(cluster, ranks, "float32"), States()
 
     def as_chosen(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         if one.key not in chosen:

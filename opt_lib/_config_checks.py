@@ -51,7 +51,6 @@ def no_blocks_problem(method: str, key: str, purpose: str, profile: Profile | No
 
 
 def _namesake_clause(missing: Iterable[str], profile: Profile) -> str:
-    """A clause listing requested class names that several modules define."""
     several = [pair for pair in map(profile.namesakes, missing) if len(pair[1]) > 1]
     return "".join(
         f"; several are called {name}, {' and '.join(classes)}: name one in full" for name, classes in several
@@ -65,6 +64,7 @@ def _refuse_float32(name: str) -> str:
 
 
 ReducedDtype = Annotated[str, BeforeValidator(dtype_name), AfterValidator(_refuse_float32)]
+"""``float16`` or ``bfloat16``, however it is written."""
 
 SyncBatchNorm = Annotated[
     Flag,
@@ -72,7 +72,6 @@ SyncBatchNorm = Annotated[
         description="Batch norms in training share mean and variance over the ranks that see different data."
     ),
 ]
-"""``float16`` or ``bfloat16``, however it is written."""
 
 
 class LossScalingConfig(MethodConfig):
@@ -125,12 +124,12 @@ def searched_dtype(profile: Profile, cluster: Cluster) -> str | None:
     if "float32" not in profile.parameter_dtypes:
         return None
     if cluster.device_type == "cuda":
-        if cluster.capability is None or cluster.capability >= (8, 0):
+        if cluster.capability is None or cluster.capability >= (8, 0):  # Ampere
             return "bfloat16"
-        return "float16" if cluster.capability >= (7, 0) else None
+        return "float16" if cluster.capability >= (7, 0) else None  # Volta
     if cluster.hardware is None:
         return None
-    rates = cluster.hardware.device.flops_per_s
+    rates = cluster.hardware.device.flops_per_s  # unknown rates choose nothing
     return "bfloat16" if rates.get("bfloat16", 0.0) >= rates.get("float32", float("inf")) else None
 
 
@@ -158,7 +157,7 @@ def missing_problem(method: str, package: str, *, install: str) -> list[Problem]
     return []
 
 
-_WHOLE = {"data", "zero"}
+_WHOLE = {"data", "zero"}  # axes along which ranks hold all of the model
 
 
 def one_axis_only(used: Callable[[Any], bool], backend: str) -> Conflict:

@@ -27,7 +27,7 @@ _WHY_NO_MASTERS = (
     "ShardedDataParallel reduces the gradients of the optimizer's own parameters, so these cannot be fp32 copies. "
     "Use amp_native, half in bf16 without master_weights, or another backend."
 )
-_STATES = partial(ParameterStates, holder=attrgetter("optim"))
+_STATES = partial(ParameterStates, holder=attrgetter("optim"))  # this rank's optimizer is inside OSS
 
 
 def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
@@ -125,6 +125,7 @@ def _sharded_model(job: Job, optimizer: Any) -> nn.Module:
     reduced = _ReducedGradients(model, optimizer, num_ranks=job.num_data_ranks)
 
     def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        # A reduced gradient is left on its owner alone.
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return clip_parts(gradients, max_norm, norm_type, group=group, device=device)
 
@@ -134,15 +135,10 @@ def _sharded_model(job: Job, optimizer: Any) -> nn.Module:
 
 
 def _require_share(job: Job, parameters: Iterable[torch.Tensor]) -> None:
-    """Checks that every rank holds a part of the trainable parameters; collective.
-
-    Dynamic loss scaling decides by each rank's own gradients, so a rank without any cannot take part.
-
-    Raises:
-        BackendError: on all ranks, naming those with nothing.
-    """
+    """Checks that every data rank holds a part of the trainable parameters; collective."""
     assert job.mesh is not None
     size = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    # Each rank's gradients decide about its loss scale, so a rank without any cannot take part.
     counts = gathered(size, distributed=True, group=job.mesh.data_group)
     empty = [rank for rank, count in enumerate(counts) if count == 0]
     if empty:
@@ -153,18 +149,7 @@ def _require_share(job: Job, parameters: Iterable[torch.Tensor]) -> None:
 
 
 class _ReducedGradients:
-    """Keeps accumulation right where the wrapper would divide earlier gradients again.
-
-    fairscale's ShardedDataParallel divides what ``grad`` holds by the number of ranks and sums it over them,
-    once for each forward pass in training mode. A gradient that is an average already, held by its owner
-    alone, would come out divided once more; it is therefore multiplied by the number of ranks when more is
-    added to it. A step with gradients that were never reduced is an error.
-
-    Args:
-        model: the wrapper.
-        optimizer: the optimizer of the parameters, whose step is watched.
-        num_ranks: how many ranks gradients are averaged over.
-    """
+    """Keeps accumulation right where ShardedDataParallel would divide earlier gradients again."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -176,8 +161,8 @@ class _ReducedGradients:
             if parameter.requires_grad
         ]
         self._expected: set[torch.Tensor] = set()  # will be reduced by the next backward pass
-        self._averaged: set[torch.Tensor] = set()
-        self._local: set[torch.Tensor] = set()
+        self._averaged: set[torch.Tensor] = set()  # hold an average over the ranks
+        self._local: set[torch.Tensor] = set()  # hold gradients of this rank alone
         for parameter in self._parameters:
             self._watch_parameter(parameter)
         model.register_forward_pre_hook(self._before_forward)
@@ -201,6 +186,8 @@ class _ReducedGradients:
 
     def _watch_parameter(self, parameter: torch.Tensor) -> None:
         def before(_: torch.Tensor) -> None:
+            # The wrapper divides all of ``grad`` by the number of ranks and sums it over them. An average of
+            # before, which its owner alone holds, would come out divided once more.
             if parameter in self._averaged and parameter.grad is not None:
                 parameter.grad.mul_(self._num_ranks)
             self._averaged.discard(parameter)
@@ -217,7 +204,7 @@ class _ReducedGradients:
         parameter.register_post_accumulate_grad_hook(after)
 
     def _before_forward(self, model: nn.Module, _: Any) -> None:
-        if model.training:
+        if model.training:  # in evaluation the wrapper has no hooks
             self._expected.update(self._parameters)
         else:
             self._expected.clear()

@@ -39,6 +39,7 @@ class _CheckpointHint:
 
     def __getattr__(self, name: str) -> Any:
         """What the user's optimizer has beside this, as ``train`` and ``eval`` of schedule-free ones."""
+        # ``self.optim`` would call this method again before it is set.
         inner = self.__dict__.get("optim")
         if inner is None or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -48,16 +49,13 @@ class _CheckpointHint:
 
 
 def _call_and_send(optimizer: Any, inner: torch.optim.Optimizer, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of the user's, and sends what it has written to this rank's part of the weights; collective then.
-
-    Raises:
-        StepError: if it is to write weights by what it sees of others, of which this rank's optimizer has a part.
-    """
+    """Calls a method of the user's and sends the weights that it writes; collective if it does."""
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    # torch counts writes in place: no collective is needed where there were none.
     before = [parameter._version for parameter in parameters]
     result = getattr(inner, name)(*args, **kwargs)
     if [parameter._version for parameter in parameters] != before:
-        if name not in ("train", "eval"):
+        if name not in ("train", "eval"):  # schedule-free ones write element by element
             raise StepError(
                 f"optim.{name}() has written weights, of which each rank's optimizer has a part: it saw the gradients of that part "
                 "alone, and other ranks would not see what it wrote. Use ddp, fsdp or zero2."
@@ -90,6 +88,7 @@ def local_state_view(optimizer: Any) -> None:
 
 def _share_state(optimizer: Any) -> None:
     def find(key: Any) -> Any:
+        # By identity: == of tensors compares elements.
         if not isinstance(key, torch.Tensor) or any(key is p for p in _parameters_of(optimizer.optim)):
             return key
         raise StepError(
@@ -108,7 +107,7 @@ def _identify_groups(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 
 
 def _refuse_changed_groups(optimizer: Any, *_: Any) -> None:
-    """Raises where a loop has put parameters into other groups than those of which ranks have their parts."""
+    # Groups behind the known ones were divided when they were added.
     if _identify_groups(optimizer)[: len(optimizer._known_groups)] != optimizer._known_groups:
         raise StepError(
             "parameters were added to the groups of the optimizer, taken out or moved, and ranks have divided them as they were. "
@@ -134,7 +133,7 @@ def norm_of_parts(
     norms = [
         torch.linalg.vector_norm(part, norm_type, dtype=torch.float32).to(device)
         for part in parts
-        if part.numel()
+        if part.numel()  # an empty one has no largest value
     ]
     local = (
         torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
@@ -164,7 +163,7 @@ def clip_parts(
     """
     counted = list(parts)
     norm = norm_of_parts(counted, norm_type, group=group, device=device)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as clip_grad_norm_ of torch
     for part in (*counted, *uncounted):
         part.mul_(scale.to(part.device, part.dtype))
     return norm

@@ -65,8 +65,8 @@ class ListsOfUsers(TorchFunctionMode):
     def __init__(self, *, is_on: bool) -> None:
         super().__init__()
         self._is_on = is_on
-        self._notes: list[ref[Tensor]] = []
-        self._lists: list[list[Any]] = []
+        self._notes: list[ref[Tensor]] = []  # results of recomputations
+        self._lists: list[list[Any]] = []  # lists of the user that held such results
         self._num_looks = 2  # for new lists, each over all objects
 
     def watch(self, module: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,6 +83,7 @@ class ListsOfUsers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # Weak references keep no memory of a recomputation alive.
         self._notes += [ref(tensor) for tensor in tensors_of(result) if tensor.requires_grad]
         return result
 
@@ -93,6 +94,7 @@ class ListsOfUsers(TorchFunctionMode):
             self._num_looks -= 1
             referrers = gc.get_referrers(*results) if results else []
             self._lists += [each for each in referrers if isinstance(each, list) and each is not results]
+        # By identity: == of tensors compares elements.
         numbers = set(map(id, results))
         changed = [each for each in self._lists if not numbers.isdisjoint(map(id, each))]
         for each in changed:
@@ -116,9 +118,8 @@ class BufferSafeRecompute:
     def __init__(self, function: Callable[..., Any], lists: ListsOfUsers) -> None:
         self._function, self.lists = function, lists
         self._written: list[_Place] = []
-        self._watched: list[_Place] | None = None
-        """Not seen to be written; ``None`` before the first forward pass."""
-        self._compared = False
+        self._watched: list[_Place] | None = None  # not seen to be written; None before the first pass
+        self._compared = False  # whether a pass in training has been compared by values
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What ``module`` gives for these arguments."""
@@ -157,21 +158,23 @@ class BufferSafeRecompute:
         values: dict[_Place, Tensor] = {}
         if compares:
             _save_buffers(watched, values)
+        # A buffer may be replaced, written to, or changed without a new version.
         seen = [(slot, slot.buffer, _buffer_version(slot.buffer)) for slot in watched]
         yield before
         for slot, buffer, version in seen:
             now = slot.buffer
             if now is not buffer or _buffer_version(now) != version or _has_changed(now, values.get(slot)):
                 _save_buffers([slot], before)
+                # The copy just saved is the value after the pass; an earlier value, if known, replaces it.
                 if slot in values:
                     before[slot] = values[slot]
                 self._mark_written(slot)
         self._compared |= compares
 
-    def _mark_written(self, place: _Place) -> None:
-        if place not in self._written:
-            self._written.append(place)
-        self._watched = [other for other in self._watched or () if other != place]
+    def _mark_written(self, slot: _Place) -> None:
+        if slot not in self._written:
+            self._written.append(slot)
+        self._watched = [other for other in self._watched or () if other != slot]
 
 
 @final
@@ -182,19 +185,20 @@ class _Passes:
         self._owner = owner
         self._module = module
         self._before: dict[_Place, Tensor] | None = None
-        self._given: list[Any] = []
-        """Copies of the arguments that can be written to, as they were before the forward pass."""
+        self._arguments: list[Any] = []  # copies of those that can be written to, from before the pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._before is not None:
-            copies = iter(copied_state(self._given))
+        if self._before is not None:  # a recomputation
+            copies = iter(copied_state(self._arguments))
             values = [next(copies) if can_be_written(value) else value for value in (*args, *kwargs.values())]
             with _in_place_of(self._before):
                 leave_uncompiled()
                 return self._owner.lists.watch(self._module)(
                     *values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True))
                 )
-        self._given = copied_state([value for value in (*args, *kwargs.values()) if can_be_written(value)])
+        self._arguments = copied_state(
+            [value for value in (*args, *kwargs.values()) if can_be_written(value)]
+        )
         with self._owner.watch(self._module.training) as before:
             leave_uncompiled()
             out = self._module(*args, **kwargs)
@@ -223,7 +227,7 @@ def _save_buffers(places: list[_Place], into: dict[_Place, Tensor]) -> None:
 
 
 def _clone_tensor(value: Tensor) -> Tensor:
-    """A copy, not by ``aten.clone``: a selective recomputation would take that for one of the module's."""
+    # Not by aten.clone, which a selective recomputation would take for one of the module's.
     with torch.no_grad():
         return torch.empty_like(value).copy_(value)
 

@@ -15,18 +15,15 @@ from atorch_ns.text import with_article
 
 
 class _Together(nn.Module):
-    """Blocks one after the other, each with the result of the one before, and otherwise the arguments of the first.
-
-    Args:
-        device: the device of whose random numbers each block has a stream of its own, where there are seeds.
-    """
+    """Blocks one after the other, each with the result of the one before, else the first's arguments."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.blocks = nn.ModuleList()
-        self._device = device
+        self._device = device  # each block has a stream of its random numbers, where there are seeds
 
     def forward(self, seeds: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        # The first runs in the stream that a stage has begun for it, by seeds[0].
         first, *others = self.blocks
         value = first(*args, **kwargs)
         for number, block in enumerate(others, 1):
@@ -84,6 +81,7 @@ class Chunk:
         if len(self) == 1:
             return self._handed_on()
         self._between = between = _make_placeholder(self._result, self._refuse_gradient)
+        # The next block must be called with these very objects.
         self._expected = _with_first(between[0] if isinstance(between, tuple) else between, args, kwargs)
         return between
 
@@ -92,6 +90,7 @@ class Chunk:
             return block(*args, **kwargs)
         expected, named = self._expected
         alike = len(args) == len(expected) and kwargs.keys() == named.keys()
+        # Other code between two blocks would be skipped: a block must get the result of the one before.
         if (
             self._together.blocks[self._num_called % len(self)] is not block
             or not alike
@@ -120,9 +119,8 @@ class Chunk:
 def _with_first(
     value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """A call's arguments with another first one."""
     if args:
-        return (value, *args[1:]), kwargs
+        return (value, *args[1:]), kwargs  # the hidden states are the first argument
     return (), {**kwargs, next(iter(kwargs)): value}
 
 
@@ -135,7 +133,7 @@ def _make_placeholder(result: Any, refuse: Callable[[torch.Tensor], None]) -> An
             f"checkpoint: chunk recomputes neighbouring blocks as one, which needs them to return a tensor, and they return "
             f"{with_article(result)}. Leave chunk out."
         )
-    nan = torch.full((), float("nan"), dtype=result.dtype, device=result.device)
+    nan = torch.full((), float("nan"), dtype=result.dtype, device=result.device)  # memory of one element
     placeholder = nan.requires_grad_(result.requires_grad).expand(result.shape)
     if result.requires_grad:
         placeholder.register_hook(refuse)

@@ -63,7 +63,7 @@ class AmpNative(Method[AmpNativeConfig]):
         plan = plan.changed(
             precision={"compute_dtype": config.dtype, "loss_scaling": config.dtype == "float16"}
         )
-        if plan.sharding.follows_compute:
+        if plan.sharding.follows_compute:  # as autocast would cast gathered weights anyway
             plan = plan.changed(sharding={"gather_dtype": config.dtype, "reduce_dtype": "float32"})
         return plan
 

@@ -29,7 +29,7 @@ from opt_lib._recompute import BufferSafeRecompute, ListsOfUsers, offloaded
 from opt_lib._recompute_chunks import Chunk
 
 
-class CheckpointConfig(MethodConfig):
+class ActivationCheckpointConfig(MethodConfig):
     """Which modules are recomputed, and how. A tuple of classes or names is shorthand for ``wrap_class``."""
 
     wrap_class: ModuleSelectors | None = Field(
@@ -81,7 +81,7 @@ class CheckpointConfig(MethodConfig):
         return {"wrap_class": value}
 
     @model_validator(mode="after")
-    def _shares_fit(self) -> CheckpointConfig:
+    def _shares_fit(self) -> ActivationCheckpointConfig:
         if self.share is None:
             if self.by_stage != "same":
                 raise ValueError(f"by_stage={self.by_stage!r} needs share, that of the first stage")
@@ -90,11 +90,11 @@ class CheckpointConfig(MethodConfig):
             raise ValueError(
                 "share is of the repeated blocks; leave out wrap_class, every_n and save_operators"
             )
-        RecomputeShare(self.share, self.by_stage)
+        RecomputeShare(self.share, self.by_stage)  # which checks them
         return self
 
     @model_validator(mode="after")
-    def _chunks_fit(self) -> CheckpointConfig:
+    def _chunks_fit(self) -> ActivationCheckpointConfig:
         if self.chunk > 1 and (self.every_n != 1 or self.save_operators):
             raise ValueError("chunk joins neighbouring blocks; leave out every_n and save_operators")
         return self
@@ -108,19 +108,21 @@ class CheckpointConfig(MethodConfig):
 
 
 @final
-class Checkpoint(Method[CheckpointConfig]):
+class Checkpoint(Method[ActivationCheckpointConfig]):
     """Recomputes the activations of blocks in the backward pass instead of keeping them."""
 
     name = "checkpoint"
     phase = Phase.RECOMPUTE
-    Config = CheckpointConfig
+    Config = ActivationCheckpointConfig
 
-    def notices(self, config: CheckpointConfig, cluster: Cluster) -> Iterable[str]:
+    def notices(self, config: ActivationCheckpointConfig, cluster: Cluster) -> Iterable[str]:
         """Offloading on a CPU, where it moves nothing."""
         if config.offload and cluster.device_type == "cpu":
             yield "checkpoint: offload is not used: activations are in host memory already"
 
-    def check(self, config: CheckpointConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
+    def check(
+        self, config: ActivationCheckpointConfig, cluster: Cluster, profile: Profile | None
+    ) -> list[Problem]:
         """The modules must exist, and the reentrant implementation cannot select operators."""
         problems = []
         if config.save_operators and not config.no_reentrant:
@@ -136,7 +138,7 @@ class Checkpoint(Method[CheckpointConfig]):
             return problems + no_blocks_problem(self.name, "wrap_class", "to recompute", profile)
         return problems + unmatched_problem(self.name, "wrap_class", config.wrap_class, profile)
 
-    def plan(self, plan: Plan, config: CheckpointConfig) -> Plan:
+    def plan(self, plan: Plan, config: ActivationCheckpointConfig) -> Plan:
         """Blocks are recomputed."""
         return plan.changed(
             recomputation={
@@ -151,23 +153,23 @@ class Checkpoint(Method[CheckpointConfig]):
             }
         )
 
-    def options(self, profile: Profile, cluster: Cluster) -> Iterable[CheckpointConfig]:
+    def options(self, profile: Profile, cluster: Cluster) -> Iterable[ActivationCheckpointConfig]:
         """All repeated blocks, about half of what they compute, attention, or of each stage of a pipeline the least that
         fits."""
         if profile.blocks:
-            yield CheckpointConfig()
+            yield ActivationCheckpointConfig()
         if profile.blocks and _writes_out_attention(profile):
-            yield CheckpointConfig(save_operators="all_but_attention")
+            yield ActivationCheckpointConfig(save_operators="all_but_attention")
         # Every second product takes the time of every second block (torchtitan's docs/performance.md: 2.76 s against 2.82 s
         # on 64 A100, 4.30 s against 4.28 s) and less memory; a CPU does not hide that each operator starts in Python.
         if profile.blocks and cluster.device_type != "cpu":
-            yield CheckpointConfig(save_operators="every_second_product")
+            yield ActivationCheckpointConfig(save_operators="every_second_product")
         elif len(profile.blocks) > 1:
-            yield CheckpointConfig(every_n=2)
+            yield ActivationCheckpointConfig(every_n=2)
         if len(profile.blocks) > 1 and cluster.world_size > 1:
-            yield CheckpointConfig(share="auto")
+            yield ActivationCheckpointConfig(share="auto")
 
-    def apply(self, job: Job, config: CheckpointConfig) -> None:
+    def apply(self, job: Job, config: ActivationCheckpointConfig) -> None:
         """Wraps the modules in place."""
         wrapped: Counter[str] = Counter()
         function = (
@@ -185,6 +187,7 @@ class Checkpoint(Method[CheckpointConfig]):
             _refuse_chunks(job, config)
         for blocks in _group_chunks(_select_recomputed(targets, job, config), config.chunk):
             stage = next(iter(job.parts.stages), None)
+            # In a pipeline each call of a block has a seed of its own.
             names = [plain_name(block.name) for block in blocks]
             draw_seeds = (
                 functools.partial(stage.call_seeds, names) if isinstance(stage, StageModule) else None
@@ -220,20 +223,20 @@ def _writes_out_attention(profile: Profile) -> bool:
     return "aten._softmax" in names and not any("scaled_dot_product" in name for name in names)
 
 
-def _select_recomputed(targets: list[NamedModule], job: Job, config: CheckpointConfig) -> list[NamedModule]:
-    """Those of the modules that are recomputed."""
-    if job.step.recomputed_blocks is not None:
+def _select_recomputed(
+    targets: list[NamedModule], job: Job, config: ActivationCheckpointConfig
+) -> list[NamedModule]:
+    if job.step.recomputed_blocks is not None:  # chosen with a pipeline's cuts
         return [block for block in targets if plain_name(block.name) in job.step.recomputed_blocks]
     if config.share is None:
         return targets[:: config.every_n]
     recompute = RecomputeShare(config.share, config.by_stage)
-    recompute.check(1)
+    recompute.check(1)  # the whole model is one stage
     (share,) = recompute.of_stages([1])
     return targets[: num_recomputed(len(targets), share)]
 
 
-def _refuse_chunks(job: Job, config: CheckpointConfig) -> None:
-    """Where blocks must be called one by one."""
+def _refuse_chunks(job: Job, config: ActivationCheckpointConfig) -> None:
     stages = len(job.parts.stages)
     why = (
         "the parameters of a block are gathered when it is called"
@@ -251,15 +254,18 @@ def _refuse_chunks(job: Job, config: CheckpointConfig) -> None:
 
 
 def _group_chunks(blocks: list[NamedModule], size: int) -> list[list[NamedModule]]:
-    """Neighbours of one container, so many together."""
-    found: list[list[NamedModule]] = []
+    chunks: list[list[NamedModule]] = []
     for block in blocks:
-        container = plain_name(block.name).rpartition(".")[0]
-        if found and len(found[-1]) < size and plain_name(found[-1][0].name).rpartition(".")[0] == container:
-            found[-1].append(block)
+        container = plain_name(block.name).rpartition(".")[0]  # a chunk lies in one container
+        if (
+            chunks
+            and len(chunks[-1]) < size
+            and plain_name(chunks[-1][0].name).rpartition(".")[0] == container
+        ):
+            chunks[-1].append(block)
         else:
-            found.append([block])
-    return found
+            chunks.append([block])
+    return chunks
 
 
 @dataclass(frozen=True)
@@ -273,18 +279,18 @@ class _UnlessKept:
         return module(*args, **kwargs) if self.kept.on else self.recomputed(module, *args, **kwargs)
 
 
-def _find_targets(model: nn.Module, config: CheckpointConfig) -> list[NamedModule]:
+def _find_targets(model: nn.Module, config: ActivationCheckpointConfig) -> list[NamedModule]:
     if config.wrap_class is None:
         return repeated_blocks(model)
     return select_modules(model, config.wrap_class, outermost=True)
 
 
-def _warn_of_dropout(job: Job, config: CheckpointConfig) -> None:
-    """Without the random state, the recomputation drops other activations than the loss was computed from."""
+def _warn_of_dropout(job: Job, config: ActivationCheckpointConfig) -> None:
     classes = {
         type(module).__name__: None
         for block in _find_targets(job.module, config)
         for module in block.module.modules()
+        # A part in evaluation drops nothing, unless the whole model is in evaluation for now.
         if _has_dropout(module) and (module.training or not job.module.training)
     }
     if classes:
@@ -296,7 +302,7 @@ def _warn_of_dropout(job: Job, config: CheckpointConfig) -> None:
 
 
 def _has_dropout(module: nn.Module) -> bool:
-    """Whether it drops activations in training: by its class, or a probability that it hands to a function."""
+    # A probability that is handed to a function is an attribute, such as attn_dropout; Dropout's is p.
     names = [name for name in vars(module) if "drop" in name]
     if "Dropout" in type(module).__name__:
         names.append("p")
@@ -306,8 +312,9 @@ def _has_dropout(module: nn.Module) -> bool:
     )
 
 
-def _check_recompute_function(function: Callable[..., Any], config: CheckpointConfig) -> Callable[..., Any]:
-    """The recomputation that another method has brought, which has no settings of its own."""
+def _check_recompute_function(
+    function: Callable[..., Any], config: ActivationCheckpointConfig
+) -> Callable[..., Any]:
     refused = [
         key
         for key in ("no_reentrant", "save_operators", "preserve_rng_state")
@@ -321,7 +328,7 @@ def _check_recompute_function(function: Callable[..., Any], config: CheckpointCo
     return function
 
 
-def _make_recompute_function(config: CheckpointConfig) -> Callable[..., Any]:
+def _make_recompute_function(config: ActivationCheckpointConfig) -> Callable[..., Any]:
     if not config.no_reentrant:
         return functools.partial(_recompute_reentrant, preserve_rng_state=config.preserve_rng_state)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": config.preserve_rng_state}
@@ -331,7 +338,7 @@ def _make_recompute_function(config: CheckpointConfig) -> Callable[..., Any]:
 
 
 def _selective_contexts(saved: tuple[str, ...] | str) -> tuple[Any, Any]:
-    """Contexts of one forward pass of a block and of its recomputation; products are counted anew in each."""
+    # Called for each forward pass of a block, so products are counted anew.
     number, operators = 0, [_find_operator(name) for name in saved] if isinstance(saved, tuple) else None
 
     def policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -345,17 +352,14 @@ def _selective_contexts(saved: tuple[str, ...] | str) -> tuple[Any, Any]:
 
 
 def _recompute_reentrant(module: nn.Module, *args: Any, preserve_rng_state: bool, **kwargs: Any) -> Any:
-    """Reentrant recomputation that keeps gradients when no input requires one, and takes keywords.
-
-    The reentrant implementation sees only positional tensors and, if none of them requires a gradient,
-    silently gives the parameters none. A tensor that requires one is therefore passed along.
-    """
+    """Reentrant recomputation that keeps gradients when no input requires one, and takes keywords."""
     names = list(kwargs)
     count = len(args)
 
     def run(_: torch.Tensor, *values: Any) -> Any:
         return module(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
+    # torch looks at positional tensors alone: if none requires a gradient, parameters get none.
     anchor = torch.empty((), requires_grad=torch.is_grad_enabled())
     return recompute(
         run, anchor, *args, *kwargs.values(), use_reentrant=True, preserve_rng_state=preserve_rng_state
@@ -372,4 +376,4 @@ def _find_operator(name: str) -> Any:
         op = None
     if op is None or len(path) < 2:
         raise ValueError(f"{name!r} is not a torch operator; write it as aten.mm or aten.mm.default")
-    return op.default if len(path) == 2 else op
+    return op.default if len(path) == 2 else op  # aten.mm is a packet of overloads

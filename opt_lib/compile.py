@@ -36,9 +36,9 @@ from opt_lib._config_checks import unmatched_problem
 if TYPE_CHECKING:
     from torch import nn
 
-_LIMIT = "recompile limit"
-_SHOWN = 3
-_WIDTH = 120
+_LIMIT = "recompile limit"  # in the reason of a failure
+_SHOWN = 3  # reasons in a report
+_WIDTH = 120  # characters of a reason
 
 
 class CompileWatch:
@@ -67,6 +67,7 @@ class CompileWatch:
 
     def __call__(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``compiled`` and counts."""
+        # torch counts for the whole process, and dates its records in microseconds since the epoch.
         graphs, failures, begun = num_graphs(), num_compile_failures(), time.time_ns() // 1000
         if failures != self._known_failures:  # something else was compiled meanwhile
             self._known_failures, self._known_breaks = failures, Counter(graph_breaks())
@@ -90,7 +91,7 @@ class CompileWatch:
     def _record_compilation(self, graphs: int, begun: int) -> None:
         self.num_graphs += num_graphs() - graphs
         breaks = Counter(graph_breaks())
-        self.breaks += breaks - self._known_breaks
+        self.breaks += breaks - self._known_breaks  # less those before this call
         self._known_failures, self._known_breaks = num_compile_failures(), breaks
         for record in compile_records(begun):
             if _LIMIT in record.failed_with:
@@ -111,15 +112,15 @@ class CompileWatch:
 
 
 def _shorten_guard(reason: str) -> str:
-    """The guard without the number of the compilation, on one line."""
+    # A reason begins with the number of the compilation, as "0/1: ".
     head, _, rest = reason.partition(": ")
     return clipped(" ".join((rest if "/" in head else reason).split()), _WIDTH)
 
 
-def _format_reasons(found: Counter[str]) -> str:
-    if not found:
+def _format_reasons(reasons: Counter[str]) -> str:
+    if not reasons:
         return ""
-    shown = [f"{count} x {reason}" if count > 1 else reason for reason, count in found.most_common()]
+    shown = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common()]
     return f" ({first_few(shown, _SHOWN, '; ')})"
 
 
@@ -200,6 +201,7 @@ class Compile(Method[CompileConfig]):
         if config.mode is not None and config.backend == "inductor":
             options["mode"] = config.mode
         if config.backend == "inductor" and job.plan.tensor.asynchronous:
+            # torch.compile takes options or a mode, so the mode goes into the options.
             options["options"] = micro_pipelined(options.pop("mode", None))
         targets, others = _equally_hooked(targets)
         if others:
@@ -218,41 +220,33 @@ class Compile(Method[CompileConfig]):
 
 
 def _equally_hooked(targets: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules that may share graphs, and those whose inner hooks differ from most of their class.
-
-    Where as many have one kind of hooks as another, those with fewer are compiled.
-    """
+    """The modules that may share graphs, and those whose inner hooks differ from most of their class."""
     hooks = [(type(module), inner_hooks(module)) for module in targets]
     counts = Counter(hooks)
+    # For each class the hooks that most modules have; of equally frequent ones the fewest.
     usual = {
-        kind: min((own for own in counts if own[0] is kind), key=lambda own: (-counts[own], len(own[1])))
+        kind: min(
+            (pair for pair in counts if pair[0] is kind), key=lambda pair: (-counts[pair], len(pair[1]))
+        )
         for kind, _ in hooks
     }
     same: list[nn.Module] = []
     others: list[nn.Module] = []
-    for module, own in zip(targets, hooks, strict=True):
-        (same if own == usual[own[0]] else others).append(module)
+    for module, pair in zip(targets, hooks, strict=True):
+        (same if pair == usual[pair[0]] else others).append(module)
     return same, others
 
 
 def _forget_earlier_graphs() -> None:
-    """Has torch compile anew what was compiled in this process before.
-
-    It would use graphs of an earlier job again: with that job's breaks where this one asks for none, without
-    this one's inner hooks, and counted by nobody.
-    """
     import torch
 
+    # Graphs of an earlier job have its breaks, lack this one's inner hooks, and are counted by nobody.
     if num_graphs():
         torch.compiler.reset()
 
 
 def _missing_requirement(device_type: str) -> str | None:
-    """What inductor needs on this machine and does not find, as a reason to leave it out; ``None`` if all is there.
-
-    It writes C++ for CPUs, and for GPUs Triton, which compiles a launcher in C. A machine that only plans for GPUs
-    has none, and is not asked.
-    """
+    """What inductor needs on this machine and does not find; ``None`` if all is there."""
     if device_type == "cpu":
         if _find_compiler("CXX", "g++", "clang++") is not None:
             return None
@@ -262,7 +256,7 @@ def _missing_requirement(device_type: str) -> str | None:
         )
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available():  # a machine that only plans for GPUs
         return None
     major, minor = torch.cuda.get_device_capability()
     if major < _TRITON_CAPABILITY:
@@ -270,19 +264,19 @@ def _missing_requirement(device_type: str) -> str | None:
         return f"inductor's Triton needs a GPU of compute capability {_TRITON_CAPABILITY}.0, and {have}"
     if importlib.util.find_spec("triton") is None:
         return "inductor needs Triton on a GPU. Install it with: pip install triton"
+    # Triton compiles a launcher in C.
     if _find_compiler("CC", "gcc", "clang", "cc") is None:
         return "Triton needs a C compiler, and there is neither $CC nor gcc nor clang. Install gcc."
     return None
 
 
 def _find_compiler(variable: str, *names: str) -> str | None:
-    """The path of the compiler that ``variable`` names, or else of the first that is installed."""
     paths = (shutil.which(name) for name in (os.environ.get(variable) or "", *names))
     return next((path for path in paths if path is not None), None)
 
 
 def _backend_problem(method: str, backend: str) -> list[Problem]:
-    """The problem of a backend that torch does not know; to list those it knows takes a second of imports."""
+    # To list backends takes a second of imports; the default one is there.
     if backend == CompileConfig().backend:
         return []
     import torch

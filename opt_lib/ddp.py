@@ -133,6 +133,7 @@ class Ddp(Method[DdpConfig]):
         job.place()
         if config.sync_batchnorm:
             synchronise_batch_norms(job)
+        # Parts of a divided model are averaged by torch's replication, unless the own reducer is named.
         by_buckets = config.reducer == "own" or not (config.torch_reduces or job.mesh.divides_model)
         if by_buckets and not expert_parameters(job):
             _reduce_by_buckets(job, config)
@@ -149,7 +150,6 @@ class Ddp(Method[DdpConfig]):
 
 
 def _reduce_by_torch(job: Job, config: DdpConfig) -> None:
-    """Wraps the model in DistributedDataParallel; collective."""
     assert job.mesh is not None
     if tables := sparse_tables(job.model):
         raise InputError(
@@ -168,6 +168,7 @@ def _reduce_by_torch(job: Job, config: DdpConfig) -> None:
         **_buffer_option(config.broadcast_buffers),
     )
     if find_unused is None and not (model.find_unused_parameters or model.static_graph):
+        # find_unused_parameters of torch searches every graph, and fails if a loss uses parameters itself.
         unreached = _Unreached(model)
         job.explain("ddp", unreached.text)
     job.wrap(model)
@@ -196,7 +197,7 @@ class ReplicatedModel(SetsInside, nn.Module):
         self._buffer_group = buffer_group
         self._reducer: GradientReducer | None = None
         self._follow: Callable[[Any], None] | None = None
-        self.training = module.training
+        self.training = module.training  # a new module is in training
 
     def reduce_by(self, reducer: GradientReducer, follow: Callable[[Any], None]) -> None:
         """Has :meth:`no_sync` keep gradients from ``reducer``, and ``follow`` called with what the model's methods return."""
@@ -222,7 +223,7 @@ class ReplicatedModel(SetsInside, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name == "module":  # before __init__ has set it
                 raise
             attribute = getattr(self.module, name)
         if self._follow is None or not inspect.ismethod(attribute):
@@ -230,7 +231,7 @@ class ReplicatedModel(SetsInside, nn.Module):
         return wraps(attribute)(partial(_call_method, attribute, self._follow))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedModel:
-        return ReplicatedModel(copy.deepcopy(self.module, memo), None)
+        return ReplicatedModel(copy.deepcopy(self.module, memo), None)  # it communicates with nobody
 
 
 def _call_method(
@@ -242,12 +243,7 @@ def _call_method(
 
 
 class _Unreached:
-    """Lets DDP's averages end where a backward pass does not reach every parameter; collective, as they are.
-
-    A rank that does not reach a parameter adds nothing to its average, and a parameter that no rank has reached has no
-    gradient, as in one process. Where all are reached, nothing is done: torch's ``find_unused_parameters`` searches the
-    graph of every step, and fails where a loss uses parameters outside of the forward pass.
-    """
+    """Lets DDP's averages end where a backward pass misses parameters; collective, as they are."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
@@ -265,6 +261,7 @@ class _Unreached:
     def _watch_outputs(self, model: DistributedDataParallel, inputs: Any, output: Any) -> None:
         self._queued = False  # also where the last backward pass has failed
         if torch.is_grad_enabled() and model.require_backward_grad_sync:
+            # DDP averages in one backward pass after a forward pass outside of no_sync.
             self._awaited = True
             for tensor in unique_tensors_of(output):
                 if tensor.requires_grad:
@@ -284,11 +281,13 @@ class _Unreached:
     def _reduce_unreached(self) -> None:
         self._queued = self._awaited = False
         unreached: list[torch.Tensor] = []
+        # torch lists a hundred at most, so ask until none is left.
         while places := unreached_parameters(self._model):
             some = [self._parameters[index] for index in places]
             # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
             torch.autograd.backward(some, [torch.full_like(parameter, -0.0) for parameter in some])
             unreached += some
+        # -0.0 everywhere: no rank has reached it, so that it has no gradient, as in one process.
         for parameter in unreached:
             gradient = parameter.grad
             if gradient is not None and not gradient.any() and bool(gradient.signbit().all()):
@@ -301,17 +300,18 @@ def _bucket_bytes(config: DdpConfig) -> int:
 
 
 def _bucket_views(config: DdpConfig) -> str:
+    # torch's gradients become views of its buckets when these are first reduced.
     if not config.torch_reduces:
         return "always"
     return "reduced" if config.gradient_as_bucket_view else "never"
 
 
 def _reduce_by_buckets(job: Job, config: DdpConfig) -> None:
-    """Averages gradients by the project's reducer; collective."""
     assert job.mesh is not None
     group = job.mesh.data_group
     broadcast_from_first(job, [*job.model.parameters(), *job.model.buffers()])
     follows = config.broadcast_buffers and any(True for _ in job.model.buffers())
+    # Parameters that several stages of this rank share are summed once a step instead.
     kept = parameters_kept_whole(job)
     reduced = [parameter for parameter in job.model.parameters() if parameter not in kept]
     if config.reducer is None:
@@ -335,11 +335,7 @@ def _reduce_by_buckets(job: Job, config: DdpConfig) -> None:
 
 
 def _replicate_parts(job: Job, method: str) -> None:
-    """Averages gradients over the data ranks that hold the same part; collective.
-
-    DistributedDataParallel is wrong inside a pipeline that also shards layers, and fails in most schedules;
-    torch's replication on the engine of ``fully_shard`` composes with both.
-    """
+    """Averages gradients over the data ranks that hold the same part; collective."""
     assert job.mesh is not None
     if job.num_data_ranks > 1:
         require_dense_gradients(job.module, method)
@@ -351,6 +347,7 @@ def _replicate_parts(job: Job, method: str) -> None:
         for root in job.roots:
             shared = [parameter for parameter in root.parameters() if parameter not in experts]
             broadcast_from_first(job, [*shared, *root.buffers()])
+            # DistributedDataParallel is wrong in a pipeline that also shards layers; this composes with both.
             replicate(root, mesh=job.mesh.data, ignored=ignored | scalars)  # which it refuses
         passes = [ShardsBetweenPasses(root, is_written=not job.parts.stages) for root in job.roots]
         gather_for_methods(job, passes)
@@ -361,6 +358,6 @@ def _replicate_parts(job: Job, method: str) -> None:
 
 
 def _buffer_option(wanted: bool) -> dict[str, Any]:
-    """The argument for buffers, which torch renamed; the old name warns."""
+    # torch has renamed the argument, and warns of the old name.
     names = inspect.signature(DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": wanted}

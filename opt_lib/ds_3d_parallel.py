@@ -151,12 +151,12 @@ class Ds3dParallel(Method[Ds3dParallelConfig]):
             split_method=config.split_method,
             split_points=config.split_points,
         )
-        stage_set = cut_pipeline(job, self.name, pipeline)
+        stage_set = cut_pipeline(job, self.name, pipeline)  # before placing: a rank holds its stage alone
         job.place()
         run_by_deepspeed(job, stage_set, zero_stage=config.zero_stage, settings=config.ds_config)
         job.explain(self.name, f"run by DeepSpeed's pipeline engine, ZeRO stage {config.zero_stage}")
 
 
 def _axis_size(mesh: Any, axis: str) -> int:
-    size: int = dict(mesh.axes).get(axis, 1)
+    size: int = dict(mesh.axes).get(axis, 1)  # mesh: the config of parallel_mode
     return size

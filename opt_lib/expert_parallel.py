@@ -105,15 +105,12 @@ class ExpertParallel(Method[ExpertParallelConfig]):
 
 
 def _find_local_experts(job: Job, config: ExpertParallelConfig) -> tuple[list[Experts], list[UnfitExperts]]:
-    """What is to be divided on this rank, and what looks like experts and stays whole.
-
-    Raises:
-        InputError: if there is nothing, something chosen does not fit, or the numbers do not divide.
-    """
+    """What is to be divided on this rank, and what looks like experts and stays whole."""
     assert job.mesh is not None
     layers, unfit = find_experts(job.module, config.experts)
-    modules = {module for root in job.roots for module in root.modules()}
+    modules = {module for root in job.roots for module in root.modules()}  # of this rank's stages
     layers = [experts for experts in layers if _expert_layer(experts) in modules]
+    # Modules that the user names must fit; a stage may hold no experts.
     if (unfit and config.experts is not None) or (not layers and not job.parts.stages):
         listed = "".join(f"\n  {layer}" for layer in unfit[:8])
         reasons = listed or " No module takes tokens, indices and weights."
@@ -132,16 +129,13 @@ def _find_local_experts(job: Job, config: ExpertParallelConfig) -> tuple[list[Ex
     return layers, unfit
 
 
-def _try_division(job: Job, found: Iterable[Experts]) -> None:
-    """Tries one module of each kind; a stage of a pipeline may have none.
-
-    Raises:
-        InputError: naming the first whose parts do not give what the whole gives.
-    """
+def _try_division(job: Job, layers: Iterable[Experts]) -> None:
+    """Tries one module of each kind on a small input; a stage of a pipeline may have none."""
     assert job.mesh is not None
     tried: set[Any] = set()
-    for experts in found:
+    for experts in layers:
         layer = _expert_layer(experts)
+        # Modules of one class and equal shapes divide alike.
         kind = (type(layer), *(tuple(p.shape) for p in layer.parameters()))
         if kind in tried:
             continue
@@ -157,16 +151,16 @@ def _try_division(job: Job, found: Iterable[Experts]) -> None:
 
 
 def _divide_layer(job: Job, experts: Experts) -> None:
-    """Divides one module: another one is whole on this rank's device only after this one no longer is."""
     assert job.mesh is not None
     mesh = job.mesh.axis("expert")
-    equal = _move_to_device(job, experts)
+    equal = _move_to_device(job, experts)  # no other module is whole on the device now
     if isinstance(experts, FoundExperts):
         divide_experts(experts, mesh, equal=equal)
         job.gradients.sums.add([f"{experts.name}.{name}" for name in experts.whole], mesh.get_group())
         return
     divide_expert_list(experts, mesh, equal=equal)
     job.gradients.sums.add([plain_name(name) for name in experts.whole(mesh.size())], mesh.get_group())
+    # fsdp and ddp leave listed experts alone, so ranks with the same parts average them here.
     if job.mesh.copies.size() > 1:
         inside = {id(parameter) for expert in experts.experts for parameter in expert.parameters()}
         named = job.module.named_parameters(remove_duplicate=False)
@@ -180,9 +174,8 @@ def _expert_layer(experts: Experts) -> nn.Module:
 
 
 def _move_to_device(job: Job, experts: Experts) -> bool:
-    """Gives the module memory on this rank's device; whether its values are then the same on every rank."""
     layer = _expert_layer(experts)
-    equal = is_on_meta(layer)
+    equal = is_on_meta(layer)  # initial values are drawn by path, so the same on every rank
     job.materialiser().materialise([layer])
     layer.to(job.device)
     return equal

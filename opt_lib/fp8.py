@@ -52,13 +52,13 @@ _RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # Two of three products are scaled after.
         "rowwise": {
             "casts_per_operand": CASTS_PER_OPERAND + RESCALED * 2 / 3,
-            "rate": 3 / (1 / ROWWISE_RATE + 2),
+            "rate": 3 / (1 / ROWWISE_RATE + 2),  # one of three products is slower
         },
         # Two of three products are in fp8, and one of them is scaled after.
         "rowwise_with_gw_hp": {
             "casts_per_operand": CASTS_PER_OPERAND + RESCALED / 2,
             "share": 2 / 3,
-            "rate": 2 / (1 / ROWWISE_RATE + 1),
+            "rate": 2 / (1 / ROWWISE_RATE + 1),  # one of two products is slower
         },
     }
 )
@@ -118,6 +118,7 @@ class Fp8(Method[Fp8Config]):
     def plan(self, plan: Plan, config: Fp8Config) -> Plan:
         """Products of linears in fp8, as many and as fast as the recipe has them; Transformer Engine keeps weights and their
         transposes in it, too."""
+        # Heads stay as they are unless include names them.
         exclude = config.exclude if config.include is not None else (*config.exclude, *HEAD_NAMES)
         of_te = {"casts_per_operand": TE_CASTS_PER_OPERAND}
         narrow = NarrowProducts(
@@ -147,6 +148,7 @@ class Fp8(Method[Fp8Config]):
         backend = choose(config, job.cluster, job.plan)
         if backend is None:
             raise InputError(_why_none(config, job))
+        # Tied weights stay if weights are gathered in fp8: under one of their names they would not be.
         gathers = backend == "torchao" and torchao.gathers_in_fp8(job, config)
         selection = find_linears(
             job.module, config.include, config.exclude, degree=job.plan.size("tensor"), keep_tied=gathers
@@ -196,5 +198,6 @@ class Fp8(Method[Fp8Config]):
 
 
 def _why_none(config: Fp8Config, job: Job) -> str:
+    # Transformer Engine would be chosen but for the mesh of the plan.
     reason = transformer_engine.why_not(job.plan) if choose(config, job.cluster) == "te" else None
     return f"fp8 cannot be used: {reason or why_unavailable(None, config, job.cluster)}. {torchao.INSTALL}"

@@ -71,6 +71,6 @@ class Fsdp(Method[FsdpConfig]):
 
     def apply(self, job: Job, config: FsdpConfig) -> None:
         """Shards the model; collective."""
-        if config.sync_batchnorm:
+        if config.sync_batchnorm:  # before sharding: it may exchange modules
             synchronise_batch_norms(job)
         shard(job, self.name, config)

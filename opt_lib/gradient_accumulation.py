@@ -52,7 +52,7 @@ class GradientAccumulation(Method[GradientAccumulationConfig]):
     def apply(self, job: Job, config: GradientAccumulationConfig) -> None:
         """Sets the number of micro-batches of ``train_step``."""
         asked = job.inputs.gradient_accumulation_steps
-        if asked not in (1, config.num_micro_batches):
+        if asked not in (1, config.num_micro_batches):  # 1 is the default
             raise InputError(
                 f"gradient_accumulation_steps={asked} was given to auto_accelerate, and the strategy says "
                 f"gradient_accumulation with num_micro_batches={config.num_micro_batches}. Leave one of them out."

@@ -103,6 +103,6 @@ def _cast_model(model: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in module.named_buffers(recurse=False)
         if stays_in_fp32(name)
     ]
-    model.to(dtype)
+    model.to(dtype)  # casts floating buffers too
     for module, name, buffer in kept:
         module._buffers[name] = buffer

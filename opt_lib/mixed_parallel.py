@@ -82,7 +82,7 @@ def _no_axis(others: Plan, cluster: Cluster) -> str:
     has = f"parallel_mode has {shown} only" if shown else "there is no parallel_mode with their degrees"
     world = cluster.world_size
     axes = [("tensor", 2), ("pipeline", 2)] if world % 4 == 0 else [("tensor", 2)]
-    if world > 1 and world % 2:
+    if world > 1 and world % 2:  # 2 does not divide it
         axes = [("tensor", world)]
     return (
         f"it divides the model along the axes {', '.join(MODEL_AXES)}, and {has}. Write them into parallel_mode, "

@@ -117,7 +117,7 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
             if traced is not None:
                 outcome = traced.replace(model, modules)
                 model = outcome.model
-                modules |= outcome.made
+                modules |= outcome.new_modules
         return model
 
     def carry(self) -> Mapping[str, ClassPair]:
@@ -141,7 +141,10 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
             else:
                 has_target = candidate.concerns(job.module)
                 rows.append(_Row(candidate.name, reason, 0, has_target, candidate.by_user, left_out=True))
-        for text in _row_texts(row for row in rows if row.found or row.by_user or config.include is not None):
+        # The report leaves out built-in replacements that found no module, unless include is given.
+        for text in _row_texts(
+            row for row in rows if row.has_modules or row.by_user or config.include is not None
+        ):
             job.explain(self.name, text)
         idle = [row for row in rows if row.num_replaced == 0]
         if len(idle) == len(rows):
@@ -153,23 +156,14 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
 
 
 class _Row(NamedTuple):
-    """What one replacement did.
-
-    Attributes:
-        name: the replacement's name.
-        text: what the report says; of one that was left out, the reason.
-        num_replaced: how many modules it replaced.
-        found: whether there was anything for it to look at.
-        by_user: whether a user registered it.
-        left_out: whether the job does not meet its requirements.
-    """
+    """What one replacement did."""
 
     name: str
-    text: str
-    num_replaced: int
-    found: bool
-    by_user: bool
-    left_out: bool = False
+    text: str  # words of the report; for a replacement that was left out, the reason
+    num_replaced: int  # modules
+    has_modules: bool  # whether there was anything for it to look at
+    by_user: bool  # whether a user registered it
+    left_out: bool = False  # whether the job does not meet its requirements
 
 
 def _select_replacements(config: ModuleReplaceConfig) -> list[Replacement]:
@@ -183,7 +177,6 @@ def _select_replacements(config: ModuleReplaceConfig) -> list[Replacement]:
 
 
 def _unmet_requirements(job: Job, chosen: Iterable[Replacement]) -> dict[str, str | None]:
-    """Why the job cannot use each replacement, by name: the same on all ranks, or an error on all."""
     dtype = _compute_dtype(job)
     divided = tuple(axis for axis in MODEL_AXES if job.plan.size(axis) > 1)
     unmet = {each.name: each.requirements.unmet(job.cluster, dtype, divided) for each in chosen}
@@ -194,10 +187,9 @@ def _unmet_requirements(job: Job, chosen: Iterable[Replacement]) -> dict[str, st
     return unmet
 
 
-def _apply_replacement(job: Job, candidate: Replacement, made: set[nn.Module]) -> _Row:
-    """Lets it replace what it can but for the modules in ``made``, to which it adds its own."""
-    outcome = candidate.replace(job.module, made)
-    made |= outcome.made
+def _apply_replacement(job: Job, candidate: Replacement, new_modules: set[nn.Module]) -> _Row:
+    outcome = candidate.replace(job.module, new_modules)
+    new_modules |= outcome.new_modules
     if outcome.model is not job.module:
         job.replace_model(outcome.model)
     seen = [f"{count} × {what}" for what, count in (*outcome.replaced.items(), *outcome.kept.items())]
@@ -206,9 +198,8 @@ def _apply_replacement(job: Job, candidate: Replacement, made: set[nn.Module]) -
 
 
 def _row_texts(rows: Iterable[_Row]) -> list[str]:
-    """What rows say; those left out for one reason share a sentence."""
     listed = list(rows)
-    sharing: dict[str, list[str]] = {}
+    sharing: dict[str, list[str]] = {}  # those left out for one reason share a sentence
     for row in listed:
         if row.left_out:
             sharing.setdefault(row.text, []).append(row.name)
@@ -222,7 +213,6 @@ def _row_texts(rows: Iterable[_Row]) -> list[str]:
 
 
 def _compute_dtype(job: Job) -> str:
-    """The dtype that most of the model computes in."""
     planned = job.plan.precision.compute_dtype or job.plan.precision.parameter_dtype
     if planned != Plan().precision.parameter_dtype:
         return planned
@@ -240,7 +230,7 @@ def _wrong_settings(
     settings: Mapping[str, JsonValue],
     known: Mapping[str, Replacement],
 ) -> list[Problem]:
-    """What is wrong with ``configs[name]``: nothing that it says may be dropped in silence."""
+    # Nothing that ``configs`` says may be dropped in silence.
     key = f"configs.{name}"
     if name not in known:
         return [_name_problem(method, key, name, known)]

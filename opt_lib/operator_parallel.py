@@ -23,10 +23,10 @@ from atorch_ns.method import Conflict, Flag, Method, MethodConfig, Phase
 from atorch_ns.operators import (
     CaptureError,
     DividedForward,
-    Division,
+    OperatorDivision,
     OperatorGraph,
     OperatorPlan,
-    Prices,
+    OperatorPrices,
     Shallow,
     States,
     Wanted,
@@ -87,24 +87,15 @@ class OperatorParallelConfig(MethodConfig):
 
 
 class _Planned(NamedTuple):
-    """What one rank decides for all.
-
-    Attributes:
-        run: the same, with tied parameters under the names that units of a pipeline have for them as well.
-        known: the keys of the operators that it was made for.
-        dims: by name the dims of divided parameters.
-        summed: names of whole parameters whose gradients are summed after the backward pass.
-        kinds: for each unit of a pipeline its path as keys have it.
-        note: what is known of the plan.
-    """
+    """What one rank decides for all."""
 
     plan: OperatorPlan
-    run: OperatorPlan
-    known: frozenset[str]
-    dims: dict[str, int]
-    summed: frozenset[str]
-    kinds: dict[str, str]
-    note: str
+    run: OperatorPlan  # the same, with tied parameters under the names of units of a pipeline too
+    known: frozenset[str]  # keys of the operators that it was made for
+    dims: dict[str, int]  # by name the dims of divided parameters
+    summed: frozenset[str]  # names of whole parameters whose gradients are summed after the backward pass
+    kinds: dict[str, str]  # for each unit of a pipeline its path as keys have it
+    note: str  # findings about the plan, for the report
 
 
 @final
@@ -146,28 +137,31 @@ class OperatorParallel(Method[OperatorParallelConfig]):
         group = TensorGroup(job.mesh.axis("tensor"))
         assert group.mesh is not None
         batch = common_sample(job, self.name, rows=_rows_per_micro_batch(job))
-        units = sorted(set().union(*job.cluster.gathered(list(own_units(job.module)))))
-        found = job.cluster.on_first(
+        units = sorted(set().union(*job.cluster.gathered(list(own_units(job.module)))))  # of all stages
+        outcome = job.cluster.on_first(
             lambda: or_refusal(lambda: _make_plan(job, config, batch, group.size, units)),
             what="finding an operator plan",
         )
-        if isinstance(found, CaptureError) and config.plan is None:
-            self._divide_layers(job, str(found))
+        if isinstance(outcome, CaptureError) and config.plan is None:
+            self._divide_layers(job, str(outcome))
             return
-        if isinstance(found, InputError):  # which every rank raises
-            raise found
-        attach = _run_by(found, job, group)
+        if isinstance(outcome, InputError):  # which every rank raises
+            raise outcome
+        attach = _run_by(outcome, job, group)
+        # The plan is for all stages; a rank divides the parameters of its own.
         names = {plain_name(name) for name, _ in job.module.named_parameters(remove_duplicate=False)}
-        divide_parameters(job.module, {name: dim for name, dim in found.dims.items() if name in names}, group)
+        divide_parameters(
+            job.module, {name: dim for name, dim in outcome.dims.items() if name in names}, group
+        )
         ranks = group.mesh.get_group()
-        whole = [p for name, p in job.module.named_parameters() if plain_name(name) not in found.dims]
+        whole = [p for name, p in job.module.named_parameters() if plain_name(name) not in outcome.dims]
         broadcast_from_first(job, (*whole, *job.module.buffers()), group=ranks)
-        job.gradients.sums.add(found.summed & names, ranks)
+        job.gradients.sums.add(outcome.summed & names, ranks)
         attach()
-        job.resolved_settings[self.name] = {"plan": found.plan.as_json()}
-        for text in (found.note, found.plan.describe()):
+        job.resolved_settings[self.name] = {"plan": outcome.plan.as_json()}
+        for text in (outcome.note, outcome.plan.describe()):
             job.explain(self.name, text)
-        if not found.dims and not found.plan.operators:
+        if not outcome.dims and not outcome.plan.operators:
             job.idle_axes["tensor"] = self.name, f"each of its {group.size} ranks computes all of its samples"
             job.warn(
                 f"operator_parallel: nothing is divided, so each of the {group.size} tensor ranks computes all of its samples, "
@@ -175,31 +169,30 @@ class OperatorParallel(Method[OperatorParallelConfig]):
             )
 
     def _divide_layers(self, job: Job, reason: str) -> None:
-        """Divides layers, which needs no graph, and says so."""
         text = f"layers are divided instead, as tensor_parallel does: {reason}"
         job.warn(f"operator_parallel: {text}")
         job.explain(self.name, text)
-        instead, config = TensorParallel(), TensorParallelConfig()
+        instead, config = TensorParallel(), TensorParallelConfig()  # which needs no graph of operators
         job.plan = instead.plan(job.plan, config)
         instead.apply(job, config)
         for done in job.explained(instead.name):
             job.explain(self.name, done)
 
 
-def _run_by(found: _Planned, job: Job, group: TensorGroup) -> Callable[[], None]:
-    """What makes the model, or each unit of this rank's stages, run by its divided graph once parameters are divided."""
+def _run_by(decision: _Planned, job: Job, group: TensorGroup) -> Callable[[], None]:
     units = own_units(job.module)
+    # In a whole model blocks stay modules that are called; units of stages are divided each by itself.
     blocks = [] if units else [block.name for block in repeated_blocks(job.module)]
     pairs = []
     for path, module in units.items() or {"": job.module}.items():
         start = f"{path}." if path else ""
-        summed = frozenset(name.removeprefix(start) for name in found.summed if name.startswith(start))
-        divide = functools.partial(_find_division, found, job, group, summed)
-        kind = found.kinds.get(path, "")
+        summed = frozenset(name.removeprefix(start) for name in decision.summed if name.startswith(start))
+        divide = functools.partial(_find_division, decision, job, group, summed)
+        kind = decision.kinds.get(path, "")
         forward = DividedForward(module, blocks, divide, group.process_group, job.device, within=kind)
         pairs.append((module, forward))
 
-    def attach() -> None:
+    def attach() -> None:  # once parameters are divided
         for module, forward in pairs:
             forward.attach(module)
 
@@ -207,23 +200,20 @@ def _run_by(found: _Planned, job: Job, group: TensorGroup) -> Callable[[], None]
 
 
 def _find_division(
-    found: _Planned, job: Job, group: TensorGroup, summed: frozenset[str], graph: OperatorGraph
-) -> Division:
-    """The division of one kind of call: by the plan, or where it does not fit, the fastest with the same parameters.
-
-    Other calls than the one that the plan was made for: without a mask, in evaluation, with sizes that are not divisible.
-    Collective over the group in that case, as the call itself.
-    """
-    if found.known.issuperset(graph.by_key):
+    decision: _Planned, job: Job, group: TensorGroup, summed: frozenset[str], graph: OperatorGraph
+) -> OperatorDivision:
+    """The division of a call: by the plan, or where it does not fit, the fastest with its parameters."""
+    if decision.known.issuperset(graph.by_key):
         with contextlib.suppress(InputError):
-            return division_of(found.run, graph, group.size, summed)
+            return division_of(decision.run, graph, group.size, summed)
 
+    # For calls that the plan was not made for: without a mask, in evaluation, with indivisible sizes.
     def other() -> OperatorPlan:
-        return refitted(found.run, graph, group.size, _job_prices(job, group.size), job.device)
+        return refitted(decision.run, graph, group.size, _job_prices(job, group.size), job.device)
 
     assert group.mesh is not None
     proposal: OperatorPlan | InputError | None = None
-    if group.rank == 0:
+    if group.rank == 0:  # collective, as the call itself is
         proposal = or_refusal(lambda: isolated(other, job.device))
     reply = from_first(proposal, distributed=True, group=group.mesh.get_group())
     result = cast("OperatorPlan | InputError", reply)
@@ -232,13 +222,12 @@ def _find_division(
     return division_of(result, graph, group.size, summed)
 
 
-def _job_prices(job: Job, degree: int) -> Prices:
+def _job_prices(job: Job, degree: int) -> OperatorPrices:
     precision = job.plan.precision
-    return Prices.on(job.cluster, degree, precision.compute_dtype or precision.parameter_dtype)
+    return OperatorPrices.on(job.cluster, degree, precision.compute_dtype or precision.parameter_dtype)
 
 
 def _rows_per_micro_batch(job: Job) -> int | None:
-    """Samples of a micro-batch, where the loader's arguments say so."""
     local = local_batch_size(job)
     return None if local is None else max(1, local // job.step.num_micro_batches)
 
@@ -246,11 +235,7 @@ def _rows_per_micro_batch(job: Job) -> int | None:
 def _make_plan(
     job: Job, config: OperatorParallelConfig, batch: Any, degree: int, units: Sequence[str]
 ) -> _Planned:
-    """The plan and what it means for each parameter of the model; nothing is communicated.
-
-    Args:
-        units: paths of the units of a pipeline's stages, each of which is divided by itself.
-    """
+    """The plan, and what it means for each parameter; ``units`` are divided each by itself."""
     model = job.module if job.parts.full_structure is None else job.parts.full_structure
     if job.inputs.sample_batch is not None and not job.inputs.sample_is_micro_batch:
         with contextlib.suppress(BatchSizeError):  # train_step says what is wrong with a real batch
@@ -270,11 +255,13 @@ def _make_plan(
     first: dict[int, str] = {}  # of a tied parameter's names, the one that the graph has
     named = model.named_parameters(remove_duplicate=False)
     names = {plain_name(name): first.setdefault(id(p), plain_name(name)) for name, p in named}
+    # Every name of a tied parameter has the placement of the one that the graph has.
     placed = {name: division.parameters.get(shallow.copy_name(known)) for name, known in names.items()}
     dims = {name: placement.dim for name, placement in placed.items() if isinstance(placement, Shard)}
     summed = frozenset(name for name, known in names.items() if shallow.copy_name(known) in division.summed)
     kinds = {segment.path: segment.kind for segment in shallow.graph.segments}
     of_units = {unit: kinds.get(shallow.copy_name(unit), unit) for unit in units}
+    # A unit's own names for tied parameters, as keys of the plan have them.
     tied = {
         kind + name.removeprefix(unit): Shard(dims[name])
         for name in dims
@@ -285,7 +272,7 @@ def _make_plan(
     return _Planned(plan, run, frozenset(shallow.graph.by_key), dims, summed, of_units, solution.note)
 
 
-def _plan_request(job: Job, config: OperatorParallelConfig, prices: Prices) -> Wanted:
+def _plan_request(job: Job, config: OperatorParallelConfig, prices: OperatorPrices) -> Wanted:
     limit = config.memory_gib * 2**30 if config.memory_gib else float(prices.device.memory_bytes)
     if job.mesh is not None:  # the graph is that of all stages, which share it
         limit *= job.mesh.size("pipeline")

@@ -142,8 +142,7 @@ class ParallelMode(Method[ParallelModeConfig]):
 LONG_SAMPLE = 8192
 """Tokens of a sample from which on dividing it is tried."""
 
-_SMALL_WORLD = 64
-"""Ranks up to which all of them may divide one replica of the model."""
+_SMALL_WORLD = 64  # ranks up to which all of them may divide one replica of the model
 
 
 def model_shapes(profile: Profile, cluster: Cluster) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -174,11 +173,12 @@ def model_shapes(profile: Profile, cluster: Cluster) -> Iterator[tuple[tuple[str
     for tensor, sequence, expert, pipeline in sorted(shapes, key=lambda shape: (math.prod(shape), shape)):
         model = tensor * sequence * pipeline
         data, rest = divmod(world, model * expert)
+        # Skip shapes that do not divide, that divide nothing, or whose layers exchange between nodes.
         if rest or model * expert == 1 or cluster.local_world_size % (tensor * sequence):
             continue
-        if expert > 1 and tensor * sequence > 1:
+        if expert > 1 and tensor * sequence > 1:  # experts are whole within tensor
             continue
-        if world > _SMALL_WORLD and 4 * model > world:
+        if world > _SMALL_WORLD and 4 * model > world:  # a quarter see different data
             continue
         inner = (("tensor", tensor), ("sequence", sequence), ("expert", expert))
         for zero in (1, *_within_data(data, cluster.local_world_size // (tensor * sequence), expert)):
@@ -187,11 +187,8 @@ def model_shapes(profile: Profile, cluster: Cluster) -> Iterator[tuple[tuple[str
 
 
 def _within_data(data: int, in_node: int, expert: int) -> Iterator[int]:
-    """Sizes of an axis ``zero`` inside ``data``: ranks of one node, of 8, of 64, …, fewer than all.
-
-    Within a node sharding over some of the data ranks and over all of them costs the same.
-    """
-    zero = max(1, in_node)
+    """Sizes of an axis ``zero`` inside ``data``: ranks of one node, of 8, of 64, …, fewer than all."""
+    zero = max(1, in_node)  # within a node sharding over fewer ranks costs the same
     while expert == 1 and zero < data and data % zero == 0:
         if zero > 1:
             yield zero
@@ -204,7 +201,6 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _divides_tensor(trace: Trace, size: int) -> bool:
-    """Whether there are layers to divide, and heads and features divide into so many parts."""
     if size == 1:
         return True
     dims = [
@@ -217,22 +213,20 @@ def _divides_tensor(trace: Trace, size: int) -> bool:
 
 
 def _divides_sequence(trace: Trace, size: int) -> bool:
-    """Whether there is attention over samples that are long, and tokens divide: heads need not for a ring."""
     if size == 1:
         return True
+    # Heads need not divide, for a ring. It gives each rank an early and a late piece: hence 2 * size.
     attends = any(segment.num_attentions for segment in trace.segments if segment.is_block)
     long = trace.num_tokens >= LONG_SAMPLE and trace.num_tokens % (2 * size) == 0
     return attends and long
 
 
 def _divides_heads(trace: Trace, size: int) -> bool:
-    """Whether the heads of all attentions divide, as far as they are known."""
-    heads = [trace.num_heads, trace.num_key_value_heads]
+    heads = [trace.num_heads, trace.num_key_value_heads]  # 0 where unknown
     heads += [count for segment in trace.segments for count in segment.heads]
     return all(count % size == 0 for count in heads)
 
 
 def _divides_experts(trace: Trace, size: int) -> bool:
-    """Whether layers of experts divide into so many parts."""
     has = any(segment.num_routed for segment in trace.segments)
     return has and trace.num_experts % size == 0

@@ -97,13 +97,13 @@ def _make_runner(stage_set: StageSet, job: Job, loss_func: Any) -> BatchRunner:
         device=job.device,
         loss_of=loss_of,
         keeping=job.step.kept_activations,
-        kept=(len(stage_set.rank_of) - 1,) if info.keeps_last else (),
+        kept=(len(stage_set.rank_of) - 1,) if info.keeps_last else (),  # the last stage recomputes nothing
         whole_backward=job.plan.whole_backward,
     )
 
 
 def _without_recomputation(orders: Callable[[int], Orders], num_micro_batches: int) -> Orders:
-    """The orders for a model that keeps all activations."""
+    # R recomputes activations before a backward pass needs them.
     return tuple(
         tuple(action for action in order if action.kind != "R") for order in orders(num_micro_batches)
     )

@@ -18,7 +18,7 @@ from atorch_ns.errors import AtorchError, InputError, Problem
 from atorch_ns.job import Job
 from atorch_ns.method import Flag, Method, MethodConfig, ModuleSelectors, Phase
 from atorch_ns.pipeline import StageModule
-from atorch_ns.pipeline.run.forward_pass import Pieces
+from atorch_ns.pipeline.run.forward_pass import CrossingPieces
 from atorch_ns.profile import Profile
 from atorch_ns.sharding import BlockChain, Links, SequenceSettings, join_at_first_call, join_blocks
 from atorch_ns.sharding.collectives import gather_from, scatter_to
@@ -120,17 +120,20 @@ class SequenceParallel(Method[SequenceParallelConfig]):
             restore_precision=job.precision.restore,
             leave_whole=config.blocks is None and not job.parts.stages,
         )
+        # Data ranks would take other samples, and one decision is for all.
         sample, why = job.cluster.from_first(_take_sample(job) if dist.get_rank() == 0 else None)
         whole = WholeModel.of(job, config.blocks, sample)
         find = partial(divided_tail, job, whole, why, dim=config.sequence_dim, wanted=config.parallel_loss)
         tail = job.cluster.on_first(lambda: or_refusal(find), what="testing the loss on parts of samples")
         if isinstance(tail, InputError):
             raise tail
+        # Blocks with one fingerprint share the findings about their calls.
         kinds = fingerprints({block.name: block.module for blocks in runs for block in blocks})
         attached = [BlockChain(blocks, [kinds[block.name] for block in blocks], settings) for blocks in runs]
         for run in attached:
             run.attach()
         job.gradients.sums.add(names_inside(runs) | tail.parameters, group, mean=True)
+        # A stage cannot be run by itself: the model from before the cut shows which blocks can be joined.
         if job.parts.stages:
             later = ""
             _send_pieces(job, group, config.sequence_dim)
@@ -147,8 +150,8 @@ class SequenceParallel(Method[SequenceParallelConfig]):
 
 
 def _send_pieces(job: Job, group: dist.ProcessGroup, dim: int) -> None:
-    """Lets stages hand on pieces of the hidden states, which are the same on all ranks of the group between blocks."""
-    pieces = Pieces(
+    # Hidden states between blocks are equal on all ranks of the group: each sends a piece over a cut.
+    pieces = CrossingPieces(
         dim=dim,
         num_ranks=group.size(),
         divide=partial(scatter_to, dim=dim, group=group),
@@ -160,11 +163,7 @@ def _send_pieces(job: Job, group: dist.ProcessGroup, dim: int) -> None:
 
 
 def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings, sample: Any, why: str) -> str:
-    """Joins blocks by a pass of two samples, so that what cannot be divided is known now; collective.
-
-    Returns:
-        Why blocks can only be tested and joined with the first batch, where the model cannot run yet; else nothing.
-    """
+    """Joins blocks by a pass of two samples; collective. Returns why the first batch has to do it, or ""."""
     devices = {tensor.device.type for tensor in (*job.module.parameters(), *job.module.buffers())}
     if devices != {job.device.type}:
         return f"the model is not on {job.device.type} yet"
@@ -172,6 +171,7 @@ def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings, sa
         return why
     try:
         batch = default_prepare_input(sample, job.device)
+        # Now, so that a block that cannot be divided is refused before training.
         join_blocks(
             job.module, runs, settings, lambda: call_model(job.module, batch, job.inputs.model_input_format)
         )
@@ -183,7 +183,7 @@ def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings, sa
 
 
 def _join_stages(job: Job, runs: list[BlockChain], find: Callable[[], dict[tuple[str, str], Links]]) -> None:
-    """Joins blocks of a stage as a run of the whole model shows them, on one rank and without memory; collective."""
+    # One rank studies the model, without memory; all ranks raise its refusal.
     links = job.cluster.on_first(lambda: or_refusal(find), what="finding blocks that can be joined")
     if isinstance(links, InputError):
         raise links
@@ -194,7 +194,6 @@ def _join_stages(job: Job, runs: list[BlockChain], find: Callable[[], dict[tuple
 
 
 def _take_sample(job: Job) -> tuple[Any, str]:
-    """Two samples, and why there are none."""
     try:
         batch = sample_batch(job.inputs)
     except Exception as error:  # of the user's dataset or functions, as above
@@ -203,7 +202,6 @@ def _take_sample(job: Job) -> tuple[Any, str]:
 
 
 def _describe_division(job: Job, config: SequenceParallelConfig, runs: list[BlockChain], later: str) -> str:
-    """What is divided, and how, by what has been found so far; ``later``: why not before the first batch."""
     assert job.mesh is not None
     whole = {name: why for run in runs for name, why in run.left_whole().items()}
     count = sum(len(run.blocks) for run in runs) - len(whole)

@@ -95,7 +95,7 @@ class TensorParallel(Method[TensorParallelConfig]):
             return
         group = TensorGroup(job.mesh.axis("tensor"), overlap=config.overlap, traced=config.asynchronous)
         if config.asynchronous and job.device.type == "cuda":
-            share_memory_along(job.mesh.axis("tensor").get_group())
+            share_memory_along(job.mesh.axis("tensor").get_group())  # without it inductor joins nothing
         model = job.in_full_precision(
             job.module if job.parts.full_structure is None else job.parts.full_structure
         )
@@ -143,10 +143,9 @@ class TensorParallel(Method[TensorParallelConfig]):
 
 
 def _describe_exchange(chosen: ChosenPlan, narrow: NarrowProducts | None) -> str:
-    """Which layers exchange asynchronously."""
     assert chosen.stream is not None
     joined = [spec for spec in chosen.regions if spec.one_input and chosen.stream.tight]
-    gathered = [spec for spec in joined if spec.one_use]
+    gathered = [spec for spec in joined if spec.one_use]  # nothing else reads the stream there
     rest = ""
     if narrow is not None and not narrow.gathered:
         rest = "; gathers of layers in fp8 with one scale a row are waited for"
@@ -165,7 +164,6 @@ def _chain_ends(chain: Sequence[str]) -> str:
 
 
 def _stage_of_units(job: Job) -> dict[str, int]:
-    """The stage of every unit that this rank has, by the unit's path."""
     stages = [stage for stage in job.parts.stages if isinstance(stage, StageModule)]
     return {path: stage.number for stage in stages for path in own_units(stage)}
 
@@ -200,12 +198,6 @@ def _make_plan(
 
 
 def _trace_model(job: Job, model: nn.Module, batch: Any, degree: int, *, chains: bool) -> LayerGraph:
-    """Traces how the layers of the whole model are connected.
-
-    Raises:
-        InputError: if the model cannot be run on the batch.
-    """
-
     def run(module: nn.Module, data: Any) -> Any:
         return call_model(module, data, job.inputs.model_input_format)
 
@@ -222,8 +214,8 @@ def _trace_model(job: Job, model: nn.Module, batch: Any, degree: int, *, chains:
 
 
 def _of_this_rank(chosen: ChosenPlan, module: nn.Module, stages: Sequence[nn.Module]) -> ChosenPlan:
-    """What of a plan is in this rank's stage of the model."""
     modules = {plain_name(path): child for path, child in module.named_modules()}
+    # Units of other ranks are stubs, without parameters.
     local = {path for path, child in modules.items() if next(child.parameters(), None) is not None}
     layers = {
         path: layer
@@ -252,7 +244,7 @@ def _of_this_rank(chosen: ChosenPlan, module: nn.Module, stages: Sequence[nn.Mod
 
 
 def _by_home(chain: Sequence[str], homes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The parts of a chain that this rank calls one after the other: a stage hands on whole hidden states."""
+    # A stage hands on whole hidden states, so a chain ends at its edge. None: other ranks' blocks.
     parts = itertools.groupby(chain, homes.get)
     return [tuple(part) for home, part in parts if home is not None]
 
@@ -263,7 +255,6 @@ def _is_local_attribute(attribute: str, local: Iterable[str]) -> bool:
 
 
 def _divide_layers(job: Job, chosen: ChosenPlan, group: TensorGroup) -> None:
-    """Divides the layers; all that stays whole gets the values of the group's first rank."""
     assert group.mesh is not None
     ranks = group.mesh.get_group()
     done = divide(job.module, chosen.layout, group, chosen.regions, chosen.stream)
@@ -271,5 +262,6 @@ def _divide_layers(job: Job, chosen: ChosenPlan, group: TensorGroup) -> None:
     job.gradients.sums.add(chosen.partial, ranks)
     divided = set(done.dims)
     named = job.module.named_parameters(remove_duplicate=False)
+    # Parameters that stay whole take the values of the group's first rank.
     whole = {id(p): p for name, p in named if plain_name(name) not in divided}
     broadcast_from_first(job, (*whole.values(), *job.module.buffers()), group=ranks)

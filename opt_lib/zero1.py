@@ -128,11 +128,11 @@ class Zero1(Method[Zero1Config]):
 
 
 def _shard_optimizer(job: Job) -> None:
-    """Gives this rank's parts of parameters to the ranks that hold the same parts, by size, whole parts to each."""
     mesh = job.mesh
     assert mesh is not None
     torchs: Any = zero_redundancy_of_parts()
     kind = with_checkpoint_hint(torchs)
+    # Ranks along expert hold other experts: without a zero axis only copies can share states.
     ranks = mesh.shard if mesh.size("expert") == 1 or mesh.size("zero") > 1 else mesh.copies
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

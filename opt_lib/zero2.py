@@ -85,7 +85,7 @@ class Zero2(Method[Zero2Config]):
 
     def apply(self, job: Job, config: Zero2Config) -> None:
         """Shards through the chosen backend; collective."""
-        if config.sync_batchnorm:
+        if config.sync_batchnorm:  # before sharding: it may exchange modules
             synchronise_batch_norms(job)
         if config.use_ds_zero:
             zero.shard(job, self.name, stage=2)

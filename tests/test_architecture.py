@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import re
 import statistics
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType
 
@@ -19,39 +20,39 @@ MOST_FILES = 480
 LINES = {
     "top level": 856,
     "cli": 2_123,  # to be 1_700
-    "trainer": 2_465,
-    "merak": 2_237,
-    "parallel": 2_247,
+    "trainer": 2_463,
+    "merak": 2_232,
+    "parallel": 2_237,
     "planning": 501,  # to be 850
-    "doctor": 1_436,  # to be 1_000
-    "report": 3_254,  # to be 3_000
-    "engine": 4_983,  # to be 3_600
-    "numerics": 1_762,  # to be 1_300
-    "search": 3_987,  # to be 3_550
+    "doctor": 1_412,  # to be 1_000
+    "report": 3_232,  # to be 3_000
+    "engine": 4_986,  # to be 3_600
+    "numerics": 1_746,  # to be 1_300
+    "search": 3_988,  # to be 3_550
     "estimate": 3_792,  # to be 3_300
-    "checkpoint": 1_919,  # to be 1_900
+    "checkpoint": 1_912,  # to be 1_900
     "apply": 285,
     "method": 707,
-    "job": 5_965,  # to be 3_100
-    "operators": 4_775,  # to be 4_050
-    "pipeline": 4_420,  # to be 4_100
-    "sharding": 7_841,  # to be 6_200
-    "tracking": 482,
-    "data": 1_179,  # to be 1_400
-    "strategy": 1_853,  # to be 1_800
+    "job": 5_960,  # to be 3_100
+    "operators": 4_779,  # to be 4_050
+    "pipeline": 4_419,  # to be 4_100
+    "sharding": 7_835,  # to be 6_200
+    "tracking": 477,
+    "data": 1_173,  # to be 1_400
+    "strategy": 1_840,  # to be 1_800
     "profile": 2_863,  # to be 1_850
     "costs": 354,  # to be 650
-    "processes": 587,  # to be 1_550
-    "cluster": 3_034,  # to be 2_600
-    "capture": 2_223,  # to be 2_900
-    "torch_compat": 1_435,
-    "testing": 1_569,  # to be 1_000
-    "opt_lib": 10_141,  # to be 8_300
+    "processes": 582,  # to be 1_550
+    "cluster": 3_025,  # to be 2_600
+    "capture": 2_213,  # to be 2_900
+    "torch_compat": 1_419,
+    "testing": 1_564,  # to be 1_000
+    "opt_lib": 10_140,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_275
+MOST_LINES = 81_115
 GENERATED = "coordinator_pb2.py"
 
 
@@ -145,6 +146,34 @@ def test_private_functions_have_names_of_several_words() -> None:
     ]
     short = [name for name in names if "_" not in name.strip("_")]
     assert len(short) <= 0.01 * len(names), short
+
+
+def test_a_public_class_name_has_one_meaning() -> None:
+    files = defaultdict(list)
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].append(str(file.relative_to(ROOT)))
+    assert not {name: there for name, there in files.items() if len(there) > 1}
+
+
+def test_names_are_nouns_or_verbs_with_objects() -> None:
+    """No variable, parameter, field or function is a pronoun, a bare participle or a word for anything."""
+    words = {"one", "own", "given", "found", "held", "made", "place"}
+    wrong = set()
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.FunctionDef(name=name):
+                    wrong |= {f"{file.relative_to(ROOT)}: {name}"} if name.strip("_") in words else set()
+                case ast.Attribute(attr=name, ctx=ast.Store()):
+                    wrong |= {f"{file.relative_to(ROOT)}: {name}"} if name.strip("_") in words else set()
+    assert wrong <= VERBS | OF_FILES
+
+
+VERBS = {"atorch_ns/job/job.py: place"}
+OF_FILES = {"atorch_ns/pipeline/run/stage.py: held", "atorch_ns/profile/trace.py: held"}
+"""A stage's submodule, whose name is part of the paths of its parameters, and a field of a saved profile."""
 
 
 def test_product_code_is_not_named_like_a_test() -> None:

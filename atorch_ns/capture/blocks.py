@@ -19,7 +19,7 @@ from atorch_ns.torch_compat import is_stand_in, pipeline_unit, plain_name, stood
 
 K = TypeVar("K")
 
-_STANDS_FOR = "_stands_for_classes"
+_STANDS_FOR = "_stands_for_classes"  # the attribute that stand_for sets
 
 
 def select_modules(
@@ -46,7 +46,7 @@ def select_modules(
 
 
 def _belongs_to_pipeline(module: nn.Module) -> bool:
-    """Whether it is a wrapper whose inner module will be found too, or the placeholder of another rank's module."""
+    # The inner module of a unit is found too, and a placeholder is another rank's module.
     return pipeline_unit(module)[1] is not module or is_stand_in(module)
 
 
@@ -82,8 +82,7 @@ def stand_for(new: nn.Module, old: nn.Module) -> None:
 
 
 def _selects_all(selector: str) -> bool:
-    """Whether a selector is a bare ``*``, which would select every module inside every other."""
-    return selector.strip("*") == ""
+    return selector.strip("*") == ""  # a bare * would select every module
 
 
 _HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "nhead")
@@ -143,7 +142,7 @@ def _first_positive_int(holders: Iterable[Any], names: Iterable[str]) -> int:
     return 0
 
 
-_POSITION = re.compile(r"(idx|index|id|num|number|no|i|position|depth)$")
+_POSITION = re.compile(r"(idx|index|id|num|number|no|i|position|depth)$")  # endings of names of positions
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -181,21 +180,19 @@ def by_container(blocks: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _position_keys(facts: list[dict[str, Any]]) -> set[str]:
-    """Keys whose values count the blocks."""
     if len(facts) < 2:
         return set()
     places = set()
     for key, first in facts[0].items():
-        if isinstance(first, bool) or not isinstance(first, int):
+        if isinstance(first, bool) or not isinstance(first, int):  # True is an int
             continue
-        counts = all(facts[step].get(key) == first + step for step in range(1, len(facts)))
-        if counts and (len(facts) >= 4 or _POSITION.search(key)):
+        counts = all(facts[step].get(key) == first + step for step in range(1, len(facts)))  # +1 per block
+        if counts and (len(facts) >= 4 or _POSITION.search(key)):  # fewer may count by chance
             places.add(key)
     return places
 
 
 def _module_facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Keys and plain values of a module's structure and settings, which decide its cost."""
     tied: dict[int, str] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         yield f"{path}:class", f"{type(child).__module__}.{type(child).__qualname__}"
@@ -203,7 +200,7 @@ def _module_facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
         for kind in ("_parameters", "_buffers"):
             for name, tensor in attributes[kind].items():
                 if tensor is not None:
-                    first = tied.setdefault(id(tensor), f"{path}.{name}")
+                    first = tied.setdefault(id(tensor), f"{path}.{name}")  # shows which are tied
                     shape = "x".join(map(str, tensor.shape))
                     yield f"{path}.{name}:tensor", f"{shape} {tensor.dtype} {tensor.requires_grad} {first}"
         for name, value in attributes.items():
@@ -212,12 +209,10 @@ def _module_facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _setting_value(value: Any) -> Any:
-    """A setting's value; for a float only whether it is zero (all other rates cost the same); ``None`` for what is no
-    setting."""
     if value is None:
         return "None"
     if isinstance(value, float):
-        return f"float {value != 0}"
+        return f"float {value != 0}"  # all rates but 0 cost the same
     if isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, (torch.dtype, enum.Enum)):
@@ -227,7 +222,7 @@ def _setting_value(value: Any) -> Any:
         return None if any(item is None for item in items) else str(items)
     if callable(value) and not isinstance(value, nn.Module):
         return getattr(value, "__qualname__", None)
-    return None
+    return None  # not a setting
 
 
 def _facts_digest(facts: Any) -> str:
@@ -261,7 +256,7 @@ def repeated_blocks(model: nn.Module) -> list[NamedModule]:
     return blocks
 
 
-def _collect_blocks(module: nn.Module, prefix: str, found: list[NamedModule]) -> None:
+def _collect_blocks(module: nn.Module, prefix: str, blocks: list[NamedModule]) -> None:
     repeated = _repeated_classes(module)
     for name, child in module.named_children():
         if is_stand_in(child):
@@ -269,13 +264,12 @@ def _collect_blocks(module: nn.Module, prefix: str, found: list[NamedModule]) ->
         inner, child = pipeline_unit(child)
         path = f"{prefix}{name}{inner}"
         if type(unwrap_checkpoint(child)) in repeated:
-            found.append(NamedModule(path, child))
+            blocks.append(NamedModule(path, child))
         else:
-            _collect_blocks(child, f"{path}.", found)
+            _collect_blocks(child, f"{path}.", blocks)
 
 
 def _repeated_classes(container: nn.Module) -> set[type[nn.Module]]:
-    """The classes of a container's children that are blocks."""
     if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         return set()
     children = [
@@ -289,18 +283,19 @@ def _repeated_classes(container: nn.Module) -> set[type[nn.Module]]:
         ranks[type(child)] = max(ranks.get(type(child), 0), _block_rank(child))
     counts = Counter(type(child) for child in called)
     repeated = [kind for kind in counts if counts[kind] >= 2]
+    # Classes with a common base count together, as the two kinds of blocks of a hybrid model.
     holding = {kind for kind in counts if ranks[kind] == _HOLDS_MODULES}
     kin = Counter(base for child in called if type(child) in holding for base in _made_from(type(child)))
     alike = {kind for kind in holding if any(kin[base] >= 2 for base in _made_from(kind))}
     if any(_holds_blocks(child) for child in called if type(child) in alike.difference(repeated)):
         alike = set()  # models, each with blocks of its own
     blocks = alike | holding.intersection(repeated)
+    # Without blocks: the class that ranks highest as a block, then the most frequent one.
     layers = sorted(repeated, key=lambda kind: (ranks[kind], counts[kind]), reverse=True)
     return blocks or set(layers[:1])
 
 
 def _made_from(kind: type[nn.Module]) -> list[type]:
-    """The classes that a class is made from, without those of torch."""
     return [
         base
         for base in kind.__mro__[1:]
@@ -317,18 +312,17 @@ def can_be_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-_HOLDS_MODULES = 2
+_HOLDS_MODULES = 2  # the rank of a module that has modules inside
 
 
 def _block_rank(block: nn.Module) -> int:
     """How likely a module is a block rather than a layer: 2 with modules inside, 1 without, 0 for torch's layers."""
-    if any(name != "parametrizations" for name, _ in block.named_children()):
+    if any(name != "parametrizations" for name, _ in block.named_children()):  # belongs to a weight
         return _HOLDS_MODULES
     return 0 if any(kind.__module__.startswith("torch.nn.modules.") for kind in _module_classes(block)) else 1
 
 
 def _module_classes(module: nn.Module) -> list[type]:
-    """The class of ``module`` and its bases, without ``nn.Module`` itself."""
     return [kind for kind in type(module).__mro__ if kind is not nn.Module]
 
 

@@ -190,7 +190,7 @@ def copied_state(value: Any, memo: dict[int, Any] | None = None) -> Any:
         items = [copied_state(item, memo) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     try:
-        clone = memo[id(value)] = copy.copy(value)
+        clone = memo[id(value)] = copy.copy(value)  # before its items, which may refer to it
     except Exception:  # a class may refuse to be copied: then the object itself is used
         return value
     if isinstance(value, list):
@@ -208,16 +208,16 @@ def is_dataclass_instance(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _collect_tensors(nest: Any, found: list[torch.Tensor]) -> None:
-    """Adds the tensors of a nest; without paths, as the most frequent walk."""
+def _collect_tensors(nest: Any, tensors: list[torch.Tensor]) -> None:
+    # Without paths: this is the most frequent walk.
     if isinstance(nest, torch.Tensor):
-        found.append(nest)
+        tensors.append(nest)
     elif isinstance(nest, (tuple, list)):
         for item in nest:
-            _collect_tensors(item, found)
+            _collect_tensors(item, tensors)
     elif (opened := _open_container(nest)) is not None:
         for _, item in opened[0]:
-            _collect_tensors(item, found)
+            _collect_tensors(item, tensors)
 
 
 def _open_container(nest: Any) -> _Children | None:
@@ -226,7 +226,7 @@ def _open_container(nest: Any) -> _Children | None:
         return None
     if isinstance(nest, Mapping):
         return list(nest.items()), partial(_as_mapping, nest)
-    if isinstance(nest, (tuple, list)):
+    if isinstance(nest, (tuple, list)):  # also named tuples
         return list(enumerate(nest)), nest._make if hasattr(nest, "_make") else type(nest)
     if is_dataclass_instance(nest):
         names = [field.name for field in dataclasses.fields(nest) if hasattr(nest, field.name)]
@@ -237,9 +237,9 @@ def _open_container(nest: Any) -> _Children | None:
 
 def _as_mapping(nest: Mapping[Any, Any], values: Sequence[Any]) -> Any:
     items = dict(zip(nest, values, strict=True))
-    if type(nest) is dict or not isinstance(nest, MutableMapping):
+    if type(nest) is dict or not isinstance(nest, MutableMapping):  # rebuilt as a plain dict
         return items
-    mapping = copy.copy(nest)
+    mapping = copy.copy(nest)  # keeps its other attributes, as of a BatchEncoding
     for key, value in items.items():
         mapping[key] = value
     return mapping

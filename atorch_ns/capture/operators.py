@@ -40,7 +40,7 @@ METADATA: frozenset[Any] = frozenset(
 @functools.cache
 def label(func: Any) -> str:
     """The operator's name as ``aten.mm``."""
-    return str(func.name()).split(".")[0].replace("::", ".")
+    return str(func.name()).split(".")[0].replace("::", ".")  # without the overload
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def is_free(func: Any) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
-_MAXIMA = ("aten.max", "aten.amax")
+_MAXIMA = ("aten.max", "aten.amax")  # fp8 scales come from them
 _BESIDE_ATTENTION = (
     *(
         *WEIGHT_PRODUCTS,

@@ -71,7 +71,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
     since it looks for every kind of device."""
     torch.default_generator.manual_seed(seed % 2**63)
     if device.type == "cuda":
-        with torch.cuda.device(device):
+        with torch.cuda.device(device):  # manual_seed seeds the current device
             torch.cuda.manual_seed(seed % 2**63)
 
 
@@ -168,5 +168,5 @@ def _without_cache(
     position: int, always: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if not (always or torch.is_grad_enabled()) or len(args) > position or kwargs.get(_FLAG) is not None:
-        return None
+        return None  # use_cache is given, or no gradients are computed
     return args, {**kwargs, _FLAG: False}

@@ -20,27 +20,22 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Products of groups, as experts compute: torch's fake kernel takes bf16 alone, the real one fp32 too.
-
-    Groups of rows [M, K] × [G, K, N] give [M, N]; groups of columns [G, M, K] × [K, N] give [M, N]; groups of
-    the summed dim [M, K] × [K, N] give [G, M, N].
-    """
+    # torch's fake kernel takes bf16 alone, the real one fp32 too.
     dtype = out_dtype or first.dtype
-    if first.dim() == 2 and second.dim() == 2:
+    if first.dim() == 2 and second.dim() == 2:  # [M, K] × [K, N], in groups of the summed dim
         assert offs is not None
         return first.new_empty((offs.shape[0], first.shape[0], second.shape[1]), dtype=dtype)
     if first.dim() == 3 and second.dim() == 3:
         return first.new_empty((first.shape[0], first.shape[1], second.shape[2]), dtype=dtype)
-    return first.new_empty((first.shape[-2], second.shape[-1]), dtype=dtype)
+    return first.new_empty((first.shape[-2], second.shape[-1]), dtype=dtype)  # groups of rows, or of columns
 
 
 def _reduced_in_place(func: Any) -> Callable[..., torch.Tensor]:
-    """Fake kernel of a loss that computes every element into its result, and keeps that memory after reducing it."""
-
     def kernel(first: torch.Tensor, second: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         plain: torch.Tensor = func(first, second, *args, **kwargs)
         if plain.dim():
-            return plain
+            return plain  # without a reduction
+        # The real kernel computes each element into its result, and keeps that memory after reducing it.
         elements = math.prod(torch.broadcast_shapes(first.shape, second.shape))
         return plain.new_empty(elements).as_strided((), ())
 
@@ -50,7 +45,7 @@ def _reduced_in_place(func: Any) -> Callable[..., torch.Tensor]:
 def _layer_norm(
     value: torch.Tensor, shape: Any, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, ...]:
-    """Fake kernel of layer norm: with 16-bit values and fp32 weights the CPU keeps mean and deviation in fp32."""
+    # With 16-bit values and fp32 weights the CPU keeps mean and deviation in fp32.
     plain = _aten.native_layer_norm.default(value, shape, weight, bias, eps)
     if weight is None or weight.dtype == value.dtype or value.device.type != "cpu":
         return tuple(plain)
@@ -68,7 +63,7 @@ FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
 """Fake kernels by operator; each takes the operator's arguments and returns its result on fake tensors."""
 
 
-_WITHOUT_VALUES = ("aten.empty", "aten.empty_strided", "aten.empty_permuted")
+_WITHOUT_VALUES = ("aten.empty", "aten.empty_strided", "aten.empty_permuted")  # uninitialised memory
 
 _LARGEST = 1 << 21
 """Elements of the largest tensor that is computed for its values, unless the batch has more tokens."""
@@ -137,12 +132,13 @@ class RealValues(TorchDispatchMode):
         if any(isinstance(tensor, self._fake) for tensor in inputs):
             kernel = FAKE_KERNELS.get(func, func)
             return kernel(*args, **kwargs)
+        # Models do not decide by random or uninitialised values.
         if torch.Tag.nondeterministic_seeded in func.tags or (not inputs and label(func) in _WITHOUT_VALUES):
             return func(*args, **kwargs)
-        if func._schema.is_mutable:
+        if func._schema.is_mutable:  # an in-place operator on real tensors
             return self._compute_real_values(func, args, kwargs)
         try:
-            fake = func(*args, **kwargs)
+            fake = func(*args, **kwargs)  # only for the size of the result
         except RuntimeError:  # its shape or value depends on the tensors' values
             if not inputs:
                 raise
@@ -160,7 +156,7 @@ class RealValues(TorchDispatchMode):
 
 
 def _is_usable(device: torch.device) -> bool:
-    """Whether this process can compute on a device: the CPU, or a GPU that it uses already."""
+    # A GPU that is not in use is not initialised for this.
     return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_initialized())
 
 

@@ -34,9 +34,9 @@ class Container:
     kinds: tuple[str, ...]
     counters: tuple[str, ...] = ()
 
-    def copy_path(self, place: int) -> str:
-        """The path, in the shallow model, of the kept block at ``place`` in :attr:`kept`."""
-        return f"{self.path}.{place}" if self.path else str(place)
+    def copy_path(self, index: int) -> str:
+        """The path, in the shallow model, of the kept block at ``index`` in :attr:`kept`."""
+        return f"{self.path}.{index}" if self.path else str(index)
 
 
 def truncate(
@@ -73,7 +73,7 @@ def _choose_kept_blocks(kinds: list[str]) -> tuple[tuple[int, ...], tuple[int, .
     last = len(kinds) - 1
     kept = [0]
     positions: dict[str, int] = {}
-    for index, kind in enumerate(kinds[1:last], 1):
+    for index, kind in enumerate(kinds[1:last], 1):  # one of each kind in between
         if kind not in positions:
             positions[kind] = len(kept)
             kept.append(index)
@@ -90,7 +90,7 @@ def copy_structure(model: nn.Module, make: MakeTensor, containers: Mapping[str, 
 
     Tensors that are one object stay one object. The memory of the model's tensors is not copied.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # deepcopy's memo: it does not copy tensors that are in it
     shortened = {path: model.get_submodule(path) for path in containers}
     for module in _modules_kept(model, shortened, containers):
         for parameter in module._parameters.values():
@@ -106,11 +106,11 @@ def copy_structure(model: nn.Module, make: MakeTensor, containers: Mapping[str, 
     children: list[tuple[dict[str, Any], str, nn.Module]] = []
     for path, container in containers.items():
         modules: dict[str, Any] = {}
-        memo[id(shortened[path]._modules)] = modules
+        memo[id(shortened[path]._modules)] = modules  # filled before the rest is copied
         for position, index in enumerate(container.kept):
             children.append((modules, str(position), list(shortened[path].children())[index]))
     try:
-        clone = _deep_copy(model, children, dict(memo))
+        clone = _deep_copy(model, children, dict(memo))  # a copy of the memo, since this may fail half-way
     except Exception:  # a lock, a file, a generator among a module's attributes
         memo.update(_shared_attributes(model, memo))
         clone = _deep_copy(model, children, memo)
@@ -130,7 +130,6 @@ def _deep_copy(
 
 
 def _shared_attributes(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, Any]:
-    """Attributes of modules that cannot be copied, and are therefore shared with the copy."""
     shared: dict[int, Any] = {}
     for module in model.modules():
         for name, value in vars(module).items():
@@ -143,36 +142,35 @@ def _shared_attributes(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, A
     return shared
 
 
-def _shorten_settings(model: nn.Module, made: nn.Module, containers: Iterable[Container]) -> None:
-    """Removes entries of left-out blocks from lists with one for each block (``config.layer_types``)."""
+def _shorten_settings(model: nn.Module, clone: nn.Module, containers: Iterable[Container]) -> None:
     kept: dict[int, tuple[int, ...] | None] = {}
     for container in containers:
         length = len(container.blocks)
+        # Two containers of equal length that keep different blocks: the owner of a list is unclear.
         kept[length] = container.kept if kept.get(length, container.kept) == container.kept else None
     originals = {id(owner) for module in model.modules() for owner in _setting_owners(module)}
     seen: set[int] = set()
-    for module in made.modules():
+    for module in clone.modules():
         for owner in _setting_owners(module):
-            if id(owner) in originals or id(owner) in seen:
+            if id(owner) in originals or id(owner) in seen:  # shared with the model, or visited
                 continue
             seen.add(id(owner))
             for name, value in list(vars(owner).items()):
+                # A list as long as a container has an entry for each block, as config.layer_types.
                 places = kept.get(len(value)) if isinstance(value, (list, tuple)) else None
                 if places is not None and not unique_tensors_of(value):
                     vars(owner)[name] = type(value)(value[index] for index in places)
 
 
-def _renumber_blocks(made: nn.Module, container: Container) -> None:
-    """Sets attributes that hold a block's position to that in the shortened list."""
+def _renumber_blocks(clone: nn.Module, container: Container) -> None:
     for position, index in enumerate(container.kept):
         for counter in container.counters:
             path, _, name = f"{container.copy_path(position)}.{counter}".rpartition(".")
-            owner = made.get_submodule(path)
-            setattr(owner, name, getattr(owner, name) - index + position)
+            owner = clone.get_submodule(path)
+            setattr(owner, name, getattr(owner, name) - index + position)  # positions may count from 1
 
 
 def _setting_owners(module: nn.Module) -> list[Any]:
-    """The objects with a module's settings: itself and its config."""
     config = vars(module).get("config")
     return [module] if config is None or not hasattr(config, "__dict__") else [module, config]
 
@@ -195,5 +193,5 @@ def _modules_kept(
 
 def _copy_parameter(parameter: nn.Parameter, make: MakeTensor) -> nn.Parameter:
     clone = nn.Parameter(make("parameter", parameter), requires_grad=parameter.requires_grad)
-    clone.__dict__.update(vars(parameter))
+    clone.__dict__.update(vars(parameter))  # attributes that users have set
     return clone

@@ -58,28 +58,27 @@ def imported_file(path: Path) -> ModuleType:
         return there
     name, folder = _name_and_root(path)
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+        sys.path.append(str(folder))  # last, so that it shadows nothing
     importlib.invalidate_caches()
     if _is_found_at(name, path):
         return importlib.import_module(name)
     digest = hashlib.sha256(os.path.realpath(path).encode()).hexdigest()
-    return _execute_file(f"_{path.stem}_{digest[:12]}", path)
+    return _execute_file(f"_{path.stem}_{digest[:12]}", path)  # its stem is the name of another module
 
 
 def _module_with(path: Path) -> ModuleType | None:
-    """The imported module of this file, if any; the program itself, ``__main__``, does not count."""
-    for name, module in list(sys.modules.items()):
+    for name, module in list(sys.modules.items()):  # a copy, since imports add modules
         # Not getattr: modules that import their parts when asked would do so.
         file = getattr(module, "__dict__", {}).get("__file__")
+        # __main__ does not count: under its own name the program is another module.
         if name != "__main__" and isinstance(file, str) and _is_same(file, path):
             return module
     return None
 
 
-def _is_same(one: str, other: Path) -> bool:
-    """Whether two paths are one file, links followed."""
+def _is_same(path: str, other: Path) -> bool:
     try:
-        return Path(one).samefile(other)
+        return Path(path).samefile(other)  # links followed
     except OSError:  # a module in an archive, or whose file is gone
         return False
 
@@ -87,14 +86,13 @@ def _is_same(one: str, other: Path) -> bool:
 def _name_and_root(path: Path) -> tuple[str, Path]:
     """The dotted name of a file, and the folder from which Python finds it by that name."""
     parts, folder = [path.stem], path.parent
-    while (folder / "__init__.py").is_file() and folder.parent != folder:
+    while (folder / "__init__.py").is_file() and folder.parent != folder:  # up through packages
         parts.insert(0, folder.name)
         folder = folder.parent
     return ".".join(parts if path.stem != "__init__" else parts[:-1] or parts), folder
 
 
 def _is_found_at(name: str, path: Path) -> bool:
-    """Whether importing ``name`` would execute this file."""
     if name in sys.modules:
         return False  # it is another file's: this one's module would have been found by its file
     try:
@@ -180,7 +178,7 @@ def build_model(name: str, *, on_meta: bool = True) -> tuple[nn.Module, str]:
             with torch.device("meta"):
                 model = built()
             how = "the model was built on meta, without memory"
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # a script may call sys.exit
             how = f"the model was built with memory, since on meta: {error_text(error)}"
     if model is None:
         try:
@@ -232,7 +230,6 @@ def _check_batch(name: str, sample: Any) -> None:
 
 
 def _without_name(name: str) -> str:
-    """Problem of a place that names no object, with the names in the file if it is one."""
     path = name.removesuffix(":")
     if not path.endswith(".py"):
         return "is not a place in code. Write pkg.mod:name or file.py:name."
@@ -242,9 +239,8 @@ def _without_name(name: str) -> str:
 
 
 def _defined_in(path: Path) -> list[str]:
-    """The public functions and classes of a file, which is read and not run."""
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(path.read_bytes())  # read, and not run
     except (OSError, SyntaxError, ValueError):
         return []
     kinds = (ast.FunctionDef, ast.ClassDef)
@@ -276,26 +272,26 @@ def constraint(text: str) -> str | tuple[str, Any]:
         return name, config
 
 
-def _import_user_module(place: str, option: str) -> ModuleType:
+def _import_user_module(target: str, option: str) -> ModuleType:
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        return imported_file(Path(place)) if place.endswith(".py") else imported(place)
+        return imported_file(Path(target)) if target.endswith(".py") else imported(target)
     except ModuleNotFoundError as error:
-        if error.name is not None and place.startswith(error.name):
+        if error.name is not None and target.startswith(error.name):  # not a module that it imports
             raise InputError(
-                f"{option}: there is no module {place!r} here ({folder}) or where Python looks. Check the name, "
+                f"{option}: there is no module {target!r} here ({folder}) or where Python looks. Check the name, "
                 "or run the command in the folder that holds it."
             ) from None
-        raise InputError(with_period(f"{option}: importing {place} failed: {error}")) from error
+        raise InputError(with_period(f"{option}: importing {target} failed: {error}")) from error
     except (Exception, SystemExit) as error:
-        raise InputError(with_period(f"{option}: importing {place} failed: {error_text(error)}")) from error
+        raise InputError(with_period(f"{option}: importing {target} failed: {error_text(error)}")) from error
 
 
 def nested_codes(code: CodeType | None) -> list[CodeType]:
     """The code of a function, if it has any, and of those that are defined in it."""
     codes = [] if code is None else [code]
-    for parent in codes:
+    for parent in codes:  # codes grows while it is walked
         codes += [constant for constant in parent.co_consts if isinstance(constant, CodeType)]
     return codes

@@ -39,12 +39,12 @@ from atorch_ns.job import (
 from atorch_ns.torch_compat import persistent_buffers, plain_name
 
 _NUM_WORDS = 624
-_PYTHON_VERSION = 3
+_PYTHON_VERSION = 3  # format of Python's random states
 
 
 def capture_rng(device: torch.device, shared: SharedRandomness | None = None) -> dict[str, torch.Tensor]:
     """Every random state of this rank, by kind; ``cuda`` only on a GPU, ``shared`` only where ranks share states."""
-    _, words, gauss = random.getstate()
+    _, words, gauss = random.getstate()  # version, words and position, a second normal draw
     _, numpy_words, position, has_gauss, numpy_gauss = np.random.get_state(legacy=True)
     states = {
         "torch": torch.get_rng_state(),
@@ -135,7 +135,8 @@ def read_contents(
     weights, optimizer = states.weights(), states.optimizer_states()
     rng = capture_rng(job.device, job.step.randomness)
     buffers, extras = persistent_buffers(job.module), extra_states(job.module)
-    records = [held_by_stages(job, mapping) for mapping in (weights, buffers, extras)]
+    records = [held_by_stages(job, mapping) for mapping in (weights, buffers, extras)]  # collective
+    # Each rank gives its parts of weights and optimizer states.
     tensors = {WEIGHT + name: tensor for name, tensor in weights.items()}
     group = job.stage_group
     # Every rank has buffers; where they differ, rank 0's count, which DDP broadcasts. Of a pipeline, rank 0's stages.
@@ -158,7 +159,7 @@ def read_contents(
         scheduler=_scheduler_record(result.lr_scheduler),
         scaler=_scaler_state(result.optim),
         data=data,
-        rng_digests=(rng_digest(rng),),
+        rng_digests=(rng_digest(rng),),  # with_all_ranks adds the others'
         extra=extra,
     )
     return Contents(tensors=tensors, manifest=manifest)
@@ -173,7 +174,7 @@ def with_all_ranks(contents: Contents, job: Job) -> Contents:
     of_ranks = gathered((values, manifest.rng_digests), distributed=True)
     update: dict[str, Any] = {"rng_digests": tuple(digest for _, digests in of_ranks for digest in digests)}
     if manifest.optimizer is not None:
-        merged = {name: entries for ranks, _ in of_ranks for name, entries in ranks.items()}
+        merged = {name: entries for ranks, _ in of_ranks for name, entries in ranks.items()}  # by parameter
         update["optimizer"] = manifest.optimizer.model_copy(update={"values": merged})
     return replace(contents, manifest=manifest.model_copy(update=update))
 
@@ -193,7 +194,7 @@ def state_specs(tensors: dict[str, StateSpec]) -> dict[str, dict[str, StateSpec]
     specs: dict[str, dict[str, StateSpec]] = {}
     for key, spec in tensors.items():
         if key.startswith(STATE):
-            name, _, entry = key.removeprefix(STATE).rpartition(".")
+            name, _, entry = key.removeprefix(STATE).rpartition(".")  # an entry's name has no dot
             specs.setdefault(name, {})[entry] = spec
     return specs
 
@@ -207,7 +208,7 @@ def extra_states(module: nn.Module) -> dict[str, torch.Tensor]:
     states = {}
     for path, child in module.named_modules():
         if type(child).get_extra_state is nn.Module.get_extra_state:
-            continue
+            continue  # no extra state of its own
         state = child.get_extra_state()
         if not isinstance(state, torch.Tensor):
             raise CheckpointError(
@@ -232,7 +233,7 @@ def _state_key(name: str, entry: str) -> str:
 
 
 def _first_held(job: Job, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that no earlier stage holds; collective over rank 0's pipeline."""
+    # What several stages hold is written by the first of them. Collective over rank 0's pipeline.
     stages = on_all_stages(job, list(tensors))
     group = job.stage_group
     earlier = {name for stage in stages[: 0 if group is None else group.rank()] for name in stage}

@@ -43,7 +43,7 @@ def export_state_dict(result: Result) -> dict[str, torch.Tensor]:
 
 
 def _other_names(job: Job) -> dict[str, list[str]]:
-    """Those of tied parameters, and of buffers of modules that stand in the model twice, by the first name."""
+    # Of tied parameters, and of buffers in modules that stand in the model twice; by the first name.
     names: dict[int, list[str]] = {}
     for name, buffer in job.module.named_buffers(remove_duplicate=False):
         names.setdefault(id(buffer), []).append(plain_name(name))
@@ -64,7 +64,7 @@ def whole_tensors(
     local = states_of(result).weights()
     divided = next((weight for weight in local.values() if isinstance(weight, DTensor)), None)
     if divided is not None and job.step.same_place is not None:
-        job.step.same_place.meet("X", divided.device_mesh.mesh.flatten().tolist())
+        job.step.same_place.meet("X", divided.device_mesh.mesh.flatten().tolist())  # all are at this call
     if buffers:
         local |= persistent_buffers(job.module)
     group = job.stage_group
@@ -72,6 +72,7 @@ def whole_tensors(
     tensors = {}
     for stage, names in enumerate(_by_stage(job, local)):
         for name, record in names.items():
+            # full_tensor is collective over a stage's ranks; then the stage sends to its whole pipeline.
             whole = _full_tensor(local[name]) if group is None or group.rank() == stage else None
             if group is not None and (everywhere or 0 in dist.get_process_group_ranks(group)):
                 whole = _from_stage(whole, record, stage, group, job.device)
@@ -80,11 +81,11 @@ def whole_tensors(
     return {name: tensors[name] for name in job.original.ordered(tensors)}
 
 
-def _by_stage(job: Job, own: Mapping[str, torch.Tensor]) -> list[dict[str, TensorRecord]]:
-    """The tensors that each stage sends; the first stage sends one that several hold. Collective over the stages."""
+def _by_stage(job: Job, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, TensorRecord]]:
+    # The first of several stages that hold a tensor sends it. Collective over the stages.
     earlier: set[str] = set()
     sent = []
-    for stage in on_all_stages(job, tensor_records(own)):
+    for stage in on_all_stages(job, tensor_records(tensors)):
         sent.append({name: record for name, record in stage.items() if name not in earlier})
         earlier |= stage.keys()
     return sent
@@ -97,16 +98,15 @@ def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _from_stage(
     whole: torch.Tensor | None,
     record: TensorRecord,
-    place: int,
+    group_rank: int,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> torch.Tensor:
-    """The tensor of the rank at ``place`` in ``group``, on all its ranks."""
     if whole is None:
         sent = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=device)
     else:
-        sent = whole.detach().to(device).contiguous()
-    dist.broadcast(sent, src=dist.get_process_group_ranks(group)[place], group=group)
+        sent = whole.detach().to(device).contiguous()  # a broadcast needs contiguous memory
+    dist.broadcast(sent, src=dist.get_process_group_ranks(group)[group_rank], group=group)
     return sent
 
 
@@ -138,6 +138,7 @@ def import_state_dict(
     keys, unmatched = job.cluster.on_first(
         lambda: _match_keys(state_dict, records, aliases, strict=strict), what="comparing the names"
     )
+    # All ranks go through the names in the same order; rank 0 broadcasts each tensor.
     for name, key in keys.items():
         source = state_dict[key] if job.cluster.rank == 0 else None
         _fill_target(
@@ -150,28 +151,27 @@ def import_state_dict(
 
 
 def _match_keys(
-    given: Mapping[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
     targets: Mapping[str, TensorRecord],
     aliases: Mapping[str, Sequence[str]],
     *,
     strict: bool,
 ) -> tuple[dict[str, str], Unmatched]:
-    """The key of each target, and the names that only one side has."""
     keys: dict[str, str] = {}
     problems = []
     for name, names in aliases.items():
-        present = [key for key in names if key in given]
+        present = [key for key in names if key in weights]
         if not present:
             continue
-        keys[name] = present[0]
-        shape, wanted = tuple(given[present[0]].shape), targets[name].shape
+        keys[name] = present[0]  # by any of its names
+        shape, wanted = tuple(weights[present[0]].shape), targets[name].shape
         if shape != wanted:
             problems.append(f"{name} is {wanted} here and {shape} there")
-        if any(not torch.equal(given[present[0]], given[key]) for key in present[1:]):
+        if any(not torch.equal(weights[present[0]], weights[key]) for key in present[1:]):
             problems.append(f"{' and '.join(present)} are tied here and differ there")
     known = {key for names in aliases.values() for key in names}
     unmatched = Unmatched(
-        [name for name in targets if name not in keys], [key for key in given if key not in known]
+        [name for name in targets if name not in keys], [key for key in weights if key not in known]
     )
     if strict and unmatched.missing_keys:
         problems.append(f"{len(unmatched.missing_keys)} missing: {first_few(unmatched.missing_keys)}")
@@ -193,7 +193,7 @@ def _fill_target(
     *,
     distributed: bool,
 ) -> None:
-    """Copies rank 0's ``source`` into every rank's ``target``, or the rank's part of it."""
+    # One tensor at a time is whole on every rank, which keeps its part.
     dtype: torch.dtype = getattr(torch, record.dtype)
     if source is None:
         whole = torch.empty(record.shape, dtype=dtype, device=device)

@@ -13,7 +13,7 @@ from atorch_ns.checkpoint.tensors import INDEX, stored_sizes
 from atorch_ns.errors import CheckpointError
 from atorch_ns.text import first_few
 
-_CHUNK_BYTES: Final = 4 * 1024**2
+_CHUNK_BYTES: Final = 4 * 1024**2  # read at a time
 _SHOWN: Final = 4
 
 
@@ -89,11 +89,11 @@ def share_of(rank: int, needed: Sequence[tuple[str, Mapping[str, int]]]) -> list
         needed: machine name and sizes of the files to read, for each rank.
     """
     host = needed[rank][0]
-    peers = [peer for peer, (other, _) in enumerate(needed) if other == host]
+    peers = [peer for peer, (other, _) in enumerate(needed) if other == host]  # of one machine
     sizes = {name: size for peer in peers for name, size in needed[peer][1].items()}
     load = dict.fromkeys(peers, 0)
     share = []
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):  # the largest to the least loaded
         least_loaded = min(peers, key=lambda peer: (load[peer], peer))
         load[least_loaded] += sizes[name]
         if least_loaded == rank:
@@ -114,15 +114,14 @@ def alternative(folder: Path) -> str:
     )
 
 
-def _is_whole(place: Path) -> bool:
-    """Whether all files have their sizes; only the index is read."""
+def _is_whole(folder: Path) -> bool:
     try:
-        records = Manifest.read(place).files
+        records = Manifest.read(folder).files
         if records is None:
-            check_sizes(place, stored_sizes(place), at_least=True)
+            check_sizes(folder, stored_sizes(folder), at_least=True)
         else:
-            check_files(place, records, [INDEX])
-            check_sizes(place, {name: record.size for name, record in records.items()})
+            check_files(folder, records, [INDEX])  # which says where tensors are
+            check_sizes(folder, {name: record.size for name, record in records.items()})
     except CheckpointError:
         return False
     return True

@@ -36,8 +36,8 @@ MANIFEST: Final = "manifest.json"
 
 _POINTER: Final = "latest"
 STEP: Final = re.compile(r"step-(\d+)")
-_OF_TRAINERS: Final = re.compile(r"(checkpoint|\d{4,})-\d+")
-_REPLACED: Final = re.compile(r"\.old-(step-\d+)-[0-9a-f]+")
+_OF_TRAINERS: Final = re.compile(r"(checkpoint|\d{4,})-\d+")  # folders of the Trainer and of MerakTrainer
+_REPLACED: Final = re.compile(r"\.old-(step-\d+)-[0-9a-f]+")  # while commit replaces it
 
 
 class DamagedError(CheckpointError):
@@ -54,10 +54,10 @@ def latest(path: str | PathLike[str]) -> Path | None:
     parent = Path(path)
     try:
         named = (parent / _POINTER).read_text().strip()
-    except (OSError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError):  # no pointer, or no text: the folders tell
         named = ""
     if STEP.fullmatch(named):
-        for folder in (parent / named, *sorted(parent.glob(f".old-{named}-*"))):
+        for folder in (parent / named, *sorted(parent.glob(f".old-{named}-*"))):  # if commit was interrupted
             if (folder / MANIFEST).is_file():
                 return folder
     steps = _complete_steps(parent)
@@ -94,7 +94,7 @@ def find(path: str | PathLike[str]) -> Path:
 
 def new_folder(parent: Path, step: int) -> Path:
     """Makes an empty folder for writing the checkpoint of ``step``."""
-    folder = parent / f".tmp-{step_name(step)}-{secrets.token_hex(4)}"
+    folder = parent / f".tmp-{step_name(step)}-{secrets.token_hex(4)}"  # no save writes into another's folder
     folder.mkdir(parents=True)
     return folder
 
@@ -123,10 +123,10 @@ def commit(folder: Path, step: int) -> Path:
     target = parent / step_name(step)
     replaced = parent / f".old-{target.name}-{secrets.token_hex(4)}"
     if target.exists():
-        target.rename(replaced)
+        target.rename(replaced)  # a folder with files is not replaced by a rename
     folder.rename(target)
     write_whole(parent / _POINTER, f"{target.name}\n")
-    _sync_folder(parent)
+    _sync_folder(parent)  # the new one is durable before the old one is removed
     if replaced.exists():
         shutil.rmtree(replaced)
     return target
@@ -139,18 +139,16 @@ def write_json(path: Path, document: JSON) -> None:
 
 
 def _complete_steps(parent: Path) -> list[Path]:
-    """The complete checkpoints below ``parent``, the highest step first."""
     inside = [folder for folder in parent.glob("*-*/step-*") if _OF_TRAINERS.fullmatch(folder.parent.name)]
     folders = list(parent.glob("step-*")) or inside
     complete = [folder for folder in folders if (folder / MANIFEST).is_file()]
     numbered = [(int(match[1]), folder) for folder in complete if (match := STEP.fullmatch(folder.name))]
-    return [folder for _, folder in sorted(numbered, reverse=True)]
+    return [folder for _, folder in sorted(numbered, reverse=True)]  # the highest step first
 
 
 def _sync_folder(path: Path) -> None:
-    """Syncs a folder, which makes renames in it durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(handle)  # else renames may be lost with the power
     finally:
         os.close(handle)

@@ -49,7 +49,7 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
         CheckpointError: if it is missing, damaged, or of another model, optimizer, scheduler or batch size.
         RankError: if another rank failed.
     """
-    lane_of(result.job).wait()
+    lane_of(result.job).wait()  # a save in the background may write what is to be loaded
     cluster = result.job.cluster
     location = Path(path).absolute()
 
@@ -68,6 +68,7 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
         log.warning("%s: gradients that are there are dropped, and count in no step that follows.", folder)
         result.optim.zero_grad()
     _check_content(source, cluster)
+    # Up to here nothing was changed; a failure from here on leaves a job that is half loaded.
     try:
         source.read(distributed=cluster.distributed)
         source.restore()
@@ -96,7 +97,6 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
 
 @contextlib.contextmanager
 def _alternative_named(folder: Path) -> Iterator[None]:
-    """Adds the checkpoint to load in its place to an error about a damaged one."""
     try:
         yield
     except DamagedError as error:
@@ -104,12 +104,11 @@ def _alternative_named(folder: Path) -> Iterator[None]:
 
 
 def _check_content(source: Source, cluster: Cluster) -> None:
-    """Compares the files that will be read with what was written; collective. Changes nothing."""
     records = source.manifest.files
     if records is None:
         return
     sizes = {name: records[name].size for name in source.files if name in records}
-    share = share_of(cluster.rank, cluster.gathered((platform.node(), sizes)))
+    share = share_of(cluster.rank, cluster.gathered((platform.node(), sizes)))  # of this machine's files
 
     def check() -> None:
         with _alternative_named(source.folder):
@@ -146,13 +145,13 @@ def resume(path: str | PathLike[str], result: Result, *, data_position: bool = T
 
 
 def _check_folder(path: Path) -> None:
-    """Refuses a path that is not a folder or cannot be read; a folder that does not exist yet is a first start."""
+    # A folder that does not exist yet is a first start, if a folder above it can be read.
     present = next(ancestor for ancestor in (path.absolute(), *path.absolute().parents) if ancestor.exists())
     if not present.is_dir():
         raise CheckpointError(
             f"{present} is a file, so there are no checkpoints in {path}. Give the folder that is given to save."
         )
     try:
-        os.scandir(present).close()
+        os.scandir(present).close()  # fails where it cannot be read
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {path}: {error}") from error

@@ -17,8 +17,8 @@ from atorch_ns.errors import CheckpointError
 from atorch_ns.strategy import JSON
 from atorch_ns.text import first_few
 
-_TAG = "$"
-_BARE = (bool, int, str)
+_TAG = "$"  # key of a form that JSON does not have
+_BARE = (bool, int, str)  # written as they are
 
 
 def encode(value: Any, *, what: str) -> JSON:
@@ -34,7 +34,7 @@ def encode(value: Any, *, what: str) -> JSON:
     Raises:
         CheckpointError: naming the place inside ``value`` that has no such form, and its type.
     """
-    if value is None or type(value) in _BARE:
+    if value is None or type(value) in _BARE:  # a subclass would come back as its base
         return value  # type: ignore[no-any-return]
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and _num_elements(value) == 1:
         return encode(value.item(), what=what)
@@ -107,8 +107,8 @@ def _num_elements(value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> in
     return value.numel() if isinstance(value, torch.Tensor) else int(value.size)
 
 
+# The parameters themselves, and options of how the update is computed, which are this run's own.
 _NOT_SAVED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""The parameters themselves, and options of how the update is computed, which are this run's own."""
 
 
 def record_groups(
@@ -170,7 +170,7 @@ def restore_groups(
     """Sets every group's hyperparameters to those of its parameters; call :func:`check_groups` first."""
     options = _by_name(saved)
     for members, group in zip(names, groups, strict=True):
-        if members:
+        if members:  # a group without parameters keeps its own
             for key, value in decode(options[members[0]]).items():
                 group[key] = _match_form(group.get(key), value)
 
@@ -184,16 +184,15 @@ def _encode_options(group: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _tensors_to_numbers(value: Any) -> Any:
-    """Numbers in place of tensors, as learning rates and betas may be, also inside a tuple."""
+    # Learning rates and betas may be tensors, also inside a tuple.
     if isinstance(value, (tuple, list)):
         return type(value)(_tensors_to_numbers(item) for item in value)
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _match_form(present: Any, value: Any) -> Any:
-    """``value`` in the form of the present one: a tensor keeps its identity, which kernels may have captured."""
     if isinstance(present, torch.Tensor):
-        present.fill_(value)
+        present.fill_(value)  # the same tensor, which kernels may have captured
         return present
     if isinstance(present, (tuple, list)) and isinstance(value, (tuple, list)) and len(present) == len(value):
         return type(present)(_match_form(*pair) for pair in zip(present, value, strict=True))
@@ -237,7 +236,7 @@ def _by_name(groups: Iterable[GroupRecord]) -> dict[str, dict[str, Any]]:
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid")  # a newer version's fields are refused
 
 
 class TensorRecord(_Record):

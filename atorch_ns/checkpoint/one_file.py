@@ -44,11 +44,11 @@ def merge(
     folder = find(folder)
     manifest = Manifest.read(folder)
     check_files(folder, manifest.files or {}, list(manifest.files or [INDEX]))
-    kept = (WEIGHT, BUFFER, EXTRA_STATE, STATE, f"{RNG}0.")
+    kept = (WEIGHT, BUFFER, EXTRA_STATE, STATE, f"{RNG}0.")  # of random states those of rank 0
     specs = {key: spec for key, spec in describe_tensors(folder).items() if key.startswith(kept)}
     tensors = {key: torch.empty(spec.shape, dtype=spec.dtype) for key, spec in specs.items()}
     read_tensors(tensors, folder, distributed=False)
-    alone = {"world_size": 1, "rng_digests": manifest.rng_digests[:1], "files": None}
+    alone = {"world_size": 1, "rng_digests": manifest.rng_digests[:1], "files": None}  # files get new digests
     scheduler = manifest.scheduler
     model = _select_prefix(tensors, WEIGHT) | _select_prefix(tensors, BUFFER)
     model |= {other: model[name] for name, others in (tied or {}).items() for other in others}
@@ -98,7 +98,7 @@ def _optimizer_state(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) ->
     groups = []
     order = {name: position for position, name in enumerate(manifest.weights)}  # the model's
     for group in record.groups:
-        names = sorted(group.params, key=order.__getitem__)
+        names = sorted(group.params, key=order.__getitem__)  # as model.parameters() would number them
         numbers = [indices.setdefault(name, len(indices)) for name in names]
         groups.append({**{key: decode(value) for key, value in group.options.items()}, "params": numbers})
     state: dict[int, dict[str, Any]] = {}

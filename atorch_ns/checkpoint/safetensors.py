@@ -92,7 +92,7 @@ class _Files(Mapping[str, torch.Tensor]):
         try:
             for file in _files_of(folder):
                 opened = library.safe_open(file, framework="pt")
-                self._places |= dict.fromkeys(opened.keys(), opened)
+                self._places |= dict.fromkeys(opened.keys(), opened)  # reads headers alone
         except (OSError, ValueError, library.SafetensorError) as error:
             raise CheckpointError(f"cannot read weights from {folder}: {error}") from error
 
@@ -127,25 +127,25 @@ def _import_library(name: str) -> ModuleType:
         ) from error
 
 
-def _write_weights(library: ModuleType, tensors: Mapping[str, torch.Tensor], place: Path) -> None:
-    temporary = place / f".tmp-{_WEIGHTS}"
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+def _write_weights(library: ModuleType, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    temporary = folder / f".tmp-{_WEIGHTS}"
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}  # as save_file demands
     library.save_file(whole, temporary, metadata={"format": "pt"})
     temporary.chmod(0o644)
-    temporary.replace(place / _WEIGHTS)
+    temporary.replace(folder / _WEIGHTS)
 
 
-def _write_config(model: nn.Module, tensors: Mapping[str, torch.Tensor], place: Path) -> None:
+def _write_config(model: nn.Module, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return
-    config.save_pretrained(place)
-    document = json.loads((place / _CONFIG).read_text())
+    config.save_pretrained(folder)
+    document = json.loads((folder / _CONFIG).read_text())
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
         document["dtype"] = str(dtypes.pop()).removeprefix("torch.")
-        document.pop("torch_dtype", None)
+        document.pop("torch_dtype", None)  # transformers' older name
     # FSDP2 gives a model a new class, derived from the user's.
     user_class = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     document["architectures"] = [user_class.__name__]
-    write_json(place / _CONFIG, document)
+    write_json(folder / _CONFIG, document)

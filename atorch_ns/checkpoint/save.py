@@ -24,15 +24,15 @@ class PendingSave:
     """A checkpoint being written by a thread of every rank.
 
     Args:
-        place: folder of the checkpoint.
+        folder: folder of the checkpoint.
         write: function that writes it.
     """
 
-    def __init__(self, place: Path, write: Callable[[], None]) -> None:
-        self.place = place
+    def __init__(self, folder: Path, write: Callable[[], None]) -> None:
+        self.folder = folder
         self._write = write
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"atorch_ns save {place.name}")
+        self._thread = threading.Thread(target=self._run, name=f"atorch_ns save {folder.name}")
         self._thread.start()
 
     @property
@@ -56,11 +56,11 @@ class PendingSave:
         """
         self._thread.join(timeout_s)
         if not self.done:
-            raise CheckpointError(f"{self.place} is still being written after {timeout_s} s; wait longer.")
+            raise CheckpointError(f"{self.folder} is still being written after {timeout_s} s; wait longer.")
         error, self._error = self._error, None
         if error is not None:
             raise error
-        return self.place
+        return self.folder
 
     def _run(self) -> None:
         try:
@@ -141,9 +141,9 @@ def save(
     """
     job = result.job
     lane = lane_of(job)
-    lane.wait()
+    lane.wait()  # the save before ends first
     if job.step.same_place is not None:
-        job.step.same_place.meet("S")
+        job.step.same_place.meet("S")  # all ranks are at this call
     number = result.train_step.num_steps if step is None else step
     part = job.cluster.agree(lambda: _read_states(result, number, extra, position), what="reading the states")
     contents = with_all_ranks(part, job)
@@ -168,7 +168,6 @@ def _read_states(
 
 
 def _open_folder(parent: Path, step: int, job: Job) -> Path:
-    """A new folder to write into, which all ranks see; collective."""
     cluster, what = job.cluster, "opening the checkpoint"
 
     def make() -> Path:
@@ -186,11 +185,11 @@ def _open_folder(parent: Path, step: int, job: Job) -> Path:
         return folder
 
     folder = cluster.on_first(make, what=what)
-    return cluster.agree(check, what=what)
+    return cluster.agree(check, what=what)  # every rank sees it
 
 
 def _write_checkpoint(folder: Path, contents: Contents, job: Job, group: dist.ProcessGroup | None) -> None:
-    """Fills ``folder`` and makes it the latest checkpoint; collective over ``group``."""
+    # Tensors, then digests of what is on the disk, then the manifest: a folder that has it is complete.
     write_tensors(contents.tensors, folder, distributed=job.cluster.distributed, group=group)
     files = _record_written_files(folder, job, group)
 
@@ -207,7 +206,7 @@ def _write_checkpoint(folder: Path, contents: Contents, job: Job, group: dist.Pr
 
 
 def _record_written_files(folder: Path, job: Job, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
-    """Sizes and digests of what all ranks have written, each of its own files; collective over ``group``."""
+    # Each rank reads back what it has written; collective over the group.
     cluster = job.cluster
     records = cluster.agree(
         lambda: record_files(folder, cluster.rank), what="reading what was written", group=group

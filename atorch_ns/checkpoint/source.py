@@ -109,7 +109,7 @@ def _check_optimizer(manifest: Manifest, states: TrainingStates, result: Result)
             f"the checkpoint holds states of {record.class_name}, and this job trains with "
             f"{states.optimizer_class()}. Use the same optimizer, or import_state_dict for the weights alone."
         )
-    ordered = manifest.scheduler is not None and result.lr_scheduler is not None
+    ordered = manifest.scheduler is not None and result.lr_scheduler is not None  # schedulers count groups
     names = _names_to_restore(record.groups, states, result)
     check_groups(record.groups, names, optimizer.param_groups, ordered=ordered)
 
@@ -117,7 +117,7 @@ def _check_optimizer(manifest: Manifest, states: TrainingStates, result: Result)
 def _names_to_restore(
     saved: Iterable[GroupRecord], states: TrainingStates, result: Result
 ) -> list[list[str]]:
-    """Names by group, without parameters that are frozen and unknown to the checkpoint: its optimizer may have had none."""
+    # Without those that are frozen and unknown to the checkpoint, whose optimizer may not have had them.
     known = {name for group in saved for name in group.params}
     named = result.job.module.named_parameters(remove_duplicate=False)
     known |= {plain_name(name) for name, parameter in named if parameter.requires_grad}
@@ -211,7 +211,7 @@ class Source:
         """Checks everything and allocates the tensors to fill; nothing of ``result`` is changed."""
         manifest = Manifest.read(folder)
         records = manifest.files or {}
-        check_files(folder, records, [INDEX])
+        check_files(folder, records, [INDEX])  # before it is unpickled
         specs = describe_tensors(folder)
         states = states_of(result)
         weights, job = states.weights(), result.job
@@ -234,6 +234,7 @@ class Source:
             data_position=data_position,
         )
         source._check_values()
+        # Sizes of the files that this rank will read are checked, by records or else by the index.
         files = files_read(source._target_tensors(), folder, whole_chunks=source._whole_chunks())
         check_sizes(folder, {name: records[name].size for name in files if name in records})
         check_sizes(
@@ -248,7 +249,7 @@ class Source:
         )
 
     def _check_values(self) -> None:
-        """Decodes the manifest's values, so that one of unknown form is refused before anything is changed."""
+        # A value of unknown form is refused before anything is changed.
         record, scheduler = self.manifest.optimizer, self.manifest.scheduler
         decode(self.manifest.scaler)
         decode(None if scheduler is None else scheduler.state)
@@ -256,7 +257,6 @@ class Source:
             decode(entries)
 
     def _target_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors to fill, by key in the checkpoint."""
         tensors = {WEIGHT + name: tensor for name, tensor in self.weights.items()}
         tensors |= {BUFFER + name: tensor for name, tensor in self.buffers.items()}
         tensors |= {EXTRA_STATE + name: tensor for name, tensor in self.extras.items()}
@@ -269,9 +269,8 @@ class Source:
         return tensors | {f"{RNG}{source}.{kind}": tensor for kind, tensor in self.rng.items()}
 
     def _whole_chunks(self) -> frozenset[str]:
-        """Keys of states that are quantised in blocks."""
         record = self.manifest.optimizer
-        if record is None or not record.class_name.startswith("torchao."):
+        if record is None or not record.class_name.startswith("torchao."):  # quantised in blocks
             return frozenset()
         return frozenset(f"{STATE}{name}.{entry}" for name in self.blank for entry in self.blank[name])
 
@@ -290,7 +289,7 @@ class Source:
         result.train_step.num_steps = manifest.step
         restore_rng(self.rng, result.job.device, result.job.step.randomness)
         rank = result.job.cluster.rank
-        if rank >= manifest.world_size and len(set(manifest.rng_digests)) > 1:
+        if rank >= manifest.world_size and len(set(manifest.rng_digests)) > 1:  # else all drew alike
             spread_rng(rank)
 
     def _restore_optimizer(self) -> None:
@@ -301,7 +300,7 @@ class Source:
         self.states.set_optimizer_states(OptimizerStates(self.blank, values))
         names = _names_to_restore(record.groups, self.states, self.result)
         restore_groups(record.groups, names, optimizer.param_groups)
-        optimizer.zero_grad()
+        optimizer.zero_grad()  # gradients belong to the replaced weights
         if isinstance(optimizer, StepOptimizer):
             optimizer.num_skipped = record.num_skipped
             if optimizer.scaler is not None and self.manifest.scaler is not None:
@@ -311,7 +310,7 @@ class Source:
 def _wanted_specs(
     manifest: Manifest, specs: Mapping[str, StateSpec], weights: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, StateSpec]]:
-    """The optimizer's tensors, by parameter and entry; one saved in its weight's dtype gets the weight's dtype here."""
+    # A state that was saved in its weight's dtype, such as a momentum, gets the weight's dtype here.
 
     def adapted(name: str, spec: StateSpec) -> StateSpec:
         saved: torch.dtype = getattr(torch, manifest.weights[name].dtype)
@@ -325,9 +324,8 @@ def _wanted_specs(
 
 
 def _rng_source(manifest: Manifest, result: Result) -> int:
-    """The rank whose random states this rank reads."""
     rank = result.job.cluster.rank
-    return rank if rank < manifest.world_size else 0
+    return rank if rank < manifest.world_size else 0  # additional ranks read rank 0's
 
 
 def _blank_rng(specs: Mapping[str, StateSpec], source: int) -> dict[str, torch.Tensor]:

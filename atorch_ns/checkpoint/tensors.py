@@ -38,7 +38,7 @@ class WholeChunks(DefaultLoadPlanner):
     def __init__(self, names: Container[str]) -> None:
         super().__init__()
         self._names = names
-        self._wanted: dict[ReadItem, ReadItem] = {}
+        self._wanted: dict[ReadItem, ReadItem] = {}  # by the item that reads the whole chunk
 
     def create_local_plan(self) -> LoadPlan:
         """torch's plan, with whole chunks in place of parts."""
@@ -49,7 +49,7 @@ class WholeChunks(DefaultLoadPlanner):
         """The tensor that torch reads into."""
         wanted = self._wanted.get(read_item)
         target: torch.Tensor = super().resolve_tensor(read_item if wanted is None else wanted)
-        return target if wanted is None else target.new_empty(read_item.lengths)
+        return target if wanted is None else target.new_empty(read_item.lengths)  # room for the whole chunk
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Copies the wanted part of a chunk."""
@@ -65,7 +65,7 @@ class WholeChunks(DefaultLoadPlanner):
             return item
         sizes = self._chunk_sizes(item.storage_index)
         if item.lengths == sizes:
-            return item
+            return item  # whole already
         whole = replace(item, storage_offsets=torch.Size([0] * len(sizes)), lengths=sizes)
         self._wanted[whole] = item
         return whole
@@ -193,7 +193,7 @@ def _file_sizes(metadata: Metadata, indices: Iterable[MetadataIndex]) -> dict[st
 
 
 def _write_alone(tensors: Mapping[str, torch.Tensor], writer: FileSystemWriter) -> None:
-    """``save`` in one process without its warning, which cannot be filtered in a background thread."""
+    # torch's save in one process warns, and warnings cannot be filtered in a background thread.
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), storage_meta=writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)

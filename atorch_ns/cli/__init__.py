@@ -29,13 +29,14 @@ app = typer.Typer(
     name="atorch-ns",
     help="Strategies for training PyTorch models: plan and search, check and explain them.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=False,  # main() prints errors itself
     pretty_exceptions_enable=False,
 )
 app.command("search")(search.search)
 app.command("plan")(plan.plan)
 app.command("estimate")(estimate.estimate)
 app.command("verify")(verify.verify)
+# Options behind a launched script are the script's; options that train does not know override its YAML file.
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch.launch)
 app.command("train", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train.train)
 app.command("explain")(report.explain)

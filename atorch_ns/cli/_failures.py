@@ -18,7 +18,7 @@ from atorch_ns.errors import (
 )
 
 _DEBUG: Final = "--debug"
-_WITHOUT_VALUE: Final = ("--module", "-m", "--dry-run", "--help", _DEBUG)
+_WITHOUT_VALUE: Final = ("--module", "-m", "--dry-run", "--help", _DEBUG)  # options of launch without a value
 
 
 def exit_code(error: BaseException) -> int:
@@ -26,7 +26,7 @@ def exit_code(error: BaseException) -> int:
 
     A strategy is an option or a file like any other: one that cannot be read or used is wrong usage.
     """
-    if isinstance(error, SearchError):
+    if isinstance(error, SearchError):  # no strategy fits
         return 3
     if isinstance(error, (BackendError, CoordinatorError, MissingPackageError)):
         return 4
@@ -42,20 +42,19 @@ def described(error: BaseException) -> str:
 
 def split_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
     """The arguments without ``--debug``, and whether it was among them."""
-    ours = len(arguments)
+    ours = len(arguments)  # arguments from this index on are a script's
     if "launch" in arguments and not any(
         not argument.startswith("-") for argument in arguments[: arguments.index("launch")]
-    ):
+    ):  # launch is the verb only where options alone precede it
         ours = _find_script_position(arguments, arguments.index("launch") + 1)
     kept = [argument for position, argument in enumerate(arguments) if argument != _DEBUG or position >= ours]
     return kept, len(kept) < len(arguments)
 
 
 def _find_script_position(arguments: Sequence[str], position: int) -> int:
-    """Position of the script among the arguments of ``launch``."""
     while position < len(arguments) and arguments[position].startswith("-"):
         alone = arguments[position] in _WITHOUT_VALUE or "=" in arguments[position]
-        position += 1 if alone else 2
+        position += 1 if alone else 2  # an option, and its value
     return position
 
 
@@ -79,5 +78,5 @@ def failure_record(error: str, code: int, rank: int | None = None) -> str:
 
 def usage_error(end: SystemExit) -> str | None:
     """Message of the option parser where it ended the process; ``None`` if something else did."""
-    message = getattr(end.__context__, "format_message", None)
+    message = getattr(end.__context__, "format_message", None)  # of click's error
     return str(message()) if callable(message) else None

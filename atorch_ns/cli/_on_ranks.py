@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from atorch_ns.processes import RankEnd
 
 
-_NOTHING_KEPT: Final = {
+_NOTHING_KEPT: Final = {  # ends of a message after a signal
     "search": ": no strategy was saved",
     "verify": " before it had a verdict",
     "calibrate": ": no file was written",
@@ -57,7 +57,7 @@ def on_ranks(
     if nproc < 1:
         raise InputError(f"--nproc={nproc}: at least one process is needed. Use --nproc 1 or more.")
     with scratch_folder() as folder:
-        whole_request = {**request, "debug": split_debug(sys.argv[1:])[1]}
+        whole_request = {**request, "debug": split_debug(sys.argv[1:])[1]}  # main() has removed --debug
         (folder / "request.json").write_text(json.dumps(whole_request))
         try:
             ends = run_local_ranks(
@@ -65,7 +65,7 @@ def on_ranks(
             )
         except SystemExit as stopped:
             _exit_on_signal(work, int(stopped.code or 0), as_json)
-        answers = {
+        answers = {  # a rank that died has none
             rank: json.loads(path.read_text())
             for rank in range(nproc)
             if (path := folder / f"answer_{rank}.json").exists()
@@ -74,8 +74,8 @@ def on_ranks(
     if errors:
         _fail_with(errors, [end for end in ends if end.rank not in answers and not end.ended_by_us], as_json)
     if 0 not in answers:
-        late = [str(end.rank) for end in ends if end.ended_by_us]
-        broken = [end for end in ends if end.code and not end.ended_by_us]
+        late = [str(end.rank) for end in ends if end.ended_by_us]  # at the time limit
+        broken = [end for end in ends if end.code and not end.ended_by_us]  # died
         if broken:
             raise BackendError(_silent_end(broken[0]))
         who = f"rank {late[0]}" if len(late) == 1 else f"the ranks {', '.join(late)}"
@@ -85,8 +85,7 @@ def on_ranks(
 
 
 def _exit_on_signal(work: str, code: int, as_json: bool) -> NoReturn:
-    """Ends the command after a signal, with a message."""
-    number = signal.Signals(code - 128)
+    number = signal.Signals(code - 128)  # 128 + number, as in a shell
     how = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
     text = f"{work} was {how}{_NOTHING_KEPT.get(work, '')}."
     say(f"atorch-ns: {text}")
@@ -96,12 +95,12 @@ def _exit_on_signal(work: str, code: int, as_json: bool) -> NoReturn:
 
 
 def _fail_with(errors: Mapping[int, Mapping[str, Any]], silent: Sequence[RankEnd], as_json: bool) -> NoReturn:
-    """Ends the command with the first error that is not about another rank, and the output of ranks that died."""
+    # A RankError only reports another rank's failure: the rank where it began is named if it answered.
     sources = [rank for rank, answer in errors.items() if answer.get("kind") != "RankError"]
     rank = (sources or list(errors))[0]
     where = f" (rank {rank})" if len(errors) > 1 and rank else ""
     say(f"atorch-ns: {errors[rank]['error']}{where}")
-    for end in silent:
+    for end in silent:  # ended by themselves, without an answer
         say(f"  {_silent_end(end)}")
     code = int(errors[rank]["code"])
     if as_json:
@@ -111,7 +110,7 @@ def _fail_with(errors: Mapping[int, Mapping[str, Any]], silent: Sequence[RankEnd
 
 def _silent_end(end: RankEnd) -> str:
     how = f"ended with code {end.code}"
-    if end.code < 0:
+    if end.code < 0:  # negative as subprocess has it
         how = f"was ended by {signal.Signals(-end.code).name}"
     if end.code == -signal.SIGKILL:
         how += ", as the system ends processes when memory runs out"

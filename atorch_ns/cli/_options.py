@@ -97,7 +97,7 @@ def _why_not(path: Path) -> str:
         return " is a folder; name a file in it."
     try:
         if path.exists():
-            path.open("ab").close()
+            path.open("ab").close()  # keeps its content
         else:  # a look at permissions is not enough: the file system may be read-only, or full
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(b" ")

@@ -71,7 +71,7 @@ def all_or_problems(*actions: Callable[[], Any]) -> list[Any]:
     if len(refusals) == 1:
         raise refusals[0]
     if refusals:
-        raise InputError("\n".join(dict.fromkeys(map(str, refusals))))
+        raise InputError("\n".join(dict.fromkeys(map(str, refusals))))  # each once
     return results
 
 
@@ -198,7 +198,7 @@ def make_settings(*, objective: str = "time", memory_limit: str | None = None) -
     limit = gibibytes(memory_limit)
     try:
         return SearchSettings.model_validate({"objective": objective, "memory_limit_gib": limit})
-    except ValidationError as error:
+    except ValidationError as error:  # of an unknown objective, a negative limit
         problems = "; ".join(f"--{issue['loc'][0]}: {issue['msg']}" for issue in error.errors())
         raise InputError(with_period(problems)) from None
 
@@ -261,6 +261,6 @@ def read_report_or_strategy(path: Path) -> TrainingReport | Strategy:
     except OSError as error:
         raise StrategyFileError(f"cannot be read: {error.strerror or error}", source=str(path)) from None
     except ValueError:
-        return Strategy.load(path)
+        return Strategy.load(path)  # YAML, or broken JSON, whose place it reports
     is_report = isinstance(document, Mapping) and document.get("kind") == KIND
     return TrainingReport.load(path) if is_report else Strategy.load(path)

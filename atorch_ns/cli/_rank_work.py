@@ -21,7 +21,7 @@ from atorch_ns.errors import BackendError, InputError
 from atorch_ns.system import write_whole
 from atorch_ns.text import counted, error_text, with_article
 
-_SEED = 0
+_SEED = 0  # the same on all ranks, and in each run of verify --script
 
 
 def named_job(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def named_job(request: Mapping[str, Any]) -> dict[str, Any]:
     from atorch_ns.planning.offline import AssumedLoss
 
     torch.manual_seed(_SEED)
-    model, _ = build_model(request["model"], on_meta=False)
+    model, _ = build_model(request["model"], on_meta=False)  # trained here, so with values
     sample = load_sample(request["sample"])
     loss = AssumedLoss() if request["loss"] is None else load_object(request["loss"], option="--loss")
     if not callable(loss):
@@ -44,7 +44,7 @@ def named_job(request: Mapping[str, Any]) -> dict[str, Any]:
             f"--loss={request['loss']!r} is {with_article(loss)}; it must be a function (batch, output) -> loss."
         )
     input_format, why = chosen_format(check_format(request["input_format"]), model, sample)
-    if why and os.environ.get("RANK", "0") == "0":
+    if why and os.environ.get("RANK", "0") == "0":  # rank 0 speaks for all
         say(why)
     optimizer = load_object(request["optimizer"], option="--optimizer")
     if not callable(optimizer):
@@ -90,19 +90,21 @@ def search_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
     if cluster.rank != 0:
         return {}
     report = result.report
-    found = report.search
-    assert found is not None
-    if "Ctrl-C" in found.stop_reason and not (found.winner is not None and found.winner.trial is not None):
+    outcome = report.search
+    assert outcome is not None
+    if "Ctrl-C" in outcome.stop_reason and not (  # ended by Ctrl-C with predictions alone
+        outcome.winner is not None and outcome.winner.trial is not None
+    ):
         raise KeyboardInterrupt
     if request["save"] is not None:
         strategy.save(request["save"])
     if request["report"] is not None:
         report.save(request["report"])
-    return {"strategy": str(strategy), "report": report.to_json(), "stop_reason": found.stop_reason}
+    return {"strategy": str(strategy), "report": report.to_json(), "stop_reason": outcome.stop_reason}
 
 
-def _read_constraints(given: list[Any]) -> list[Any] | None:
-    return [tuple(each) if isinstance(each, list) else each for each in given] or None
+def _read_constraints(constraints: list[Any]) -> list[Any] | None:
+    return [tuple(each) if isinstance(each, list) else each for each in constraints] or None  # JSON has lists
 
 
 def verify_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def script_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
     from atorch_ns.numerics.script import REDUCED_ROUNDING, ROUNDING, ScriptWatch
 
     script, is_shown = Path(request["script"]), request["run"] == "ranks"
-    strategy: Any = (
+    strategy: Any = (  # []: one process; None: the strategy that the script names
         [] if not is_shown else None if request["strategy"] is None else read_strategy(request["strategy"])
     )
     rounding = 0.0 if request["run"] != "rounding" else REDUCED_ROUNDING if request["reduced"] else ROUNDING
@@ -143,12 +145,12 @@ def script_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
     np.random.seed(_SEED)
     torch.manual_seed(_SEED)
     sys.argv = [str(script), *request["arguments"]]
-    sys.path.insert(0, str(script.parent))
+    sys.path.insert(0, str(script.parent))  # as python SCRIPT does
     WATCH.set(watch)
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(sys.stdout if is_shown else nowhere):
         try:
             runpy.run_path(str(script), run_name="__main__")
-        except SystemExit as ended:
+        except SystemExit as ended:  # the watch ends it so after the asked steps
             if ended.code not in (None, 0):
                 raise InputError(f"{script.name} ended itself with {ended.code!r}.") from ended
     if not watch.strategies:
@@ -199,10 +201,10 @@ def calibrate_on_rank(request: Mapping[str, Any], check: Callable[[], None] | No
             tell(
                 f"measuring {counted(cluster.world_size, 'rank')}{where}, each {found_on[0]} ({cluster.device_type}) …"
             )
-        found = measure(cluster, seconds=request["seconds"], thorough=True, say=tell)
+        figures = measure(cluster, seconds=request["seconds"], thorough=True, say=tell)
     if cluster.rank:
         return {}
-    return {"document": measured_document(cluster, found), "comparisons": list(comparisons(found))}
+    return {"document": measured_document(cluster, figures), "comparisons": list(comparisons(figures))}
 
 
 def main() -> NoReturn:
@@ -213,11 +215,11 @@ def main() -> NoReturn:
     work, folder = sys.argv[1], Path(sys.argv[2])
     request = json.loads((folder / "request.json").read_text())
     if request.get("debug"):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C shows a traceback
     code, answer = _attempt_work(WORKS[work], request)
-    write_whole(folder / f"answer_{os.environ['RANK']}.json", json.dumps(answer), durable=False)
-    _leave_process_group()
-    sys.stdout.flush()
+    write_whole(folder / f"answer_{os.environ['RANK']}.json", json.dumps(answer), durable=False)  # temporary
+    _leave_process_group()  # only once the answer is there: leaving may fail
+    sys.stdout.flush()  # os._exit does not flush
     sys.stderr.flush()
     os._exit(code)
 

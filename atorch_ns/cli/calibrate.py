@@ -17,8 +17,7 @@ from atorch_ns.cli._planning import print_json, say
 from atorch_ns.errors import BackendError, InputError
 
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
-_SPARE_S: Final = 300.0
-"""Seconds beyond the measurement's for the ranks to start, and for the least number of rounds on a slow network."""
+_SPARE_S: Final = 300.0  # for ranks to start, and for the least number of rounds on a slow network
 
 
 def calibrate(
@@ -54,26 +53,28 @@ def calibrate(
     if launched:
         from atorch_ns.cli._rank_work import calibrate_on_rank
 
-        found = calibrate_on_rank(request, lambda: _check_file(output))
+        results = calibrate_on_rank(request, lambda: _check_file(output))
     else:
         _check_file(output)
-        ranks = nproc or _num_gpus() or 2
-        found = on_ranks("calibrate", request, nproc=ranks, timeout_s=3 * seconds + _SPARE_S, as_json=as_json)
-    if found:  # on rank 0
-        _show_results(found, output, as_json)
+        ranks = nproc or _num_gpus() or 2  # links need two
+        results = on_ranks(
+            "calibrate", request, nproc=ranks, timeout_s=3 * seconds + _SPARE_S, as_json=as_json
+        )
+    if results:  # on rank 0
+        _show_results(results, output, as_json)
 
 
-def _show_results(found: Mapping[str, Any], output: Path, as_json: bool) -> None:
+def _show_results(results: Mapping[str, Any], output: Path, as_json: bool) -> None:
     from atorch_ns.cluster.measured import Comparison, write_measured
     from atorch_ns.report.text.text import comparisons_text
 
-    rows = [Comparison(*each) for each in found["comparisons"]]
+    rows = [Comparison(*each) for each in results["comparisons"]]
     if as_json:
         compared = [{**row._asdict(), "share": row.share} for row in rows]
-        print_json({"schema": 1, "cluster": found["document"], "comparisons": compared})
+        print_json({"schema": 1, "cluster": results["document"], "comparisons": compared})
     else:
         typer.echo(comparisons_text(rows))
-    write_measured(output, found["document"])
+    write_measured(output, results["document"])
     say(f"figures written to {output}; use: search_calibration={str(output)!r}, --cluster {output}")
 
 
@@ -115,36 +116,31 @@ def _num_gpus() -> int:
 
 
 def _join_launcher() -> bool:
-    """Whether a launcher has started the ranks; for tasks of Slurm's ``srun``, sets what torch reads.
-
-    Raises:
-        BackendError: if the variables are incomplete.
-    """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        os.environ.update(slurm_variables(os.environ))
+        os.environ.update(slurm_variables(os.environ))  # torch reads torchrun's variables
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
     if len(missing) == 1:
         raise BackendError(
             f"the environment names ranks but lacks {missing[0]}. Start this with torchrun or srun, or unset the other "
             "one to measure this machine alone."
         )
-    return not missing
+    return not missing  # whether a launcher has started the ranks
 
 
-def slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
+def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of torchrun, from those that ``srun`` gives to each of several tasks; none where it has not.
 
     Raises:
         BackendError: if some are missing, or nodes have different numbers of tasks.
     """
-    world_size = given.get("SLURM_STEP_NUM_TASKS", "1")
-    if "SLURM_PROCID" not in given or world_size == "1":
-        return {}
+    world_size = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "SLURM_PROCID" not in environ or world_size == "1":
+        return {}  # not under srun, or a single task
     try:
-        nodes, job = int(given["SLURM_STEP_NUM_NODES"]), int(given["SLURM_JOB_ID"])
-        rank, local_rank = given["SLURM_PROCID"], given["SLURM_LOCALID"]
+        nodes, job = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_JOB_ID"])
+        rank, local_rank = environ["SLURM_PROCID"], environ["SLURM_LOCALID"]
         # The list is as a1,b[02-05,07]; the first node is that of task 0.
-        first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", given["SLURM_STEP_NODELIST"])
+        first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", environ["SLURM_STEP_NODELIST"])
     except (KeyError, ValueError) as error:
         raise BackendError(
             f"srun has started {world_size} tasks, but {error} is not as expected. Start torchrun by srun instead, as in "
@@ -159,7 +155,7 @@ def slurm_variables(given: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": world_size,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": str(int(world_size) // nodes),
-        "MASTER_ADDR": given.get("MASTER_ADDR")
-        or re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else ""),
-        "MASTER_PORT": given.get("MASTER_PORT") or str(20000 + job % 20000),
+        "MASTER_ADDR": environ.get("MASTER_ADDR")
+        or re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else ""),  # b[02-05] to b02
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(20000 + job % 20000),  # two jobs may share a node
     }

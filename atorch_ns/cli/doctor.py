@@ -103,7 +103,7 @@ def env(as_json: AsJson = False) -> None:
 
 
 def _item_lines(title: str, value: Any) -> list[str]:
-    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
+    if isinstance(value, list) and any(isinstance(each, dict) for each in value):  # such as the GPUs
         return [line for number, each in enumerate(value) for line in _item_lines(f"{title}[{number}]", each)]
     if not isinstance(value, dict):
         return [f"{title}: {_value_text(title, value)}"]

@@ -27,7 +27,7 @@ def methods(
 
     registry = load_registry()
     chosen = [registry.get(name)] if name else list(registry)
-    pairs = composition(registry) if name or as_json else None
+    pairs = composition(registry) if name or as_json else None  # computed only where they are shown
     rows = [_method_row(registry, method, pairs) for method in chosen]
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
@@ -52,7 +52,7 @@ def _method_row(registry: Registry, method: Any, pairs: Composition | None) -> d
 
 
 def _composition_columns(name: str, pairs: Composition) -> dict[str, Any]:
-    """Methods that compose with one in its default config, and those that do not, with the reason."""
+    # [(other method, reason against the pair, or None)], in default configs.
     others = [
         (second if first == name else first, reason)
         for first, second, reason in pairs.pairings

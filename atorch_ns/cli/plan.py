@@ -120,11 +120,10 @@ def plan(
 def _plan_operators(
     asked: ModelOptions, degree: int, memory_limit: str | None, *, top: int, save: Path | None, as_json: bool
 ) -> None:
-    """Finds, shows and saves a plan that divides operators."""
     import torch
 
     from atorch_ns.data import call_arguments
-    from atorch_ns.operators import Prices, States, capture_shallow, costs_text, solved_plan
+    from atorch_ns.operators import OperatorPrices, States, capture_shallow, costs_text, solved_plan
     from atorch_ns.text import counted
 
     cluster = make_cluster(asked.cluster)
@@ -134,9 +133,9 @@ def _plan_operators(
         )
     known, batch, how = make_model(asked)
     args, kwargs = call_arguments(known, batch, None if how == "none" else how)
-    device = torch.device("cpu")
+    device = torch.device("cpu")  # captured on fake tensors
     shallow = capture_shallow(known.train(), args, kwargs, device=device)
-    prices = Prices.of(known, cluster, degree)
+    prices = OperatorPrices.of(known, cluster, degree)
     limit = gibibytes(memory_limit)
     solved = solved_plan(
         shallow.graph,
@@ -164,7 +163,7 @@ def _operators_report(profile: Profile, outcome: SearchOutcome, cluster: Cluster
     from atorch_ns.method import load_registry, resolve
     from atorch_ns.report import operators_info, operators_text
 
-    row = outcome.winner or (outcome.rows[0] if outcome.rows else None)
+    row = outcome.winner or (outcome.rows[0] if outcome.rows else None)  # no winner: nothing fits
     if row is None or profile.trace is None:
         return ""
     resolved = resolve(row.candidate.strategy, cluster, load_registry(), profile=profile)

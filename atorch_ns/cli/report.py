@@ -80,7 +80,7 @@ def _strategy_lines(strategy: Strategy, why: str | None) -> tuple[str, ...]:
     from atorch_ns.report import explain_method, explain_strategy
 
     requires, registry = strategy.requires, load_registry()
-    cluster = one_node(requires.world_size or 1, requires.device or "cpu")
+    cluster = one_node(requires.world_size or 1, requires.device or "cpu")  # as where it was found
     if why is None:
         return explain_strategy(strategy, cluster, registry)
     return explain_method(strategy, why, cluster, registry)

@@ -58,7 +58,7 @@ def search(
         problems.append(f"--batch={batch}: the global batch must be at least 1.")
     if optimizer.lower() == "none":
         problems.append("--optimizer=none: trials run training steps, which need an optimizer.")
-    problems += options.unwritable(save=save, report=report, history=history)
+    problems += options.unwritable(save=save, report=report, history=history)  # before ranks start
     all_or_problems(
         lambda: options.refuse(problems),
         lambda: make_settings(objective=objective, memory_limit=memory_limit),

@@ -17,7 +17,7 @@ from atorch_ns.errors import AtorchError
 from atorch_ns.text import counted
 
 if TYPE_CHECKING:
-    from atorch_ns.numerics.script import Difference
+    from atorch_ns.numerics.script import ScriptDifference
 
 _TIMEOUT_S = 600.0
 
@@ -82,7 +82,7 @@ def verify(
         "model": model,
         "sample": sample,
         "loss": loss,
-        "optimizer": "torch.optim.SGD",
+        "optimizer": "torch.optim.SGD",  # Adam's steps would hide the scale of a gradient
         "input_format": input_format,
         "steps": steps,
     }
@@ -107,12 +107,12 @@ def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json:
         run("one", "in one process", 1)
         try:
             result = run("ranks", f"on {counted(nproc, 'rank')}", nproc)
-        except (typer.Exit, AtorchError):
+        except (typer.Exit, AtorchError):  # the runs may have differed before they failed
             first, _ = compare_runs(folder, nproc, reduced=False)
             if first is not None:
                 say("\n".join(["before that:", *_difference_lines(_as_json(first), first.job + 1)]))
             raise
-        run(
+        run(  # how far rounding alone moves results
             "rounding",
             "in one process, with gradients that are off by rounding",
             1,
@@ -133,78 +133,81 @@ def _verify_script(request: dict[str, Any], nproc: int, timeout: float, as_json:
         raise typer.Exit(1)
 
 
-def _as_json(difference: Difference) -> dict[str, Any]:
-    """With ``null`` for an error that is not a finite number, which JSON does not have."""
+def _as_json(difference: ScriptDifference) -> dict[str, Any]:
+    # JSON has no NaN and no infinity.
     document = asdict(difference)
     return document | {"error": difference.error if math.isfinite(difference.error) else None}
 
 
-def _difference_lines(found: dict[str, Any], num_jobs: int) -> list[str]:
-    of_job = f" of job {found['job'] + 1}" if num_jobs > 1 else ""
-    at = f"after update {found['step']}{of_job}" if found["step"] else f"before the first update{of_job}"
-    if found["kind"] == "steps":
-        what = f"{found['name']} did not take it"
-    elif found["error"] is None:
-        what = f"{found['kind']} {found['name']} is of another shape, not a number, or on one side alone"
+def _difference_lines(difference: dict[str, Any], num_jobs: int) -> list[str]:
+    of_job = f" of job {difference['job'] + 1}" if num_jobs > 1 else ""
+    at = (
+        f"after update {difference['step']}{of_job}"
+        if difference["step"]
+        else f"before the first update{of_job}"
+    )
+    if difference["kind"] == "steps":
+        what = f"{difference['name']} did not take it"
+    elif difference["error"] is None:
+        what = f"{difference['kind']} {difference['name']} is of another shape, not a number, or on one side alone"
     else:
-        others = f"; {counted(found['others'], 'other tensor')} too" if found["others"] else ""
+        others = f"; {counted(difference['others'], 'other tensor')} too" if difference["others"] else ""
         what = (
-            f"{found['kind']} {found['name']} on rank {found['rank']} is off by {found['error']:.1e}, "
-            f"{found['tolerance']:.1e} is rounding{others}"
+            f"{difference['kind']} {difference['name']} on rank {difference['rank']} is off by {difference['error']:.1e}, "
+            f"{difference['tolerance']:.1e} is rounding{others}"
         )
-    lines = [f"  {at}: {what}", f"  by {found['where']}"]
-    if not found["step"]:
+    lines = [f"  {at}: {what}", f"  by {difference['where']}"]
+    if not difference["step"]:
         lines.append(
             "  The script begins with other weights than in one process: does it draw them by the rank?"
         )
     return lines
 
 
-def _script_lines(found: dict[str, Any]) -> list[str]:
-    jobs, difference = found["strategies"], found["difference"]
-    num_updates = sum(update["step"] > 0 for update in found["updates"])
-    verdict = "✓ trains as one process does" if found["passed"] else "✗ does not train as one process does"
-    precision = ", in reduced precision" if found["reduced_precision"] else ""
+def _script_lines(report: dict[str, Any]) -> list[str]:
+    jobs, difference = report["strategies"], report["difference"]
+    num_updates = sum(update["step"] > 0 for update in report["updates"])
+    verdict = "✓ trains as one process does" if report["passed"] else "✗ does not train as one process does"
+    precision = ", in reduced precision" if report["reduced_precision"] else ""
     lines = [
-        f"{verdict}: {'; '.join(jobs)} on {counted(found['world_size'], 'rank')}, {counted(num_updates, 'update')} compared"
+        f"{verdict}: {'; '.join(jobs)} on {counted(report['world_size'], 'rank')}, {counted(num_updates, 'update')} compared"
         + precision
     ]
     if difference is not None:
         lines += _difference_lines(difference, len(jobs))
-    if found["num_dropouts"]:
+    if report["num_dropouts"]:
         lines.append(
-            f"  {counted(found['num_dropouts'], 'Dropout module')} left out: ranks draw other masks than one process"
+            f"  {counted(report['num_dropouts'], 'Dropout module')} left out: ranks draw other masks than one process"
         )
     lines += [
         f"  job {update['job'] + 1}, update {update['step']}: largest error {update['error']:.1e} of {update['tolerance']:.1e} "
         f"({update['kind']} {update['name']})"
-        for update in found["updates"]
+        for update in report["updates"]
         if update["error"] is not None
     ]
     return lines
 
 
-def _drift_verdict(found: dict[str, Any]) -> str:
-    """The verdict, which names the loss if nothing else drifts."""
-    drifting = any(row["state"] == "drifts" for row in found["parameters"])
-    if not drifting and all("loss" in reason for reason in found["reasons"]):
+def _drift_verdict(report: dict[str, Any]) -> str:
+    drifting = any(row["state"] == "drifts" for row in report["parameters"])
+    if not drifting and all("loss" in reason for reason in report["reasons"]):
         return "✗ the loss alone is not what one process gives; no parameter drifts"
     return "✗ does not train as one process does"
 
 
-def _report_lines(found: dict[str, Any], top: int) -> list[str]:
-    rows = found["parameters"]
-    verdict = "✓ trains as one process does" if found["passed"] else _drift_verdict(found)
-    precision = ", in reduced precision" if found["reduced_precision"] else ""
-    samples = f" of {counted(found['num_samples'], 'sample')}" if found["num_samples"] else ""
-    mode = "training" if found["training"] else "evaluation"
+def _report_lines(report: dict[str, Any], top: int) -> list[str]:
+    rows = report["parameters"]
+    verdict = "✓ trains as one process does" if report["passed"] else _drift_verdict(report)
+    precision = ", in reduced precision" if report["reduced_precision"] else ""
+    samples = f" of {counted(report['num_samples'], 'sample')}" if report["num_samples"] else ""
+    mode = "training" if report["training"] else "evaluation"
     lines = [
-        f"{verdict}: {found['strategy']} on {counted(found['world_size'], 'rank')}, "
-        f"{counted(found['num_steps'], 'step')}{samples}{precision}",
-        *(f"  {reason}" for reason in found["reasons"]),
-        f"loss: off by {found['loss_error']:.1e}, {found['loss_tolerance']:.1e} allowed",
-        *(f"  step {n}: one process {a:.6f}, ranks {b:.6f}" for n, (a, b) in enumerate(found["losses"], 1)),
-        f"parameters: {found['num_judged']} of {len(rows)} judged, in {mode} mode; errors in units of the gradient, "
+        f"{verdict}: {report['strategy']} on {counted(report['world_size'], 'rank')}, "
+        f"{counted(report['num_steps'], 'step')}{samples}{precision}",
+        *(f"  {reason}" for reason in report["reasons"]),
+        f"loss: off by {report['loss_error']:.1e}, {report['loss_tolerance']:.1e} allowed",
+        *(f"  step {n}: one process {a:.6f}, ranks {b:.6f}" for n, (a, b) in enumerate(report["losses"], 1)),
+        f"parameters: {report['num_judged']} of {len(rows)} judged, in {mode} mode; errors in units of the gradient, "
         "and of the update of all steps",
     ]
     width = max((len(row["name"]) for row in rows[:top]), default=0)

@@ -176,7 +176,6 @@ class SharedBlocks:
             raise
 
     def _failed_alone(self) -> RankError | None:
-        """Why this rank cannot go on; ``None`` once all ranks are known to have failed with it."""
         import torch.distributed as dist
 
         from atorch_ns.torch_compat import default_store
@@ -184,7 +183,7 @@ class SharedBlocks:
         keys = [_failure_key(self._what, self._failed, rank) for rank in range(dist.get_world_size())]
         store, deadline = default_store(), time.monotonic() + _FAIL_TOGETHER_S
         try:
-            while not store.check(keys):
+            while not store.check(keys):  # others may be about to fail, too
                 if time.monotonic() > deadline:
                     late = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
                     return RankError(
@@ -196,7 +195,7 @@ class SharedBlocks:
             return RankError(
                 f"{self._what} failed on this rank before, and the process that ranks tell each other through has ended since."
             )
-        return None
+        return None  # all ranks have failed together
 
 
 def or_refusal(action: Callable[[], T]) -> T | InputError:
@@ -263,7 +262,7 @@ def from_first(value: T | None, *, distributed: bool, group: dist.ProcessGroup |
 
 
 def _pickle_value(value: object) -> tuple[bytes, str]:
-    """The value as bytes, and what stands in the way: otherwise the ranks that read it would fail alone."""
+    # Read back at once: otherwise the ranks that read it would fail alone.
     try:
         data = pickle.dumps(value)
         pickle.loads(data)  # noqa: S301  # its own
@@ -286,7 +285,6 @@ def gathered(value: T, *, distributed: bool, group: dist.ProcessGroup | None = N
 
 @contextmanager
 def _translate_lost_connection(group: dist.ProcessGroup | None, value: object) -> Iterator[None]:
-    """Turns the backend's error about a lost connection into a :class:`RankError`; one about ``value`` passes."""
     import torch.distributed as dist
 
     try:
@@ -312,7 +310,7 @@ def send_nest(nest: Any, *, group: Any, target: int, device: Any) -> None:
     structure = map_tensors(lambda _: _Place(next(places)), nest)
     told = [(structure, [(tensor.shape, tensor.dtype) for tensor in sent])]
     dist.send_object_list(told, group=group, group_dst=target, device=device)
-    for tensor in sent:
+    for tensor in sent:  # in the order of their places
         dist.send(tensor, group=group, group_dst=target)
 
 

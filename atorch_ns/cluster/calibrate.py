@@ -145,8 +145,7 @@ def _of_table(cluster: Cluster) -> Hardware | None:
 
 
 def _assumed_hardware(cluster: Cluster) -> Hardware:
-    """Figures of a device that the table lacks: any, as the measurement replaces them."""
-    like = cpu_hardware(cluster.local_world_size, cluster.device_memory_bytes)
+    like = cpu_hardware(cluster.local_world_size, cluster.device_memory_bytes)  # placeholders until measured
     device = replace(
         like.device, name=cluster.device_name, type=cluster.device_type, capability=cluster.capability
     )
@@ -168,9 +167,11 @@ def _link_groups(
         return
     default = group or dist.group.WORLD
     assert default is not None
+    # One level only: the caller's own group, a single node, or a process group with other ranks.
     if group is not None or cluster.num_nodes == 1 or cluster.world_size != dist.get_world_size():
         yield {"within_node" if cluster.num_nodes == 1 else "between_nodes": default}
         return
+    # [nodes, ranks of each]: rows talk within a node, columns between nodes.
     ranks, per_node = np.arange(cluster.world_size).reshape(cluster.num_nodes, -1), cluster.local_world_size
     groups: dict[str, dist.ProcessGroup] = {}
     if per_node > 1:
@@ -199,19 +200,19 @@ def _measure_probes(
     device: str,
     say: Callable[[str], None] | None,
 ) -> dict[str, float]:
-    """The median seconds of each probe over rounds, the maximum over ranks; a first round warms up."""
     rounds: list[list[float]] = []
     started = time.perf_counter()
     for number in range(limits.most + 1):
         taken = [probe() for probe in probes.values()]
-        if number > 0:
+        if number > 0:  # the first round warms up
             rounds.append(taken)
         elapsed = time.perf_counter() - started
         if together:
-            elapsed = _maximum_over_ranks([elapsed], group, device)[0]
+            elapsed = _maximum_over_ranks([elapsed], group, device)[0]  # all ranks stop in the same round
         if say is not None:
             what = f"round {number}" if number else "warmed up"
             say(f"{what}: {len(probes)} figures, {elapsed:.1f} s of {limits.seconds:g} s")
+        # Stop where one more round of average length would exceed the limit.
         if len(rounds) >= _MIN_ROUNDS and elapsed * (number + 2) / (number + 1) > limits.seconds:
             break
     medians = np.median(np.asarray(rounds), axis=0).tolist()
@@ -238,7 +239,7 @@ def _measured_device(known: Device, speed: ComputeSpeed, times: Mapping[str, flo
         memory_bytes_per_s=speed.memory_bytes_per_s,
         in_place_bytes_per_s=speed.in_place_bytes_per_s,
         launch_s=speed.launch_s,
-        efficiency=1.0,
+        efficiency=1.0,  # measured rates need no factor
         efficiencies={},
         attention_factors={},
         source=source,
@@ -247,8 +248,7 @@ def _measured_device(known: Device, speed: ComputeSpeed, times: Mapping[str, flo
 
 
 def _attention_factors(device: Device, times: Mapping[str, float]) -> dict[str, float]:
-    """Measured rates of fused attention, of those that the device has without them; the median of sizes, by pass
-    and dtype."""
+    """Measured rates of fused attention over those that the device has otherwise: medians, by pass and dtype."""
     shares: dict[str, list[float]] = {}
     for name, seconds in times.items():
         what, *rest = name.split("/")
@@ -256,14 +256,14 @@ def _attention_factors(device: Device, times: Mapping[str, float]) -> dict[str, 
             continue
         dtype, shape = rest
         whole = f"attention_training/{dtype}/{shape}"
-        tokens, width = map(int, shape.split("x")[2:])
+        tokens, width = map(int, shape.split("x")[2:])  # shape is batch x heads x tokens x width
         done = {
             "forward": (probe_flops(name), seconds),
             "backward": (probe_flops(whole) - probe_flops(name), times[whole] - seconds),
         }
         for passes, (flops, spent) in done.items():
             expected = device.attention_of(dtype, AttentionKind(passes, width, True, tokens))
-            if spent > 0:
+            if spent > 0:  # noise can make it negative
                 shares.setdefault(f"{passes}/{dtype}", []).append(flops / spent / expected)
     return {key: float(np.median(ratios)) for key, ratios in shares.items()}
 
@@ -280,6 +280,6 @@ def _measured_link(known: Hardware, level: str, times: dict[str, float], num_ran
         rate=Rate(usual.latency_s, usual.bytes_per_s),
         collectives=rates,
         overlap=measured_overlap(of_level),
-        ramp=(),
+        ramp=(),  # a ramp belongs to the table's rate
         source=source,
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from atorch_ns.cluster import agreement
 from atorch_ns.cluster.devices import DEVICES, device_named
 from atorch_ns.cluster.hardware import LINKS, Device, Hardware, Link, Rate
-from atorch_ns.cluster.kernels import Figure
+from atorch_ns.cluster.kernels import SourcedFigure
 from atorch_ns.errors import BackendError, InputError
 from atorch_ns.system import table_rows
 
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CPU_FIGURES: Final = {
-    "flops_per_s.float32": Figure(
+    "flops_per_s.float32": SourcedFigure(
         60e9, "assumed, per core: AVX2 at 2.5 GHz, three quarters of its peak of 80"
     ),
-    "flops_per_s.bfloat16": Figure(60e9, "assumed: as float32; AVX-512 BF16 is faster, emulation slower"),
-    "flops_per_s.float16": Figure(30e9, "assumed: half of float32, by conversion"),
-    "memory_bytes_per_s": Figure(8e9, "assumed, per core: two channels of DDR4-3200 among six cores"),
-    "launch_s": Figure(5e-6, "assumed: host time of one eager operator with autograd"),
+    "flops_per_s.bfloat16": SourcedFigure(
+        60e9, "assumed: as float32; AVX-512 BF16 is faster, emulation slower"
+    ),
+    "flops_per_s.float16": SourcedFigure(30e9, "assumed: half of float32, by conversion"),
+    "memory_bytes_per_s": SourcedFigure(8e9, "assumed, per core: two channels of DDR4-3200 among six cores"),
+    "launch_s": SourcedFigure(5e-6, "assumed: host time of one eager operator with autograd"),
 }
 """What a core is taken to do until :func:`~atorch_ns.cluster.calibrate` measures it."""
 
@@ -61,6 +63,7 @@ def cpu_device(num_ranks: int, memory_bytes: int | None = None) -> Device:
 def cpu_hardware(num_ranks: int, memory_bytes: int | None = None) -> Hardware:
     """CPU ranks that talk by gloo."""
     gloo, device = LINKS["gloo"].link("gloo"), cpu_device(num_ranks, memory_bytes)
+    # A copy reads and writes each byte, and the cores that copy compute nothing meanwhile.
     to_host = Link(
         name="memory", rate=Rate(device.launch_s, device.memory_bytes_per_s / 2), overlap=0.0, source="a copy"
     )
@@ -88,7 +91,7 @@ def cgroup_files(name: str, name_v1: str) -> list[Path]:
         lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
         return files
-    for line in lines:
+    for line in lines:  # version 2 lists no controllers
         _, controllers, path = line.split(":", 2)
         if not controllers:
             files.append(_CGROUPS / path.strip("/") / name)
@@ -102,7 +105,7 @@ def _read_limit(path: Path) -> int | None:
         text = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         return None
-    return int(text) if text.isdecimal() and int(text) > 0 else None
+    return int(text) if text.isdecimal() and int(text) > 0 else None  # "max": no limit
 
 
 OPTIONAL_PACKAGES: Mapping[str, str] = {
@@ -187,7 +190,7 @@ class Cluster:
             ranks = {
                 "world_size": world_size,
                 "rank": _environment_integer("RANK", 0),
-                "distributed": "RANK" in os.environ or world_size > 1,
+                "distributed": "RANK" in os.environ or world_size > 1,  # even with one member
             }
         num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 1
         local_rank = _environment_integer("LOCAL_RANK", ranks["rank"] % num_devices)
@@ -251,12 +254,12 @@ class Cluster:
                 f"measure it: atorch-ns calibrate. Known: {', '.join(DEVICES)}."
             )
         sheet = DEVICES[name]
-        device = replace(sheet.device(name), memory_bytes=self.device_memory_bytes)
+        device = replace(sheet.device(name), memory_bytes=self.device_memory_bytes)  # as torch reports it
         within, host = LINKS[sheet.within_node], LINKS[sheet.to_host]
         return Hardware(
             device=device,
             within_node=within.link(sheet.within_node),
-            between_nodes=LINKS["ib400"].link("ib400", self.local_world_size),
+            between_nodes=LINKS["ib400"].link("ib400", self.local_world_size),  # assumed: nothing reports it
             to_host=host.link(sheet.to_host),
         )
 
@@ -296,7 +299,7 @@ def installed_packages() -> dict[str, str]:
     """Version by import name of the optional packages that are installed; none is imported."""
     versions = {}
     for module, distribution in OPTIONAL_PACKAGES.items():
-        if importlib.util.find_spec(module) is None:
+        if importlib.util.find_spec(module) is None:  # without importing it
             continue
         try:
             versions[module] = importlib.metadata.version(distribution)

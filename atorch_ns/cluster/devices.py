@@ -11,11 +11,11 @@ from types import MappingProxyType
 from typing import Final
 
 from atorch_ns.cluster.hardware import Device
-from atorch_ns.cluster.kernels import FOLDER, Figure, product_share
+from atorch_ns.cluster.kernels import FOLDER, SourcedFigure, product_share
 from atorch_ns.system import table_rows
 
-_LAUNCH: Final = Figure(6e-6, "assumed: host time of one eager operator with autograd")
-_EFFICIENCY: Final = Figure(0.77, "assumed: between the best bf16 products of A100 and those of GB200")
+_LAUNCH: Final = SourcedFigure(6e-6, "assumed: host time of one eager operator with autograd")
+_EFFICIENCY: Final = SourcedFigure(0.77, "assumed: between the best bf16 products of A100 and those of GB200")
 _STREAMED: Final = (0.92, "0.92 of it, as triads and copies of 1 GiB reach on H100 (3.08 and 3.02 TB/s)")
 # A device's memory is what torch reports as its total capacity: the data sheet's size in GiB less what the
 # driver keeps, and for GDDR with error correction less a sixteenth.
@@ -46,21 +46,21 @@ class DeviceSheet:
         reported: what the driver's name for the device holds, all of it.
     """
 
-    memory_bytes: Figure
-    memory_bytes_per_s: Figure
-    flops_per_s: Mapping[str, Figure]
+    memory_bytes: SourcedFigure
+    memory_bytes_per_s: SourcedFigure
+    flops_per_s: Mapping[str, SourcedFigure]
     capability: tuple[int, int]
     within_node: str
     to_host: str
     aliases: tuple[str, ...] = ()
     reported: tuple[tuple[str, ...], ...] = ()
-    launch_s: Figure = _LAUNCH
-    efficiency: Figure = _EFFICIENCY
-    efficiencies: Mapping[str, Figure] = field(default_factory=dict)
+    launch_s: SourcedFigure = _LAUNCH
+    efficiency: SourcedFigure = _EFFICIENCY
+    efficiencies: Mapping[str, SourcedFigure] = field(default_factory=dict)
     kernels: str = ""
-    power_w: Figure | None = None
+    power_w: SourcedFigure | None = None
 
-    def figures(self) -> dict[str, Figure]:
+    def figures(self) -> dict[str, SourcedFigure]:
         """Every figure by its name."""
         named = {
             "memory_bytes": self.memory_bytes,
@@ -91,20 +91,22 @@ class DeviceSheet:
 
 
 def _read_sheet(row: Mapping[str, str]) -> DeviceSheet:
-    """A line of ``devices.csv``; its ``kernels`` names the device of ``kernels.csv`` whose products have the same share of the peak."""
     title, (share, why), (streamed, how) = row["sheet"], _MEMORY[row["memory"]], _STREAMED
     tflops = {dtype: float(row[dtype]) for dtype in _DTYPES if row[dtype]}
+    # ``kernels`` names the device of kernels.csv whose products reach the same share of the peak.
     shares = {dtype: product_share(row["kernels"], dtype) for dtype in tflops}
     efficiencies = {dtype: figure for dtype, figure in shares.items() if figure is not None}
     major, minor = row["capability"].split(".")
     return DeviceSheet(
-        efficiency=efficiencies.pop("bfloat16", _EFFICIENCY),
+        efficiency=efficiencies.pop("bfloat16", _EFFICIENCY),  # before efficiencies is read
         efficiencies=MappingProxyType(efficiencies),
         kernels=row["kernels"],
-        power_w=Figure(float(row["watts"]), title) if row["watts"] else None,
-        memory_bytes=Figure(float(row["gib"]) * share * 2**30, f"{title}; {why}"),
-        memory_bytes_per_s=Figure(float(row["gb_per_s"]) * streamed * 1e9, f"{title}; {how}"),
-        flops_per_s=MappingProxyType({key: Figure(value * 1e12, title) for key, value in tflops.items()}),
+        power_w=SourcedFigure(float(row["watts"]), title) if row["watts"] else None,
+        memory_bytes=SourcedFigure(float(row["gib"]) * share * 2**30, f"{title}; {why}"),
+        memory_bytes_per_s=SourcedFigure(float(row["gb_per_s"]) * streamed * 1e9, f"{title}; {how}"),
+        flops_per_s=MappingProxyType(
+            {key: SourcedFigure(value * 1e12, title) for key, value in tflops.items()}
+        ),
         capability=(int(major), int(minor)),
         within_node=row["within_node"],
         to_host=row["to_host"],
@@ -132,12 +134,12 @@ def device_named(reported: str) -> str | None:
         for parts in sheet.reported
         if all(_contains_name(reported, part) for part in parts)
     ]
-    return max(matches)[1] if matches else None
+    return max(matches)[1] if matches else None  # the most specific name
 
 
 def _contains_name(text: str, part: str) -> bool:
-    """Whether ``part`` stands in ``text`` and is not merely a piece of another model's name (L4 of L40S)."""
     text, part = text.upper(), part.upper()
     at = text.find(part)
     before, after = text[max(0, at - 1) : at], text[at + len(part) : at + len(part) + 1]
+    # Not a piece of another model's name, as L4 is of L40S.
     return at >= 0 and not before.isalnum() and not (part[-1].isdigit() and after.isalnum())

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from atorch_ns.cluster.kernels import FOLDER, AttentionKind, Figure, attention_share, usual_attention
+from atorch_ns.cluster.kernels import FOLDER, AttentionKind, SourcedFigure, attention_share, usual_attention
 from atorch_ns.system import table_rows
 
 
@@ -166,8 +166,8 @@ class LinkSheet(NamedTuple):
     """
 
     level: str
-    latency_s: Figure
-    bytes_per_s: Figure
+    latency_s: SourcedFigure
+    bytes_per_s: SourcedFigure
     shared: bool = False
     overlap: float = _NCCL_OVERLAP
     aliases: tuple[str, ...] = ()
@@ -186,14 +186,14 @@ class LinkSheet(NamedTuple):
 
 
 def _read_link(row: Mapping[str, str], measured: Iterable[Mapping[str, str]]) -> LinkSheet:
-    """A line of ``link_sheets.csv``, with the rate and the ramp of its rings where they are in ``links.csv``."""
-    peak = Figure(float(row["gb_per_s"]) * float(row["share"]) * 1e9, row["source"])
+    peak = SourcedFigure(float(row["gb_per_s"]) * float(row["share"]) * 1e9, row["source"])
     rings = [ring for ring in measured if ring["link"] == row["name"]]
+    # A measured ring replaces the peak of the data sheet.
     best = max((float(ring["gb_per_s"]) for ring in rings), default=0.0)
     return LinkSheet(
         row["level"],
-        Figure(float(row["latency_us"]) / 1e6, row["latency_source"]),
-        Figure(best * 1e9, rings[0]["source"]) if rings else peak,
+        SourcedFigure(float(row["latency_us"]) / 1e6, row["latency_source"]),
+        SourcedFigure(best * 1e9, rings[0]["source"]) if rings else peak,
         shared=bool(row["shared"]),
         overlap=float(row["overlap"] or _NCCL_OVERLAP),
         aliases=tuple(row["aliases"].split()),

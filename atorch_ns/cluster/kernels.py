@@ -37,7 +37,7 @@ def usual_attention(device: str) -> str:
     return _CUDNN if device in ("H100", "H200", "B200", "GB200") else _FLASH
 
 
-class Figure(NamedTuple):
+class SourcedFigure(NamedTuple):
     """A figure with its source.
 
     Attributes:
@@ -65,10 +65,10 @@ class AttentionKind(NamedTuple):
     num_tokens: int
 
 
-def product_share(device: str, dtype: str) -> Figure | None:
+def product_share(device: str, dtype: str) -> SourcedFigure | None:
     """Share of the peak that the best products reach, ``None`` for a device that the table lacks."""
     row = _find_product_row(device, dtype)
-    return None if row is None else Figure(float(row["tflops"]) / float(row["peak"]), row["source"])
+    return None if row is None else SourcedFigure(float(row["tflops"]) / float(row["peak"]), row["source"])
 
 
 @functools.cache
@@ -82,13 +82,15 @@ def attention_share(device: str, library: str, kind: AttentionKind) -> float:
         return 1.0
     if library in _SLOWER:
         return attention_share(device, _FLASH, kind) / _SLOWER[library][kind.passes]
-    width = min((64, _WIDTH), key=lambda each: abs(each - kind.width))
+    width = min((64, _WIDTH), key=lambda each: abs(each - kind.width))  # the nearest width in the table
     rate = _interpolate_rate(_kernel_rates(library, _CURVES, kind.passes, width, False), kind.num_tokens)
+    # The cost of a causal mask is known for the forward pass at width 128, and applied to all.
     if kind.is_causal:
         masked, whole = (
             _kernel_rates(library, _CURVES, "forward", _WIDTH, is_causal) for is_causal in (True, False)
         )
         rate *= _interpolate_rate(masked, kind.num_tokens) / _interpolate_rate(whole, kind.num_tokens)
+    # Scaled from H100: by the device's best attention rate if known, else by its product rate.
     best = max(_kernel_rates(library, _CURVES, kind.passes, _WIDTH, False).values())
     known = _kernel_rates(library, device, kind.passes, _WIDTH, False)
     row = _find_product_row(device if known else _CURVES, "bfloat16")

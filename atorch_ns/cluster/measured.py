@@ -37,9 +37,9 @@ def machine_name(cluster: Cluster) -> str:
     return cluster.device_name if cluster.device_type == "cuda" else cpu_model()
 
 
-def measured_document(cluster: Cluster, found: Measurement) -> dict[str, Any]:
+def measured_document(cluster: Cluster, figures: Measurement) -> dict[str, Any]:
     """The file's content: all fields of the device and of the links that were measured or are taken from the table."""
-    hardware = found.hardware
+    hardware = figures.hardware
     between = {"between_nodes": _link_fields(hardware.between_nodes)} if cluster.num_nodes > 1 else {}
     return {
         "devices_per_node": cluster.local_world_size,
@@ -52,7 +52,7 @@ def measured_document(cluster: Cluster, found: Measurement) -> dict[str, Any]:
             "machine": machine_name(cluster),
             "at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             "torch": str(cluster.torch),  # torch has a type of its own for it
-            "seconds": dict(found.seconds),
+            "seconds": dict(figures.seconds),
         },
     }
 
@@ -93,7 +93,6 @@ def _as_json(document: Mapping[str, Any]) -> str:
 
 
 def _as_yaml(document: Mapping[str, Any], name: str) -> str:
-    """YAML with a line for each rate and for each of the seconds, and short figures."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -103,6 +102,7 @@ def _as_yaml(document: Mapping[str, Any], name: str) -> str:
         float, lambda dumper, value: dumper.represent_scalar("tag:yaml.org,2002:float", _format_float(value))
     )
     figures = {key: value for key, value in document.items() if key != "measured"}
+    # None puts innermost mappings (rates) on one line; False gives each of the seconds its own.
     parts = [
         yaml.dump(
             part, Dumper=Dumper, sort_keys=False, width=160, allow_unicode=True, default_flow_style=flow
@@ -113,8 +113,8 @@ def _as_yaml(document: Mapping[str, Any], name: str) -> str:
 
 
 def _format_float(value: float) -> str:
-    """The float with an exponent where that is shorter, in the form that YAML 1.1 knows: ``2.951e+10``."""
     text = f"{value:.4g}" if float(f"{value:.4g}") == value else repr(value)
+    # YAML 1.1 reads 3e+10 as text, and 3.0e+10 as a number.
     digits, exponent, power = text.partition("e")
     return f"{digits if '.' in digits else f'{digits}.0'}{exponent}{power}"
 
@@ -186,13 +186,13 @@ class Comparison(NamedTuple):
         return self.table / self.measured if self.unit == "s" else self.measured / self.table
 
 
-def comparisons(found: Measurement) -> Iterator[Comparison]:
+def comparisons(figures: Measurement) -> Iterator[Comparison]:
     """Every figure, of the device and then of each link."""
-    table = found.table
-    yield from _of_device(found.hardware.device, None if table is None else table.device, found.seconds)
-    for level, num_ranks in found.sizes.items():
+    table = figures.table
+    yield from _of_device(figures.hardware.device, None if table is None else table.device, figures.seconds)
+    for level, num_ranks in figures.sizes.items():
         expected = None if table is None else getattr(table, level)
-        yield from _of_link(level, getattr(found.hardware, level), expected, found.seconds, num_ranks)
+        yield from _of_link(level, getattr(figures.hardware, level), expected, figures.seconds, num_ranks)
 
 
 def _of_device(device: Device, table: Device | None, seconds: Mapping[str, float]) -> Iterator[Comparison]:
@@ -218,12 +218,12 @@ def _of_device(device: Device, table: Device | None, seconds: Mapping[str, float
 
 
 def _attention_rate(table: Device, what: str, dtype: str, shape: str) -> float:
-    """FLOP/s of causal attention by the table, of the forward pass or of both."""
     *_, tokens, width = map(int, shape.split("x"))
     forward, backward = (
         table.attention_of(dtype, AttentionKind(passes, width, True, tokens))
         for passes in ("forward", "backward")
     )
+    # The backward pass has 2.5 times the operations of the forward pass; the times of both add up.
     return forward if what == "attention" else 3.5 / (1 / forward + 2.5 / backward)
 
 

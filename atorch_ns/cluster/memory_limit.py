@@ -76,7 +76,7 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
             f"{bytes_text(num_bytes)}. Raise the limit."
         )
     gc.collect()  # tensors in cycles would be held now, and freed at some step of the block
-    before = _bytes_in_use(device) - held_bytes
+    before = _bytes_in_use(device) - held_bytes  # the limit counts from here
     try:
         with (
             _filled_holes(device),
@@ -100,7 +100,7 @@ def _enforce_limit(total: int, num_bytes: int, device: torch.device) -> Iterator
     """``total`` bytes for all that counts, of which ``num_bytes`` are new."""
     if device.type == "cuda":
         device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-        share = total / torch.cuda.get_device_properties(device).total_memory
+        share = total / torch.cuda.get_device_properties(device).total_memory  # torch takes a share of it
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
         try:
             yield
@@ -122,8 +122,7 @@ def _enforce_limit(total: int, num_bytes: int, device: torch.device) -> Iterator
 
 
 def _is_enforced(num_bytes: int) -> bool:
-    """Whether the limit that is set refuses one allocation of more than that."""
-    try:
+    try:  # an untouched mapping takes no memory
         mmap.mmap(-1, num_bytes + _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError:
         return True
@@ -161,30 +160,27 @@ def return_freed_memory() -> None:
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
-        library.mallopt(_MMAP_THRESHOLD, _LARGE)
-        library.malloc_trim(0)
+        library.mallopt(_MMAP_THRESHOLD, _LARGE)  # larger blocks are mapped, and unmapped when freed
+        library.malloc_trim(0)  # return what is free already
 
 
 @contextmanager
 def _filled_holes(device: torch.device) -> Iterator[None]:
-    """Keeps the heap's holes from being used inside the block, so that a limit is the same whatever was freed before.
-
-    A hole counts as private memory already, so that tensors in it would come on top of the limit. Nothing is written to
-    what fills them, so that it takes no memory.
-    """
     # CUDA may be on Windows, which has none.
     library: Any = ctypes.CDLL(None) if device.type == "cpu" else None
     holes: list[int] = []
+    # A hole of the heap counts as private memory already: tensors in it would come on top of the limit.
     if hasattr(library, "mallinfo2"):
         library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
         unused, word = unused_bytes(), ctypes.sizeof(ctypes.c_size_t)
+        # Sizes halve from above all free bytes down to _LARGE.
         size = 1 << unused.bit_length()
         while size >= _LARGE and unused > 0:
             pointer = library.malloc(size)
             header = ctypes.c_size_t.from_address(pointer - word).value if pointer else _IS_MMAPPED
             if not header & _IS_MMAPPED:
-                holes.append(pointer)
+                holes.append(pointer)  # not written to, so it takes no memory
                 unused -= size
             else:  # fresh memory, or none: no hole is that large
                 library.free(pointer)
@@ -198,11 +194,10 @@ def _filled_holes(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _small_stacks(device: torch.device) -> Iterator[None]:
-    """Gives threads that start inside the block stacks of :data:`STACK_BYTES`; with glibc alone."""
     library: Any = ctypes.CDLL(None) if device.type == "cpu" else None
     before = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
     changed = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
-    is_known = hasattr(library, "pthread_setattr_default_np")
+    is_known = hasattr(library, "pthread_setattr_default_np")  # glibc only
     if is_known:
         for attributes in (before, changed):
             library.pthread_getattr_default_np(attributes)
@@ -232,11 +227,10 @@ def require_room_for_threads(num_threads: int, device: torch.device, *, what: st
 
 
 def _bytes_in_use(device: torch.device) -> int:
-    """Bytes that count towards a limit."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # cached blocks would count as used
         return torch.cuda.memory_reserved(device)
-    return_freed_memory()
+    return_freed_memory()  # blocks that glibc keeps would count, too
     num_bytes = data_bytes()
     if num_bytes is None:
         raise BackendError(
@@ -273,7 +267,7 @@ def is_out_of_memory(error: BaseException, *, is_limited: bool = False) -> bool:
     torch has a class for its own allocator's failures only; those of libraries are RuntimeErrors known by their text.
     What cuBLAS says of its handle (``CUBLAS_STATUS_NOT_INITIALIZED``) has other causes too and does not count.
     """
-    seen: set[int] = set()
+    seen: set[int] = set()  # guards against a cycle of causes
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))

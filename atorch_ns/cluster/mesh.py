@@ -93,8 +93,8 @@ def layout(
     fitted = fit(axes, world_size)
     ranks = mesh_ranks(fitted, world_size, rank_order)
     groups: dict[str, list[list[int]]] = {}
-    for position, (name, size) in enumerate(reversed(fitted)):
-        lines = np.moveaxis(ranks, position, -1).reshape(-1, size)
+    for position, (name, size) in enumerate(reversed(fitted)):  # the array's dims are outermost first
+        lines = np.moveaxis(ranks, position, -1).reshape(-1, size)  # [groups, size]
         groups[name] = lines.tolist()
     return {name: groups[name] for name, _ in fitted}
 
@@ -159,7 +159,7 @@ class Mesh:
     ) -> None:
         self.axes = check_axes(axes)
         if not {"data", "zero"} & {name for name, _ in self.axes}:
-            self.axes = (*self.axes, ("data", 1))
+            self.axes = (*self.axes, ("data", 1))  # the data group must exist
         # First: a rank that waits for others to make groups does not notice that one of them has ended.
         num_groups = sum(size > 1 for _, size in self.axes) if len(self.axes) > 1 else 0
 
@@ -179,8 +179,9 @@ class Mesh:
         self._data = self._flatten_axes(tuple(name for name in names if name in ("data", "zero", "expert")))
         self._copies = self._flatten_axes(tuple(name for name in names if name in ("data", "zero")))
         self._replicas = tuple(name for name in names if name in ("data", "expert") and self.size(name) > 1)
-        if self.size("zero") > 1 and len(self._replicas) > 1:
+        if self.size("zero") > 1 and len(self._replicas) > 1:  # for replicate_and_shard
             self._flatten_axes(self._replicas)
+        # With a zero axis, states are sharded over it alone; data and expert hold replicas.
         sharding = ("zero",) if self.size("zero") > 1 else ("data", "zero", "expert")
         with_sequence = tuple(name for name in names if name in (*sharding, "sequence"))
         self._unit_shard = self._flatten_axes(with_sequence) if self.size("sequence") > 1 else self.shard

@@ -62,9 +62,9 @@ def _answer_ranks(store: Store, name: str, ranks: Iterable[int], limit: float) -
     waiting, answered = set(ranks), set[str]()
     while waiting:
         for rank in sorted(waiting):
-            if store.check([f"{_PREFIX}/{name}/{rank}"]):
+            if store.check([f"{_PREFIX}/{name}/{rank}"]):  # the rank has read its answer
                 waiting.discard(rank)
-            elif store.check([f"{_PREFIX}/token/{rank}"]):
+            elif store.check([f"{_PREFIX}/token/{rank}"]):  # the token may be of a dead rank
                 token = store.get(f"{_PREFIX}/token/{rank}").decode()
                 if token not in answered:
                     answered.add(token)
@@ -99,7 +99,7 @@ def join_process_group(cluster: Cluster) -> None:
 
     if not cluster.distributed:
         return
-    _settle_at_exit()
+    _settle_at_exit()  # registered first, so that it runs last
     if dist.is_initialized():
         return
     missing = [name for name in _NEEDED if name not in os.environ]
@@ -111,7 +111,7 @@ def join_process_group(cluster: Cluster) -> None:
     backend = "gloo"
     if cluster.device_type == "cuda":
         torch.cuda.set_device(cluster.local_rank)
-        backend = "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:nccl"  # CPU tensors and objects go by gloo
     try:
         ranks: dict[str, Any] = {"rank": cluster.rank, "world_size": cluster.world_size}
         dist.init_process_group(backend, **(ranks | {"store": _own_store(cluster)} if keeps_stores() else {}))
@@ -124,7 +124,6 @@ def join_process_group(cluster: Cluster) -> None:
 
 
 def _own_store(cluster: Cluster) -> Store:
-    """The launcher's store, for the keys of this generation of workers alone."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch leaves it out of __all__
 
     store = TCPStore(
@@ -134,11 +133,10 @@ def _own_store(cluster: Cluster) -> Store:
         timeout=timedelta(seconds=_JOINING_S),
     )
     name = agree_on_generation(store, cluster.rank, cluster.world_size, _JOINING_S)
-    return PrefixStore(name, store)
+    return PrefixStore(name, store)  # prefixes the keys of this generation
 
 
 def _leave_process_group() -> None:
-    """Destroys the process group before the interpreter finalises."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -147,10 +145,6 @@ def _leave_process_group() -> None:
 
 @cache
 def _settle_at_exit() -> None:
-    """Lets threads of process groups end before the interpreter finalises, and after they are left.
-
-    A thread of the backend that still holds a tensor of the last collective needs the interpreter lock to
-    release it. Once the interpreter is finalising, acquiring the lock ends the thread, and with it the
-    process ("terminate called without an active exception"). Sleeping releases the lock in time.
-    """
+    # A thread of the backend that still holds a tensor needs the interpreter lock to release it. Once the
+    # interpreter finalises, waiting for the lock ends the process. Sleeping hands over the lock in time.
     atexit.register(time.sleep, _SETTLING_S)

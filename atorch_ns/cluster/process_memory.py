@@ -75,7 +75,6 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _read_status() -> dict[str, int]:
-    """Bytes by name of ``/proc/self/status``; those that this system does not tell are 0."""
     sizes = dict.fromkeys(("VmData", "VmHWM", "RssAnon", "RssFile", "RssShmem"), 0)
     lines: list[str] = []
     with contextlib.suppress(OSError):  # another system, or /proc is not mounted
@@ -83,7 +82,7 @@ def _read_status() -> dict[str, int]:
     for line in lines:
         name, _, value = line.partition(":")
         if name in sizes:
-            sizes[name] = int(value.split()[0]) * 2**10
+            sizes[name] = int(value.split()[0]) * 2**10  # /proc counts in KiB
     return sizes
 
 
@@ -130,9 +129,8 @@ class ProcessMemory:
 
 
 def _beside_allocator(device: torch.device) -> int:
-    """Bytes in use on a device that torch's allocator of this process has not reserved."""
     free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
+    return total - free - torch.cuda.memory_reserved(device)  # such as NCCL's buffers
 
 
 class MemoryTracker:
@@ -178,7 +176,7 @@ class MemoryTracker:
         self._record = CpuMemoryRecord()
         self._record.count(True)
         self._record.start()
-        self._base = self._record.stop()[-1]
+        self._base = self._record.stop()[-1]  # the baseline of later counts
         self._record.start()
 
     def pause(self) -> None:
@@ -205,7 +203,6 @@ class MemoryTracker:
             record.count(False)
 
     def _fold_record(self) -> None:
-        """Takes over what has been recorded, and goes on recording."""
         if self._record is None or self._is_paused:
             return
         counts = [count - self._base for count in self._record.stop()]
@@ -240,7 +237,7 @@ def track_memory(device: torch.device) -> Iterator[MemoryTracker]:
 
 
 @dataclass
-class Growth:
+class MemoryGrowth:
     """Growth of a process over the steps of a run. Pure; no clock, no files.
 
     A heap fragments by about as much in each doubling of the number of steps, and caches fill, so that growth is judged by
@@ -324,10 +321,10 @@ class GrowthWatch:
         self, device: torch.device, read: Callable[[torch.device], int | None] = private_bytes
     ) -> None:
         self._device, self._read = device, read
-        self._growth = Growth()
+        self._growth = MemoryGrowth()
         self._num_steps = 0
-        self._next = _FEWEST // 2
-        self._seen: tuple[int, int, tuple[int, int]] | None = None
+        self._next = _FEWEST // 2  # the step of the next look
+        self._seen: tuple[int, int, tuple[int, int]] | None = None  # step, bytes, tensors and their bytes
         self.finding = ""
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -349,14 +346,14 @@ class GrowthWatch:
     def _look_at_process(self) -> None:
         num_bytes = self._read(self._device)
         if num_bytes is None:
-            self._next = sys.maxsize
+            self._next = sys.maxsize  # never look again
             return
         growth = self._growth
-        if self._seen is not None:
+        if self._seen is not None:  # this look confirms or clears
             step, before, tensors = self._seen
             self._seen, self._next = None, 2 * growth.num_steps
             added, num_steps = num_bytes - before, self._num_steps - step
-            if added / num_steps >= growth.bytes_per_step / 2:
+            if added / num_steps >= growth.bytes_per_step / 2:  # growth goes on
                 self.finding = self._describe_growth(added, num_steps, tensors)
             return
         growth.add(self._num_steps, num_bytes)
@@ -385,11 +382,10 @@ class GrowthWatch:
 
 
 def _live_tensors() -> tuple[int, int]:
-    """The number of tensors that are alive in Python, and the bytes of memory that they share or have."""
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     storages: dict[int, int] = {}
     for tensor in tensors:
         with contextlib.suppress(NotImplementedError, RuntimeError):  # subclasses without memory of their own
             storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            storages[storage._cdata] = storage.nbytes()  # views share a storage
     return len(tensors), sum(storages.values())

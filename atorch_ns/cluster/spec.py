@@ -40,9 +40,11 @@ _SIZES: Final = {
 }  # fmt: skip
 
 
-def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...], what: str, problems: list[str]) -> None:
-    """Adds a problem for every unknown key of ``given``, with near names."""
-    for key in given:
+def refuse_unknown(
+    mapping: Mapping[str, Any], known: tuple[str, ...], what: str, problems: list[str]
+) -> None:
+    """Adds a problem for every unknown key of ``mapping``, with near names."""
+    for key in mapping:
         if key not in known:
             shown = f"{what}.{key}" if what else repr(key)
             problems.append(f"{shown} is not a key.{did_you_mean(str(key), known)} Keys: {', '.join(known)}.")
@@ -70,7 +72,7 @@ def read_number(value: Any, what: str, problems: list[str]) -> float:
 def read_memory(value: Any, problems: list[str]) -> int:
     """Bytes of ``"60GiB"``; a bare number is bytes. 1 where there is a problem."""
     text = str(value).strip().lower()
-    digits = text.rstrip("bgikmt ")
+    digits = text.rstrip("bgikmt ")  # the rest is the unit
     number, unit = _convert_number(digits, float), text[len(digits) :].strip() or "b"
     if number is None or number <= 0 or not math.isfinite(number) or unit not in _SIZES:
         problems.append(f"memory={value!r}: write a positive size such as 60GiB or 512MiB.")
@@ -79,7 +81,7 @@ def read_memory(value: Any, problems: list[str]) -> int:
 
 
 def _convert_number(value: Any, kind: Callable[[Any], Any]) -> Any:
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # int(True) is 1
         return None
     try:
         return kind(value)
@@ -194,14 +196,18 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-_DEVICE_KEYS: Final = ("like", "memory", *(one.name for one in fields(Device) if one.name != "memory_bytes"))
+_DEVICE_KEYS: Final = (
+    "like",
+    "memory",
+    *(each.name for each in fields(Device) if each.name != "memory_bytes"),
+)
 _LINK_KEYS: Final = (
     "like",
     "latency_s",
     "bytes_per_s",
-    *(one.name for one in fields(Link) if one.name != "rate"),
+    *(each.name for each in fields(Link) if each.name != "rate"),
 )
-_MOST_RANKS: Final = 10_000_000
+_MOST_RANKS: Final = 10_000_000  # a larger count is a mistake
 
 
 def cluster_from_spec(text_or_path: str | Path) -> Cluster:
@@ -298,8 +304,6 @@ def _known_device(name: str, per_node: int, problems: list[str]) -> Device | Non
 
 
 def _limit_power(device: Device, watts: float, problems: list[str]) -> Device:
-    """The device with a limit of its power: the clock goes with the cube root of the power, since the voltage goes with
-    the clock. A board of 350 W with the chip of one of 700 W has 0.76 of its FLOP/s by their data sheets; this is 0.79."""
     sheet = DEVICES.get(device.name)
     most = sheet.power_w if sheet else None
     if most is None or not 0 < watts <= most.value:
@@ -308,12 +312,13 @@ def _limit_power(device: Device, watts: float, problems: list[str]) -> Device:
         )
         problems.append(f"power={watts:g}: limits are {known}; for others give flops_per_s and efficiency.")
         return device
+    # The clock goes with the cube root of the power, since the voltage goes with the clock. By data sheets a
+    # board of 350 W has 0.76 of the FLOP/s of one of 700 W with the same chip; this gives 0.79.
     share = (watts / most.value) ** (1 / 3)
     return replace(device, flops_per_s={dtype: rate * share for dtype, rate in device.flops_per_s.items()})
 
 
 def _attention_library(device: Device, name: str, problems: list[str]) -> str:
-    """The library of attention by its name, in any case."""
     if not device.kernels:
         problems.append(f"attention={name!r}: the table has no rates of fused attention for {device.name}.")
     elif name.lower() == "cudnn" and usual_attention(device.kernels) != _LIBRARIES["cudnn"]:
@@ -326,15 +331,15 @@ def _attention_library(device: Device, name: str, problems: list[str]) -> str:
     return _LIBRARIES.get(name.lower(), "")
 
 
-def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) -> Device | None:
-    """A device described by its figures, on top of a known one where ``like`` names it."""
-    refuse_unknown(given, _DEVICE_KEYS, "device", problems)
-    like = given.get("like", given.get("name") if "flops_per_s" not in given else None)
+def _own_device(figures: Mapping[str, Any], per_node: int, problems: list[str]) -> Device | None:
+    refuse_unknown(figures, _DEVICE_KEYS, "device", problems)
+    # A known name without rates refers to that device of the table.
+    like = figures.get("like", figures.get("name") if "flops_per_s" not in figures else None)
     base = _known_device(str(like), per_node, problems) if like is not None else None
     if like is not None and base is None:
         return None
     needed = () if base else ("name", "memory", "memory_bytes_per_s", "flops_per_s")
-    missing = [key for key in needed if key not in given]
+    missing = [key for key in needed if key not in figures]
     if missing:
         problems.append(f"device: {', '.join(missing)} must be given, or like=<a known device>.")
         return None
@@ -342,36 +347,36 @@ def _own_device(given: Mapping[str, Any], per_node: int, problems: list[str]) ->
         name="", type="cuda", memory_bytes=0, memory_bytes_per_s=0.0, flops_per_s={}, launch_s=6e-6
     )
     others = ("name", "type", "flops_per_s", "capability", "attention", "source")
-    read = _read_fields(Device, given, others, "device", problems)
+    read = _read_fields(Device, figures, others, "device", problems)
     if "efficiency" in read:
-        read = {"efficiencies": {}, **read}
+        read = {"efficiencies": {}, **read}  # the given figure holds for all dtypes
     device = replace(
         start,
         **read,
-        name=str(given.get("name", start.name)),
-        type=_read_device_type(given.get("type", start.type), problems),
-        memory_bytes=read_memory(given["memory"], problems) if "memory" in given else start.memory_bytes,
-        flops_per_s={**start.flops_per_s, **_read_flops(given.get("flops_per_s", {}), start, problems)},
-        capability=_read_capability(given.get("capability", start.capability), problems),
-        source=str(given.get("source", f"given{f'; else {start.source}' if start.source else ''}")),
+        name=str(figures.get("name", start.name)),
+        type=_read_device_type(figures.get("type", start.type), problems),
+        memory_bytes=read_memory(figures["memory"], problems) if "memory" in figures else start.memory_bytes,
+        flops_per_s={**start.flops_per_s, **_read_flops(figures.get("flops_per_s", {}), start, problems)},
+        capability=_read_capability(figures.get("capability", start.capability), problems),
+        source=str(figures.get("source", f"given{f'; else {start.source}' if start.source else ''}")),
     )
-    if "attention" in given:
-        return replace(device, attention=_attention_library(device, str(given["attention"]), problems))
+    if "attention" in figures:
+        return replace(device, attention=_attention_library(device, str(figures["attention"]), problems))
     return device
 
 
 def _read_fields(
-    kind: type, given: Mapping[str, Any], others: tuple[str, ...], what: str, problems: list[str]
+    kind: type, values: Mapping[str, Any], others: tuple[str, ...], what: str, problems: list[str]
 ) -> dict[str, Any]:
     """Fields of a dataclass that are given and need no reading of their own, each by its type; ``others`` are left out."""
     from pydantic import TypeAdapter, ValidationError
 
     hints, read = get_type_hints(kind), {}
-    for name in (field.name for field in fields(kind) if field.name in given and field.name not in others):
+    for name in (field.name for field in fields(kind) if field.name in values and field.name not in others):
         before = len(problems)
-        _check_numbers(given[name], f"{what}.{name}", problems)
+        _check_numbers(values[name], f"{what}.{name}", problems)
         try:
-            read[name] = TypeAdapter(hints[name]).validate_python(given[name])
+            read[name] = TypeAdapter(hints[name]).validate_python(values[name])
         except ValidationError as error:
             if len(problems) == before:
                 first = error.errors()[0]
@@ -391,12 +396,12 @@ def _check_numbers(value: Any, what: str, problems: list[str]) -> None:
         read_number(value, what, problems)
 
 
-def _read_flops(given: Any, start: Device, problems: list[str]) -> dict[str, float]:
-    if not isinstance(given, Mapping):
-        problems.append(f"device.flops_per_s={given!r} should map dtypes such as bfloat16 to FLOP/s.")
+def _read_flops(rates: Any, start: Device, problems: list[str]) -> dict[str, float]:
+    if not isinstance(rates, Mapping):
+        problems.append(f"device.flops_per_s={rates!r} should map dtypes such as bfloat16 to FLOP/s.")
         return {}
     read = {
-        str(key): read_number(value, f"device.flops_per_s.{key}", problems) for key, value in given.items()
+        str(key): read_number(value, f"device.flops_per_s.{key}", problems) for key, value in rates.items()
     }
     if "float32" not in {**start.flops_per_s, **read}:
         problems.append("device.flops_per_s lacks float32, which stands for dtypes that are not given.")
@@ -436,7 +441,7 @@ def _read_hardware(
         for key, link in usual.items()
     }
     if "measured" in values and nodes == 1 and "between_nodes" not in values:
-        links["between_nodes"] = links["within_node"]
+        links["between_nodes"] = links["within_node"]  # there is no other node
     return Hardware(**links, device=device, measured="measured" in values)
 
 
@@ -452,6 +457,7 @@ def _read_link(wanted: Any, key: str, usual: Link, per_node: int, problems: list
         read_number(wanted.get("latency_s", base.rate.latency_s), f"{key}.latency_s", problems),
         read_number(wanted.get("bytes_per_s", base.rate.bytes_per_s), f"{key}.bytes_per_s", problems),
     )
+    # Rates by collective and ramps were measured at the link's own rate; with another one they are void.
     kept = {name: getattr(base, name) for name in ("collectives", "ramp")} if rate == base.rate else {}
     return replace(
         base,

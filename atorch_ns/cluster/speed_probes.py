@@ -28,10 +28,10 @@ _SQUARES: Final = {"cpu": (64, 128, 256, 512), "cuda": (512, 1024, 2048, 4096, 8
 # (batch, heads, tokens, size of a head)
 _ATTENTION: Final = {"cpu": ((2, 4, 128, 64), (1, 4, 512, 64)),
                      "cuda": ((16, 16, 1024, 128), (4, 16, 4096, 128), (1, 16, 16384, 128))}  # fmt: skip
-_ELEMENTS: Final = {"cpu": 2**18, "cuda": 2**24}
-_NUM_TENSORS: Final = 16
-_MIN_SECONDS: Final = 0.004
-_OPERATOR_CHAIN: Final = 6
+_ELEMENTS: Final = {"cpu": 2**18, "cuda": 2**24}  # per tensor
+_NUM_TENSORS: Final = 16  # in one timed run
+_MIN_SECONDS: Final = 0.004  # minimum duration of a timing
+_OPERATOR_CHAIN: Final = 6  # blocks of four layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,6 @@ def _attention_probes(
 def _causal_attention_probes(
     device: str, dtype: str, shape: tuple[int, int, int, int]
 ) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Causal attention: its forward pass, and forward and backward."""
     import torch
     import torch.nn.functional as F
 
@@ -111,7 +110,7 @@ def _causal_attention_probes(
     def training() -> None:
         torch.autograd.grad(forward().sum(), (query, key, value))
 
-    training()
+    training()  # raises here if there is no such kernel
     return timed(without_graph, device), timed(training, device)
 
 
@@ -203,27 +202,24 @@ def _product_probe(device: str, dtype: str, shape: tuple[int, int, int]) -> Call
 
 
 def _noise_of(shape: tuple[int, ...], dtype: str, device: str) -> torch.Tensor:
-    """Random values: on constant ones a GPU needs less power, and is faster than in training."""
     import torch
 
+    # Not constant: on constants a GPU needs less power, and is faster than in training.
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=device).to(getattr(torch, dtype))
 
 
 def _element_wise(device: str, num_elements: int) -> Iterator[tuple[str, Callable[[], float]]]:
-    """Operators of transformer blocks, with the bytes that they move.
-
-    Results are kept until all tensors are done, as a forward pass keeps them: on a CPU it is fresh memory that
-    costs most, and memory that was just given back would hide it.
-    """
     import torch
     import torch.nn.functional as F
 
+    # Results are kept until all tensors are done, as in a forward pass: on a CPU fresh memory costs most, and
+    # memory that was just given back would hide it.
     tensors = [torch.linspace(-1, 1, num_elements, device=device).view(-1, 256) for _ in range(_NUM_TENSORS)]
     other, weight = tensors[0].clone(), torch.ones(256, device=device)
-    size = num_elements * 4 * _NUM_TENSORS
+    size = num_elements * 4 * _NUM_TENSORS  # bytes of all tensors
     fresh: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {
-        "copy": (2 * size, torch.clone),
+        "copy": (2 * size, torch.clone),  # (bytes read and written, action)
         "add": (3 * size, lambda tensor: tensor + other),
         "multiply": (3 * size, lambda tensor: tensor * other),
         "silu": (2 * size, F.silu),
@@ -247,7 +243,6 @@ def _on_all(
 
 
 def _small_layers(device: str) -> tuple[Callable[[], None], int]:
-    """Forward and backward of layers too small to compute anything, and the operators that they start."""
     import torch
     from torch import nn
 
@@ -258,7 +253,7 @@ def _small_layers(device: str) -> tuple[Callable[[], None], int]:
         for _ in range(_OPERATOR_CHAIN):
             blocks += [nn.LayerNorm(8), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)]
         model = nn.Sequential(*blocks).to(device)
-    inputs = torch.ones(2, 8, device=device)
+    inputs = torch.ones(2, 8, device=device)  # so small that only launches take time
 
     def run() -> None:
         model.zero_grad(set_to_none=True)
@@ -281,7 +276,7 @@ messages of 1/n of the tensor."""
 
 _MEASURED: Final = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 _NUM_BYTES: Final = {"cpu": (2**12, 2**17, 2**20, 2**22), "cuda": (2**14, 2**20, 2**24, 2**27)}
-_REPEATS: Final = {"cpu": (4, 3, 2, 2), "cuda": (10, 5, 3, 2)}
+_REPEATS: Final = {"cpu": (4, 3, 2, 2), "cuda": (10, 5, 3, 2)}  # one for each size
 _OVERLAP_BYTES: Final = {"cpu": 2**22, "cuda": 2**27}
 
 
@@ -330,11 +325,13 @@ def messages_of(collective: str, num_ranks: int) -> tuple[int, int]:
 def measured_overlap(times: Mapping[str, float]) -> float:
     """Share of a collective's time that ran beside a computation of about its length: 0 to 1."""
     alone, computing, both = (times[f"overlap/{what}"] for what in ("alone", "computing", "both"))
+    # 1 where both together take as long as the longer one, 0 where they take as long as the sum.
     return float(np.clip((alone + computing - both) / min(alone, computing), 0.0, 1.0))
 
 
 def _fit_rate(messages: int, num_parts: int, points: list[tuple[float, float]]) -> Rate:
     sizes, seconds = (np.asarray(values) for values in zip(*points, strict=True))
+    # seconds = α · messages + β · messages · bytes / parts; each equation is divided by its seconds.
     columns = np.stack([np.full(len(sizes), messages), messages * sizes / num_parts], axis=1)
     weights = 1 / seconds
     solution, *_ = np.linalg.lstsq(columns * weights[:, None], np.ones(len(sizes)), rcond=None)
@@ -347,12 +344,11 @@ def _fit_rate(messages: int, num_parts: int, points: list[tuple[float, float]]) 
 def _collective_starter(
     collective: str, num_bytes: int, group: dist.ProcessGroup, device: str
 ) -> Callable[[bool], Any] | None:
-    """Starts a collective on whole tensors of that size; ``None`` where the backend has none."""
     import torch
     import torch.distributed as dist
 
     num_ranks = dist.get_world_size(group)
-    each = max(1, num_bytes // 4 // num_ranks)
+    each = max(1, num_bytes // 4 // num_ranks)  # float32 elements of one part
     whole, part = torch.zeros(each * num_ranks, device=device), torch.zeros(each, device=device)
     other = torch.zeros_like(whole)
     ranks = dist.get_process_group_ranks(group)
@@ -381,7 +377,7 @@ def _collective_starter(
     except (RuntimeError, NotImplementedError):  # on every rank alike: the backend lacks it
         if collective == "all_reduce":  # every backend has it: a rank is gone
             raise
-        return None
+        return None  # unsupported by the backend
     return start
 
 
@@ -403,7 +399,6 @@ def _timed_together(
 
 
 def _overlap_probes(num_bytes: int, group: dist.ProcessGroup, device: str) -> dict[str, Callable[[], float]]:
-    """A collective alone, products of about its length alone, and both at once."""
     import torch
     import torch.distributed as dist
 
@@ -412,12 +407,13 @@ def _overlap_probes(num_bytes: int, group: dist.ProcessGroup, device: str) -> di
     size = 256 if device == "cpu" else 2048
     left = torch.ones(size, size, device=device)
     alone = _timed_together(communicate, 2, group, device)
-    for _ in range(2):
+    for _ in range(2):  # the first run warms up
         seconds = alone()
     started = time.perf_counter()
     for _ in range(4):
         torch.mm(left, left)
     wait_for(device)
+    # Enough products to take about as long as the collective; all ranks use the same number.
     products = torch.tensor([seconds / max((time.perf_counter() - started) / 4, 1e-7)], device=device)
     dist.all_reduce(products, op=dist.ReduceOp.MIN, group=group)
     repeats = int(np.clip(float(products), 1, 1000))

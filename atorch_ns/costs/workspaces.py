@@ -62,14 +62,14 @@ def _column_workspaces(
     return max((patches,) if patches else (), results if groups > 1 else (), key=sum)
 
 
-def _in_blocks(given: torch.Tensor, weight: torch.Tensor) -> bool:
+def _in_blocks(inputs: torch.Tensor, weight: torch.Tensor) -> bool:
     if weight.dim() not in (4, 5):
         return False
     last = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
-    if given.is_contiguous(memory_format=last) and not given.is_contiguous():
+    if inputs.is_contiguous(memory_format=last) and not inputs.is_contiguous():
         return False
     # An fp32 kernel of one point is a matrix product without a copy.
-    return any(size > 1 for size in weight.shape[2:]) or given.itemsize < 4
+    return any(size > 1 for size in weight.shape[2:]) or inputs.itemsize < 4
 
 
 def _padded_bytes(tensor: torch.Tensor) -> int:

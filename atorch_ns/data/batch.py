@@ -25,8 +25,9 @@ from atorch_ns.text import did_you_mean, with_article
 
 _log = logging.getLogger(__name__)
 
+# Names of the wrapped model in torch.compile, FSDP1, checkpoint_wrapper, and DDP or an engine.
 _WRAPPED_AS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
-_WRAPPERS: Final = ("torch", "deepspeed", "peft", "atorch_ns", "opt_lib")
+_WRAPPERS: Final = ("torch", "deepspeed", "peft", "atorch_ns", "opt_lib")  # packages whose modules wrap
 _BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -71,6 +72,7 @@ def forward_signature(model: Callable[..., Any]) -> inspect.Signature | None:
 
 def _forward_names(model: Callable[..., Any]) -> _ForwardNames:
     forward = _forward_callable(model)
+    # A bound method is another object at each access, so its function is the key.
     key = forward.func if isinstance(forward, functools.partial) else getattr(forward, "__func__", forward)
     try:
         return _FORWARD_NAMES[key]
@@ -100,7 +102,7 @@ def user_module(model: Any) -> Any:
     while isinstance(model, nn.Module):
         forward = type(model).forward
         package = (getattr(forward, "__module__", None) or "").partition(".")[0]
-        if package not in _WRAPPERS or not _is_variadic(forward):
+        if package not in _WRAPPERS or not _is_variadic(forward):  # layers of torch name their arguments
             return model
         base = getattr(model, "get_base_model", None)  # peft's
         inner = base() if callable(base) else _find_wrapped_model(model)
@@ -230,7 +232,7 @@ def split_batch(data: Any, num_micro_batches: int, *, uneven: bool = False) -> l
             f"a batch of {size} rows per rank cannot be split into {num} equal micro-batches. "
             f"{nearest_sizes(size, num)} These are rows of one data rank; batch_size counts those of all."
         )
-    step = -(-size // num)
+    step = -(-size // num)  # rounded up
 
     def part(begin: int) -> Any:
         def select(leaf: Any) -> Any:
@@ -240,6 +242,7 @@ def split_batch(data: Any, num_micro_batches: int, *, uneven: bool = False) -> l
 
         return map_leaves(lambda _, leaf: select(leaf), data, is_leaf=_is_plain_list)
 
+    # An empty batch has no rows to divide: each part is the batch.
     return [part(begin) for begin in range(0, size, step)] if step else [data] * num
 
 
@@ -276,8 +279,7 @@ def _access_text(path: Path) -> str:
 
 
 def _common_size(data: Any) -> int:
-    """B, the size of dim 0 of every tensor in ``data`` that has dims."""
-    sizes: dict[int, str] = {}
+    sizes: dict[int, str] = {}  # each B, and the first tensor that has it
     for path, leaf in leaves(data, is_leaf=is_unsplittable):
         if isinstance(leaf, torch.Tensor):
             if leaf.dim():

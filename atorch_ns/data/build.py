@@ -21,7 +21,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.text import with_article
 
 T = TypeVar("T")
-_NEVER_SET = -1
+_NEVER_SET = -1  # the epoch of a stream whose set_epoch nobody has called
 
 
 def every_nth(stream: Iterable[T], rank: int, num_ranks: int) -> Iterator[T]:
@@ -30,7 +30,7 @@ def every_nth(stream: Iterable[T], rank: int, num_ranks: int) -> Iterator[T]:
         owner = position % num_ranks
         if owner == rank:
             local_entry = entry
-        if owner == num_ranks - 1:
+        if owner == num_ranks - 1:  # no earlier, so that all ranks get equally many
             yield local_entry
 
 
@@ -153,9 +153,9 @@ def build_dataloader(
     )
     generator = read.generator
     if read.shuffle and generator is not None:
-        seed = generator.initial_seed() % 2**63
+        seed = generator.initial_seed() % 2**63  # it has 64 bits, and samplers add the epoch
         seed = seed if group is None else from_first(seed, distributed=True, group=group)
-        generator = generator.clone_state()
+        generator = generator.clone_state()  # torch advances it, for the seeds of workers
     sampler: Iterable[Any] | None = None
     batch_sampler: Iterable[Any] | None = None
     if is_stream:
@@ -170,6 +170,7 @@ def build_dataloader(
         return TrainLoader(
             dataset,
             global_batch_size=read.batch_size,
+            # Beside a batch sampler torch allows the default alone.
             batch_size=1 if batch_sampler is not None else read.batch_size_per_rank,
             sampler=sampler,
             batch_sampler=batch_sampler,
@@ -182,7 +183,6 @@ def build_dataloader(
 
 
 def _is_stream(dataset: Any, num_ranks: int) -> bool:
-    """Whether the dataset is iterated over instead of indexed."""
     if isinstance(dataset, DataLoader) or dataset is None:
         raise InputError(f"dataset must be a dataset; it is {with_article(dataset)}.")
     if isinstance(dataset, IterDataPipe) and num_ranks > 1:
@@ -207,7 +207,7 @@ def _is_stream(dataset: Any, num_ranks: int) -> bool:
 
 
 def _rank_stream(dataset: Any, read: LoaderArgs) -> Any:
-    """The rank's share of an iterable dataset; the dataset itself where one rank reads it and needs no epochs passed on."""
+    # Persistent workers keep the copy of the dataset that they were started with.
     passes_epochs = read.passed.get("persistent_workers") and hasattr(dataset, "set_epoch")
     if read.num_ranks == 1 and isinstance(dataset, IterableDataset) and not passes_epochs:
         return dataset
@@ -217,7 +217,6 @@ def _rank_stream(dataset: Any, read: LoaderArgs) -> Any:
 def _rank_share(
     key: str, sampler: Iterable[Any], read: LoaderArgs, group: dist.ProcessGroup | None
 ) -> Iterable[Any]:
-    """The user's ``sampler`` or ``batch_sampler`` (``key``), or the rank's share of it where it is not distributed."""
     if read.num_ranks == 1 or distributed_position(sampler) is not None:
         return sampler
     if group is None:
@@ -244,7 +243,7 @@ def _make_sampler(sampler_cls: type | None, dataset: Any, read: LoaderArgs, seed
     wanted: dict[str, Any] = {"num_replicas": read.num_ranks, "rank": read.rank, "shuffle": read.shuffle}
     parameters = inspect.signature(make).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    optional = {"drop_last": read.drop_last, "seed": seed}
+    optional = {"drop_last": read.drop_last, "seed": seed}  # which the interface does not promise
     wanted |= {key: value for key, value in optional.items() if takes_any or key in parameters}
     try:
         return make(dataset, **wanted)

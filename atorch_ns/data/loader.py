@@ -123,10 +123,10 @@ class TrainLoader(DataLoader[Any]):
                 run.batches += 1
                 yield batch
             self._end_run(run)
-            if self._run is run:
+            if self._run is run:  # no other iteration has begun meanwhile
                 self._run = None
         finally:
-            if run.batches > skip:
+            if run.batches > skip:  # left early, after a batch: it counts as an epoch
                 self._end_run(run)
             elif not run.over and self._run is run:  # the first batch failed to load: it comes next
                 self._run, self._resume = None, run
@@ -177,7 +177,6 @@ class TrainLoader(DataLoader[Any]):
         self._resume = position
 
     def _begin_run(self) -> tuple[_Run, int]:
-        """The iteration that begins now, and the number of batches of its epoch that it skips."""
         if self._run is not None:
             self._end_run(self._run)  # left early, while its iterator still exists
         epoch = self._clock.begin()
@@ -187,11 +186,8 @@ class TrainLoader(DataLoader[Any]):
         return self._run, skip
 
     def _start_iterator(self, skip: int) -> Iterator[Any]:
-        """Torch's iterator.
-
-        It draws a seed for its workers from the global random state. The iteration that is being resumed did
-        so when it began; the state is therefore restored, so that the model's next draw is the same.
-        """
+        # Torch draws a seed for workers from the global random state. The resumed iteration did so when it
+        # began, so the state is restored: the model's next draw is the same.
         if not skip or self.generator is not None:
             return super().__iter__()
         state = torch.get_rng_state()
@@ -201,8 +197,7 @@ class TrainLoader(DataLoader[Any]):
             torch.set_rng_state(state)
 
     def _end_run(self, run: _Run) -> None:
-        """Counts the epoch of ``run``, once."""
-        if not run.over:
+        if not run.over:  # the epoch is counted once
             run.over = True
             self._clock.end(run.epoch)
 

@@ -95,9 +95,9 @@ def read_loader_args(
     )
 
 
-def _unknown_keys(given: Mapping[str, Any]) -> list[str]:
+def _unknown_keys(arguments: Mapping[str, Any]) -> list[str]:
     problems = []
-    for key in given:
+    for key in arguments:
         if key == "dataset":
             problems.append(
                 "dataloader_args['dataset']: the dataset is an argument of its own; leave it out."
@@ -108,9 +108,9 @@ def _unknown_keys(given: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _batch_size_problem(given: Mapping[str, Any], num_ranks: int) -> str | None:
-    size: Any = given.get("batch_size")
-    if not _is_size(size) or given.get("batch_sampler") is not None or size % num_ranks == 0:
+def _batch_size_problem(arguments: Mapping[str, Any], num_ranks: int) -> str | None:
+    size: Any = arguments.get("batch_size")
+    if not _is_size(size) or arguments.get("batch_sampler") is not None or size % num_ranks == 0:
         return None
     return (
         f"dataloader_args['batch_size']={size} is the global batch size, and {num_ranks} data-parallel "
@@ -118,20 +118,20 @@ def _batch_size_problem(given: Mapping[str, Any], num_ranks: int) -> str | None:
     )
 
 
-def _wrong_types(given: Mapping[str, Any]) -> list[str]:
+def _wrong_types(arguments: Mapping[str, Any]) -> list[str]:
     problems = [
-        f"dataloader_args[{key!r}]={given[key]!r} must be True or False."
+        f"dataloader_args[{key!r}]={arguments[key]!r} must be True or False."
         for key in ("shuffle", "drop_last")
-        if not isinstance(given.get(key), (bool, type(None)))
+        if not isinstance(arguments.get(key), (bool, type(None)))
     ]
-    size = given.get("batch_size")
+    size = arguments.get("batch_size")
     if size is not None and not _is_size(size):
         problems.append(f"dataloader_args['batch_size']={size!r} must be a positive integer.")
-    if not isinstance(given.get("generator"), (torch.Generator, type(None))):
-        kind = with_article(given["generator"])
+    if not isinstance(arguments.get("generator"), (torch.Generator, type(None))):
+        kind = with_article(arguments["generator"])
         problems.append(f"dataloader_args['generator'] must be a torch.Generator; it is {kind}.")
     for key in ("sampler", "batch_sampler"):
-        value = given.get(key)
+        value = arguments.get(key)
         if value is not None and not (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):
             problems.append(f"dataloader_args[{key!r}] must be iterable; it is {with_article(value)}.")
         elif hasattr(value, "__next__"):
@@ -141,42 +141,42 @@ def _wrong_types(given: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _find_conflicts(given: Mapping[str, Any], *, has_sampler_cls: bool) -> list[str]:
+def _find_conflicts(arguments: Mapping[str, Any], *, has_sampler_cls: bool) -> list[str]:
     problems = []
-    if given.get("batch_sampler") is not None:
-        clashes = [key for key in ("shuffle", "sampler", "drop_last") if _is_given(given, key)]
-        if given.get("batch_size", 1) != 1:
+    if arguments.get("batch_sampler") is not None:
+        clashes = [key for key in ("shuffle", "sampler", "drop_last") if _is_given(arguments, key)]
+        if arguments.get("batch_size", 1) != 1:
             clashes.insert(0, "batch_size")
         if clashes:
             problems.append(
                 f"dataloader_args: batch_sampler decides alone what a batch is; leave out {', '.join(clashes)}."
             )
-    elif given.get("sampler") is not None and given.get("shuffle"):
+    elif arguments.get("sampler") is not None and arguments.get("shuffle"):
         problems.append("dataloader_args: a sampler gives the order; leave out shuffle, or the sampler.")
     if has_sampler_cls:
         problems += [
             f"distributed_sampler_cls and dataloader_args[{key!r}] both give the order; leave out one of them."
             for key in ("sampler", "batch_sampler")
-            if given.get(key) is not None
+            if arguments.get(key) is not None
         ]
     return problems
 
 
-def _stream_problems(given: Mapping[str, Any], *, has_sampler_cls: bool) -> list[str]:
+def _stream_problems(arguments: Mapping[str, Any], *, has_sampler_cls: bool) -> list[str]:
     named = [
         f"dataloader_args[{key!r}]"
         for key in ("shuffle", "sampler", "batch_sampler")
-        if _is_given(given, key)
+        if _is_given(arguments, key)
     ]
     named += ["distributed_sampler_cls"] if has_sampler_cls else []
     reason = "cannot be used with an iterable dataset, which gives its own order; shuffle inside the dataset."
     return [f"{name} {reason}" for name in named]
 
 
-def _position_problems(given: Mapping[str, Any], expected: tuple[int, int]) -> list[str]:
+def _position_problems(arguments: Mapping[str, Any], expected: tuple[int, int]) -> list[str]:
     problems = []
     for key in ("sampler", "batch_sampler"):
-        position = distributed_position(given.get(key))
+        position = distributed_position(arguments.get(key))
         if position is not None and position != expected:
             problems.append(
                 f"dataloader_args[{key!r}] is a distributed sampler with (num_replicas, rank)={position}, but the "
@@ -185,8 +185,8 @@ def _position_problems(given: Mapping[str, Any], expected: tuple[int, int]) -> l
     return problems
 
 
-def _unbatched_problems(given: Mapping[str, Any], num_ranks: int) -> list[str]:
-    if given.get("batch_size", 1) is not None or given.get("batch_sampler") is not None:
+def _unbatched_problems(arguments: Mapping[str, Any], num_ranks: int) -> list[str]:
+    if arguments.get("batch_size", 1) is not None or arguments.get("batch_sampler") is not None:
         return []
     problems = []
     if num_ranks > 1:
@@ -194,13 +194,13 @@ def _unbatched_problems(given: Mapping[str, Any], num_ranks: int) -> list[str]:
             f"dataloader_args['batch_size']=None turns batching off, so there is no global batch that {num_ranks} "
             "data-parallel ranks could share. Give a batch_size, or a batch_sampler."
         )
-    if given.get("drop_last"):
+    if arguments.get("drop_last"):
         problems.append("dataloader_args: batch_size=None turns batching off; leave out drop_last.")
     return problems
 
 
-def _is_given(given: Mapping[str, Any], key: str) -> bool:
-    return given.get(key) is not None and given[key] is not False
+def _is_given(arguments: Mapping[str, Any], key: str) -> bool:
+    return arguments.get(key) is not None and arguments[key] is not False
 
 
 def _is_size(value: object) -> bool:

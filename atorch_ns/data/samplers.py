@@ -40,8 +40,8 @@ def even_out(order: Sequence[T], num_ranks: int, *, drop_last: bool) -> list[T]:
         return list(order[: len(order) // num_ranks * num_ranks])
     if not order:
         return []
-    missing = -len(order) % num_ranks
-    copies = math.ceil(missing / len(order))
+    missing = -len(order) % num_ranks  # up to the next multiple
+    copies = math.ceil(missing / len(order))  # an order shorter than N is repeated
     return [*order, *(list(order) * copies)[:missing]]
 
 
@@ -67,8 +67,7 @@ def split_batches(batches: Sequence[Sequence[T]], rank: int, num_ranks: int) -> 
 
 
 def _layers_of(sampler: object) -> Iterator[object]:
-    """The sampler, the sampler that it draws from, and so on."""
-    seen: set[int] = set()
+    seen: set[int] = set()  # samplers may refer to each other
     while sampler is not None and id(sampler) not in seen:
         yield sampler
         seen.add(id(sampler))

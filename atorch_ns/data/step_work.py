@@ -131,18 +131,19 @@ def weigh(
     numbers = [1.0] * num if weights is None else _weight_numbers(weights)
     idle = [False] * num if dummies is None else _weight_numbers(dummies)
     problem = _find_problem(samples, weights, losses, reduction, dummies, functions)
+    # Arguments that are wrong are told to the other ranks, which must not wait in the all-gather.
     numbers, idle = numbers or [], [bool(flag) for flag in idle or ()]
     net_weights = [0.0 if is_idle else weight for weight, is_idle in zip(numbers, idle, strict=False)]
     digest = _work_digest(losses, reduction, idle, [] if problem else samples)
     divides = functions.get("divisor") is not None
     words = [data_rank, num, sum(net_weights), bool(problem), bool(outputs), digest, divides]
-    told = torch.tensor(words, dtype=torch.float64, device=device)
+    told = torch.tensor(words, dtype=torch.float64, device=device)  # exact: the digest has 48 bits of 53
     every = [told]
     if data_ranks is not None:
         every = [torch.empty_like(told) for _ in range(dist.get_world_size())]
         dist.all_gather(every, told)
-    rows = torch.stack(every).tolist()
-    by_place = {row[0]: row for row in rows}
+    rows = torch.stack(every).tolist()  # [ranks, 7]
+    by_place = {row[0]: row for row in rows}  # ranks that work on the same data count once
     failed = [rank for rank, row in enumerate(rows) if row[3]]
     if failed:
         problems = [problem] if data_ranks is None else gathered(problem, distributed=True)
@@ -153,13 +154,13 @@ def weigh(
         raise InputError(
             "the weights of all micro-batches sum to nothing, so that their losses have no mean."
         )
-    missing = int(most) - num
+    missing = int(most) - num  # dummies: all ranks run the same number of forwards and collectives
     factors = net_weights if losses == "means" else [float(not is_idle) for is_idle in idle]
     divisor = total if reduction == "mean" else 1.0
     counts = [factor / divisor for factor in factors] + [0.0] * missing
     idle += [True] * missing
     return [*samples, *[samples[-1]] * missing], {
-        "shares": [n * count for count in counts],
+        "shares": [n * count for count in counts],  # gradients are averaged over n data ranks afterwards
         "counts": counts,
         "dummies": frozenset(number for number, flag in enumerate(idle) if flag),
         "wants_outputs": outputs,
@@ -175,7 +176,6 @@ def _find_problem(
     dummies: Any,
     functions: Mapping[str, Callable[..., Any] | None],
 ) -> str:
-    """The problem of this rank's arguments of :func:`weigh` as a sentence; empty for none."""
     if not isinstance(samples, (list, tuple)):
         return f"samples is a list of micro-batches, and not {with_article(samples)}"
     if losses not in ("means", "sums") or reduction not in ("mean", "sum"):
@@ -193,7 +193,7 @@ def _find_problem(
 
 
 def _refuse_unlike(rows: Sequence[Sequence[float]]) -> None:
-    """Raises an :class:`InputError` if ranks were told what does not go together; of each rank what it has told."""
+    # The columns are those of `words` in weigh.
     by_place = {row[0]: row for row in rows}
     divides = [row[6] for row in rows]
     if len(set(divides)) > 1:
@@ -221,7 +221,6 @@ def _find_misfit(num: int, weights: Sequence[float], idle: Sequence[float] | Non
 
 
 def _weight_numbers(weights: Sequence[float]) -> list[float] | None:
-    """The weights; ``None`` if they are no list of numbers."""
     try:
         return [float(weight) for weight in weights]
     except (TypeError, ValueError, RuntimeError):  # RuntimeError of a tensor of several numbers
@@ -229,12 +228,11 @@ def _weight_numbers(weights: Sequence[float]) -> list[float] | None:
 
 
 def _work_digest(losses: str, reduction: str, idle: Sequence[bool], samples: Sequence[Any]) -> int:
-    """What ranks that work on the same data are given alike, as a number below 2^48."""
     shapes = [
         [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(sample)] for sample in samples
     ]
     text = repr((losses, reduction, list(idle), shapes)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")  # 6 bytes: sent as a float64
 
 
 @dataclass(frozen=True, kw_only=True)

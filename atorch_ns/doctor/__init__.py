@@ -10,18 +10,17 @@ from atorch_ns.doctor.environment import environment
 from atorch_ns.doctor.rank_info import Who
 
 __all__ = [
-    "CHECKS", "NODE_CHECKS", "Check", "Finding", "Place", "Verdict", "Who", "environment", "examine",
-    "examine_nodes",
+    "CHECKS", "NODE_CHECKS", "Check", "Finding", "Place", "Verdict", "Who", "environment", "examine", "examine_nodes",
 ]  # fmt: skip
 
 
-def examine_nodes(place: Place, who: Who, names: Sequence[str]) -> Iterator[Finding]:
+def examine_nodes(machine: Place, who: Who, names: Sequence[str]) -> Iterator[Finding]:
     """Examines the nodes on which a launcher has started ranks; every rank calls it, rank 0 reports.
 
     Another rank yields one finding without a text if something failed, for its exit code.
 
     Args:
-        place: the machine to check; the launcher has chosen the ranks.
+        machine: the machine to check; the launcher has chosen the ranks.
         who: this rank.
         names: names of checks in :data:`NODE_CHECKS` and :data:`CHECKS`; the latter are run on every node.
 
@@ -30,4 +29,4 @@ def examine_nodes(place: Place, who: Who, names: Sequence[str]) -> Iterator[Find
     """
     from atorch_ns.doctor.nodes import examine_nodes as examined  # imports torch
 
-    return examined(place, who, names)
+    return examined(machine, who, names)

@@ -38,11 +38,11 @@ NODE_CHECKS: Final = ("nodes", "alike", "reach", "all-reduce")
 """Checks of several nodes, in their order; the first is always run, since the others need all ranks."""
 
 
-def examine(place: Place, *, names: tuple[str, ...] = ()) -> Iterator[Finding]:
+def examine(machine: Place, *, names: tuple[str, ...] = ()) -> Iterator[Finding]:
     """Runs the checks, and gives each finding as it comes; a check that breaks is a finding that fails.
 
     Args:
-        place: the machine to check.
+        machine: the machine to check.
         names: names of checks; all if empty.
     """
     for name, check in CHECKS.items():
@@ -50,7 +50,7 @@ def examine(place: Place, *, names: tuple[str, ...] = ()) -> Iterator[Finding]:
             continue
         began = time.perf_counter()
         try:
-            findings = check(place)
+            findings = check(machine)
         except Exception as error:
             seconds = time.perf_counter() - began
             text = f"the check itself failed after {seconds:.1f} s: {error_text(error)}"

@@ -23,6 +23,7 @@ _PACKAGES: Final = (
     "accelerate", "peft", "bitsandbytes", "safetensors", "tensorboard", "wandb",
     *OPTIONAL_PACKAGES.values(),
 )  # fmt: skip
+# Switches and numbers, shown with their values; all others may hold addresses, paths or secrets.
 _VARIABLES: Final = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF", "NCCL_DEBUG", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE",
@@ -30,11 +31,10 @@ _VARIABLES: Final = (
     "TORCH_COMPILE_DISABLE", "TORCH_LOGS", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
     "HF_HUB_OFFLINE", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_",
 )  # fmt: skip
-"""Shown with their values, which are switches and numbers. All others may hold addresses, paths or secrets."""
+# Shown as set or not, without their values.
 _SEEN: Final = (
     "MASTER_ADDR", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "LD_PRELOAD", "ATORCH_NS_ENGINE_TOKEN",
 )  # fmt: skip
-"""Shown as set or not, without their values."""
 
 
 def environment() -> dict[str, Any]:
@@ -76,10 +76,9 @@ def _cpu_info() -> dict[str, Any]:
 
 
 def _cgroup_cores() -> float | None:
-    """Cores that the control group allows; ``None`` where it sets no limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return None if quota == "max" else int(quota) / int(period)
+        return None if quota == "max" else int(quota) / int(period)  # max is no limit
     except (OSError, ValueError):
         return None
 
@@ -111,7 +110,7 @@ def _torch_info() -> dict[str, Any]:
         "backends": [
             name
             for name in ("gloo", "nccl", "mpi", "ucc")
-            if there and getattr(dist, f"is_{name}_available", bool)()
+            if there and getattr(dist, f"is_{name}_available", bool)()  # bool() is False
         ],
         "threads": torch.get_num_threads(),
     }
@@ -140,7 +139,6 @@ def _package_versions() -> dict[str, str]:
 
 
 def _methods_by_package() -> dict[str, list[str]]:
-    """Names of the methods, by the package that brings them."""
     from atorch_ns.method import load_registry  # imports every method, and torch with them
 
     registry = load_registry()
@@ -150,6 +148,6 @@ def _methods_by_package() -> dict[str, list[str]]:
     return methods
 
 
-def _environment_variables(given: Mapping[str, str]) -> dict[str, str]:
-    shown = {name: given[name] for name in _VARIABLES if name in given}
-    return {**shown, **{name: "(set)" for name in _SEEN if name in given}}
+def _environment_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    shown = {name: environ[name] for name in _VARIABLES if name in environ}
+    return {**shown, **{name: "(set)" for name in _SEEN if name in environ}}

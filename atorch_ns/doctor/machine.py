@@ -27,20 +27,20 @@ _FREE_BYTES: Final = 2 * 2**30
 
 
 @as_check
-def check_disk(place: Place) -> Iterator[Finding]:
+def check_disk(machine: Place) -> Iterator[Finding]:
     """The folder for checkpoints takes a file, flushed to the disk, and has space left."""
-    block = os.urandom(2**20)
+    block = os.urandom(2**20)  # random, so that no file system compresses it
     try:
-        with tempfile.NamedTemporaryFile(dir=place.folder, prefix=".atorch_ns_doctor_") as file:
+        with tempfile.NamedTemporaryFile(dir=machine.folder, prefix=".atorch_ns_doctor_") as file:
             began = time.perf_counter()
             for _ in range(_WRITTEN_BYTES // len(block)):
                 file.write(block)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # else the page cache is timed
             seconds = time.perf_counter() - began
-        free = shutil.disk_usage(place.folder).free
+        free = shutil.disk_usage(machine.folder).free
     except OSError as error:
-        text = f"the folder for checkpoints, {place.folder}, cannot be written: {error.strerror or error}"
+        text = f"the folder for checkpoints, {machine.folder}, cannot be written: {error.strerror or error}"
         yield failed(_DISK, text, "atorch-ns doctor --folder FOLDER   # with one that you may write")
         return
     figures = {"bytes_per_second": _WRITTEN_BYTES / seconds, "free_bytes": free}
@@ -53,10 +53,10 @@ def check_disk(place: Place) -> Iterator[Finding]:
 
 
 _SHARED: Final = Path("/dev/shm")
+# Batches of data-loading workers and buffers of NCCL are there; Docker's default is 64 MiB in all.
 _SHARED_BYTES_PER_RANK: Final = 256 * 2**20
-"""Data-loading workers and NCCL exchange batches and buffers there; Docker's default is 64 MiB in all."""
+# For a rank with data-loading workers and a thousand shard files; many systems begin with 1,024.
 _OPEN_FILES: Final = 4096
-"""A rank with data-loading workers and a thousand shard files; many systems begin with 1,024."""
 
 
 def shared_memory_bytes() -> int | None:
@@ -69,25 +69,25 @@ def shared_memory_bytes() -> int | None:
 
 
 @as_check
-def check_shared_memory(place: Place) -> Iterator[Finding]:
+def check_shared_memory(machine: Place) -> Iterator[Finding]:
     """There is shared memory for the ranks' data-loading workers."""
     name, size = "shared memory", shared_memory_bytes()
     if size is None:
         yield passed(name, "this system has no /dev/shm to run out of")
         return
-    wanted = place.num_ranks * _SHARED_BYTES_PER_RANK
+    wanted = machine.num_ranks * _SHARED_BYTES_PER_RANK
     figures = {"size_bytes": size}
     text = f"/dev/shm holds {bytes_text(size)}"
     if size >= wanted:
         yield passed(name, text, figures=figures)
         return
-    text += f"; {bytes_text(wanted)} are advised for {place.num_ranks} ranks, or workers of data loaders die with 'Bus error'"
+    text += f"; {bytes_text(wanted)} are advised for {machine.num_ranks} ranks, or workers of data loaders die with 'Bus error'"
     fix = "docker run --shm-size=8g ...   # or --ipc=host; else sudo mount -o remount,size=8G /dev/shm"
     yield warned(name, text, fix, figures=figures)
 
 
 @as_check
-def check_limits(place: Place) -> Iterator[Finding]:
+def check_limits(machine: Place) -> Iterator[Finding]:
     """Open files and locked memory are not limited too far."""
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -96,9 +96,9 @@ def check_limits(place: Place) -> Iterator[Finding]:
         "locked_memory_bytes": None if locked == resource.RLIM_INFINITY else locked,
     }
     few_files = files != resource.RLIM_INFINITY and files < _OPEN_FILES
-    little_locked = _has_infiniband() and locked != resource.RLIM_INFINITY
+    little_locked = _has_infiniband() and locked != resource.RLIM_INFINITY  # RDMA pins its buffers
     if few_files:
-        above = most_files == resource.RLIM_INFINITY or most_files >= _OPEN_FILES
+        above = most_files == resource.RLIM_INFINITY or most_files >= _OPEN_FILES  # the hard limit allows it
         text = (
             f"a process may have {files} files open; {_OPEN_FILES} are advised, or loaders with many "
             "workers fail with 'Too many open files'"
@@ -131,10 +131,10 @@ _SHORTEST_S: Final = 60.0
 
 
 @as_check
-def check_packages(place: Place) -> Iterator[Finding]:
+def check_packages(machine: Place) -> Iterator[Finding]:
     """Each installed optional package is imported in a process of its own: a broken one may end its interpreter."""
     versions = installed_packages()
-    limit = max(place.timeout_s, _SHORTEST_S)
+    limit = max(machine.timeout_s, _SHORTEST_S)
 
     def attempt(package: str) -> Isolated:
         return isolated(importlib.import_module, package, timeout_s=limit)
@@ -157,12 +157,11 @@ def check_packages(place: Place) -> Iterator[Finding]:
 
 
 _PORTS: Final = "ports"
-_DEFAULT_PORT: Final = 29500
-"""Default port of torchrun's store."""
+_DEFAULT_PORT: Final = 29500  # of torchrun's store
 
 
 @as_check
-def check_ports(place: Place) -> Iterator[Finding]:
+def check_ports(machine: Place) -> Iterator[Finding]:
     """A port can be had on the loopback interface, torchrun's default is free, and the host's name resolves."""
     try:
         with (
@@ -193,7 +192,7 @@ def _default_port() -> Iterator[Finding]:
 
 def _host_name() -> Iterator[Finding]:
     try:
-        socket.getaddrinfo(socket.gethostname(), None)
+        socket.getaddrinfo(socket.gethostname(), None)  # gloo listens there
     except OSError as error:
         text = f"this machine's name does not resolve ({error}): jobs of several nodes fail to meet"
         yield warned(_PORTS, text, 'echo "127.0.1.1 $(hostname)" | sudo tee -a /etc/hosts')
@@ -205,12 +204,12 @@ _TORCH: Final = (2, 11)
 
 
 @as_check
-def check_versions(place: Place) -> Iterator[Finding]:
+def check_versions(machine: Place) -> Iterator[Finding]:
     """Python and torch are new enough, and torch can use the devices that are there."""
     import torch
 
     old_python = sys.version_info < _PYTHON
-    numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)  # as 2.11.0+cu126
     old_torch = numbers is None or (int(numbers[1]), int(numbers[2])) < _TORCH
     if old_python:
         text = f"Python {platform.python_version()}; 3.11 or later is needed"

@@ -12,18 +12,15 @@ from atorch_ns.doctor.base import Finding, Verdict, failed, passed, warned
 from atorch_ns.doctor.rank_info import Who
 from atorch_ns.text import bytes_text, first_few, seconds_text
 
-_SLOW: Final = 0.5
-"""A node with less than this share of the others' bandwidth or speed is named."""
-_SKEW_S: Final = 0.5
-"""A larger difference of clocks makes logs and time limits hard to compare."""
-_EXPECTED: Final[Mapping[str, tuple[Verdict, str]]] = {
+_SLOW: Final = 0.5  # share of the others' bandwidth or speed below which a node is named
+_SKEW_S: Final = 0.5  # more makes logs and time limits hard to compare
+_EXPECTED: Final[Mapping[str, tuple[Verdict, str]]] = {  # differences, with fixes; all others are warnings
     "torch": ("fail", "pip install torch=={}"),
     "atorch-ns": ("fail", "pip install atorch-ns=={}"),
     "NCCL": ("fail", "pip install --force-reinstall torch   # the same build as the others have"),
     "Python": ("warn", "use one image or environment for all nodes"),
     "devices": ("warn", "give the job nodes of one kind: the slowest sets the pace"),
 }
-"""Verdict on a difference between nodes, and its fix; a difference in optional packages is a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +101,7 @@ def differences(nodes: Nodes) -> list[Finding]:
             by_value.setdefault(versions.get(name, "none"), []).append(node)
         if len(by_value) < 2:
             continue
+        # The majority's value is taken for the right one.
         usual = max(by_value, key=lambda value: len(by_value[value]))
         rest = nodes.named(by_value.pop(usual), most=3)
         odd = "; ".join(f"{value} on {nodes.named(group)}" for value, group in by_value.items())
@@ -245,7 +243,7 @@ def all_reduce_finding(check: str, title: str, measured: Mapping[str, float]) ->
 def _judge_bandwidths(
     check: str, title: str, by_node: list[Mapping[str, float]], fix: str, nodes: Nodes
 ) -> Finding:
-    """Bandwidths, judged by the fastest repeat: a machine may have been busy for a moment."""
+    # By the fastest repeat: a machine may have been busy for a moment.
     best = [each["best_bytes_per_s"] for each in by_node]
     usual, worst = statistics.median_high(each["bytes_per_s"] for each in by_node), best.index(min(best))
     text = f"{title}: {bytes_text(usual)}/s in the middle, least {_figures_text(by_node[worst])} on "
@@ -256,7 +254,6 @@ def _judge_bandwidths(
 def _judge_speeds(
     check: str, text: str, speeds: list[float], fix: str, figures: Mapping[str, float], nodes: Nodes
 ) -> Finding:
-    """A warning that names the nodes with less than half the usual speed, if there are any."""
     slow = [node for node, speed in enumerate(speeds) if speed < _SLOW * statistics.median_high(speeds)]
     if slow:
         return warned(check, f"{text}. Slow: {nodes.named(slow)}", fix, figures=figures)

@@ -44,51 +44,49 @@ from atorch_ns.errors import BackendError
 from atorch_ns.processes import Ranks, scratch_folder
 
 _POLL_S: Final = 0.05
-_SPARE_S: Final = 15.0
-"""Seconds that rank 0 waits beyond a limit for ranks that had that limit themselves."""
-_LEAVING_S: Final = 5.0
-_CONNECTING_S: Final = 10.0
-_AT_ONCE: Final = 32
-_SIOCGIFADDR: Final = 0x8915
-"""Linux's request for the address of a network interface (netdevice(7))."""
+_SPARE_S: Final = 15.0  # added to a limit, for ranks that had that limit themselves
+_LEAVING_S: Final = 5.0  # rank 0 keeps its store so long for the others
+_CONNECTING_S: Final = 10.0  # seconds to connect to one node
+_AT_ONCE: Final = 32  # connections that are tried at the same time
+_SIOCGIFADDR: Final = 0x8915  # Linux's request for the address of a network interface, netdevice(7)
 
 
-def examine_nodes(place: Place, who: Who, names: Sequence[str]) -> Iterator[Finding]:
+def examine_nodes(machine: Place, who: Who, names: Sequence[str]) -> Iterator[Finding]:
     """See :func:`atorch_ns.doctor.examine_nodes`."""
-    values = _Exchange(who, place.timeout_s)
-    place = replace(place, num_ranks=who.local_world_size)
+    values = _Exchange(who, machine.timeout_s)
+    machine = replace(machine, num_ranks=who.local_world_size)  # the ranks of this node
     failed = False
     try:
-        for finding in _iter_findings(values, place, who, names):
+        for finding in _iter_findings(values, machine, who, names):
             failed = failed or finding.verdict == "fail"
             yield finding
         if values.from_first(failed) and who.rank:
-            yield Finding(check="nodes", verdict="fail", text="", fix="")
+            yield Finding(check="nodes", verdict="fail", text="", fix="")  # for this rank's exit code
     except dist.DistError as error:
         raise BackendError(
             f"rank {who.rank} on node {who.node} has lost the launcher's store at {who.host}:{who.port}: the node that "
             "keeps it has stopped, or the network between has."
         ) from error
     except BaseException:
-        values.abort()
+        values.abort()  # others wait for rank 0
         raise
     finally:
         values.leave()
 
 
-def _iter_findings(values: _Exchange, place: Place, who: Who, names: Sequence[str]) -> Iterator[Finding]:
-    """All findings, on rank 0; others only report. Ends after a step without which the next would hang."""
-    limit_s, nodes, clean = place.timeout_s, Nodes(who), True
-    with contextlib.ExitStack() as stack:
+def _iter_findings(values: _Exchange, machine: Place, who: Who, names: Sequence[str]) -> Iterator[Finding]:
+    limit_s, nodes, clean = machine.timeout_s, Nodes(who), True
+    with contextlib.ExitStack() as stack:  # listeners stay until all have connected
         values.post("inventory", asdict(_own_inventory(who, stack)))
         if who.rank == 0:
             came = values.gather("inventory", range(who.world_size), timeout_s=limit_s)
             nodes = Nodes(who, {rank: Inventory(**each) for rank, each in came.items()})
-            found = arrivals(nodes, limit_s)
-            clean = all(each.verdict == "pass" for each in found)
-            yield from found
-        if not values.from_first(clean):
+            findings = arrivals(nodes, limit_s)
+            clean = all(each.verdict == "pass" for each in findings)
+            yield from findings
+        if not values.from_first(clean):  # without all ranks the next steps would hang
             return
+        # Rank 0 alone has the inventories of all ranks.
         if "alike" in names and who.rank == 0:
             yield from differences(nodes)
         if "reach" in names:
@@ -100,20 +98,24 @@ def _iter_findings(values: _Exchange, place: Place, who: Who, names: Sequence[st
             if who.rank == 0:
                 rows = values.gather("reach", who.leaders, timeout_s=limit_s + _SPARE_S)
                 by_node = {rank // who.local_world_size: dict(enumerate(row)) for rank, row in rows.items()}
-                found = reachability(by_node, nodes)
-                clean = all(each.verdict == "pass" for each in found)
-                yield from found
+                findings = reachability(by_node, nodes)
+                clean = all(each.verdict == "pass" for each in findings)
+                yield from findings
             clean = values.from_first(clean)
+    # Collectives are tried where nodes reach each other, by each rank in a process of its own.
     if clean and "all-reduce" in names:
         values.post("benchmark", benchmark(who, timeout_s=limit_s))
         if who.rank == 0:
             answers = values.gather("benchmark", range(who.world_size), timeout_s=limit_s + _SPARE_S)
-            found = failures(answers, nodes)
-            yield from found or _judge_nodes({rank: each["figures"] for rank, each in answers.items()}, nodes)
-        values.from_first(True)
+            findings = failures(answers, nodes)
+            yield from findings or _judge_nodes(
+                {rank: each["figures"] for rank, each in answers.items()}, nodes
+            )
+        values.from_first(True)  # the others wait for rank 0's judgement
+    # Checks of one machine run on the first rank of each node.
     for name in (name for name in names if name not in NODE_CHECKS):
         if who.leads:
-            values.post(name, [each.as_json() for each in examine(place, names=(name,))])
+            values.post(name, [each.as_json() for each in examine(machine, names=(name,))])
         if who.rank == 0:
             by_rank = values.gather(name, who.leaders, timeout_s=limit_s + _SPARE_S)
             yield from combined(name, by_rank, nodes, limit_s + _SPARE_S)
@@ -126,18 +128,10 @@ def _judge_nodes(figures: dict[int, dict[str, Any]], nodes: Nodes) -> list[Findi
 
 
 class _Exchange:
-    """Plain values exchanged over the launcher's store.
-
-    Args:
-        who: this rank.
-        timeout_s: seconds to reach the store; rank 0 may take twice that, and some more, from one value to the next.
-
-    Raises:
-        BackendError: if the store cannot be reached.
-    """
+    """Plain values exchanged over the launcher's store; raises BackendError if it cannot be reached."""
 
     def __init__(self, who: Who, timeout_s: float) -> None:
-        self._who, self._limit_s = who, 2 * (timeout_s + _SPARE_S)
+        self._who, self._limit_s = who, 2 * (timeout_s + _SPARE_S)  # from one value of rank 0 to the next
         self._store = PrefixStore("atorch_ns/doctor", open_store(who, timeout_s=timeout_s))
         self._num_values = 0
 
@@ -170,7 +164,7 @@ class _Exchange:
         if self._who.rank == 0:
             self.post(subject, [value])
         answer = self.gather(subject, [0], timeout_s=self._limit_s).get(0, [])
-        if answer:
+        if answer:  # empty after abort()
             return answer[0]
         raise BackendError(
             "rank 0, on node 0, has failed or is silent. Look at what it printed, and whether it runs."
@@ -191,11 +185,10 @@ class _Exchange:
 
 
 def _own_inventory(who: Who, stack: contextlib.ExitStack) -> Inventory:
-    """Inventory of this process; the first rank of a node listens for the others until the stack is closed."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(index) for index in range(gpus)]
     address, problem, fix = None, "", ""
-    if who.leads:
+    if who.leads:  # one listener for each node
         try:
             host = own_address() if who.num_nodes > 1 else "127.0.0.1"
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -232,7 +225,7 @@ def own_address() -> str:
             return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
+        return socket.inet_ntoa(answer[20:24])  # struct ifreq: 16 bytes of the name, then sockaddr_in
     except OSError as error:
         raise OSError(
             f"GLOO_SOCKET_IFNAME={interface} names no interface with an IPv4 address there ({error.strerror})"
@@ -273,8 +266,8 @@ def benchmark(who: Who, *, timeout_s: float) -> dict[str, Any]:
         ``figures``, or a ``problem``; ``steps`` that it began; whether it was ``late`` and ended; ``seconds``.
     """
     began = time.monotonic()
-    variables = replace(who, store_is_there=True).variables()
-    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    variables = replace(who, store_is_there=True).variables()  # the store is there by now
+    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # torchrun sets 1
     with scratch_folder() as folder:
         with Ranks(
             "atorch_ns.doctor.benchmark", [str(folder), str(timeout_s)], 1, shown=False, variables=variables

@@ -36,28 +36,28 @@ class Who:
     store_is_there: bool
 
     @staticmethod
-    def detect(given: Mapping[str, str] = os.environ) -> Who | None:
+    def detect(environ: Mapping[str, str] = os.environ) -> Who | None:
         """Reads the variables of torchrun and its like; ``None`` where no launcher has started ranks.
 
         Raises:
             BackendError: if some of the variables are missing.
         """
-        if "RANK" not in given and "WORLD_SIZE" not in given:
+        if "RANK" not in environ and "WORLD_SIZE" not in environ:
             return None
-        missing = [name for name in _NEEDED if name not in given]
+        missing = [name for name in _NEEDED if name not in environ]
         if missing:
             raise BackendError(
                 f"the environment names ranks but lacks {', '.join(missing)}. Start doctor with torchrun, or unset RANK "
                 "and WORLD_SIZE to look at this machine alone."
             )
         return Who(
-            rank=int(given["RANK"]),
-            world_size=int(given["WORLD_SIZE"]),
-            local_rank=int(given.get("LOCAL_RANK", 0)),
-            local_world_size=int(given.get("LOCAL_WORLD_SIZE", 1)),
-            host=given["MASTER_ADDR"],
-            port=int(given["MASTER_PORT"]),
-            store_is_there=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            rank=int(environ["RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ.get("LOCAL_RANK", 0)),
+            local_world_size=int(environ.get("LOCAL_WORLD_SIZE", 1)),
+            host=environ["MASTER_ADDR"],
+            port=int(environ["MASTER_PORT"]),
+            store_is_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",  # set by torchrun
         )
 
     def variables(self) -> dict[str, str]:
@@ -80,7 +80,7 @@ class Who:
     @property
     def num_nodes(self) -> int:
         """Nodes that take part."""
-        return -(-self.world_size // self.local_world_size)
+        return -(-self.world_size // self.local_world_size)  # rounded up
 
     @property
     def leads(self) -> bool:
@@ -116,7 +116,7 @@ def open_store(who: Who, *, timeout_s: float) -> Any:
             who.port,
             is_master=who.rank == 0 and not who.store_is_there,
             timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
+            wait_for_workers=False,  # a rank that is missing is named, not waited for
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]

@@ -25,7 +25,7 @@ _APT: Final = "sudo apt install g++   # without it the method compile is left ou
 
 
 @as_check
-def check_compiler(place: Place) -> Iterator[Finding]:
+def check_compiler(machine: Place) -> Iterator[Finding]:
     """inductor finds a C++ compiler with OpenMP, and Triton where there is a GPU."""
     import torch
 
@@ -45,7 +45,6 @@ def check_compiler(place: Place) -> Iterator[Finding]:
 
 
 def _try_compiler(compiler: str) -> str:
-    """Reason why the compiler fails; empty if it does not."""
     with tempfile.TemporaryDirectory(prefix="atorch_ns_doctor_") as folder:
         source = Path(folder) / "program.cpp"
         source.write_text(_PROGRAM)
@@ -61,12 +60,12 @@ def _try_compiler(compiler: str) -> str:
 _DTYPES: Final = "dtypes"
 _SIZE: Final = 512
 _REPEATS: Final = 7
+# Share of the largest element: bfloat16 has 8 bits, and a sum of 512 products rounds to about 0.4%.
 _TOLERANCE: Final = 0.02
-"""Share of the largest element: bfloat16 has 8 bits, a sum of 512 products rounds to about 0.4%."""
 _SHORTEST_S: Final = 60.0
 
 
-class Measured(NamedTuple):
+class MatmulMeasurement(NamedTuple):
     """A matrix product in one dtype: seconds, and its largest error relative to float32."""
 
     seconds: float
@@ -75,9 +74,9 @@ class Measured(NamedTuple):
 
 
 @as_check
-def check_dtypes(place: Place) -> Iterator[Finding]:
+def check_dtypes(machine: Place) -> Iterator[Finding]:
     """float32, bfloat16 and float16 are tried forwards and backwards under autocast, and timed."""
-    outcome = isolated(measure_dtypes, timeout_s=max(place.timeout_s, _SHORTEST_S))
+    outcome = isolated(measure_dtypes, timeout_s=max(machine.timeout_s, _SHORTEST_S))
     if outcome.problem:
         text = f"matrix products cannot be computed: {outcome.problem}"
         yield failed(_DTYPES, text, _dtype_fix("float32"))
@@ -95,7 +94,7 @@ def check_dtypes(place: Place) -> Iterator[Finding]:
     yield passed(_DTYPES, f"on {device}: {'; '.join(texts)}", figures=figures)
 
 
-def measure_dtypes() -> tuple[str, dict[str, Measured]]:
+def measure_dtypes() -> tuple[str, dict[str, MatmulMeasurement]]:
     """The device's name, and each dtype's matrix product on it."""
     import torch
 
@@ -104,7 +103,7 @@ def measure_dtypes() -> tuple[str, dict[str, Measured]]:
     return name, {dtype: _measure_product(dtype, device) for dtype in ("float32", "bfloat16", "float16")}
 
 
-def _measure_product(dtype: str, device: str) -> Measured:
+def _measure_product(dtype: str, device: str) -> MatmulMeasurement:
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -121,19 +120,19 @@ def _measure_product(dtype: str, device: str) -> Measured:
         return product
 
     try:
-        product = step()
+        product = step()  # also warms up
         times = timeit.repeat(step, repeat=_REPEATS, number=1)
-        exact = first.detach().double() @ second.detach().double()
+        exact = first.detach().double() @ second.detach().double()  # float64, to judge by
         error = float((product.detach().double() - exact).abs().max() / exact.abs().max())
     except Exception as failure:
-        return Measured(float("nan"), float("nan"), error_text(failure))
-    return Measured(statistics.median(times), error)
+        return MatmulMeasurement(float("nan"), float("nan"), error_text(failure))
+    return MatmulMeasurement(statistics.median(times), error)
 
 
-def _judge_dtype(name: str, product: Measured, plain: Measured) -> tuple[Verdict, str]:
+def _judge_dtype(name: str, product: MatmulMeasurement, plain: MatmulMeasurement) -> tuple[Verdict, str]:
     if product.problem:
         return ("fail" if name == "float32" else "warn"), f"{name} does not work here: {product.problem}"
-    if not product.error <= _TOLERANCE:
+    if not product.error <= _TOLERANCE:  # NaN is wrong
         return "fail", f"{name} is wrong here: its product is off by {product.error:.1%}"
     speed = "" if name == "float32" else f", {plain.seconds / product.seconds:.1f} × the speed of float32"
     return "pass", f"{name} works ({seconds_text(product.seconds)}, n={_REPEATS}{speed})"
@@ -150,7 +149,7 @@ _NAME: Final = "all-reduce"
 _SHOWN_CHARS: Final = 300
 
 
-def check_backends(place: Place) -> list[Finding]:
+def check_backends(machine: Place) -> list[Finding]:
     """torch has the backends that jobs here need."""
     import torch
     import torch.distributed as dist
@@ -168,27 +167,28 @@ def check_backends(place: Place) -> list[Finding]:
     return [passed("backends", f"{there}; jobs here use {' and '.join(needed)}")]
 
 
-def check_collectives(place: Place) -> list[Finding]:
+def check_collectives(machine: Place) -> list[Finding]:
     """Ranks are started with a time limit and sum tensors; every rank must get the same, right sum."""
     with scratch_folder() as folder:
-        program, arguments = "atorch_ns.doctor.benchmark", [str(folder), str(place.timeout_s)]
-        ends = run_local_ranks(program, arguments, place.num_ranks, timeout_s=place.timeout_s, shown=False)
+        program, arguments = "atorch_ns.doctor.benchmark", [str(folder), str(machine.timeout_s)]
+        ends = run_local_ranks(
+            program, arguments, machine.num_ranks, timeout_s=machine.timeout_s, shown=False
+        )
         path = folder / "figures_0"
         figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not figures or any(end.code for end in ends):
-        return [_rank_failure(place, ends)]
+        return [_rank_failure(machine, ends)]
     summed = [
-        all_reduce_finding(_NAME, f"{place.num_ranks} ranks by {name}", rounds["all"])
+        all_reduce_finding(_NAME, f"{machine.num_ranks} ranks by {name}", rounds["all"])
         for name, rounds in figures["backends"].items()
     ]
-    return [*summed, *_not_tried(place, figures["num_gpus"]), _check_clock(figures["clocks"]["monotonic"])]
+    return [*summed, *_not_tried(machine, figures["num_gpus"]), _check_clock(figures["clocks"]["monotonic"])]
 
 
-def _not_tried(place: Place, num_gpus: int) -> list[Finding]:
-    """NCCL takes a GPU for every rank."""
-    if not 0 < num_gpus < place.num_ranks:
+def _not_tried(machine: Place, num_gpus: int) -> list[Finding]:
+    if not 0 < num_gpus < machine.num_ranks:  # NCCL takes a GPU for every rank
         return []
-    text = f"NCCL was not tried: there are {num_gpus} GPU(s) for {place.num_ranks} ranks"
+    text = f"NCCL was not tried: there are {num_gpus} GPU(s) for {machine.num_ranks} ranks"
     return [warned(_NAME, text, f"atorch-ns doctor --nproc {num_gpus}")]
 
 
@@ -200,15 +200,15 @@ def _check_clock(monotonic: bool) -> Finding:
     return warned("clock", text, fix)
 
 
-def _rank_failure(place: Place, ends: list[RankEnd]) -> Finding:
+def _rank_failure(machine: Place, ends: list[RankEnd]) -> Finding:
     late = [end.rank for end in ends if end.ended_by_us]
     broken = [end for end in ends if end.code and not end.ended_by_us]
     if broken:
         why = f"rank {broken[0].rank} failed: {last_error(broken[0].output) or f'exit code {broken[0].code}'}"
     else:
-        why = f"rank(s) {', '.join(map(str, late))} gave no answer within {place.timeout_s:.0f} s"
+        why = f"rank(s) {', '.join(map(str, late))} gave no answer within {machine.timeout_s:.0f} s"
     fix = "GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=INFO atorch-ns doctor   # names the interface, and says more"
-    return failed(_NAME, f"{place.num_ranks} ranks could not sum a tensor: {why}", fix)
+    return failed(_NAME, f"{machine.num_ranks} ranks could not sum a tensor: {why}", fix)
 
 
 def last_error(output: str) -> str:

@@ -34,8 +34,8 @@ from atorch_ns.method import Chosen, Registry, fold_plan, load_registry
 from atorch_ns.search import Candidate, SearchOutcome, TrialOutcome, from_json
 from atorch_ns.system import write_whole
 
-_SCHEMA: Final = 1
-_COMMUNICATED: Final = ("gather", "reduce", "offload")
+_SCHEMA: Final = 1  # version of the file; load refuses any other
+_COMMUNICATED: Final = ("gather", "reduce", "offload", "exchange")  # fields of TimeParts that links take
 _Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -66,6 +66,7 @@ class Factors:
 
     def bytes(self, predicted: Estimate, precision: str) -> float:
         """A peak's prediction, corrected."""
+        # The factor was fitted to peaks of tensors: what lies outside of them stays as predicted.
         beyond = predicted.peak_bytes - predicted.allocated_bytes
         return self.memory.get(precision, 1.0) * predicted.allocated_bytes + beyond
 
@@ -76,13 +77,13 @@ class Factors:
         float32, or the mean of the others.
         """
         device = hardware.device
-        shared = self.compute.get("float32") or _geometric_mean(self.compute.values())
+        shared = self.compute.get("float32") or _geometric_mean(self.compute.values())  # 1 without factors
         flops = {name: rate / self.compute.get(name, shared) for name, rate in device.flops_per_s.items()}
         device = replace(
             device,
             flops_per_s=flops,
             memory_bytes_per_s=device.memory_bytes_per_s / shared,
-            launch_s=device.launch_s * shared,
+            launch_s=device.launch_s * shared,  # a time, where the rates above are divided
             source=f"{device.source}; corrected by {self.num_trials} trials".lstrip("; "),
         )
         return replace(
@@ -126,6 +127,7 @@ class Calibration:
             InputError: if the file that is there is no calibration, or cannot be written.
         """
         target = Path(path)
+        # Factors of other devices in the file stay.
         whole = Calibration.load(target).merged(self) if target.exists() else self
         text = json.dumps(asdict(whole), indent=2, sort_keys=True)
         try:
@@ -154,6 +156,7 @@ class Calibration:
 
 
 def _is_measured(path: str | os.PathLike[str]) -> bool:
+    # A file of `atorch-ns calibrate` is a cluster specification with this key; one of factors has none.
     try:
         return "measured" in read_spec(Path(path), [])
     except InputError:
@@ -191,18 +194,16 @@ def _slow_down_link(link: Link, factor: float) -> Link:
     )
 
 
-_PRIOR: Final = 0.1
-"""Weight of the prior that factors are 1, in observations."""
-_RANGE: Final = (0.05, 20.0)
-"""Factors beyond this mean that the figures are of another machine."""
-_ROUNDS: Final = 30
+_PRIOR: Final = 0.1  # weight of the prior that factors are 1, in observations
+_RANGE: Final = (0.05, 20.0)  # factors beyond this mean that the figures are of another machine
+_ROUNDS: Final = 30  # iterations of Gauss-Newton; there is no test of convergence
 
 
 class _Observation(NamedTuple):
     precision: str
-    computed: float
+    computed: float  # seconds, predicted
     communicated: float
-    measured: float
+    measured: float  # seconds, the median step of the trial
     weight: float
 
 
@@ -239,6 +240,7 @@ def refit(
         if measured.succeeded and predicted.step_seconds > 0:
             parts = computed_and_communicated(predicted)
             times.append(_Observation(precision, *parts, measured.median_seconds, weight))
+        # A trial that ran and exceeded the memory limit gives no time, but its peak counts.
         if measured.peak_bytes and predicted.allocated_bytes > 0:
             peaks.setdefault(precision, []).append(max(measured.peak_bytes) / predicted.allocated_bytes)
     if not times and not peaks:
@@ -262,7 +264,7 @@ def refit(
 def _compute_precision(candidate: Candidate, registry: Registry) -> str:
     chosen = []
     for name, config in candidate.steps:
-        if name in registry:
+        if name in registry:  # a method that is not installed here is passed over
             method = registry.get(name)
             chosen.append(Chosen(method, method.Config.model_validate(config)))
     try:
@@ -273,9 +275,8 @@ def _compute_precision(candidate: Candidate, registry: Registry) -> str:
 
 
 def _fit_factors(observed: Sequence[_Observation]) -> tuple[dict[str, float], float]:
-    """Factors of computation by precision, and of communication: Gauss-Newton on their logarithms."""
     names = sorted({point.precision for point in observed})
-    theta = np.zeros(len(names) + 1)
+    theta = np.zeros(len(names) + 1)  # [P + 1] logarithms of the factors, communication last
     for _ in range(_ROUNDS if observed else 0):
         rows, targets, weights = [], [], []
         for point in observed:
@@ -283,12 +284,15 @@ def _fit_factors(observed: Sequence[_Observation]) -> tuple[dict[str, float], fl
             computed = math.exp(theta[index]) * point.computed
             communicated = math.exp(theta[-1]) * point.communicated
             total = computed + communicated
+            # The derivative of log(total) by the logarithm of a factor is the share of its part.
             row = np.zeros(len(theta))
             row[index], row[-1] = computed / total, communicated / total
             rows.append(row)
+            # Linearised at theta, with row @ theta added: the solution is the next theta, not a step.
             targets.append(math.log(point.measured / total) + row @ theta)
             weights.append(point.weight)
-        design, weight = np.array(rows), np.array(weights)
+        design, weight = np.array(rows), np.array(weights)  # [N, P + 1] and [N]
+        # The prior is a ridge on theta itself, so a factor without observations stays at 1.
         normal = design.T @ (weight[:, None] * design) + _PRIOR * np.eye(len(theta))
         update = np.linalg.solve(normal, design.T @ (weight * np.array(targets)))
         theta = np.clip(update, math.log(_RANGE[0]), math.log(_RANGE[1]))

@@ -65,10 +65,11 @@ def check_collectives(
         return Check(name, True, f"not compared: {unpredicted}")
     if executed is None and any(collective.count for collective in predicted):
         return Check(name, False, "the trial counted none")
-    expected: dict[str, tuple[int, int]] = {}
+    expected: dict[str, tuple[int, int]] = {}  # by kind: calls and bytes of one step, summed
     for collective in predicted:
         count, num_bytes = expected.get(collective.kind, (0, 0))
         expected[collective.kind] = (count + collective.count, num_bytes + collective.num_bytes)
+    # A kind without calls is the same as one that is missing.
     wanted = {kind: value for kind, value in expected.items() if value[0]}
     calls = {kind: value for kind, value in (executed or {}).items() if value[0]}
     wrong = [
@@ -92,7 +93,7 @@ def check_price(
         return Check(name, False, "the candidate was never priced")
     try:
         plan = resolve(candidate.strategy, cluster, registry, profile=profile).plan
-        again = estimate(plan, profile, cluster, workload)
+        again = estimate(plan, profile, cluster, workload)  # of one plan; the search priced a table of rows
     except AtorchError as error:
         return Check(name, False, error_text(error))
     pairs = {
@@ -114,8 +115,8 @@ def check_memory(predicted: Estimate, measured: Sequence[int]) -> Check:
     name = "memory as predicted"
     if not measured:
         return Check(name, False, "the trial measured none")
-    peak = max(measured)
-    expected = predicted.allocated_bytes
+    peak = max(measured)  # of all ranks: the estimate is of the rank that needs the most
+    expected = predicted.allocated_bytes  # tensors alone, as trials count them: no context, no reserve
     text = f"{bytes_text(peak)} measured, {bytes_text(expected)} predicted"
     text = f"{text}: {_deviation_text(expected, peak)}"
     off = abs(peak - expected)
@@ -126,9 +127,9 @@ def check_memory(predicted: Estimate, measured: Sequence[int]) -> Check:
     return Check(name, False, f"{text}, {MEMORY_TOLERANCE:.0%} allowed")
 
 
-def _same_calls(kind: str, wanted: tuple[int, int], found: tuple[int, int]) -> bool:
+def _same_calls(kind: str, wanted: tuple[int, int], actual: tuple[int, int]) -> bool:
     allowed = MAX_BUFFER_DTYPES if kind == "broadcast" else 0
-    return abs(wanted[0] - found[0]) <= allowed and abs(wanted[1] - found[1]) <= BYTES_TOLERANCE * found[1]
+    return abs(wanted[0] - actual[0]) <= allowed and abs(wanted[1] - actual[1]) <= BYTES_TOLERANCE * actual[1]
 
 
 def _calls_text(value: tuple[int, int]) -> str:
@@ -142,6 +143,6 @@ def _deviation_text(predicted: float, measured: float) -> str:
     if not measured:
         return "none was held"
     percent = (predicted / measured - 1) * 100
-    if abs(percent) < 0.05:
+    if abs(percent) < 0.05:  # would be shown as 0.0%
         return "the same"
     return f"predicted {abs(percent):.1f}% {'above' if percent > 0 else 'below'} measured"

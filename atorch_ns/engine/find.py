@@ -26,10 +26,10 @@ from atorch_ns.errors import RankError, SearchError
 from atorch_ns.job import Inputs
 from atorch_ns.job.sampling import Sample, sample_inputs
 from atorch_ns.method import Registry
-from atorch_ns.search import Note, SearchOutcome
+from atorch_ns.search import SearchNote, SearchOutcome
 from atorch_ns.text import first_few
 
-_CALIBRATION_S = 4.0
+_CALIBRATION_S = 4.0  # for measuring devices and links before a search; takes a third of it usually
 
 
 def find_strategy(
@@ -55,27 +55,27 @@ def find_strategy(
         what="sampling the data",
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_kept_environment())
+        stack.enter_context(_kept_environment())  # undone last, when workers have ended
         measured = _with_measured_hardware(cluster, request)
         outcome = _run_search(stack, sample, measured, registry, request)
     if outcome.best is None:
         raise SearchError(_why_nothing(outcome), outcome=outcome)
     if request.settings.memory_limit_gib is not None and cluster.device_type == "cpu":
-        return_freed_memory()  # what trials took under the limit, they took so
+        return_freed_memory()  # trials under a limit ran like that, and took less for it
     return outcome
 
 
 def _with_measured_hardware(cluster: Cluster, request: SearchRequest) -> Cluster:
-    """The cluster with figures that were measured on it before, or are now and are corrected by factors of earlier jobs."""
     learned, path = None, request.search_calibration
     if path is not None:
         learned = cluster.agree(lambda: read_calibration(path, cluster), what="reading the calibration")
+    # Figures that atorch-ns calibrate measured on this cluster: nothing is measured again.
     if isinstance(learned, Hardware):
         return replace(cluster, hardware=learned, device_memory_bytes=learned.device.memory_bytes)
-    known = cluster.with_hardware()
+    known = cluster.with_hardware()  # calibrate keeps the figures that it does not measure
     group = dist.group.WORLD if cluster.distributed else None
     hardware = calibrate(known, group=group, seconds=_CALIBRATION_S)
-    if learned is not None:
+    if learned is not None:  # factors of earlier trials are relative to measured figures
         hardware = learned.factors(cluster.device_name, cluster.world_size).on(hardware)
     return replace(known, hardware=hardware)
 
@@ -85,6 +85,7 @@ def _run_search(
 ) -> SearchOutcome:
     rendezvous = _share_rendezvous(stack, cluster)
     carried = registry.carried()
+    # Trials are collective: where one rank cannot send its objects, all run trials in process.
     obstacles = cluster.gathered(describe_unpicklable(sample.inputs, carried))
     obstacle = next(filter(None, obstacles), None)
     logs = _make_log_folder(stack, cluster, request)
@@ -102,7 +103,7 @@ def _run_search(
         ),
         what="starting the trial workers",
     )
-    first = cluster.rank == 0
+    first = cluster.rank == 0  # it alone profiles and prices; the others get tasks
     problem = cluster.agree(
         lambda: build_problem(sample, cluster, registry, request) if first else None,
         what="profiling the model",
@@ -114,13 +115,14 @@ def _run_search(
     if meeting is not None:
         stack.callback(meeting.close)
     address = cluster.from_first(None if meeting is None else meeting.address)
-    if meeting is not None and not address.address:
+    if meeting is not None and not address.address:  # a job of one process needs no socket
         client = meeting.client()
     else:
         client = join(address, cluster, request)
     outcome = _take_part(client, worker, cluster, request)
     if meeting is not None and problem is not None:
         meeting.conclude()
+        # The checks need the profile, which rank 0 has.
         outcome = replace(outcome, checks=(*outcome.checks, *problem.checks(outcome)))
     result: SearchOutcome = cluster.from_first(outcome)
     return result
@@ -128,46 +130,45 @@ def _run_search(
 
 @contextlib.contextmanager
 def _kept_environment() -> Iterator[None]:
-    """Takes back what torch writes into the environment when it looks for compilers and devices."""
+    # Torch writes into the environment when it looks for compilers and devices.
     before = dict(os.environ)
     try:
         yield
     finally:
         for name in set(os.environ) - set(before):
             del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(before)  # variables that were removed or changed
 
 
 def _take_part(client: Client, worker: Worker, cluster: Cluster, request: SearchRequest) -> SearchOutcome:
     try:
         return run_agent(client, worker, rank=cluster.rank)
     except UnreachableError as error:
-        if request.engine is not None:
+        if request.engine is not None:  # a service, not a process of this job
             raise
         reason = f"it coordinates the search and does not answer any more: {error}"
         raise RankError(f"rank 0 has failed or vanished. {reason}", failures={0: reason}) from error
 
 
 def _share_rendezvous(stack: contextlib.ExitStack, cluster: Cluster) -> Rendezvous | None:
-    """The address of the store at which the ranks of a trial meet; it lives as long as ``stack``."""
     if not cluster.distributed:
         return None
     opened = cluster.agree(
         lambda: open_rendezvous(cluster) if cluster.rank == 0 else None,
         what="opening the store of the trials",
     )
-    stack.callback(lambda: opened)
+    stack.callback(lambda: opened)  # the store listens as long as it is referenced
     address: Rendezvous = cluster.from_first(None if opened is None else opened[1])
     return address
 
 
 def _make_log_folder(stack: contextlib.ExitStack, cluster: Cluster, request: SearchRequest) -> Path:
-    """The folder for the logs of trials that fail, one for all ranks of a machine; it ends with ``stack`` if empty."""
+    # Rank 0 chooses the name; below, the ranks of every other machine make a folder of that name.
     shared, problem = cluster.on_first(
         lambda: new_log_folder(request.log_dir), what="making a folder for logs"
     )
     if problem and cluster.rank == 0:
-        request.observer(Note(problem))
+        request.observer(SearchNote(problem))
     return cluster.agree(lambda: stack.enter_context(log_folder(shared)), what="making a folder for logs")
 
 

@@ -39,7 +39,7 @@ def check_format(text: str) -> InputFormat:
     raise InputError(f"the input format {text!r} is not one of {', '.join(formats)}.")
 
 
-def chosen_format(given: InputFormat, model: nn.Module, sample: Any) -> tuple[InputFormat, str]:
+def chosen_format(input_format: InputFormat, model: nn.Module, sample: Any) -> tuple[InputFormat, str]:
     """The input format of a batch, ``auto`` resolved by the signature of ``forward``, and a line on it if it is not obvious.
 
     Dictionaries and sequences are unpacked, a dictionary with the keys that ``forward`` names. Of a sequence that it
@@ -49,17 +49,18 @@ def chosen_format(given: InputFormat, model: nn.Module, sample: Any) -> tuple[In
     Raises:
         InputError: if ``forward`` can take the batch in none of these ways.
     """
-    from atorch_ns.data import forward_signature
+    from atorch_ns.data import forward_signature  # imports torch, which naming formats does not need
 
-    if given != "auto":
-        _check_fit(given, sample)
-        return given, ""
+    if input_format != "auto":
+        _check_fit(input_format, sample)
+        return input_format, ""
     unpacked = assumed_format(sample)
     signature = forward_signature(model)
     if unpacked == "unpack_dict":
         return _of_dictionary(signature, model, sample)
-    if unpacked != "unpack_sequence":
+    if unpacked != "unpack_sequence":  # one tensor, or an object of the user's
         return "none", ""
+    # A forward that is not written in Python has no signature: unpacking is the convention.
     if signature is None or _can_bind(signature, *sample):
         return "unpack_sequence", ""
     what = f"the sample is a sequence of {len(sample)} items, and {_forward_text(model, signature)}"
@@ -68,14 +69,13 @@ def chosen_format(given: InputFormat, model: nn.Module, sample: Any) -> tuple[In
     raise InputError(f"{what}. {_REMEDY}")
 
 
-def _check_fit(given: InputFormat, sample: Any) -> None:
-    """Checks that a batch can be passed in this format at all, before anything is computed."""
+def _check_fit(input_format: InputFormat, sample: Any) -> None:
     from atorch_ns.data import call_model
 
-    try:
-        call_model(lambda *_, **__: None, sample, None if given == "none" else given)
+    try:  # with a model that takes anything: the format itself is what may fail
+        call_model(lambda *_, **__: None, sample, None if input_format == "none" else input_format)
     except InputError as error:
-        raise InputError(f"the sample does not fit the input format {given}: {error}") from None
+        raise InputError(f"the sample does not fit the input format {input_format}: {error}") from None
 
 
 def _of_dictionary(
@@ -88,10 +88,11 @@ def _of_dictionary(
         f"the sample is a dictionary of {', '.join(map(repr, sample))}, and {_forward_text(model, signature)}"
     )
     known = {key: value for key, value in sample.items() if key in signature.parameters}
-    if names and known and _can_bind(signature, **known):
+    if names and known and _can_bind(signature, **known):  # call_model drops the other keys
         left_out = [repr(key) for key in sample if key not in known]
         verb = "is" if len(left_out) == 1 else "are"
         return "unpack_dict", f"{what}: {', '.join(left_out)} {verb} for the loss alone"
+    # With a key that forward knows, the other arguments are missing: an error, not a batch passed whole.
     if not set(sample) & set(signature.parameters) and _can_bind(signature, sample):
         return "none", f"{what}: it is passed whole (input format none)"
     raise InputError(f"{what}. {_REMEDY}")

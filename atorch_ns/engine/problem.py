@@ -30,8 +30,8 @@ from atorch_ns.search import (
     Priced,
     Profiling,
     SearchOutcome,
+    SearchSetting,
     SearchSettings,
-    Setting,
     explore,
     memory_limit,
     tried_strategies,
@@ -74,6 +74,7 @@ def with_replaced_costs(
 def _edit_copy(profile: Profile, model: nn.Module, cluster: Cluster, registry: Registry) -> nn.Module | None:
     for method in registry:
         if isinstance(method, ReplacesModules):
+            # Another copy for each method, which may change it; tensors are shared.
             copy = copy_structure(model, lambda _, tensor: tensor, {})
             new_model = method.rewritten(copy, profile, cluster)
             if new_model is not None:
@@ -81,11 +82,12 @@ def _edit_copy(profile: Profile, model: nn.Module, cluster: Cluster, registry: R
     return None
 
 
-def _has_same_segments(one: Trace, other: Trace) -> bool:
+def _has_same_segments(trace: Trace, other: Trace) -> bool:
+    # Costs are matched by position, so that names and blocks must agree in order.
     def shape(segment: Segment) -> tuple[str, tuple[str, ...]]:
         return segment.name, segment.paths
 
-    return [shape(segment) for segment in one.segments] == [shape(segment) for segment in other.segments]
+    return [shape(segment) for segment in trace.segments] == [shape(segment) for segment in other.segments]
 
 
 def _add_note(profile: Profile, what: str) -> Profile:
@@ -111,7 +113,7 @@ class SearchProblem:
     cluster: Cluster
     workload: Workload
     registry: Registry
-    setting: Setting
+    setting: SearchSetting
     candidates: tuple[Candidate, ...]
 
     def checks(self, outcome: SearchOutcome) -> tuple[str, ...]:
@@ -158,9 +160,10 @@ def build_problem(
             *_given_micro_batches(registry, inputs.gradient_accumulation_steps),
         ],
         base=request.base,
+        # Earlier trials count only for strategies that are candidates again.
         tried=() if request.search_history is None else tried_strategies(request.search_history, fingerprint),
     )
-    setting = Setting(
+    setting = SearchSetting(
         model=profile.model_class.rpartition(".")[2],
         num_parameters=profile.num_parameters,
         world_size=cluster.world_size,
@@ -201,15 +204,12 @@ def _build_profile(sample: Sample, cluster: Cluster, registry: Registry, setting
 
 
 def _given_micro_batches(registry: Registry, count: int) -> list[tuple[str, Any]]:
-    """The method that splits batches, fixed to the count that the caller gave; nothing where none was given.
-
-    Which method that is shows in what it does to a plan.
-    """
-    if count == 1:
+    if count == 1:  # the caller gave none
         return []
+    # The engine names no method: the one that splits batches makes this plan, and no other, of an empty one.
     wanted = Plan(num_micro_batches=count)
     for method in registry:
-        with contextlib.suppress(ValidationError):
+        with contextlib.suppress(ValidationError):  # methods that take no number
             config = method.Config.model_validate(count)
             if method.plan(Plan(), config) == wanted:
                 return [(method.name, config.as_json())]
@@ -217,7 +217,6 @@ def _given_micro_batches(registry: Registry, count: int) -> list[tuple[str, Any]
 
 
 def _time_blocks(profile: Profile, sample: Sample, cluster: Cluster, settings: SearchSettings) -> Profile:
-    """The profile with measured times of its blocks, from the database where it has them."""
     assert settings.profile_database is not None
     trace = measure_blocks(
         sample.inputs.model,
@@ -249,19 +248,19 @@ def optimizer_maker(
     return make
 
 
+# The settings that decide which strategies are looked for; others decide how and for how long.
 _ASKED_FOR = {"objective", "memory_limit_gib", "memory_reserve", "max_micro_batches"}
-"""The settings that decide which strategies are looked for."""
 
 
 def _search_fingerprint(
     profile: Profile, sample: Sample, cluster: Cluster, registry: Registry, request: SearchRequest
 ) -> str:
-    """The same for the same model, optimizer, data, devices, methods and wishes, whatever the weights and whatever was
-    measured."""
+    # Neither weights nor measured figures are part of it: the next job of this kind finds the history.
     assert profile.trace is not None
+    # Without dim 0: the sampled batch has another number of rows than a step.
     shapes = [(tuple(tensor.shape[1:]), str(tensor.dtype)) for tensor in unique_tensors_of(sample.batch)]
     parts = [
-        profile.fingerprint,
+        profile.fingerprint,  # structure, shapes and settings of the model
         repr(profile.trace.optimizer),
         f"{sample.global_batch} samples of {shapes}",
         f"{cluster.world_size} of {cluster.device_name} on {cluster.num_nodes} nodes, torch {cluster.torch}",
@@ -269,4 +268,4 @@ def _search_fingerprint(
         repr((request.included, request.excluded, request.base and request.base.steps)),
         request.settings.model_dump_json(include=_ASKED_FOR),
     ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]  # 64 bits

@@ -43,24 +43,24 @@ class EngineAddress:
     tls: Tls | None = None
 
     @classmethod
-    def read(cls, given: EngineAddress | str) -> EngineAddress:
+    def read(cls, address: EngineAddress | str) -> EngineAddress:
         """An address as it is, or ``"host:port"`` with the token of the environment.
 
         Raises:
             InputError: if the text is not an address, or there is no token.
         """
-        if isinstance(given, EngineAddress):
-            return given
-        host, _, port = str(given).rpartition(":")
+        if isinstance(address, EngineAddress):
+            return address
+        host, _, port = str(address).rpartition(":")  # from the right: an IPv6 address has colons
         if not host or not port.isdigit():
-            raise InputError(f"search_engine={given!r} is not an address; write host:port.")
+            raise InputError(f"search_engine={address!r} is not an address; write host:port.")
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise InputError(
-                f"the engine at {given} asks for a token: put it into the environment variable "
+                f"the engine at {address} asks for a token: put it into the environment variable "
                 f"{TOKEN_VARIABLE} on every rank, or give EngineAddress(address, token)."
             )
-        return cls(address=given, token=token)
+        return cls(address=address, token=token)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class SearchRequest:
                 "finetune_strategy=True searches around a strategy; give it as load_strategy, or leave "
                 "finetune_strategy out to search over all strategies."
             )
-        if problems:
+        if problems:  # before paths are looked at, which need the right types
             raise InputError("\n".join(problems))
         for name in ("save_strategy_to_file", "search_history", "search_logs"):
             path = getattr(self, name)
@@ -139,8 +139,11 @@ class SearchRequest:
         Raises:
             InputError: naming the keys that are wrong.
         """
-        given = self.search or {}
-        fields = given.model_dump(exclude_unset=True) if isinstance(given, SearchSettings) else dict(given)
+        options = self.search or {}
+        fields = (
+            # Only what was set: the search may exceed max_micro_batches unless it was given.
+            options.model_dump(exclude_unset=True) if isinstance(options, SearchSettings) else dict(options)
+        )
         if self.time_limit is not None:
             fields["time_limit_s"] = self.time_limit
         try:
@@ -196,6 +199,6 @@ class SearchRequest:
 
 
 def _is_positive(value: Any, *kinds: type) -> bool:
-    """Whether it is left out, or a number above 0."""
+    # None is allowed: the argument was left out. True and False are integers to Python.
     number = isinstance(value, kinds) and not isinstance(value, bool)
     return value is None or (number and float(value) > 0)

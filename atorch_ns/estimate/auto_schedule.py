@@ -24,8 +24,8 @@ from atorch_ns.pipeline import BlockCosts, RecomputeShare, choose_for_device, sp
 from atorch_ns.profile import Trace
 from atorch_ns.strategy import PipelineParallelism, Recomputation
 
+# Significant digits of blocks' costs: plans whose blocks cost the same to a percent share one choice.
 _DIGITS = 2
-"""Significant digits of blocks' costs: plans whose blocks cost the same to a percent get one choice."""
 
 
 def with_chosen_schedules(
@@ -40,6 +40,7 @@ def with_chosen_schedules(
     by_share = [plan.recomputation.share is not None for plan in table.templates]
     if not automatic.any() and not any(by_share):
         return table
+    # ``known`` numbers the uses; chosen ones are appended, so that rows with the same choice share one.
     use, known = table.use.copy(), {axis_use: position for position, axis_use in enumerate(table.uses)}
     with_shares: dict[tuple[int, tuple[float, ...]], int] = {}
     for index in range(len(table.templates)):
@@ -48,7 +49,8 @@ def with_chosen_schedules(
         for position in np.flatnonzero(is_auto).tolist():
             axis_use = table.uses[use[rows[position]]]
             chosen = _Chosen("1F1B", 0, ())
-            if sizes.pipeline[position] > 1:
+            if sizes.pipeline[position] > 1:  # with one rank there is nothing to order
+                # The context has its own memo: values of these one-row sizes are never asked for again.
                 only = sizes.take(np.asarray([position]))
                 context = PricingContext.of(plan, only, trace, cluster, workload, Memo())
                 chosen = _choose_schedule(context, axis_use.pipeline, memo)
@@ -56,6 +58,7 @@ def with_chosen_schedules(
                 chosen = chosen._replace(recomputed=())
             new = axis_use._replace(pipeline=replace(axis_use.pipeline, **chosen._asdict()))
             use[rows[position]] = known.setdefault(new, len(known))
+        # Pipelines whose schedule is named still need the shares of their stages.
         named = np.flatnonzero(by_share[index] & (sizes.pipeline > 1) & ~is_auto)
         if len(named):
             context = PricingContext.of(plan, sizes.take(named), trace, cluster, workload, Memo())
@@ -70,8 +73,7 @@ def with_chosen_schedules(
 
 
 def _recomputed_shares(context: PricingContext, memo: Memo) -> list[tuple[float, ...]]:
-    """The share of its blocks that each stage recomputes, for every row of a context, as of ranks: the stages of one are
-    alike. Cuts are those that the row is priced with."""
+    """The share of its blocks that each stage recomputes, for every row, on the cuts that the row is priced with."""
     recompute, sizes = RecomputeShare.of(context.plan.recomputation), context.sizes
     every, kept = _kept_bytes(context)
     states = np.stack([_state_bytes(context, s) for s in range(len(every))])  # [S, R]
@@ -82,16 +84,20 @@ def _recomputed_shares(context: PricingContext, memo: Memo) -> list[tuple[float,
         live = stages.live(passes, memo)[:, None]
         whole, freed = stages.on_rank @ every[:, rows], stages.on_rank @ (every - kept)[:, rows]  # [p, R']
         if recompute.is_chosen:
+            # Bytes over the device's memory, over the bytes that recomputing every block would free.
             over = stages.on_rank @ states[:, rows] + live * whole - context.hardware.device.memory_bytes
             share = over / np.maximum(1.0, live * freed)
-            blocks = np.maximum(1, stages.on_rank @ able)[:, None]
+            blocks = np.maximum(1, stages.on_rank @ able)[:, None]  # [p, 1] blocks that can be recomputed
+            # Rounded up to whole blocks. The inner rounding keeps floating point noise from adding a block.
             of_rank = np.clip(np.ceil(np.round(share * blocks, 6)) / blocks, 0.0, 1.0)
         else:
+            # Bytes that a recomputed block keeps, over those of a block that is not: one mean for all ranks.
             ratio = float((1.0 - freed / np.maximum(1.0, whole)).mean())
             ratios = recompute.of_stages(live[:, 0].tolist(), ratio, keeps_last=stages.info.keeps_last)
             of_rank = np.tile(np.asarray(ratios)[:, None], (1, len(rows)))
         if stages.info.keeps_last:
             of_rank[-1] = 0.0
+        # The stages of a rank recompute alike: [p, R'] by rank becomes [p v, R'] by stage.
         of_stage = np.empty((stages.numbers.size, len(rows)))
         of_stage[stages.numbers.reshape(-1)] = np.repeat(of_rank, stages.numbers.shape[1], axis=0)
         for row, of_row in zip(rows.tolist(), np.round(of_stage, 3).T.tolist(), strict=True):
@@ -100,7 +106,7 @@ def _recomputed_shares(context: PricingContext, memo: Memo) -> list[tuple[float,
 
 
 def _kept_bytes(context: PricingContext) -> tuple[np.ndarray, np.ndarray]:
-    """[S, R] what a block of each segment keeps of a micro-batch, and what it keeps where it is recomputed."""
+    """[S, R] bytes that a block of each segment keeps of a micro-batch, without and with recomputation."""
     costs = tuple(cost_of(context.plan, segment) for segment in context.trace.segments)
     of_segments = SegmentBytes(costs, context.parts, np.ceil(context.num_samples), context.num_tokens)
     again = replace(context.plan.recomputation, every=1, share=None)
@@ -121,7 +127,6 @@ class _Chosen(NamedTuple):
 
 
 def _choose_schedule(context: PricingContext, pipeline: PipelineParallelism, memo: Memo) -> _Chosen:
-    """What is chosen for the one row of a context."""
     numbers = (_block_costs(context), int(context.sizes.pipeline[0]), int(context.micro_batches[0]))
     options: dict[str, Any] = {
         "stages_per_rank": pipeline.stages_per_rank or None,
@@ -133,26 +138,28 @@ def _choose_schedule(context: PricingContext, pipeline: PipelineParallelism, mem
     def choose() -> _Chosen:
         try:
             best = choose_for_device(*numbers, **options).best
-        except InputError:
+        except InputError:  # no schedule runs this pipeline
             return _Chosen("1F1B", 0, ())
         return _Chosen(best.schedule.name, best.stages_per_rank, best.shares)
 
+    # The choice depends on nothing else, so that rows of the same rounded costs are simulated once.
     return memo.get(("auto", *numbers, *options.values()), choose)
 
 
 def _block_costs(context: PricingContext) -> BlockCosts:
-    """The costs of every piece of the model, for the one plan of a context."""
     segments, exchanges = segments_of(context), exchanges_of(context)
     costs = tuple(cost_of(context.plan, segment) for segment in context.trace.segments)
     every, kept = _kept_bytes(context)
     link = context.hardware.within_node
     columns = []
     for s, (time, other, segment) in enumerate(zip(segments, exchanges, context.trace.segments, strict=True)):
+        # Seconds of exchanges are of all passes together: a third counts as forward, two thirds as backward.
         moved = _first_value(other.seconds) / 3.0
         output = _first_value(costs[s].output.at(context.num_samples, context.num_tokens))
         column = (
             _first_value(time.forward) + moved,
             _first_value(time.backward) + 2 * moved,
+            # Of a block that is recomputed: ``time.recompute`` is the mean over blocks, of which one in n is.
             _first_value(time.recompute) * context.plan.recomputation.every,
             _first_value(_state_bytes(context, s)),
             float(every[s, 0]),
@@ -169,7 +176,7 @@ def _block_costs(context: PricingContext) -> BlockCosts:
         backward_weight=for_weight,
         backward=backward,
         recompute=recompute,
-        send=sends[:-1],
+        send=sends[:-1],  # by cut: nothing follows the last block
         state_bytes=states,
         activation_bytes=saved,
         recomputed_bytes=recomputed,

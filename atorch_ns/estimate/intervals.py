@@ -23,11 +23,11 @@ QUANTILES: Final = (0.1, 0.9)
 """Of measured over predicted; eight of ten runs of a class lie between them."""
 OTHER: Final = "other"
 """The class of devices without runs enough; it has the widest intervals of all."""
+# Classes by the device whose kernels a device has.
 _GENERATIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("A100", "A100-PCIe"), "Ampere"),
     **dict.fromkeys(("H100", "H200"), "Hopper"),
 }
-"""Classes by the device whose kernels a device has."""
 _EXACT: Final = (1.0, 1.0)
 
 

@@ -28,18 +28,19 @@ class Memo:
     """Values by key, for as long as one table is priced; arrays stand in keys as their holders."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, Any] = {}
+        self._values: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The value of ``key``, made where it is not known."""
-        value: T = self._found.get(key, _ABSENT)  # keys are long: they are hashed once
+        value: T = self._values.get(key, _ABSENT)  # keys are long: they are hashed once
         if value is _ABSENT:
-            value = self._found[key] = make()
+            value = self._values[key] = make()
         return value
 
 
 def groups(*columns: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
     """The values that rows of integer columns [R] have in common, ascending, and the rows that have them."""
+    # One number for each combination of values (mixed radix), so that one sort finds all groups.
     code = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         code = code * (int(column.max(initial=0)) + 1) + column
@@ -52,7 +53,7 @@ def groups(*columns: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]
 def distinct_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[K, C] the distinct rows of a table [R, C] of integers from 0 on, ascending, and [R] which of them each is."""
     spans = table.max(axis=0, initial=0) + 1
-    if math.prod(spans.tolist()) >= 2**63:
+    if math.prod(spans.tolist()) >= 2**63:  # the code below would overflow
         keys, row = np.unique(table, axis=0, return_inverse=True)
         return keys, row.reshape(-1)
     code = np.zeros(len(table), dtype=np.int64)  # numbers are sorted faster than rows
@@ -73,7 +74,7 @@ _FLOATING = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Unit:
+class ShardUnit:
     """Parameters that are gathered and reduced together; equal ones of one segment are one unit with a count.
 
     Attributes:
@@ -92,7 +93,7 @@ class Unit:
         return self.segment < 0
 
 
-def units_of(plan: Plan, trace: Trace) -> tuple[Unit, ...]:
+def units_of(plan: Plan, trace: Trace) -> tuple[ShardUnit, ...]:
     """The units of a plan that shards parameters or gradients, the root first, then in forward order.
 
     Blocks that share a parameter with something outside belong to the root, as fully_shard needs it.
@@ -108,8 +109,10 @@ def units_of(plan: Plan, trace: Trace) -> tuple[Unit, ...]:
         if position not in chosen
         for parameter in _untied_specs(segment.parameters) * segment.count
     )
-    units = [Unit(p, trace.segments[p].count, _untied_specs(trace.segments[p].parameters)) for p in chosen]
-    return tuple(unit for unit in (Unit(-1, 1, rest), *units) if unit.parameters)
+    units = [
+        ShardUnit(p, trace.segments[p].count, _untied_specs(trace.segments[p].parameters)) for p in chosen
+    ]
+    return tuple(unit for unit in (ShardUnit(-1, 1, rest), *units) if unit.parameters)
 
 
 def computed_in(plan: Plan) -> tuple[str, str | None]:
@@ -167,13 +170,12 @@ def bucket_sizes(plan: Plan, trace: Trace) -> list[int]:
 def reported_bytes(plan: Plan, trace: Trace) -> int:
     """Bytes of the numbers that travel with the last bucket, in its dtype."""
     sizes = _gradient_sizes(plan, trace)
-    *_, last = gradient_buckets(sizes, plan.sharding.bucket_bytes) or [[]]
+    *_, last = gradient_buckets(sizes, plan.sharding.bucket_bytes) or [[]]  # a model may train nothing
     dtype = sizes[last[-1]][0] if last else "float32"
     return (len(sizes) + NUM_REPORTED) * DTYPE_BYTES[dtype]
 
 
 def _gradient_sizes(plan: Plan, trace: Trace) -> list[tuple[str, int]]:
-    """Dtype and bytes of each gradient, as they arrive."""
     gradients = [
         (stored_dtype(plan, parameter, None), parameter.num_elements) for parameter in _gradient_order(trace)
     ]
@@ -181,7 +183,7 @@ def _gradient_sizes(plan: Plan, trace: Trace) -> list[tuple[str, int]]:
 
 
 def _gradient_order(trace: Trace) -> Iterator[ParameterSpec]:
-    """Trainable parameters in the order in which their gradients are complete; a tied one at its first use."""
+    # Gradients are complete in the order of the backward pass; that of a tied parameter at its first use.
     for segment in reversed(trace.segments):
         specs = [p for p in reversed(segment.parameters) if p.tied_to is None and p.trainable]
         for _ in range(segment.count):
@@ -223,11 +225,10 @@ def saved_results(plan: Plan, cost: SegmentCost) -> list[ForwardResult]:
 
 
 def _has_shared_parameters(trace: Trace, position: int) -> bool:
-    """Whether a block of the segment uses a parameter of another place, or lends one."""
     segment = trace.segments[position]
-    if any(parameter.tied_to is not None for parameter in segment.parameters):
+    if any(parameter.tied_to is not None for parameter in segment.parameters):  # it borrows one
         return True
-    owners = tuple(f"{path}." for path in segment.paths)
+    owners = tuple(f"{path}." for path in segment.paths)  # whether it lends one
     return any(
         parameter.tied_to is not None and parameter.tied_to.startswith(owners)
         for other in trace.segments
@@ -265,8 +266,7 @@ class AxisUses(tuple[AxisUse, ...]):
 
 
 def _flag(name: str) -> cached_property[np.ndarray]:
-    """[R] a flag of :class:`AxisUses` by row."""
-    return cached_property(lambda sizes: np.asarray(sizes.uses.flags[name][sizes.use]))
+    return cached_property(lambda sizes: np.asarray(sizes.uses.flags[name][sizes.use]))  # [R]
 
 
 @dataclass(frozen=True, eq=False)  # a key of the memo by its identity
@@ -448,10 +448,11 @@ class ModelShard:
             return 1.0
         is_block = self.trace.segments[s].is_block
         key = (divided, words, is_block)
-        if key not in self.known:
+        if key not in self.known:  # shared by all cuts of a pipeline, on which positions depend
+            # Where the residual stream is divided too, all of a block's activations are.
             inside = np.where(self.sizes.tensor_sequence & is_block, 1.0, divided)
             inside = inside + self.sizes.parallel_loss * words
-            share = 1.0 - inside * (1.0 - 1.0 / self.sizes.tensor)
+            share = 1.0 - inside * (1.0 - 1.0 / self.sizes.tensor)  # a t-th inside, all of the rest
             self.known[key] = share
         return self.known[key] / self.positions(s)
 
@@ -465,7 +466,7 @@ class ModelShard:
                 if spec.tied_to is None:
                     total += spec.num_elements
                     size = 0 if spec.tensor_dim is None else spec.shape[spec.tensor_dim]
-                    divides = (size > 0) & (size % self.sizes.tensor == 0)
+                    divides = (size > 0) & (size % self.sizes.tensor == 0)  # uneven ones stay whole
                     part = spec.num_elements / np.where(divides, self.sizes.tensor, 1)
                     local = local + (part / self.sizes.expert if spec.is_expert else part)
             self.known[s] = local / total if total else np.ones(len(self.sizes))

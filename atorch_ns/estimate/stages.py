@@ -58,14 +58,15 @@ class Stages:
         return memo.get(key, lambda: self._live_micro_batches(p, v, num_micro_batches))
 
     def _live_micro_batches(self, p: int, v: int, num_micro_batches: int) -> np.ndarray:
-        if self.info.name == "GPipe":
+        if self.info.name == "GPipe":  # all forward passes come first
             return np.full(p, float(num_micro_batches))
-        if self.info.name == "1F1B":
+        if self.info.name == "1F1B":  # rank r runs p - r forward passes before its first backward pass
             return np.asarray(np.minimum(p - np.arange(p), num_micro_batches), dtype=float)
+        # A short order stands for a long one: no more are alive later. LoopedBFS holds every micro-batch.
         if self.info.name != "LoopedBFS" and num_micro_batches % p == 0:
-            num_micro_batches = min(num_micro_batches, 2 * v * p)  # no more live later
+            num_micro_batches = min(num_micro_batches, 2 * v * p)
         orders = self.info.orders(p, num_micro_batches, v)
-        return np.asarray(live_bytes(orders, [1.0 / v] * (p * v)))
+        return np.asarray(live_bytes(orders, [1.0 / v] * (p * v)))  # a stage is 1/v of its rank's blocks
 
 
 class Owners(NamedTuple):
@@ -81,9 +82,9 @@ class Owners(NamedTuple):
 
     def largest(self, values: np.ndarray) -> np.ndarray:
         """Row with the largest value among the rows of each plan, [R]."""
-        most = np.maximum.reduceat(values, self.starts)[self.plans]
+        most = np.maximum.reduceat(values, self.starts)[self.plans]  # [R'] the maximum of the row's plan
         rows = np.flatnonzero(values == most)
-        _, first = np.unique(self.plans[rows], return_index=True)
+        _, first = np.unique(self.plans[rows], return_index=True)  # of equal rows the first
         return np.asarray(rows[first])
 
 
@@ -94,18 +95,20 @@ def staged(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]:
 
 
 def _divide_into_stages(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]:
-    if not (sizes.pipeline > 1).any():
+    if not (sizes.pipeline > 1).any():  # all ranks of a plan are alike
         every = np.arange(len(sizes))
         return ModelShard.whole(trace, sizes), Owners(every, every)
     owner, counts, live, flags = [], [], [], []
     for (num_ranks, passes, number), rows in groups(sizes.pipeline, sizes.micro_batches, sizes.pipelined):
         pipeline = sizes.pipelines[number]
         key = ("distinct ranks", pipeline, num_ranks, passes)
+        # Rows are listed rank by rank: all plans with the first rank, all plans with the second, and so on.
         ranks = memo.get(key, partial(_distinct_ranks, trace, pipeline, num_ranks, passes, memo))
         owner.append(np.tile(rows, len(ranks)))
         counts.append(np.repeat([rank.counts for rank in ranks], len(rows), axis=0))
         live.append(np.repeat([rank.live for rank in ranks], len(rows)))
         flags.append(np.repeat(np.asarray([rank[2:] for rank in ranks], dtype=float), len(rows), axis=0))
+    # Sorted by plan, so that the rows of one plan are neighbours.
     together = np.concatenate(owner)
     order = np.argsort(together, kind="stable")
     index = together[order]
@@ -118,18 +121,17 @@ def _divide_into_stages(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelSh
 
 
 class _Rank(NamedTuple):
-    counts: np.ndarray
-    live: float
-    accumulates: bool
-    is_first: bool
+    counts: np.ndarray  # [S] blocks of each segment
+    live: float  # micro-batches whose activations are alive
+    accumulates: bool  # whether gradients of earlier micro-batches are there then
+    is_first: bool  # whether it has the model's first stage
     is_last: bool
-    recomputed: float
+    recomputed: float  # the share of its blocks; NaN where recomputation is not by shares
 
 
 def _distinct_ranks(
     trace: Trace, pipeline: PipelineParallelism, num_ranks: int, micro_batches: int, memo: Memo
 ) -> list[_Rank]:
-    """The ranks of a pipeline that differ; of those with equal blocks the one with most micro-batches alive."""
     if num_ranks == 1:
         counts = np.asarray([segment.count for segment in trace.segments])
         return [_Rank(counts, 1.0, micro_batches > 1, True, True, np.nan)]
@@ -146,6 +148,7 @@ def _distinct_ranks(
         for count, accumulates in moments:
             candidate = _Rank(counts, float(count), accumulates, *ends, float(shares[rank]))
             key = (*counts.tolist(), accumulates, *ends, str(shares[rank]))  # no NaN equals another
+            # Of ranks with equal blocks, the one with the most live micro-batches holds most.
             if count >= 1 and (key not in ranks or ranks[key].live < candidate.live):
                 ranks[key] = candidate
     return list(ranks.values())
@@ -187,14 +190,15 @@ def stages_of(
     per_stage = (memo or Memo()).get(("blocks of stages", *how), blocks)
     numbers = np.asarray([info.stages_of(rank, num_ranks, v) for rank in range(num_ranks)])
     shares = np.asarray(pipeline.recomputed or [np.nan] * (num_ranks * v))
-    return Stages(per_stage[numbers], numbers, info, shares[numbers])
+    return Stages(per_stage[numbers], numbers, info, shares[numbers])  # by stage becomes by rank: [p, v, …]
 
 
 def _blocks_of_stages(pipeline: PipelineParallelism, trace: Trace, num_stages: int) -> np.ndarray:
-    """[stages, S] blocks of each segment in each stage."""
+    # The segment of each block, block by block.
     owner = np.repeat(np.arange(len(trace.segments)), [segment.count for segment in trace.segments])
     cuts = _choose_cuts(pipeline, trace, owner, num_stages)
     in_stages = [owner[list(blocks)] for blocks in stage_ranges(cuts, len(owner))]
+    # [stages, S] blocks of each segment in each stage.
     return np.stack([np.bincount(blocks, minlength=len(trace.segments)) for blocks in in_stages])
 
 
@@ -204,7 +208,7 @@ def _choose_cuts(
     if pipeline.split_method == "custom" and pipeline.split_points:
         paths = [path for segment in trace.segments for path in (segment.paths or (segment.name,))]
         cuts = tuple(paths.index(point) for point in pipeline.split_points if point in paths)
-        if len(cuts) == num_stages - 1:
+        if len(cuts) == num_stages - 1:  # points that the trace does not have are ignored: cut as for "auto"
             return cuts
     if pipeline.split_method == "uniform":
         return uniform_cuts(len(owner), num_stages)
@@ -213,7 +217,7 @@ def _choose_cuts(
     if pipeline.split_method == "parameters":
         elements = [sum(p.num_elements for p in segment.parameters) for segment in trace.segments]
         return partition([elements[s] for s in owner], num_stages)
-    costs = [next(iter(segment.costs.values())) for segment in trace.segments]
+    costs = [next(iter(segment.costs.values())) for segment in trace.segments]  # of any precision: alike
     flops = [
         float((cost.forward.flops + cost.backward.flops).at(trace.num_samples, trace.num_tokens))
         for cost in costs

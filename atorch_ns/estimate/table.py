@@ -52,6 +52,7 @@ class PlanTable:
         """The table of these plans, in their order."""
         kinds: dict[Plan, int] = {}
         uses: dict[AxisUse, int] = {}
+        # The use of axes is a column, so templates have the default one: fewer kinds, longer arrays.
         index = [kinds.setdefault(AxisUse().onto(template_of(plan)), len(kinds)) for plan in plans]
         used = [uses.setdefault(AxisUse.of(plan), len(uses)) for plan in plans]
         return cls(
@@ -88,11 +89,13 @@ class PlanTable:
         rows = np.flatnonzero(self.template == index)
         model, passes, use = self.model[rows], self.micro_batches[rows], self.use[rows]
         pipeline, expert = (model[:, MODEL_AXES.index(name)] for name in ("pipeline", "expert"))
+        # One micro-batch in a pipeline means that none were given.
         for row in np.flatnonzero((pipeline > 1) & (passes == 1)).tolist():
             ranks = self.data[rows[row]] * self.zero[rows[row]] * expert[row]
             num_samples = workload.global_batch // int(ranks)
             passes = passes.copy()
             passes[row] = usual_micro_batches(self.uses[use[row]].pipeline, int(pipeline[row]), num_samples)
+        # Templates with equal rows share one Sizes, by whose identity other results are kept in the memo.
         columns = np.column_stack([self.data[rows], self.zero[rows], passes, use, model])
         key = ("sizes", self._axis_uses, columns.shape, columns.tobytes())
         return rows, memo.get(key, lambda: _build_sizes(columns, self._axis_uses))
@@ -106,6 +109,7 @@ class PlanTable:
         sizes = {"data": int(self.data[row]), "zero": int(self.zero[row])}
         sizes |= {name: int(size) for name, size in zip(MODEL_AXES, self.model[row], strict=True)}
         template = self.uses[self.use[row]].onto(self.templates[self.template[row]])
+        # The template's axes keep their order, innermost first; others follow where they have ranks.
         axes = tuple((name, sizes[name]) for name, _ in template.axes if name in sizes)
         axes += tuple((name, size) for name, size in sizes.items() if size > 1 and name not in dict(axes))
         plan: Plan = replace(template, axes=axes, num_micro_batches=int(self.micro_batches[row]))
@@ -119,6 +123,7 @@ def with_chosen_reductions(table: PlanTable, num_trainable: int, memory_bytes: f
     tensor = table.model[:, MODEL_AXES.index("tensor")]
     for index, plan in enumerate(table.templates):
         if plan.sharding.reduces_each is None:
+            # The decision depends on no other axis but ``pipeline``, and pricing ignores it in pipelines.
             for size in np.unique(tensor[table.template == index]).tolist():
                 if replace(plan, axes=(("tensor", size),)).reduces_each(num_trainable, memory_bytes):
                     chosen |= (table.template == index) & (tensor == size)

@@ -88,8 +88,8 @@ class SameBatch:
         told = [(dist.get_rank(), list(_sample_leaves(samples)))]
         for name in self._axes:
             every = gathered(told, distributed=True, group=self._mesh.axis(name).get_group())
-            told = list(chain.from_iterable(every))
-        told.sort(key=lambda pair: pair[0])
+            told = list(chain.from_iterable(every))  # after the last axis: from all ranks of the block
+        told.sort(key=lambda pair: pair[0])  # so that all ranks report the same difference
         first, expected = told[0]
         for rank, actual in told[1:]:
             problem = _describe_difference(expected, actual)
@@ -113,7 +113,7 @@ def _sample_leaves(samples: Any) -> Iterator[_Leaf]:
 
 
 def _some_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Values at fixed places, float64 on the CPU; none of a tensor of which this rank may hold a part."""
+    # Subclasses and sparse tensors may be parts of a whole, so they are not compared.
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
         return torch.empty(0)
     flat = tensor.detach().reshape(-1)
@@ -124,10 +124,10 @@ def _some_values(tensor: torch.Tensor) -> torch.Tensor:
     return flat[places.to(flat.device)].cpu().double()
 
 
-def _describe_difference(expected: list[_Leaf], found: list[_Leaf]) -> str | None:
-    if [leaf[:2] for leaf in expected] != [leaf[:2] for leaf in found]:
-        return f"they are {_kinds_text(expected)} and {_kinds_text(found)}"
-    for entry, other in zip(expected, found, strict=True):
+def _describe_difference(expected: list[_Leaf], actual: list[_Leaf]) -> str | None:
+    if [leaf[:2] for leaf in expected] != [leaf[:2] for leaf in actual]:
+        return f"they are {_kinds_text(expected)} and {_kinds_text(actual)}"
+    for entry, other in zip(expected, actual, strict=True):
         rounding = _TOLERANCE if entry.kind.startswith(("float", "bfloat", "complex")) else 0.0
         largest = float(entry.values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if len(entry.values) else 0.0
         same = torch.isclose(entry.values, other.values, rtol=0.0, atol=rounding * largest, equal_nan=True)
@@ -190,13 +190,13 @@ class SameWeights:
     def __init__(self, mesh: Mesh, roots: list[nn.Module], name: str, *, gradients: bool = False) -> None:
         self._name, self._roots, self._rank = name, roots, dist.get_rank()
         self._others = _ranks_with_copies(mesh)
-        self._num_updates = self._begin = self._number = 0
-        self._waiting: dict[int, _Record] = {}
+        self._num_updates = self._begin = self._number = 0  # updates; update of the last load; records
+        self._waiting: dict[int, _Record] = {}  # records that are not compared yet
         self._gradients = self._record_parts({}) if gradients else None
         self.is_on = True
         self._outside: OutsideWeights | None = None
         self._is_warned = self._is_told = self._has_gradient = False
-        self._num_samples = 0.0
+        self._num_samples = 0.0  # sum of squared batch sizes
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Looks from now on after the updates of an optimizer, whatever loop calls them."""
@@ -228,7 +228,7 @@ class SameWeights:
         keys = [_key_of(path, tensor) for path, tensor in zip(paths, named, strict=True)]
         totals = [int(total) for total in _on_cpu([sum_of_bits(local_part(tensor)) for tensor in named], 0)]
         samples = _on_cpu([_sample_elements(local_part(tensor)) for tensor in named], _NUM_SAMPLED).numpy()
-        sums = np.array([keys, totals], np.int64)
+        sums = np.array([keys, totals], np.int64)  # [2, P]
         if before is not None:
             paths, sums = before.paths + paths, np.hstack([before.sums, sums])
             samples = np.vstack([before.samples, samples])
@@ -248,19 +248,15 @@ class SameWeights:
         if not (self.is_on and has_gradient):
             return
         for number in tuple(self._waiting):
-            self._compare_copies(number)
+            self._compare_copies(number)  # does not wait
         self._num_updates += 1
         if self._is_due(self._num_updates):
             self._write_checksums(_options_of(optimizer))
 
     @torch.no_grad()
     def _write_checksums(self, options: dict[torch.Tensor, str]) -> None:
-        """Writes what this rank holds, and reads later what others do.
-
-        Raises:
-            StepError: if another rank is two of these updates behind.
-        """
         self._number += 1
+        # Wait only for a rank that is two of these updates behind.
         late = self._waiting.get(number := self._number - 2)
         if late is not None:
             with suppress(RuntimeError):  # where updates exchange nothing, others may be behind
@@ -284,10 +280,10 @@ class SameWeights:
     def note_batch(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook before a forward pass of the model."""
         sizes = batch_sizes((args, kwargs)) if torch.is_grad_enabled() else ()
-        self._num_samples += float(max(sizes, default=0)) ** 2  # ranks may have them in turn
+        self._num_samples += float(max(sizes, default=0)) ** 2  # squared, so that 4 and 8 differ from 6 and 6
 
     def _values_of_samples(self) -> dict[torch.Tensor, str]:
-        """What depends on the samples of this rank where one process would see those of all; batch norms have notes of their own."""
+        # These depend on this rank's samples; one process sees all. Batch norms have a separate note.
         modules = (module for root in self._roots for module in root.named_modules())
         buffers = {
             buffer: f"{_OF_SAMPLES}buffer {f'{path}.{name}'.removeprefix('.')}"
@@ -307,11 +303,6 @@ class SameWeights:
         return f"atorch_ns/weights/{self._name}/{self._number if number is None else number}/{rank}/{what}"
 
     def _compare_copies(self, number: int) -> None:
-        """Compares with each rank that holds a copy, once all have written.
-
-        Raises:
-            StepError: if an element differs by more than rounding.
-        """
         store, record = default_store(), self._waiting[number]
         if not store.check([self._store_key(rank, "samples", number) for rank in self._others]):
             return
@@ -319,6 +310,7 @@ class SameWeights:
         for rank in self._others:
             sums = np.frombuffer(store.get(self._store_key(rank, "sums", number)), np.int64).reshape(2, -1)
             samples = np.frombuffer(store.get(self._store_key(rank, "samples", number)), np.float32)
+            # Compare only parts that both hold; other stages or shards hold others.
             _, here, there = np.intersect1d(record.sums[0], sums[0], return_indices=True)
             differ = record.sums[1][here] != sums[1][there]
             if differ.any():
@@ -331,7 +323,7 @@ class SameWeights:
             off = np.abs(samples - other).max(1)
             largest = np.maximum(np.abs(samples).max(1), np.abs(other).max(1))
             nan_on_both = np.isnan(samples).any(1) & np.isnan(other).any(1)
-            wrong = ~(off <= _ROUNDING * largest) & ~nan_on_both
+            wrong = ~(off <= _ROUNDING * largest) & ~nan_on_both  # not off > ..., which NaN would pass
         of_samples = np.array([record.paths[index].startswith(_OF_SAMPLES) for index in indices])
         names = [record.paths[index] for index in indices[wrong & of_samples]]
         if names and not self._is_told:
@@ -342,7 +334,7 @@ class SameWeights:
                 "ranks batches of one size, or pass weight_func and call train_step.",
                 *(record.update, self._rank, rank, first_few(names, 3)),
             )
-        indices, wrong = indices[~of_samples], wrong[~of_samples]
+        indices, wrong = indices[~of_samples], wrong[~of_samples]  # samples explain these: only a warning
         if not len(indices):
             return
         paths = [record.paths[index] for index in (indices[wrong] if wrong.any() else indices)]
@@ -424,16 +416,15 @@ def _updated_by(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
 
 
 def _ranks_with_copies(mesh: Mesh) -> list[int]:
-    """For each set of the axes of data the first rank along them, and for that one the last; those hold the same parts of all
-    that is not divided there."""
     names = mesh.device_mesh.mesh_dim_names or ()
     local: Sequence[int] = mesh.device_mesh.get_coordinate() or ()
     axes = [number for number, name in enumerate(names) if name in _DATA_AXES]
     ranks = set()
+    # Copies lie along axes that do not divide the parameter: one rank for every subset of the axes.
     for chosen in product((False, True), repeat=len(axes)):
         coordinate = list(local)
         moved = [axis for axis, is_chosen in zip(axes, chosen, strict=True) if is_chosen]
-        target = 0 if any(local[axis] for axis in moved) else -1
+        target = 0 if any(local[axis] for axis in moved) else -1  # the first rank compares with the last
         for axis in moved:
             coordinate[axis] = target
         ranks.add(int(mesh.device_mesh.mesh[tuple(coordinate)]))
@@ -441,17 +432,17 @@ def _ranks_with_copies(mesh: Mesh) -> list[int]:
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    """Whether it has elements that can be read; parts in a packing of a library of its own cannot."""
     part = local_part(parameter).detach()  # a parameter is of a class of its own
+    # Packed parts of other libraries are subclasses whose elements cannot be read.
     return (
         type(part) is torch.Tensor and part.layout == torch.strided and not part.is_meta and part.numel() > 0
     )
 
 
 def _options_of(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-    """The numbers among the options of an optimizer's groups, as the learning rate, with words for each."""
     table: dict[str, list[float]] = {}
     for option, value in (entry for group in optimizer.param_groups for entry in group.items()):
+        # Betas are a tuple; a learning rate may be a 0-d tensor.
         values = [value] if not isinstance(value, (list, tuple)) else [] if option == "params" else value
         numbers = [each for each in values if isinstance(each, (int, float)) or getattr(each, "ndim", 1) == 0]
         table.setdefault(f"{option} of the optimizer", []).extend(map(float, numbers))
@@ -459,17 +450,15 @@ def _options_of(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
 
 
 def _key_of(path: str, parameter: torch.Tensor) -> int:
-    """A number for what a rank holds: the parameter, and the place of its part."""
-    box = local_box(parameter) if isinstance(parameter, DTensor) else ()
+    box = local_box(parameter) if isinstance(parameter, DTensor) else ()  # offset and size of this part
     digest = hashlib.blake2b(f"{path} {box} {tuple(parameter.shape)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def _on_cpu(values: list[torch.Tensor], width: int) -> torch.Tensor:
-    """On the CPU; a rank may hold parts without elements alone."""
     # That of the weights: options of an optimizer are on the CPU.
     device = next((value.device for value in values if value.device.type != "cpu"), "cpu")
-    alike = [value.to(device) for value in values]
+    alike = [value.to(device) for value in values]  # one copy to the host for all
     return torch.stack(alike).cpu() if values else torch.zeros((0, width) if width else 0)
 
 

@@ -96,24 +96,24 @@ def _batch_norm(
     """``x`` [B, C, ...] by the mean and the variance of each channel over all ranks; their batches may differ in size."""
     if not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    dims = [0, *range(2, x.dim())]
+    dims = [0, *range(2, x.dim())]  # all dims but C
     shape = [1, -1, *[1] * (x.dim() - 2)]
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x  # sums need fp32
 
     def total(value: torch.Tensor) -> torch.Tensor:
         # Every rank's loss depends on it, so its gradient is a sum too.
         return reduce_from(copy_to(value, group), group)
 
     count = torch.full((1,), x.numel() / x.size(1), dtype=wide.dtype, device=x.device)
-    sums = total(torch.cat([wide.sum(dims), count]))
-    size = sums[-1].detach()
+    sums = total(torch.cat([wide.sum(dims), count]))  # [C + 1], over all ranks
+    size = sums[-1].detach()  # ranks may have different batch sizes
     mean = sums[:-1] / size
-    centred = wide - mean.view(shape)
+    centred = wide - mean.view(shape)  # E[x²] - E[x]² would cancel
     variance = total(centred.square().sum(dims)) / size
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        if running_var is not None:
+        if running_var is not None:  # unbiased, as torch keeps it
             running_var.lerp_((variance * (size / (size - 1).clamp(min=1))).to(running_var.dtype), momentum)
     out = centred * (variance + eps).rsqrt().view(shape)
     if weight is not None:

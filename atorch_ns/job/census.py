@@ -102,7 +102,6 @@ class Census:
             _warn_of_scale(job, [name for name, *_ in self._hooks])
 
     def _is_replaced(self, job: Job) -> bool:
-        """Whether what the forward pass computes with, or the optimizer updates, are other tensors than before."""
         now = {plain_name(name): parameter for name, parameter in job.module.named_parameters()}
         known = self._parameters.items()
         return bool(job.plan.precision.master_dtype) or any(
@@ -110,7 +109,7 @@ class Census:
         )
 
     def _stop_stale_optimizers(self, now: Iterable[torch.Tensor]) -> None:
-        """Has optimizers refuse to step whose parameters no longer belong to the model: they would train nothing."""
+        # Former parameters of the model: an optimizer of them would train nothing.
         kept = {id(parameter) for parameter in now}
         stale = {id(p) for reference in self._parameters.values() if (p := reference()) is not None} - kept
 
@@ -130,10 +129,10 @@ class Census:
                     optimizer.register_step_pre_hook(refuse)
 
 
-def carry_hooks(job: Job, found: Iterable[tuple[str, torch.Tensor | None, HookTable, HookTable]]) -> None:
+def carry_hooks(job: Job, hooks: Iterable[tuple[str, torch.Tensor | None, HookTable, HookTable]]) -> None:
     """Has users' hooks of gradients called with the gradients of all ranks: of names, parameters as they are now, and the
     tables of :func:`~atorch_ns.torch_compat.hook_tables`."""
-    here = [(name, parameter, early, late) for name, parameter, early, late in found if parameter is not None]
+    here = [(name, parameter, early, late) for name, parameter, early, late in hooks if parameter is not None]
     _warn_of_scale(job, [name for name, *_ in here])
     if here and job.optimizer.take_over is not None:
         raise InputError(
@@ -169,7 +168,7 @@ def carry_late_hooks(job: Job, observe: Callable[..., object]) -> None:
         return
     parameters = [(plain_name(name), p) for name, p in job.module.named_parameters()]
 
-    def last() -> list[int]:
+    def last() -> list[int]:  # the newest handle number of each table
         return [next(reversed(table)) for _, p in parameters for table in hook_tables(p) if table]
 
     before, joins = last(), False
@@ -210,7 +209,7 @@ class ForwardChanges:
         self._is_done = False
         self._marks: Counter[nn.Module] | None = None
         self._before: dict[tuple[Any, ...], object] = {}
-        self._found: set[str] = set()
+        self._changes: set[str] = set()
 
     @contextmanager
     def look(self, num_micro_batches: int) -> Iterator[None]:
@@ -228,7 +227,7 @@ class ForwardChanges:
             for hook in hooks:
                 hook.remove()
             self._marks = None
-        names = sorted(set().union(*self._job.cluster.gathered(self._found)))
+        names = sorted(set().union(*self._job.cluster.gathered(self._changes)))
         if names:
             text = (
                 f"the forward pass changes {first_few(names)}. With {num_micro_batches} micro-batches it is called as often in a "
@@ -241,29 +240,30 @@ class ForwardChanges:
     def mark(self, root: nn.Module, *_: Any) -> None:
         """Before and after a micro-batch passes through the model or a stage."""
         if self._marks is not None:
-            self._marks[root] += 1
+            self._marks[root] += 1  # 1, 2: around its first pass; 3, 4: around its second
             if self._marks[root] == 3:  # before its second pass
                 self._before = self._snapshot_values()
             elif self._marks[root] == 4:
                 before, now = self._before, self._snapshot_values()
-                self._found |= {_dotted_name(*key) for key in before.keys() & now if before[key] != now[key]}
+                self._changes |= {
+                    _dotted_name(*key) for key in before.keys() & now if before[key] != now[key]
+                }
 
     def _snapshot_values(self) -> dict[tuple[Any, ...], object]:
-        """What stands for each value in the modules of others, by their paths; batch norms have a note of their own."""
         return {
             (plain_name(path), *keys): digest
             for path, module in self._job.module.named_modules()
+            # Batch norms have a separate note.
             if not isinstance(module, BatchNorm) and not type(module).__module__.startswith(_OURS)
             for keys, value in leaves(vars(module))
             if keys[0] not in _package_attributes(module) and (digest := _comparable_value(value)) is not None
         }
 
 
-_OURS = ("atorch_ns.", "opt_lib.")
+_OURS = ("atorch_ns.", "opt_lib.")  # package classes may count calls
 
 
 def _package_attributes(module: nn.Module) -> set[str]:
-    """Attributes that a class of this package declares, as a parallel module's ``num_calls``."""
     ours = [kind for kind in type(module).__mro__ if kind.__module__.startswith(_OURS)]
     return set().union(*(vars(kind).get("__annotations__", ()) for kind in ours))
 
@@ -273,12 +273,11 @@ def _dotted_name(path: str, *keys: Any) -> str:
 
 
 def _comparable_value(value: Any) -> object:
-    """What is equal where a value is; ``None`` for what is not looked at. Frozen parameters may be large, and are added up."""
     if isinstance(value, (int, float, complex, str)):
         return repr(value)  # for NaN too
     if type(value) not in (torch.Tensor, nn.Parameter) or value.requires_grad or value.is_meta:
         return None
-    if isinstance(value, nn.Parameter) and value.is_floating_point():
+    if isinstance(value, nn.Parameter) and value.is_floating_point():  # frozen: its sum will do
         return repr(value.sum(dtype=torch.float32).tolist())
     if value.layout != torch.strided:
         return None
@@ -301,7 +300,7 @@ def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
     if optimizer is not None:
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for root in job.roots:
-            inner = traced_modules(root)
+            inner = traced_modules(root)  # hooks there would be compiled
             for path, module in root.named_modules():
                 if module not in inner and any(True for _ in module.parameters()):
                     _watch_writes(plain_name(path), module, updated)
@@ -341,7 +340,7 @@ def refuse_new_parameters(job: Job) -> None:
         register_module_parameter_registration_hook(notice),
         register_module_module_registration_hook(notice),
     )
-    for handle in handles:
+    for handle in handles:  # these hooks are global in torch
         finalize(job.module, handle.remove)
     job.module.register_forward_pre_hook(torch.compiler.disable(look), prepend=True)
 
@@ -350,7 +349,7 @@ def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
     seen: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
 
     def mark(parameter: torch.Tensor) -> tuple[int, ...]:
-        """With the bits of what a unit has gathered, since a write through ``.data`` leaves no other trace."""
+        # A unit gathers anew in each pass, and only the bits show a write through .data.
         if isinstance(module, FSDPModule) and type(parameter.data) is torch.Tensor:
             return parameter._version, parameter.data_ptr(), int(sum_of_bits(parameter.detach()))
         return (parameter._version,)
@@ -363,7 +362,7 @@ def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
         )
 
     def after(*_: Any) -> None:
-        for handle in handles:
+        for handle in handles:  # only the first pass is checked
             handle.remove()
         for name, (parameter, before) in seen.items():
             if mark(parameter) != before:
@@ -381,7 +380,7 @@ def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
 
 def _refuse_second_derivatives(module: nn.Module, inputs: Any, output: Any) -> None:
     def look(gradients: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # grad mode is on with create_graph=True
             raise StepError(NO_SECOND_DERIVATIVE)
 
     if torch.is_grad_enabled():
@@ -416,12 +415,11 @@ def refuse_hidden_outputs(path: str) -> Callable[[nn.Module, Any, Any], None]:
 
 
 def _shared_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of names: a parameter and another tensor of the model with memory of it."""
     entries = [
         (memory, name, tensor) for name, tensor in _named_tensors(model) if (memory := _memory_of(tensor))
     ]
     before: tuple[tuple[int, int, int], str, torch.Tensor] | None = None
-    for entry in sorted(entries, key=lambda entry: entry[0]):
+    for entry in sorted(entries, key=lambda entry: entry[0]):  # by storage, then address
         memory, name, tensor = entry
         other = tensor if before is None else before[2]
         trains = isinstance(other, nn.Parameter) or isinstance(tensor, nn.Parameter)
@@ -432,7 +430,6 @@ def _shared_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _listed_parameters(model: nn.Module) -> Iterator[str]:
-    """Attributes of modules that hold parameters of the model in nests."""
     known = set(model.parameters())
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -442,8 +439,7 @@ def _listed_parameters(model: nn.Module) -> Iterator[str]:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters first, then buffers and tensors in plain attributes."""
-    for kind in ("_parameters", "_buffers", ""):
+    for kind in ("_parameters", "_buffers", ""):  # parameters first, plain attributes last
         for path, module in model.named_modules():
             for name, value in (getattr(module, kind) if kind else vars(module)).items():
                 if isinstance(value, torch.Tensor):

@@ -66,12 +66,14 @@ def gradient_norm(
     """
     everything = list(parameters)
     left_out = {id(parameter) for parameter in uncounted}
+    # The p-norm of the groups' p-norms is the p-norm of all gradients as one vector.
     groups = _by_mesh(parameter for parameter in everything if id(parameter) not in left_out)
     norms = [_group_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
     if norms:
         total = torch.linalg.vector_norm(torch.stack([_at_least_float32(norm) for norm in norms]), norm_type)
-    else:
+    else:  # the rank still takes part in the exchange over stages
         total = torch.zeros((), device=everything[0].device if everything else None)
+    # In fp64 on every stage: their parameters may differ in dtype, and an all-reduce needs one dtype.
     return total if stages is None else norm_over(total.double(), norm_type, stages).to(total.dtype)
 
 
@@ -109,10 +111,11 @@ def _group_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
         return torch.nn.utils.get_total_norm(
             [piece for grad in grads for piece in _split_gradient(grad)], norm_type
         )
-    # Summands, or in another order.
+    # Partial sums, or shards in another order: torch's norm of DTensors reduces these.
     if not all(isinstance(layout, (Shard, Replicate)) for layout in first.placements):
         norm = torch.nn.utils.get_total_norm(grads, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # This rank's part first; each sharded mesh dimension then adds its ranks' parts. Replicas count once.
     norm = _at_least_float32(_group_norm([_local_part(grad) for grad in grads], norm_type))
     for dim, placement in enumerate(first.placements):
         if isinstance(placement, Shard):
@@ -125,18 +128,18 @@ _PIECE = 2**15
 
 
 def _split_gradient(grad: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Parts of a gradient whose norms, taken one by one and together, are exact to rounding."""
+    # Norms of short pieces, taken one by one and together, are exact to rounding.
     if grad.device.type != "cpu" or grad.numel() <= _PIECE or not grad.is_contiguous():
         return (grad,)
     return cast(tuple[torch.Tensor, ...], grad.reshape(-1).split(_PIECE))
 
 
 def _by_mesh(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Gradients on different meshes cannot stand in one fused operation, so they are handled mesh by mesh."""
     groups: dict[object, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
             grad = parameter.grad
+            # Gradients of different meshes or placements cannot stand in one fused operation.
             key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else grad.device
             groups.setdefault(key, []).append(parameter)
     return list(groups.values())
@@ -147,6 +150,7 @@ def norm_over(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) ->
     if norm_type == float("inf"):
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
         return norm
+    # The p-th powers of the norms add up over the ranks.
     power = norm**norm_type
     dist.all_reduce(power, group=group)
     return power ** (1.0 / norm_type)
@@ -176,9 +180,9 @@ class GradientHooks:
     late: list[TakenHook]
 
     def __post_init__(self) -> None:
-        self._before: torch.Tensor | None = None
-        self._last_gradient: ref[torch.Tensor] | None = None
-        self._is_open = False
+        self._before: torch.Tensor | None = None  # the gradient before this pass
+        self._last_gradient: ref[torch.Tensor] | None = None  # detects a replaced gradient
+        self._is_open = False  # between begin() and call()
 
     def watch(self) -> None:
         """Sees a loss that reads the weight add to its gradient before the model's pass, or without it."""
@@ -193,6 +197,7 @@ class GradientHooks:
         """
         gradient = self.parameter.grad
         if gradient is None or not self._is_open:
+            # A copy, since the pass adds in place. A share times the number of shares is the whole.
             self._before = None if gradient is None else gradient.detach() * num_sums
             self._last_gradient = None if gradient is None else ref(gradient)
         self._is_open = True
@@ -212,11 +217,12 @@ class GradientHooks:
             return  # a forward pass has come that no backward pass has followed
         parameter, before = self.parameter, self._before
         self._before, self._is_open = None, False
-        self.hooks = [hook for hook in self.hooks if hook.is_registered]
+        self.hooks = [hook for hook in self.hooks if hook.is_registered]  # drops removed hooks
         self.late = [hook for hook in self.late if hook.is_registered]
         if parameter.grad is None:
             return
         if self.hooks:
+            # Autograd passes what one backward pass adds, not the accumulated gradient.
             added = parameter.grad if before is None else parameter.grad - before
             for hook in self.hooks:
                 changed = hook(added)
@@ -244,15 +250,15 @@ class GradientSums:
     def __init__(self) -> None:
         self._sums: list[_Sum] = []
         self._hooks: list[GradientHooks] = []
-        self._tables: Mapping[torch.Tensor, str] = {}
-        self._is_watching = False
-        self._pending = False
-        self._summed = False
-        self._divided = False
+        self._tables: Mapping[torch.Tensor, str] = {}  # sparse embeddings and their names
+        self._is_watching = False  # whether watch() was called
+        self._pending = False  # a pass may have added since the last sum
+        self._summed = False  # gradients are summed over ranks
+        self._divided = False  # each rank holds its share of the last sum
         self._is_told = False
         self._is_followed = self._has_added = False
-        self._versions: dict[torch.Tensor, tuple[int, int, int]] = {}
-        self._shards: Mapping[str, torch.Tensor] = {}
+        self._versions: dict[torch.Tensor, tuple[int, int, int]] = {}  # when the pass began
+        self._shards: Mapping[str, torch.Tensor] = {}  # the shards, before weights are gathered
 
     def __bool__(self) -> bool:
         return bool(self._sums or self._hooks)
@@ -304,7 +310,7 @@ class GradientSums:
 
     def _watch_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in set(parameters):
-            if parameter.is_leaf:
+            if parameter.is_leaf:  # torch takes such hooks on leaves alone
                 after_accumulation(cast(nn.Parameter, parameter), self._note_gradient)
 
     def _note_gradient(self, _: torch.Tensor) -> None:
@@ -319,6 +325,7 @@ class GradientSums:
         self._pending = True
         if not self._summed:
             return
+        # The next sum adds the shares of all ranks to the whole again. A mean of equal values stays as it is.
         self._summed, self._divided = False, True
         for entry in (entry for entry in self._sums if not entry.mean):
             for parameter in {
@@ -338,10 +345,12 @@ class GradientSums:
         self._pending, self._summed, self._divided = False, True, False
         for entry in self._sums:
             summed = list(_pick_parameters(module, entry.names))
+            # Sparse gradients have different rows on each rank, so they are exchanged by rows.
             for table in (parameter for parameter in summed if parameter in self._tables):
                 add_rows(table, entry.group, 1 / entry.group.size() if entry.mean else 1.0)
             for parameters in _bucket_parameters(tensor for tensor in summed if tensor not in self._tables):
                 _sum_bucket(parameters, entry)
+        # Without followed passes nothing tells autograd.grad from backward(): assume backward().
         late, self._has_added = self._has_added or not self._is_followed, False
         for hooks in self._hooks:
             hooks.call(late=late)
@@ -361,9 +370,10 @@ class GradientSums:
         self._is_followed = True
         self._versions = gradient_versions(module.parameters())
         for hooks in self._hooks:
+            # expect() left each rank 1 / (product of group sizes) of the sum.
             shares = [e.group.size() for e in self._sums if hooks.name in e.names and not e.mean]
             hooks.begin(math.prod(shares) if self._divided else 1)
-        self.expect(module)
+        self.expect(module)  # after begin(), since it may divide gradients
 
     def tell_of_parts(self) -> None:
         """Says once what the user's functions see of backward passes that are parts of one."""
@@ -382,23 +392,21 @@ class GradientSums:
 
 
 def _sum_bucket(parameters: list[torch.Tensor], entry: _Sum) -> None:
-    """Sums the gradients of ``parameters``, whose parts travel as one tensor.
-
-    It takes along which of them any rank has: an optimizer decays a parameter whose gradient is zero, and leaves alone
-    one that took no part in the loss.
-    """
+    # Flags tell which gradients exist: optimizers apply decay to a zero gradient, and skip None.
     used = [parameter.grad is not None for parameter in parameters]
     for parameter in parameters:
         if parameter.grad is None:  # no token of this rank used it, but one of another rank's may have
             parameter.grad = torch.zeros_like(parameter)
     grads = [_local_part(parameter.grad) for parameter in parameters]
     pieces = [grad.reshape(-1) for grad in grads]
+    # new_tensor copies from the host and synchronises; new_ones does not.
     pieces.append(grads[0].new_ones(len(used)) if all(used) else grads[0].new_tensor(used))
-    flat = torch.cat(pieces)
+    flat = torch.cat(pieces)  # all gradients, then one flag each
     dist.all_reduce(flat, group=entry.group)
     summed = flat.split([piece.numel() for piece in pieces])
     for grad, piece in zip(grads, summed[: len(grads)], strict=True):
         grad.copy_((piece / entry.group.size() if entry.mean else piece).view_as(grad))
+    # Flags are read from the device only if this rank lacks a gradient; otherwise no sum is 0.
     if not all(used):
         for parameter, count in zip(parameters, summed[-1].tolist(), strict=True):
             if not count:
@@ -411,8 +419,8 @@ def _local_part(grad: torch.Tensor | None) -> torch.Tensor:
 
 
 def _pick_parameters(module: nn.Module, names: frozenset[str]) -> Iterator[torch.Tensor]:
-    """The trainable parameters of ``names``, each once, in the order of the names, so that all ranks agree."""
     parameters = _by_name(module)
+    # Sorted, so that all ranks pack in the same order; tied parameters once.
     selection = dict.fromkeys(parameters[name] for name in sorted(names) if name in parameters)
     return (parameter for parameter in selection if parameter.requires_grad)
 
@@ -422,8 +430,8 @@ def _by_name(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _bucket_parameters(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Parameters whose gradients travel as one tensor: of one dtype, and about a bucket of DDP's."""
     tensors = list(parameters)
+    # One dtype per bucket, of about the size of DDP's buckets.
     sizes = [(str(parameter.dtype), _local_part(parameter).nbytes) for parameter in tensors]
     for bucket in gradient_buckets(sizes, DEFAULT_BUCKET_BYTES):
         yield [tensors[index] for index in bucket]
@@ -451,6 +459,7 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
         gradients = [p.grad for p in gathered if p.grad is not None]
         # Collective, until a gradient has been seen that a loop has made.
         if called > followed and gradients and not is_by_hand[0]:
+            # Non-zero gradients without a backward pass were set by the loop, which is fine.
             is_by_hand[0] = any(bool(gradient.any()) for gradient in gradients)
             if not is_by_hand[0]:
                 raise StepError(f"an optimizer is to step with gradients that are all zero, {_NONE_COME}")
@@ -488,6 +497,7 @@ def follow_backward_passes(
     under_way: list[None] = []
 
     def watch(called: nn.Module, inputs: Any, output: Any) -> None:
+        # Neither a copy's call nor a recomputation inside a backward pass.
         if id(called) == number and torch.is_grad_enabled() and not in_backward():
             follow(output)
 
@@ -501,6 +511,7 @@ def follow_backward_passes(
         if not under_way:
             under_way.append(None)
             begin()
+            # Deferred twice: fully_shard's callback comes first, then the reducer's, which is deferred once.
             after_backward(lambda: after_backward(finish))
 
     def finish() -> None:
@@ -569,6 +580,7 @@ class Gradients:
 
     def _end_pass(self, module: nn.Module) -> None:
         is_paused = self.reducer is not None and self.reducer.is_paused
+        # Parts of a pass, and passes under no_sync, stay local until the last one.
         if self.sums.have_changed(module) and not self.num_parts and not is_paused:
             self.complete(module)
         elif is_paused and not self.num_parts:
@@ -583,6 +595,7 @@ class Gradients:
 
     def complete(self, module: nn.Module) -> None:
         """Reduces what the last backward pass has left on its rank; nothing if that is done already. Collective."""
+        # First, since the reducer moves gradients to buckets, which looks like a replacement.
         self.sums.forget_replaced()
         if self.reducer is not None:
             self.reducer.sync_grad()

@@ -128,7 +128,7 @@ class Inputs:
         if cls is not None and not isinstance(cls, type):
             problems.append(f"distributed_sampler_cls must be a class; it is {_describe_kind(cls)}.")
         steps = self.gradient_accumulation_steps
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:  # True is an int
             problems.append(f"gradient_accumulation_steps must be a positive integer; it is {steps!r}.")
         norm = self.max_grad_norm
         if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float)) or norm <= 0):
@@ -163,8 +163,7 @@ class Inputs:
 
 
 def _plain_text(mapping: Mapping[str, Any] | None) -> str:
-    """Numbers, texts and truth values as they are; other values by their type, which is all that has a text."""
-    plain = (bool, int, float, str, tuple, list, type(None))
+    plain = (bool, int, float, str, tuple, list, type(None))  # reprs of others may contain addresses
     items = sorted((mapping or {}).items())
     return ", ".join(
         f"{k}={v!r}" if isinstance(v, plain) else f"{k}: {type(v).__qualname__}" for k, v in items

@@ -19,7 +19,7 @@ from atorch_ns.data import BatchRunner, split_batch
 from atorch_ns.job.agreement import SameBatch, SameWeights
 from atorch_ns.job.gradients import Gradients
 from atorch_ns.job.inputs import Inputs
-from atorch_ns.job.loss import LossFunction, MeanCheck, Precision
+from atorch_ns.job.loss import JobPrecision, LossFunction, MeanCheck
 from atorch_ns.job.materialise import Materialiser, is_on_meta
 from atorch_ns.job.model import ModelParts, OriginalModel
 from atorch_ns.job.randomness import SharedRandomness
@@ -169,7 +169,7 @@ class Job:
     mesh: Mesh | None = None
     placed: bool = False
     parts: ModelParts = field(default_factory=ModelParts)
-    precision: Precision = field(default_factory=Precision)
+    precision: JobPrecision = field(default_factory=JobPrecision)
     gradients: Gradients = field(default_factory=Gradients)
     step: StepOptions = field(default_factory=StepOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)

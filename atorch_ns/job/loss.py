@@ -76,6 +76,7 @@ class LossScale:
             return self.value
         if overflow:
             self._good_steps = 0
+            # The first hysteresis - 1 overflows change nothing; each later one halves the scale.
             self._tolerated = max(self._tolerated - 1, 0)
             if self._tolerated == 0:
                 self.value = max(self.value / 2, scaling.min_scale)
@@ -83,6 +84,7 @@ class LossScale:
         self._good_steps += 1
         if self._good_steps >= scaling.growth_interval:
             self._good_steps, self._tolerated = 0, scaling.hysteresis
+            # A user's scale above the limit is kept.
             self.value = min(self.value * 2, max(self.value, _LARGEST_SCALE))
         return self.value
 
@@ -95,13 +97,14 @@ class LossScale:
         if self._scaling.static_scale is None:
             self.value = max(float(state["scale"]), self._scaling.min_scale)
             self._good_steps = int(state["_growth_tracker"])
+            # torch's GradScaler has no hysteresis.
             self._tolerated = min(
                 int(state.get("hysteresis_left", self._tolerated)), self._scaling.hysteresis
             )
 
 
 @dataclass(kw_only=True)
-class Precision:
+class JobPrecision:
     """Precision of a job's forward passes and what guards its gradients.
 
     Attributes:
@@ -156,7 +159,7 @@ class ForwardScope:
             self._entered.pop().__exit__(None, None, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_entered": []}
+        return {**self.__dict__, "_entered": []}  # contexts belong to running calls
 
 
 class _Cast:
@@ -221,7 +224,7 @@ class LossScaler:
             flags = found_inf_tensors(self.scaler, optimizer)
         if self._group is None:
             return any(float(flag) > 0 for flag in flags)
-        overflow = torch.zeros((), device=device)
+        overflow = torch.zeros((), device=device)  # without gradients the rank still joins the reduction
         for flag in flags:
             overflow = torch.maximum(overflow, flag.reshape(()).to(device))
         dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._group)
@@ -229,7 +232,7 @@ class LossScaler:
 
     def adapt(self, overflow: bool) -> None:
         """Ends a step with what :meth:`unscale` has returned, on ranks without gradients too."""
-        self.scaler.update(self.scale.advance(overflow))
+        self.scaler.update(self.scale.advance(overflow))  # this also resets torch's unscaled state
         self.num_backwards = 0
 
     def forget_unscaled(self) -> None:
@@ -263,9 +266,11 @@ class _ScaledLoss(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # backward() and hooks act on the tensor itself, whose graph applies the scale.
         if func in _OF_ITSELF:
             return Tensor.__torch_function__(func, (), args, kwargs)  # type: ignore[no-untyped-call]
         scaler = next(each.scaler for each in tensors_of((args, kwargs)) if isinstance(each, _ScaledLoss))
+        # Other functions run on unscaled losses and scale the result, so the scale applies once.
         args, kwargs = map_tensors(lambda value: getattr(value, "unscaled", value), (args, kwargs or {}))
         return map_tensors(scaler.scaled, func(*args, **kwargs))
 
@@ -367,6 +372,7 @@ class MeanCheck:
             # Divided: its parts would be whole tensors.
             if any(type(tensor) is not torch.Tensor for tensor in floats):
                 return
+            # One part is the whole batch, and non-finite outputs prove nothing.
             if num == 1 or not floats or not all(bool(tensor.isfinite().all()) for tensor in floats):
                 return
             again = float(first_loss(loss_func(batch, output)))
@@ -376,6 +382,7 @@ class MeanCheck:
         except Exception:
             log.debug("whether the loss is a mean over samples cannot be tested", exc_info=True)
             return
+        # Rounding may change half of the digits.
         mean, rounding = sum(parts) / num, torch.finfo(whole.dtype).eps ** 0.5
         if abs(mean - value) <= rounding * max(1.0, abs(mean), abs(value)):
             return
@@ -426,7 +433,7 @@ def is_power_of_ten(number: int) -> bool:
 
 
 def _is_without_state(value: Any, seen: frozenset[Any] = frozenset()) -> bool:
-    """Whether a value, or what a function refers to, is nothing that a call could change. What is unknown is taken to change."""
+    # Values that a call cannot change; anything unknown counts as changeable.
     if any(value is plain for plain in _PLAIN) or isinstance(
         value, (int, float, str, bytes, torch.dtype, torch.device, ModuleType, BuiltinFunctionType)
     ):
@@ -439,10 +446,11 @@ def _is_without_state(value: Any, seen: frozenset[Any] = frozenset()) -> bool:
         return all(_is_without_state(item, seen) for item in value)
     if not isinstance(value, FunctionType) or value.__module__.startswith("torch"):
         return isinstance(value, FunctionType)
-    if value in seen:
+    if value in seen:  # recursion
         return True
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
     used: list[Any] = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    # What the function and its inner functions read, and whether they write outside.
     for code in nested_codes(value.__code__):
         for step in dis.get_instructions(code):
             if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR"):

@@ -28,6 +28,7 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     assert coordinate is not None
     assert whole.shape == like.shape
     numbered = list(enumerate(like.placements))
+    # Plain shards divide first, outer mesh dimensions before inner; strided shards divide the rest.
     plain = [entry for entry in numbered if not is_strided_shard(entry[1])]
     strided = [entry for entry in reversed(numbered) if is_strided_shard(entry[1])]
     part = whole
@@ -44,8 +45,7 @@ def divided_like(whole: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def _take_chunk(tensor: torch.Tensor, count: int, dim: int, index: int) -> torch.Tensor:
-    """Piece ``index`` of ``torch.chunk``, which may be empty."""
-    pieces = tensor.chunk(count, dim)
+    pieces = tensor.chunk(count, dim)  # may give fewer than count
     return pieces[index] if index < len(pieces) else tensor.narrow(dim, tensor.size(dim), 0)
 
 
@@ -88,7 +88,7 @@ class Materialiser:
         self._names = {module: plain_name(name) for name, module in model.named_modules()}
         # Only tied parameters are looked up again. A strong reference would keep every full parameter alive
         # after its shard has taken its place.
-        self._made: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
+        self._materials: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
 
     def materialise(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
         """Materialises everything on meta inside ``modules``; without ``recurse`` only what they hold themselves.
@@ -119,9 +119,9 @@ class Materialiser:
         vars(module).update({name: module._buffers[buffer] for name, buffer in aliases.items()})
         if not fresh:
             return
-        made = divided.keys() - fresh.keys()
-        self._make_whole(module, made)
-        with torch.random.fork_rng(devices=[]):
+        tied = divided.keys() - fresh.keys()  # already made with another module
+        self._make_whole(module, tied)
+        with torch.random.fork_rng(devices=[]):  # values do not depend on other modules
             torch.manual_seed(self._seed ^ zlib.crc32(self._names.get(module, "").encode()))
             self._init(module)
         unset = [name for name, tensor in fresh.items() if is_poisoned(tensor)]
@@ -131,19 +131,18 @@ class Materialiser:
                 f"{', '.join(unset)} unset. Set them in its reset_parameters, or build the model on a device."
             )
         for name, parameter in divided.items():
-            self._keep_part(module, name, parameter, made=name in made)
+            self._keep_part(module, name, parameter, is_tied=name in tied)
 
-    def _make_whole(self, module: nn.Module, made: Iterable[str]) -> None:
-        """Lets the initialisation see whole parameters in place of parts that another module has made."""
-        for name in made:
+    def _make_whole(self, module: nn.Module, names: Iterable[str]) -> None:
+        for name in names:
             tied = module._parameters[name]
             assert tied is not None
+            # Poisoned: if this initialisation leaves it unset, the other module's values stay.
             data = _poison_tensor(torch.empty(tied.shape, dtype=tied.dtype, device=self._device))
             module._parameters[name] = nn.Parameter(data, requires_grad=tied.requires_grad)
 
     @torch.no_grad()
-    def _keep_part(self, module: nn.Module, name: str, like: nn.Parameter, *, made: bool) -> None:
-        """Keeps of a parameter that has its values this rank's part, laid out like ``like``."""
+    def _keep_part(self, module: nn.Module, name: str, like: nn.Parameter, *, is_tied: bool) -> None:
         path = self._names.get(module, "")
         packing = self._packings.get(f"{path}.{name}" if path else name)
         whole = module._parameters[name]
@@ -151,13 +150,15 @@ class Materialiser:
         assert isinstance(like, DTensor)
         values = whole.detach() if packing is None else packing.pack(whole.detach())
         part = divided_like(values, like)
-        if made:
-            tied = self._made.get(like, like)
+        if is_tied:
+            tied = self._materials.get(like, like)
             module._parameters[name] = tied
-            if not is_poisoned(whole):
+            if not is_poisoned(whole):  # this module's values replace them
                 tied.copy_(part)
         else:
-            module._parameters[name] = self._made[like] = nn.Parameter(part, requires_grad=like.requires_grad)
+            module._parameters[name] = self._materials[like] = nn.Parameter(
+                part, requires_grad=like.requires_grad
+            )
 
     @torch.no_grad()
     def _allocate_tensors(self, module: nn.Module) -> dict[str, torch.Tensor]:
@@ -165,11 +166,13 @@ class Materialiser:
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue
-            tensor = self._made.get(parameter)
+            tensor = self._materials.get(parameter)
             if tensor is None:
                 size, stride, dtype = parameter.size(), parameter.stride(), parameter.dtype
                 data = _poison_tensor(torch.empty_strided(size, stride, dtype=dtype, device=self._device))
-                tensor = self._made[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                tensor = self._materials[parameter] = nn.Parameter(
+                    data, requires_grad=parameter.requires_grad
+                )
                 fresh[name] = data
             module._parameters[name] = tensor
         for name, buffer in module._buffers.items():
@@ -203,11 +206,10 @@ def _find_initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
 
 
 def _poison_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Fills a tensor with a value that no initialisation leaves behind everywhere."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))
     if tensor.dtype == torch.bool:
-        return tensor.zero_()
+        return tensor.zero_()  # any value is plausible, so unset ones are missed
     return tensor.fill_(torch.iinfo(tensor.dtype).min)
 
 

@@ -83,12 +83,11 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of the memory behind ``tensors`` on this rank, whole storages, by address."""
     storages: dict[int, int] = {}
     for part in itertools.chain.from_iterable(map(plain_tensors, tensors)):
         storage = part.detach().untyped_storage()
         if storage.nbytes():
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()  # views and tied tensors count once
     return storages
 
 

@@ -150,7 +150,7 @@ def parameter_groups(
         return [{"params": [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]}]
     now = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     for name, others in tied.items():
-        kept = [other for other in others if other in now]
+        kept = [other for other in others if other in now]  # a stage may keep only a later name
         if name not in now and kept:
             now[name] = now[kept[0]]
     missing = [name for group in groups for name in group.names if name not in now]
@@ -175,16 +175,16 @@ def _name_group(group: dict[str, Any], names: dict[int, str]) -> NamedGroup:
     return NamedGroup(tuple(names[id(parameter)] for parameter in group["params"]), options)
 
 
-def _as_groups(given: Iterable[Any]) -> list[dict[str, Any]]:
+def _as_groups(result: Iterable[Any]) -> list[dict[str, Any]]:
     try:
-        entries = list(given)
+        entries = list(result)
     except TypeError:
         raise InputError(
-            f"optim_param_func returned {with_article(given)}; it must return parameters or groups of them."
+            f"optim_param_func returned {with_article(result)}; it must return parameters or groups of them."
         ) from None
     if all(isinstance(entry, dict) for entry in entries):
         return [{**entry, "params": _list_parameters(entry)} for entry in entries]
-    return [{"params": _strip_names(entries)}]
+    return [{"params": _strip_names(entries)}]  # bare parameters form one group
 
 
 def _list_parameters(group: dict[str, Any]) -> list[Any]:
@@ -195,5 +195,5 @@ def _list_parameters(group: dict[str, Any]) -> list[Any]:
 
 
 def _strip_names(entries: list[Any]) -> list[Any]:
-    """Parameters, of which some may come as ``(name, parameter)``."""
+    # Entries may be (name, parameter), as named_parameters() gives them.
     return [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]

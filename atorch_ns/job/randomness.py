@@ -45,13 +45,13 @@ class SharedRandomness:
         """The seed of the next forward pass, or of the next batch of a pipeline."""
         self._count += 1
         text = repr((self._seed, self._data_rank, self._count)).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1  # 63 bits
 
     def attach(self, modules: Iterable[nn.Module]) -> None:
         """Surrounds the forward passes of ``modules``; of those that run inside each other, the outermost."""
         for module in dict.fromkeys(modules):
             module.register_forward_pre_hook(self._seed_forward, prepend=True)
-            module.register_forward_hook(self._restore_generators, always_call=True)
+            module.register_forward_hook(self._restore_generators, always_call=True)  # also after errors
 
     def give_way(self) -> None:
         """Seeds nothing from now on: another one surrounds the modules that this one does."""
@@ -60,7 +60,7 @@ class SharedRandomness:
     def _seed_forward(self, module: nn.Module, inputs: Any) -> None:
         self._depth += 1
         if self._depth > 1 or not (module.training and torch.is_grad_enabled()):
-            return
+            return  # nested, or not training
         self._restore = save_generators(self._device)
         seed_generators(self.next_seed(), self._device)
 

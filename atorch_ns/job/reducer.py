@@ -25,19 +25,14 @@ BucketHook = Callable[["GradientReducer", torch.Tensor], object]
 
 
 class _Bucket:
-    """Gradients that travel as one tensor, of which the gradients of the parameters are views.
-
-    Args:
-        parameters: may be none.
-        num_flags: further numbers that travel with them.
-        like: gives type and device where there are no parameters.
-    """
+    """Gradients that travel as one tensor, of which the gradients of the parameters are views."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], num_flags: int, like: torch.Tensor) -> None:
         self.parameters = parameters
         pieces = [local_part(parameter) for parameter in parameters]
         sizes = [piece.numel() for piece in pieces]
-        first = pieces[0] if pieces else like
+        first = pieces[0] if pieces else like  # a bucket may be empty
+        # [gradients, flags]: one all-reduce sends both.
         self.whole = torch.zeros(sum(sizes) + num_flags, dtype=first.dtype, device=first.device)
         self.gradients, self.flags = self.whole.split([sum(sizes), num_flags])
         parts = self.gradients.split(sizes)
@@ -48,8 +43,8 @@ class _Bucket:
             laid_out(view, parameter) if isinstance(parameter, DTensor) else view
             for view, parameter in zip(aliases, parameters, strict=True)
         ]
-        self.ready: set[int] = set()
-        self.work: Any = None
+        self.ready: set[int] = set()  # parameters whose gradients have arrived, by index
+        self.work: Any = None  # the pending all-reduce
 
     @property
     def is_full(self) -> bool:
@@ -114,23 +109,23 @@ class GradientReducer:
         self._like = self._parameters[0] if self._parameters else torch.zeros(())
         self._group = group
         self._bucket_bytes = bucket_bytes
-        self._before, self._after = 1.0 / first, first / group.size()
+        self._before, self._after = 1.0 / first, first / group.size()  # factors before and after the sum
         self._hooks: dict[str, list[BucketHook]] = {"before": [], "after": []}
         self._lay_out(self._trained_flags())
-        self._unused: list[nn.Parameter] = []
-        self._next = 0
-        self._sync = True
-        self._sums = False
-        self._expected = False
-        self._local = False
-        self._queued = False
-        self._reached = False
-        self._changed = False
-        self._seen: set[nn.Parameter] = set()
-        self._repeated: set[nn.Parameter] = set()
+        self._unused: list[nn.Parameter] = []  # parameters without a gradient on this rank
+        self._next = 0  # the next bucket to reduce
+        self._sync = True  # false under no_sync
+        self._sums = False  # sum instead of mean
+        self._expected = False  # a reduction is due
+        self._local = False  # a forward pass came since the last reduction
+        self._queued = False  # the end of the running pass is queued
+        self._reached = False  # the running pass has added to a gradient
+        self._changed = False  # trained parameters differ from the layout
+        self._seen: set[nn.Parameter] = set()  # got a gradient in the first pass
+        self._repeated: set[nn.Parameter] = set()  # got several in one pass
         self._is_first_pass = True
-        self._num_open = 0
-        self._late_report: _LateNumbers | None = None
+        self._num_open = 0  # forward passes without a backward pass
+        self._late_report: _LateNumbers | None = None  # copied from the GPU, not yet read
         self.synchronised = False
         self._handles = [after_accumulation(parameter, self._take_gradient) for parameter in floating]
         self._handles.append(module.register_forward_pre_hook(self._begin_forward))
@@ -225,7 +220,6 @@ class GradientReducer:
         return tuple([parameter.requires_grad for parameter in self._parameters])
 
     def _lay_out(self, trained: _Trained) -> None:
-        """Makes buckets of the parameters that are trained."""
         self._layout = trained
         chosen = [p for p, is_trained in zip(self._parameters, trained, strict=True) if is_trained]
         self._buckets = _make_buckets(chosen, self._bucket_bytes, self._like)
@@ -234,10 +228,9 @@ class GradientReducer:
             for bucket in self._buckets
             for index, parameter in enumerate(bucket.parameters)
         }
-        self._number = {parameter: number for number, parameter in enumerate(self._places)}
+        self._number = {parameter: number for number, parameter in enumerate(self._places)}  # flag index
 
     def _begin_forward(self, *_: Any) -> None:
-        """A rank whose loss reaches no parameter takes part too."""
         if torch.is_grad_enabled() and not is_transformed():
             # Of what is summed each rank keeps its share, for the next sum.
             if self._sums and self.synchronised:
@@ -245,11 +238,11 @@ class GradientReducer:
                     bucket.gradients.data.div_(self._group.size())
             self.synchronised = False
             self._local = True
+            # Here, so that a rank whose loss reaches no parameter takes part in the reduction.
             if self._sync:
                 self._expect_gradients()
 
     def _watch_outputs(self, _: nn.Module, inputs: Any, output: Any) -> None:
-        """Has the reduction end with the whole backward pass, and not with that of a block that is recomputed inside it."""
         if not (self._sync and torch.is_grad_enabled()) or is_transformed():
             return
         followed = [False]
@@ -260,10 +253,13 @@ class GradientReducer:
                 self._num_open -= 1
             self._end_with_pass()
 
+        # The end is queued when the pass reaches an output: a recomputed block (use_reentrant=True) runs
+        # an inner pass, which may reach a parameter first and ends earlier.
         for tensor in unique_tensors_of(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(follow)
                 followed[0] = True
+        # Until here True means that hooks exist; from now on, that a pass has reached an output.
         if followed[0]:
             followed[0] = False
             self._num_open += 1
@@ -276,14 +272,14 @@ class GradientReducer:
             after_backward(self._end_pass)
 
     def _end_pass(self) -> None:
-        """Reduces what a backward pass has added; one for the gradients of inputs alone (``autograd.grad``) adds nothing."""
         self._queued = False
+        # autograd.grad for inputs alone reaches no parameter: there is nothing to reduce.
         if self._reached:
             self._reached = False
             self.sync_grad()
 
     def _expect_gradients(self) -> None:
-        if self._late_report is not None:
+        if self._late_report is not None:  # the copy from the GPU has arrived by now
             report, self._late_report = self._late_report, None
             self._require_alike(report.read())
         self._expected, self._queued = True, False
@@ -291,11 +287,11 @@ class GradientReducer:
         self._reset_buckets()
 
     def _reset_buckets(self) -> None:
-        """Makes the buckets ready for gradients, whose versions tell what a loop writes."""
         self._next = 0
         self._unused.clear()
         for bucket in self._buckets:
             bucket.ready.clear()
+        # Through .data, since versions must change only when the user writes.
         self._buckets[-1].flags.data[: len(self._number)].fill_(1.0)
 
     @torch.no_grad()
@@ -308,11 +304,13 @@ class GradientReducer:
                 self._reached = True
             return
         bucket, index = known
+        # Under no_sync the gradient moves to its bucket and stays local.
         if not self._sync:
             self._move_to_bucket(bucket, index, 1.0)
             return
         self._end_with_pass()
         self._reached = True
+        # A recomputed block may add twice. The first pass finds such parameters; they are taken at the end.
         if self._is_first_pass or parameter in self._repeated:  # taken at the end
             if parameter in self._seen:
                 self._repeated.add(parameter)
@@ -325,21 +323,21 @@ class GradientReducer:
                 "shares it with another: pass use_reentrant=False, or choose ('ddp', {'reducer': 'torch'})."
             )
         self._prepare_gradient(bucket, index)
+        # All ranks reduce in one order, so a full bucket waits for earlier ones.
         while self._next < len(self._buckets) and self._buckets[self._next].is_full:
             self._launch_bucket()
 
-    def _prepare_gradient(self, bucket: _Bucket, place: int) -> None:
-        """Makes a gradient ready to be summed, whether this backward pass has reached its parameter or not."""
-        parameter = bucket.parameters[place]
+    def _prepare_gradient(self, bucket: _Bucket, index: int) -> None:
+        parameter = bucket.parameters[index]
+        # Not reached: zeros are sent, and a flag of 0 for this rank.
         if parameter.grad is None:
             self._unused.append(parameter)
             self._buckets[-1].flags[self._number[parameter]] = 0.0
-        self._move_to_bucket(bucket, place, self._before)
-        bucket.ready.add(place)
+        self._move_to_bucket(bucket, index, self._before)
+        bucket.ready.add(index)
 
-    def _move_to_bucket(self, bucket: _Bucket, place: int, factor: float) -> None:
-        """Makes a gradient, times a factor, a view of its bucket."""
-        parameter, view = bucket.parameters[place], bucket.views[place]
+    def _move_to_bucket(self, bucket: _Bucket, index: int, factor: float) -> None:
+        parameter, view = bucket.parameters[index], bucket.views[index]
         gradient = None if parameter.grad is None else local_part(parameter.grad)
         if gradient is None:
             view.zero_()
@@ -354,31 +352,34 @@ class GradientReducer:
                 "converted since. Convert it before the call, or use the method half."
             )
         elif gradient.data_ptr() != view.data_ptr():
+            # Outside of the bucket: write the product there, without a temporary.
             torch.mul(gradient, factor, out=view)
-            if local_part(bucket.placed[place]).data_ptr() != view.data_ptr():  # as module.to leaves it
+            if local_part(bucket.placed[index]).data_ptr() != view.data_ptr():  # as module.to leaves it
                 alias = view.view_as(view)
                 divided = parameter if isinstance(parameter, DTensor) else None
-                bucket.placed[place] = alias if divided is None else laid_out(alias, divided)
+                bucket.placed[index] = alias if divided is None else laid_out(alias, divided)
         elif factor != 1.0:
+            # Already the bucket's view, since autograd adds in place.
             view.mul_(factor)
-        parameter.grad = bucket.placed[place]
+        parameter.grad = bucket.placed[index]
 
     def _launch_bucket(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
+        # Parameters that the pass did not reach, and repeated ones, join now.
         for index in set(range(len(bucket.parameters))) - bucket.ready:
             self._prepare_gradient(bucket, index)
         for hook in tuple(self._hooks["before"]):
             hook(self, bucket.gradients)
+        # The last bucket carries this rank's report.
         if bucket is self._buckets[-1]:
             report = [0.0] * NUM_REPORTED
-            report[self._num_open % _NUM_TURNS] = 1.0
+            report[self._num_open % _NUM_TURNS] = 1.0  # equal ranks set one column
             report[-1] = float(self._changed)
             bucket.flags[len(self._number) :].copy_(torch.tensor(report), non_blocking=True)
         bucket.work = dist.all_reduce(bucket.whole, group=self._group, async_op=True)
 
     def _reduce_buckets(self) -> None:
-        """Sends what is not on its way, and waits for all."""
         while self._next < len(self._buckets):
             self._launch_bucket()
         for bucket in self._buckets:
@@ -388,16 +389,13 @@ class GradientReducer:
             for hook in tuple(self._hooks["after"]):
                 hook(self, bucket.gradients)
         if self._unused:  # by this rank; by all, if the sum says so
-            used = self._buckets[-1].flags.tolist()
+            used = self._buckets[-1].flags.tolist()  # synchronises with the GPU
             for parameter in self._unused:
                 if not used[self._number[parameter]]:
                     parameter.grad = None
 
     def _compare_ranks(self) -> None:
-        """Has ranks that are at another place, or train other parameters, end all of them.
-
-        A GPU is not waited for: what it has summed is read at the next pass, unless this rank needs it now.
-        """
+        # Do not wait for the GPU: read the report at the next pass, unless this rank must act now.
         report = self._buckets[-1].flags[len(self._number) :]
         if self._changed or report.device.type == "cpu":
             self._require_alike(report.tolist())
@@ -405,6 +403,7 @@ class GradientReducer:
             self._late_report = _LateNumbers(report)
 
     def _require_alike(self, report: list[float]) -> None:
+        # Each rank sets the column of its open passes: several columns mean different steps.
         if sum(number > 0.0 for number in report[:_NUM_TURNS]) > 1:
             raise StepError(
                 "ranks have reduced gradients of different steps: a rank has run a forward pass that no backward pass has "
@@ -416,7 +415,6 @@ class GradientReducer:
             self._follow_change()
 
     def _follow_change(self) -> None:
-        """Makes buckets of what is trained by now, and reduces the gradients of what is new; collective."""
         trained: list[_Trained] = [()] * self._group.size()
         dist.all_gather_object(trained, self._trained_flags(), group=self._group)
         for parameter, states in zip(self._parameters, zip(*trained, strict=True), strict=True):
@@ -425,11 +423,13 @@ class GradientReducer:
                     f"{self._names[parameter]} is trained on some ranks and frozen on others, so it would not stay the same on "
                     "all. Call requires_grad_ on all ranks, before the same step."
                 )
+        # Newly trained parameters were in no bucket: reduce them now in buckets of their own.
         now, before = self._trained_flags(), self._layout
         self._lay_out(tuple([new and not old for new, old in zip(now, before, strict=True)]))
         self._changed = False
         self._reset_buckets()
         self._reduce_buckets()
+        # Then lay out buckets for all trained parameters.
         self._lay_out(now)
         for bucket in self._buckets:
             for index, parameter in enumerate(bucket.parameters):
@@ -474,6 +474,7 @@ def add_rows(table: torch.Tensor, group: dist.ProcessGroup, factor: float) -> No
     is_dense = gradient is not None and not gradient.is_sparse
     sparse = gradient.coalesce() if gradient is not None and not is_dense else None
     num_used = 0 if sparse is None else sparse.values().shape[0]
+    # [2] per rank: number of rows, -1 without a gradient; 1 if dense.
     counts = [torch.zeros(2, dtype=torch.int64, device=table.device) for _ in range(group.size())]
     used = torch.tensor([-1 if gradient is None else num_used, int(is_dense)], device=table.device)
     dist.all_gather(counts, used, group=group)
@@ -485,6 +486,7 @@ def add_rows(table: torch.Tensor, group: dist.ProcessGroup, factor: float) -> No
         dist.all_reduce(whole, group=group)
         table.grad = whole
         return
+    # all_gather needs equal sizes, so ranks pad to the most rows.
     rows = torch.zeros(max(numbers), dtype=torch.int64, device=table.device)
     values = torch.zeros(max(numbers), *table.shape[1:], dtype=table.dtype, device=table.device)
     if sparse is not None:
@@ -492,6 +494,7 @@ def add_rows(table: torch.Tensor, group: dist.ProcessGroup, factor: float) -> No
     every_row, every_value = ([torch.empty_like(part) for _ in numbers] for part in (rows, values))
     dist.all_gather(every_row, rows, group=group)
     dist.all_gather(every_value, values, group=group)
+    # Drop the padding; coalesce adds rows that several ranks have.
     row, value = (
         torch.cat([part[: max(number, 0)] for part, number in zip(parts, numbers, strict=True)])
         for parts in (every_row, every_value)
@@ -503,7 +506,7 @@ class _LateNumbers:
     """Numbers on their way from a GPU, for which the host does not wait until it reads them."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        self._host = torch.empty_like(numbers, device="cpu", pin_memory=True)
+        self._host = torch.empty_like(numbers, device="cpu", pin_memory=True)  # for an asynchronous copy
         self._host.copy_(numbers, non_blocking=True)
         self._arrival = torch.get_device_module(numbers.device).Event()
         self._arrival.record()
@@ -515,14 +518,11 @@ class _LateNumbers:
 
 
 def _make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int, like: torch.Tensor) -> list[_Bucket]:
-    """The parameters from the last one to the first, as backward passes reach them; at least one bucket.
-
-    The last bucket ends with a number for every parameter of all buckets, on how many ranks it has a gradient, and with
-    what ranks report of themselves.
-    """
+    # In reverse, as the backward pass reaches them.
     arriving = parameters[::-1]
     sizes = [((p.dtype, p.device), local_part(p).numel() * p.element_size()) for p in arriving]
-    places = gradient_buckets(sizes, bucket_bytes) or [[]]
+    places = gradient_buckets(sizes, bucket_bytes) or [[]]  # at least one, for the reports
+    # Only the last bucket has flags: one per parameter (ranks with a gradient), then the reports.
     num_flags = [0] * (len(places) - 1) + [len(parameters) + NUM_REPORTED]
     return [
         _Bucket([arriving[index] for index in each], num, like)

@@ -124,13 +124,13 @@ class ReadableReport(Protocol):
         """Corrections of the estimate that this job's measurements give, saved to ``path``."""
 
 
-def _with_settings(step: Step, found: Mapping[str, Any]) -> Step:
-    """The step with what its method found for itself; what the user wrote stays as it is, but for paths of what was read."""
+def _with_settings(step: Step, options: Mapping[str, Any]) -> Step:
     written = step.config if isinstance(step.config, dict) else {}
+    # Paths of files that a method has read are replaced by what was in the files.
     read = [
-        key for key, value in written.items() if isinstance(value, str) and isinstance(found.get(key), dict)
+        key for key, value in written.items() if isinstance(value, str) and isinstance(options.get(key), dict)
     ]
-    return Step(step.name, {**found, **{key: value for key, value in written.items() if key not in read}})
+    return Step(step.name, {**options, **{key: value for key, value in written.items() if key not in read}})
 
 
 class Result(_Fields):

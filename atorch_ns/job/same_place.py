@@ -31,7 +31,7 @@ from atorch_ns.torch_compat import (
 
 _COMMUNICATION: Final = (str(Path(dist.__file__).parent), str(Path(__file__).parent.parent))
 """Where the code is that waits for other ranks: torch's and the package's."""
-_POLL_S: Final = 5.0
+_POLL_S: Final = 5.0  # between looks of the thread
 STUCK_S: Final = 4 * _POLL_S
 """A rank that four polls have found at one line tells the others where it is. A slow exchange may take longer: what ends ranks is
 that their calls differ, and this only keeps ranks that go on from writing."""
@@ -42,7 +42,7 @@ two polls."""
 _FEW_MEETINGS: Final = 3
 _FEW_UPDATES: Final = 10
 """Ranks meet for the first evaluations or changes of what is trained, and after so many updates without: a loop may do both in each step."""
-_MEETING_S: Final = 0.002
+_MEETING_S: Final = 0.002  # first pause, doubled each time
 
 _MOST_CALLS: Final = 1024
 """Calls after one update that are compared; a loop that never updates would fill the memory."""
@@ -70,13 +70,13 @@ class SamePlace:
         self._together = sorted(together)
         self._evaluating = sorted(evaluating)
         self._is_meeting = False
-        self._thread = threading.get_ident()
-        self._module = 0
+        self._thread = threading.get_ident()  # the training thread
+        self._module = 0  # id of the model
         self._num_updates = 0
-        self._calls = {0: ""}
-        self._beats: dict[int, int] = {}
+        self._calls = {0: ""}  # letters of the calls after each update
+        self._beats: dict[int, int] = {}  # last beat seen, by rank
         self._meetings = Counter[str]()
-        self._last_meetings: dict[str, int] = {}
+        self._last_meetings: dict[str, int] = {}  # update of the last meeting, by letter
         self._trained: list[bool] = []
 
     def follow(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -129,12 +129,12 @@ class SamePlace:
         self._meetings[letter] += 1
         number, num_ranks = self._meetings[letter], len(ranks) or self._num_ranks
         store, key = default_store(), f"atorch_ns/meetings/{self._name}/{letter}/{min(ranks, default='')}"
-        if store.add(f"{key}/{number}", 1) == num_ranks:
+        if store.add(f"{key}/{number}", 1) == num_ranks:  # the last rank has come
             store.delete_key(f"{key}/{number}")
             store.set(key, str(number))
         self._is_meeting, pause = True, _MEETING_S
         while not store.check([key]) or int(store.get(key)) < number:
-            if store.check([self._store_key("ended")]):
+            if store.check([self._store_key("ended")]):  # another rank has ended
                 self._end_process(store.get(self._store_key("ended")).decode())
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S / 20)  # of a store that all ranks ask
@@ -158,7 +158,7 @@ class SamePlace:
             is_stuck = time.monotonic() - since > STUCK_S
             if not is_stuck and not self._together:
                 continue
-            beat += 1
+            beat += 1  # shows that a report is new
             last = max(calls)
             if is_stuck and is_backward and not calls[last].endswith("B"):
                 calls = {**calls, last: calls[last] + "B"}  # it has not come to the hook yet
@@ -166,9 +166,9 @@ class SamePlace:
                 store = default_store()
                 told = {"beat": beat, "is_stuck": is_stuck, "calls": calls, "waits": waits}
                 store.set(self._store_key(self._rank), json.dumps(told))
-                if self._together and self._rank != self._together[0]:
+                if self._together and self._rank != self._together[0]:  # all calls are collective
                     self._compare_calls(told, self._read_places(self._together[:1]), only_last=False)
-                if is_stuck and self._rank == 0:
+                if is_stuck and self._rank == 0:  # calls may differ while ranks progress
                     others = self._read_places(range(1, self._num_ranks))
                     if len(others) == self._num_ranks - 1 and all(
                         other["is_stuck"] for other in others.values()
@@ -179,13 +179,13 @@ class SamePlace:
                 return
 
     def _find_line(self) -> tuple[tuple[Any, int] | None, bool, bool]:
-        """The line of the training thread, whether it is in a backward pass, and whether it is one of communication, where a
-        line that takes long waits. No frame outlives this: it would keep the tensors of its function."""
+        """The training thread's line, whether it is in a backward pass, and whether it waits for other ranks."""
         if self._is_meeting:  # at any of its lines
             return (SamePlace.meet, 0), False, True
         frame = sys._current_frames().get(self._thread)
         if frame is None:
             return None, False, False
+        # Code objects: keeping a frame would keep its tensors.
         codes = [parent.f_code for parent, _ in traceback.walk_stack(frame)]
         names = {code.co_name for code in codes}
         # torch calls its operators from a file of its own.
@@ -194,18 +194,16 @@ class SamePlace:
         return (frame.f_code, frame.f_lineno), BACKWARD_FUNCTION in names, waits
 
     def _read_places(self, ranks: Sequence[int]) -> dict[int, Any]:
-        """What those of the ranks have told that told it since the last time."""
         store, reports = default_store(), {}
         for rank in ranks:
             if store.check([self._store_key(rank)]):
                 told = json.loads(store.get(self._store_key(rank)))
-                if told["beat"] > self._beats.get(rank, told["beat"]):
+                if told["beat"] > self._beats.get(rank, told["beat"]):  # newer than the last one seen
                     reports[rank] = told
                 self._beats[rank] = told["beat"]
         return reports
 
     def _compare_calls(self, told: Mapping[str, Any], others: dict[int, Any], *, only_last: bool) -> None:
-        """Ends this process where a rank has made other calls after an update, the last one that both have made or any."""
         calls = told["calls"]
         all_wait = only_last and all(each["waits"] for each in (told, *others.values()))
         for rank, other in others.items():
@@ -213,6 +211,7 @@ class SamePlace:
             shared = sorted(calls.keys() & theirs.keys())
             for number in shared[-1:] if only_last else shared:
                 local, two = calls[number], theirs[number]
+                # Being behind is no error, unless all ranks wait.
                 if local != two and (all_wait or not (local.startswith(two) or two.startswith(local))):
                     self._end_process(
                         f"atorch_ns: the ranks are at different places, and none can go on. After update {number}, rank "

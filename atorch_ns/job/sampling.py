@@ -21,9 +21,9 @@ from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, first_loss
 from atorch_ns.text import error_text, with_article
 
-_MAX_BYTES: Final = 256 * 2**20
-_NUM_BATCHES: Final = 64
-_PROFILED_SAMPLES: Final = 4
+_MAX_BYTES: Final = 256 * 2**20  # limit for samples taken from the dataset
+_NUM_BATCHES: Final = 64  # length of a trial's dataset in batches
+_PROFILED_SAMPLES: Final = 4  # rows of the batch that is profiled
 
 
 class SampledDataset(Dataset[Any]):
@@ -147,7 +147,7 @@ def _require_inputs(inputs: Inputs, sample_batch: Any) -> None:
 def _from_batch(inputs: Inputs, batch: Any, batch_size: int | None) -> Sample:
     rows = num_samples(batch)
     wanted = batch_size or dict(inputs.dataloader_args or {}).get("batch_size") or rows
-    pieces = split_batch(batch, rows)
+    pieces = split_batch(batch, rows)  # one row each
     kept = min(rows, _PROFILED_SAMPLES)
     trial = _trial_inputs(inputs, pieces, {"batch_size": wanted, "collate_fn": join_batches}, wanted)
     return Sample(
@@ -199,7 +199,6 @@ def _trial_inputs(inputs: Inputs, samples: Sequence[Any], args: Mapping[str, Any
 
 
 def _take_samples(dataset: Any, wanted: int) -> list[Any]:
-    """Up to ``wanted`` samples, fewer where the dataset is short or its samples are large."""
     samples: list[Any] = []
     num_bytes = 0
     try:
@@ -226,8 +225,7 @@ def _take_samples(dataset: Any, wanted: int) -> list[Any]:
 
 
 def _batch_sampler_size(args: Mapping[str, Any]) -> int | None:
-    """The size of the batch sampler's batches, where it says; drawing one could advance it."""
-    size = getattr(args.get("batch_sampler"), "batch_size", None)
+    size = getattr(args.get("batch_sampler"), "batch_size", None)  # drawing one could advance it
     return size if isinstance(size, int) else None
 
 

@@ -162,10 +162,10 @@ class ParameterStates:
     ) -> None:
         for root in (job.module, *job.parts.stages):
             show_gathered(module for module in root.modules() if isinstance(module, FSDPModule))
-            reshard(root)
+            reshard(root)  # weights may be gathered after an evaluation
         masters = optimizer.masters if isinstance(optimizer, StepOptimizer) else None
         if masters is not None:
-            masters.take_writes()
+            masters.take_writes()  # the loop may have written to weights
         aliases = parameter_names(job.module)
         self._job = job
         self._parameters = {job.original.first_name(names): p for p, names in aliases.items()}
@@ -178,7 +178,7 @@ class ParameterStates:
         self._trained = {
             name: p if masters is None else masters.master_of(p) for name, p in self._parameters.items()
         }
-        self._names = {tensor: name for name, tensor in self._trained.items()}
+        self._names = {tensor: name for name, tensor in self._trained.items()}  # of updated tensors
         self._outer = None if optimizer is None else inner_optimizer(optimizer)
         self._holder = self._outer
         if self._outer is not None and holder is not None:
@@ -264,25 +264,22 @@ class ParameterStates:
                 owners[tensor].state[tensor] = state
 
     def _unpack_value(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """``value`` in the user's order: itself, or a copy with the same placements."""
         packing = self._packing_of(name, value)
         if packing is None or not isinstance(value, DTensor):
             return value
-        return divided_like(packing.unpack(value.full_tensor()), value)
+        return divided_like(packing.unpack(value.full_tensor()), value)  # the user's order
 
     def _pack_value(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """The reverse."""
         packing = self._packing_of(name, value)
         if packing is None or not isinstance(value, DTensor):
             return value
         return divided_like(packing.pack(value.full_tensor()), value)
 
     def _packing_of(self, name: str, value: torch.Tensor) -> Packing | None:
-        """Packing of a parameter, for values of its shape."""
+        # States of other shapes, such as step counts, are not packed.
         return self._packings.get(name) if value.shape == self._parameters[name].shape else None
 
     def _updated_parameters(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:
-        """Name, tensor and group options of each parameter that this rank's optimizer updates."""
         for group in () if self._holder is None else self._holder.param_groups:
             for tensor in group["params"]:
                 yield self._names[tensor], tensor, group
@@ -305,7 +302,7 @@ class ParameterStates:
 
 
 def _like_its_parameter(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """``value``, as a DTensor if the parameter is one and the state is of a size to take part in its algebra."""
+    # States with dims must be DTensors like the parameter, since operators refuse to mix them.
     if not isinstance(tensor, DTensor) or isinstance(value, DTensor) or value.dim() == 0:
         return value
     return DTensor.from_local(
@@ -386,7 +383,6 @@ def _fill_weights(weights: Mapping[str, torch.Tensor], values: Mapping[str, torc
 
 
 def _in_fp32(weight: torch.Tensor) -> torch.Tensor:
-    """A copy: averages of 16-bit weights would not move."""
     value = local_part(weight.detach())
-    is_short = value.is_floating_point() and value.itemsize < 4
+    is_short = value.is_floating_point() and value.itemsize < 4  # 16-bit averages would not move
     return value.to(torch.float32, copy=True) if is_short else value.clone()

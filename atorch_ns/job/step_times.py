@@ -13,7 +13,7 @@ import torch
 
 from atorch_ns.text import seconds_text
 
-_KEPT: Final = 256
+_KEPT: Final = 256  # steps
 _FIRST_STEPS: Final = 2
 """Not kept: they compile, make the optimizer's states, and open connections."""
 
@@ -71,7 +71,7 @@ class StepTimes:
     def stop(self) -> None:
         """The step that began last has ended."""
         begun, self._begun = self._begun, None
-        if begun is None:
+        if begun is None:  # stop() without start()
             return
         if self._skip:
             self._skip -= 1

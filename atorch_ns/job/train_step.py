@@ -75,7 +75,7 @@ class TrainStep:
     ) -> None:
         self.num_steps = 0
         self._blocks = job.cluster.shared_blocks("a training step")
-        self._is_shared = False
+        self._is_shared = False  # inside a block of sharing_failures
         self.grad_norm: torch.Tensor | None = None
         self.times = StepTimes(job.device)
         self.observers: list[StepObserver] = []
@@ -230,6 +230,7 @@ class TrainStep:
                 self.scale(self._one_over(divisor, output))
             self.clip()
             self.update()
+            # The loss was reduced while the optimizer ran.
             loss_arrives()
             self.times.stop()
         for observer in tuple(self.observers):  # one may take itself out
@@ -339,7 +340,7 @@ class TrainStep:
     @contextmanager
     def sharing_failures(self) -> Iterator[None]:
         """Around a step that a loop makes of phases, with what it does between them: a failure of one rank ends all."""
-        if self._is_shared:
+        if self._is_shared:  # phases inside a step share the step's block
             yield
             return
         self._is_shared = True
@@ -362,6 +363,7 @@ class TrainStep:
             optimizer, _ = self._require_optimizer()
             self._job.gradients.sums.expect(self._job.module)
             passed = self._runner.forward_backward(work)
+            # Only the last stage scales the loss; the other ranks must count that backward pass.
             if isinstance(optimizer, StepOptimizer) and optimizer.scaler is not None:
                 optimizer.scaler.expect_scaled_gradients(self._job.device)
             return self._build_output(work, passed)
@@ -370,7 +372,7 @@ class TrainStep:
         return self.optimizer.in_scale() if isinstance(self.optimizer, StepOptimizer) else nullcontext()
 
     def _step_context(self, work: StepWork) -> AbstractContextManager[object]:
-        """What surrounds a step; outputs that some rank wants leave the model whole."""
+        # Logits stay divided over tensor ranks in the context; a rank that wants outputs wants them whole.
         return nullcontext() if work.askers else self._job.step.context()
 
     def _accumulate_gradients(self, work: StepWork) -> Passed:
@@ -379,10 +381,13 @@ class TrainStep:
         losses, outputs = [], []
         with job.gradients.as_parts():
             for number, micro_batch in enumerate(work.micro_batches):
+                # DeepSpeed reduces at the boundary, so it must be told which micro-batch is the last.
                 if job.optimizer.requires_boundary:
                     optimizer.set_gradient_accumulation_boundary(number == last)  # type: ignore[attr-defined]
                 is_dummy = number in work.dummies
+                # Only the last micro-batch reduces, including what the others accumulated.
                 with nullcontext() if number == last else job.gradients.skip_sync():
+                    # A dummy must change nothing, so its writes to buffers are thrown away.
                     with buffers_lent(job.module) if is_dummy else nullcontext():
                         self._changes.mark(job.module)
                         output, loss = self._forward_micro_batch(micro_batch)
@@ -431,20 +436,19 @@ class TrainStep:
         return output, first_loss(self._loss_func(micro_batch, output))
 
     def _build_output(self, work: StepWork, passed: Passed) -> _Arriving:
-        """With the loss of the step, on its way to the sum over all data ranks."""
         job = self._job
         # One number after the other: a tensor of them would be a copy from the host, which waits for the device.
         weighted = [loss * count for loss, count in zip(passed.losses.unbind(), work.counts, strict=True)]
         loss, arrives = torch.stack(weighted).sum(), _do_nothing
+        # Asynchronous, so that reduction and update overlap with it.
         if job.mesh is not None and job.num_data_ranks > 1:
             arrives = dist.all_reduce(loss, group=job.mesh.data_group, async_op=True).wait
         real = [number for number in range(len(work.counts)) if number not in work.dummies]
         losses = passed.losses if len(real) == len(work.counts) else passed.losses[real]
         return StepOutput(loss=loss, losses=losses, outputs=passed.outputs), arrives
 
-    def _one_over(self, divisor: Callable[[StepOutput], float], found: StepOutput) -> float:
-        """The factor that makes a sum of gradients a mean over what all data ranks count."""
-        value = divisor(found)
+    def _one_over(self, divisor: Callable[[StepOutput], float], output: StepOutput) -> float:
+        value = divisor(output)
         try:
             local = torch.tensor(
                 [self._job.data_rank, float(value)], dtype=torch.float64, device=self._job.device
@@ -453,10 +457,12 @@ class TrainStep:
             raise InputError(
                 f"divisor must return one number, and returned {with_article(value)}."
             ) from error
+        # [data rank, number] of each rank.
         every = [local]
         if self._job.mesh is not None:
             every = [torch.empty_like(local) for _ in range(dist.get_world_size())]
             dist.all_gather(every, local)
+        # Ranks on other axes see the same samples: take the largest, since ranks with nothing to count say 0.
         counted: dict[float, float] = {}
         for data_rank, number in torch.stack(every).tolist():
             counted[data_rank] = max(number, counted.get(data_rank, 0.0))
@@ -472,6 +478,7 @@ class TrainStep:
         parts = job.step.micro_batches(data, uneven=uneven)
         weights = None if job.inputs.weight_func is None else [self._weight_of(part) for part in parts]
         if weights is None and job.inputs.loss_reduction == "mean":
+            # Only in steps 1, 10, 100, ..., since it calls the loss function again; one part proves nothing.
             if job.step.mean_check is not None:
                 is_tested = is_power_of_ten(self.num_steps + 1) and len(parts) * job.num_data_ranks > 1
                 job.step.mean_check.num_left = math.inf if is_tested else 0

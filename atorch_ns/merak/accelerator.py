@@ -38,7 +38,7 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
     @property
     def process_index(self) -> int:
         """This rank's place among them."""
-        return mpu.get_grid().place("data") if mpu.is_decided() else self.state.process_index
+        return mpu.get_grid().position("data") if mpu.is_decided() else self.state.process_index
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -48,7 +48,7 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """The loader's share of the data ranks; its workers draw what those of other ranks with the same samples draw."""
         init = data_loader.worker_init_fn
-        if isinstance(init, partial) and "rank" in init.keywords:
+        if isinstance(init, partial) and "rank" in init.keywords:  # transformers' seed_worker
             data_loader.worker_init_fn = partial(init, rank=self.process_index)
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
@@ -60,9 +60,9 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
         """As :meth:`gather`, without the samples that make the last batch of all ranks equally long."""
         if not use_gather_object:
             return super().gather_for_metrics(input_data)
-        every = gather_object([input_data])
+        every = gather_object([input_data])  # a list by process
         objects = [item for rank in _first_ranks() for item in every[rank]]
-        remainder = self.gradient_state.remainder
+        remainder = self.gradient_state.remainder  # samples of the last global batch
         return objects[:remainder] if self.gradient_state.end_of_dataloader and remainder > 0 else objects
 
 
@@ -74,8 +74,9 @@ class DataDraws:
     """
 
     def __init__(self) -> None:
-        every = gathered(capture_rng(_CPU), distributed=True)
-        self._states = every[_first_ranks()[mpu.get_grid().place("data")]]
+        every = gathered(capture_rng(_CPU), distributed=True)  # random states of all ranks
+        # Ranks with the same samples take the random states of the first of them.
+        self._states = every[_first_ranks()[mpu.get_grid().position("data")]]
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -132,28 +133,27 @@ class DistributedModel(nn.Module):
         self._name = name
 
     def _get_name(self) -> str:
-        """The class of the undivided model, by which ``Trainer`` knows whose labels are shifted."""
-        return self._name
+        return self._name  # Trainer looks up whose labels are shifted
 
     def forward(self, **inputs: Any) -> Any:
         """The outputs for one batch."""
-        (output,) = self._train_step.infer([(inputs, None, None)]).outputs
+        (output,) = self._train_step.infer([(inputs, None, None)]).outputs  # no loss is wanted
         return output
 
 
 def _first_ranks() -> list[int]:
-    """One rank for each part of the data."""
+    # One rank of each group that works on the same samples.
     grid = mpu.get_grid()
     return [grid.get_rank(pipe=0, data=index, sequence=0, model=0) for index in range(grid.get_dim("data"))]
 
 
 def _of_data_ranks(gathered: Any, num_processes: int) -> Any:
     if not mpu.is_decided() or mpu.get_grid().get_dim("data") == num_processes:
-        return gathered
+        return gathered  # each rank has samples of its own
     ranks = _first_ranks()
 
     def select(tensor: torch.Tensor) -> torch.Tensor:
-        parts = tensor.reshape(num_processes, -1, *tensor.shape[1:])
+        parts = tensor.reshape(num_processes, -1, *tensor.shape[1:])  # [process, sample, ...]
         return parts[ranks].reshape(-1, *tensor.shape[1:])
 
     from accelerate.utils import recursively_apply

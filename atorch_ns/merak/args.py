@@ -30,10 +30,8 @@ def _read_rule(rule: str) -> dict[str, str]:
 
 
 _AT_LEAST: Final = {field: int(least) for field, least in _read_rule("least").items()}
-_NO_USE: Final = _read_rule("no use")
-"""Fields that have nothing to do here, and why."""
-_REFUSED: Final = _read_rule("refused")
-"""Fields of TrainingArguments that do not go with a divided model, and what to use or why."""
+_NO_USE: Final = _read_rule("no use")  # fields that have nothing to do here, and why
+_REFUSED: Final = _read_rule("refused")  # TrainingArguments that a divided model cannot follow, and why
 
 LARGEST_SCALE_POWER: Final = 127
 """Of fp32, in which losses are scaled."""
@@ -206,13 +204,14 @@ class MerakArguments(TrainingArguments):
     def __post_init__(self) -> None:
         self._check_fields()
         if self.save_total_limit is not None and self.save_total_limit < 0:
-            self.save_total_limit = None
+            self.save_total_limit = None  # Merak writes -1 for all, transformers None
         if isinstance(self.custom_split_points, str):
             self.custom_split_points = [self.custom_split_points]
         if self.gradient_checkpointing is False:  # the former name
             self.activation_checkpointing = False
         asked = self.save or self.load_best_model_at_end or self.save_steps != USUAL_SAVE_STEPS
         if asked and self.save_strategy == "no":
+            # transformers demands that load_best_model_at_end saves whenever it evaluates.
             self.save_strategy = self.eval_strategy if self.load_best_model_at_end else "steps"
         if Cluster.detect().device_type == "cpu":
             self.use_cpu = True  # without it, accelerate sees no other process
@@ -263,7 +262,7 @@ class MerakArguments(TrainingArguments):
         problems = [
             f"{name}={value!r}:{did_you_mean(str(value), [str(choice) for choice in choices])} one of {', '.join(map(str, choices))}"
             for name, choices in _CHOICES.items()
-            if (value := getattr(self, name)) not in choices or isinstance(value, bool)
+            if (value := getattr(self, name)) not in choices or isinstance(value, bool)  # True equals 1
         ]
         problems += [
             f"{name}={value!r}: at least {least}"
@@ -278,7 +277,7 @@ class MerakArguments(TrainingArguments):
         ]
         problems += self._check_lists()
         try:
-            if self.train_schedule != "auto":
+            if self.train_schedule != "auto":  # chooses among schedules
                 get_schedule(self.train_schedule)
         except InputError as error:
             problems.append(f"train_schedule={self.train_schedule!r}: {error}")
@@ -297,7 +296,7 @@ class MerakArguments(TrainingArguments):
             ratios = self.recompute_shares
             shares = ratios if isinstance(ratios, tuple) else () if ratios is None else (ratios,)
             if not all(0.0 <= share <= 1.0 for share in shares):
-                raise ValueError
+                raise ValueError  # reported below
         except (TypeError, ValueError):
             problems.append(
                 f"activation_checkpoint_ratio={self.activation_checkpoint_ratio!r}: numbers from 0 to 1"
@@ -313,7 +312,6 @@ class MerakArguments(TrainingArguments):
         return problems
 
 
-def _split_numbers(given: Any) -> list[str]:
-    """The numbers of a list, of which texts may hold several, as Merak's command lines do: ``["0,6,12"]``."""
-    items = given if isinstance(given, (list, tuple)) else [given]
-    return [part for item in items for part in str(item).replace(",", " ").split()]
+def _split_numbers(numbers: Any) -> list[str]:
+    items = numbers if isinstance(numbers, (list, tuple)) else [numbers]
+    return [part for item in items for part in str(item).replace(",", " ").split()]  # ["0,6,12"]

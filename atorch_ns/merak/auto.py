@@ -22,12 +22,11 @@ from atorch_ns.report import observer_for
 from atorch_ns.search import SearchOutcome
 from atorch_ns.strategy import Strategy
 
-_AXES: Final = ("tensor", "sequence", "expert", "zero", "data", "pipeline")
-"""The axes of a mesh as the search writes them, innermost first."""
+_AXES: Final = ("tensor", "sequence", "expert", "zero", "data", "pipeline")  # innermost first
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundDegrees:
     """What a search found.
 
     Attributes:
@@ -66,7 +65,7 @@ def search(
     sample: Mapping[str, Any],
     optimizer: tuple[Any, Mapping[str, Any]],
     batch_size: int,
-) -> Found:
+) -> FoundDegrees:
     """Searches on the ranks that will train; collective.
 
     Args:
@@ -89,14 +88,15 @@ def search(
         optim_args=dict(arguments),
         loss_func=own_loss,
         model_input_format="unpack_dict",
-        max_grad_norm=args.max_grad_norm or None,
+        max_grad_norm=args.max_grad_norm or None,  # 0 does not clip
     )
     precision: list[Any] = [("amp_native", {"dtype": "fp16" if args.fp16 else "bf16"})]
     mixed = args.fp16 or args.bf16
+    # Precision and compilation are those of the arguments; candidates differ in all else.
     request = SearchRequest(
         included=[*(precision if mixed else ()), *(["compile"] if args.torch_compile else ())],
         excluded=[
-            *(() if mixed else ("precision",)),
+            *(() if mixed else ("precision",)),  # the arguments decide on these two
             *(() if args.torch_compile else ("compile",)),
             *_unwanted_meshes(asked, cluster.world_size),
         ],
@@ -111,13 +111,13 @@ def search(
 
     cluster.agree(check, what="checking the arguments of the search")
     view = observer_for(verbose=False, time_limit_s=request.settings.time_limit_s)
-    with view if cluster.rank == 0 else nullcontext():
+    with view if cluster.rank == 0 else nullcontext():  # one rank shows progress
         outcome = find_strategy(inputs, cluster, registry, replace(request, observer=view))
     assert outcome.winner is not None
     return _resolve_strategy(outcome.winner.candidate.strategy, cluster, outcome)
 
 
-def read_file(path: str, asked: Mapping[str, Degree], batch_size: int) -> Found:
+def read_file(path: str, asked: Mapping[str, Degree], batch_size: int) -> FoundDegrees:
     """What a strategy file says for these ranks and a step of so many samples.
 
     Raises:
@@ -139,20 +139,19 @@ def read_file(path: str, asked: Mapping[str, Degree], batch_size: int) -> Found:
     return result
 
 
-def _resolve_strategy(strategy: Strategy, cluster: Cluster, outcome: SearchOutcome | None) -> Found:
+def _resolve_strategy(strategy: Strategy, cluster: Cluster, outcome: SearchOutcome | None) -> FoundDegrees:
     plan = resolve(strategy, cluster, load_registry()).plan
     sizes = (
         plan.size("pipeline"),
-        plan.size("data") * plan.size("zero"),
+        plan.size("data") * plan.size("zero"),  # ranks that shard states have samples of their own
         plan.size("sequence"),
         plan.size("tensor"),
     )
-    return Found(strategy, sizes, plan.num_micro_batches, outcome)
+    return FoundDegrees(strategy, sizes, plan.num_micro_batches, outcome)
 
 
 def _unwanted_meshes(asked: Mapping[str, Degree], world_size: int) -> Iterator[Any]:
-    """Meshes without the degrees that were given as numbers, and those that divide experts."""
-    fixed = {name: degree for name, degree in asked.items() if isinstance(degree, int)}
+    fixed = {name: degree for name, degree in asked.items() if isinstance(degree, int)}  # the others are open
     wanted = 0
     for sizes in _list_factorizations(world_size, len(_AXES)):
         of = dict(zip(_AXES, sizes, strict=True))
@@ -162,6 +161,7 @@ def _unwanted_meshes(asked: Mapping[str, Degree], world_size: int) -> Iterator[A
             "pp": of["pipeline"],
             "sp": of["sequence"],
         }
+        # Candidates have the given degrees and divide no experts, for which Merak has no degree.
         if of["expert"] == 1 and all(degrees[name] == degree for name, degree in fixed.items()):
             wanted += 1
             continue
@@ -172,7 +172,7 @@ def _unwanted_meshes(asked: Mapping[str, Degree], world_size: int) -> Iterator[A
 
 
 def _list_factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ordered products of so many factors."""
+    # Ordered: (2, 4) and (4, 2) are different meshes.
     if count == 1:
         yield (number,)
         return

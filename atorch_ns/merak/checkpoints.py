@@ -68,7 +68,7 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
     if path is None:
         load_weights(result, folder)
         return None
-    before = capture_rng(result.job.device, result.job.step.randomness)
+    before = capture_rng(result.job.device, result.job.step.randomness)  # loading changes them
     scheduler = result.lr_scheduler
     same = saved == class_name(scheduler)
     kept = result if optimizer else result.having(optim=None)
@@ -78,7 +78,7 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
     # Whose rates follow from the number of steps.
     if optimizer and not same and isinstance(scheduler, LambdaLR):
         scheduler.last_epoch = ckpt["step"] - 1
-        scheduler.step()
+        scheduler.step()  # sets the rates of that step
     random = capture_rng(result.job.device, result.job.step.randomness)
     restore_rng(before, result.job.device, result.job.step.randomness)
     return random if ckpt["world_size"] == cluster.world_size else None
@@ -96,7 +96,6 @@ def load_weights(result: Result, folder: str) -> None:
 
 
 def _checkpoint_in(folder: str) -> Path | None:
-    """The checkpoint that a folder is, or the latest in it, of any front end."""
     path = Path(folder)
     return path if (path / MANIFEST).is_file() else checkpoint.latest(path)
 
@@ -134,27 +133,27 @@ def last_in(folder: str) -> str | None:
     return str(max(paths, key=lambda path: int(path.name.rpartition("-")[2]))) if paths else None
 
 
-def named(given: Any, output_dir: str) -> tuple[str | None, bool]:
+def named(setting: Any, output_dir: str) -> tuple[str | None, bool]:
     """The checkpoint that ``resume_from_checkpoint`` means, and whether a run can go on from it: else it holds weights alone.
 
     Raises:
         CheckpointError: if it is not there, or damaged.
     """
-    if not given:
+    if not setting:
         return None, False
-    path = last_in(output_dir) if given is True else str(given)
+    path = last_in(output_dir) if setting is True else str(setting)
     if path is None or not Path(path).is_dir():
         raise CheckpointError(
-            f"resume_from_checkpoint={given!r}: there is no checkpoint {path or f'in {output_dir}'}."
+            f"resume_from_checkpoint={setting!r}: there is no checkpoint {path or f'in {output_dir}'}."
         )
     inside = _checkpoint_in(path)
     if inside is not None and has_trainer_state(str(inside.parent)):
         path = str(inside.parent)  # of a run, or of one step
     if not has_trainer_state(path):
-        return path, inside is not None
+        return path, inside is not None  # False for weights alone
     state = Path(path) / TRAINER_STATE_NAME
     try:
-        TrainerState.load_from_json(str(state))
+        TrainerState.load_from_json(str(state))  # read before anything is loaded
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{state} is damaged: {error_text(error)}") from error
     return path, True

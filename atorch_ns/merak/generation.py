@@ -10,10 +10,8 @@ from torch import nn
 
 from atorch_ns.errors import InputError
 
-_TOP_P: Final = 0.9
-"""Merak's share of probability that tokens are drawn from."""
-_ROUND: Final = 64
-"""Texts are padded to multiples of so many tokens, since a pipeline is traced again for each length."""
+_TOP_P: Final = 0.9  # Merak's share of probability that tokens are drawn from
+_ROUND: Final = 64  # texts are padded to multiples of it: a pipeline is traced again for each length
 
 Forward = Callable[[dict[str, torch.Tensor]], Any]
 """The model's outputs for a batch, on every rank."""
@@ -45,11 +43,12 @@ def continued(
         top_p: the share of probability that tokens are drawn from, the likeliest first.
     """
     texts = [list(prompt) for prompt in prompts]
-    open_ = {row for row, text in enumerate(texts) if len(text) < length}
+    open_ = {row for row, text in enumerate(texts) if len(text) < length}  # texts that still grow
+    # One pass of all texts for each token; a text that has ended stays in the batch.
     while open_:
         logits = _output_logits(forward(_pad_batch(texts, length, device)))
-        last = torch.stack([logits[row, len(text) - 1] for row, text in enumerate(texts)]).float()
-        drawn = agree(_draw_tokens(last, temperature, top_p))
+        last = torch.stack([logits[row, len(text) - 1] for row, text in enumerate(texts)]).float()  # [N, V]
+        drawn = agree(_draw_tokens(last, temperature, top_p))  # all ranks append the same tokens
         for row in sorted(open_):
             texts[row].append(drawn[row])
             if drawn[row] in ends or len(texts[row]) >= length:
@@ -87,8 +86,8 @@ def ends_of(model: nn.Module) -> frozenset[int]:
 
 def _pad_batch(texts: list[list[int]], length: int, device: torch.device) -> dict[str, torch.Tensor]:
     longest = max(map(len, texts))
-    width = max(longest, min(length, -(-longest // _ROUND) * _ROUND))
-    rows = [text + [text[-1]] * (width - len(text)) for text in texts]
+    width = max(longest, min(length, -(-longest // _ROUND) * _ROUND))  # rounded up, at most length
+    rows = [text + [text[-1]] * (width - len(text)) for text in texts]  # the mask hides what is padded
     mask = [[1] * len(text) + [0] * (width - len(text)) for text in texts]
     return {
         "input_ids": torch.tensor(rows, device=device),
@@ -105,8 +104,8 @@ def _draw_tokens(logits: torch.Tensor, temperature: float, top_p: float) -> list
     if temperature == 0:
         return [int(token) for token in logits.argmax(-1)]
     likely, order = torch.softmax(logits / temperature, -1).sort(dim=-1, descending=True)
-    before = likely.cumsum(-1) - likely
-    kept = torch.where(before < top_p, likely, torch.zeros_like(likely))
+    before = likely.cumsum(-1) - likely  # probability of all likelier tokens
+    kept = torch.where(before < top_p, likely, torch.zeros_like(likely))  # nucleus sampling
     return [int(token) for token in order.gather(-1, torch.multinomial(kept, 1)).squeeze(-1)]
 
 

@@ -54,14 +54,14 @@ def divided(
         )
 
 
-def num_micro_batches(job: Job, given: int, usual: int) -> int:
+def num_micro_batches(job: Job, count: int, usual: int) -> int:
     """As many as the schedule takes: the last step of an epoch may have fewer than the usual ones."""
     ranks = 1 if job.mesh is None else job.mesh.size("pipeline")
     if ranks == 1:
-        return given
+        return count
     plan = job.plan.pipeline
-    problem = get_schedule(plan.schedule).problem(ranks, given, plan.stages_per_rank)
-    return max(given, usual) if problem else given
+    problem = get_schedule(plan.schedule).problem(ranks, count, plan.stages_per_rank)
+    return max(count, usual) if problem else count
 
 
 def arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -71,6 +71,7 @@ def arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.defaults.items() if open_ or name in known}
 
 
+# Methods that subclasses of Merak's and of older Trainers override, and what takes their places.
 _HOOKS = {
     "get_loss_fn": "give loss_fn=..., a function of logits and labels, or override compute_loss(model, inputs)",
     "prepare_data": "give data_collator=..., or override _prepare_inputs",
@@ -79,7 +80,6 @@ _HOOKS = {
     "get_train_sampler": "override _get_train_sampler(dataset)",
     "create_optimizer_and_scheduler": "override create_optimizer and create_scheduler",
 }
-"""Methods that subclasses of Merak's trainer and of older ones of transformers override, and what takes their places."""
 
 
 def refuse_hooks(trainer: type) -> None:
@@ -91,7 +91,7 @@ def refuse_hooks(trainer: type) -> None:
     odd = [
         f"{name} ({way})"
         for name, way in _HOOKS.items()
-        if getattr(trainer, name, None) is not getattr(Trainer, name, None)
+        if getattr(trainer, name, None) is not getattr(Trainer, name, None)  # overridden
     ]
     if odd:
         raise InputError(f"{trainer.__name__} has methods that training does not call: {'; '.join(odd)}.")
@@ -103,7 +103,7 @@ def check_recipe(name: str, make: Any, arguments: Mapping[str, Any]) -> None:
     Raises:
         InputError: for a factory, and for arguments that are parts of a model.
     """
-    odd = {"params", "model", "optimizer_dict"} & set(arguments)
+    odd = {"params", "model", "optimizer_dict"} & set(arguments)  # of GaLore, LOMO and layer-wise optimizers
     if odd or not isinstance(make, type) or not issubclass(make, torch.optim.Optimizer):
         raise InputError(
             f"optim={name}: it is made of the whole model ({', '.join(odd) or 'by a factory'}), of which a rank holds a part. "

@@ -132,7 +132,7 @@ class TrainerLoss:
         """The number of items of this rank's batch alone."""
         trainer = self._trainer
         averages = trainer.args.average_tokens_across_devices
-        trainer.args.average_tokens_across_devices = False
+        trainer.args.average_tokens_across_devices = False  # it would sum over ranks
         try:
             return trainer._get_num_items_in_batch([dict(batch)], trainer.args.device)
         finally:
@@ -160,7 +160,7 @@ class TrainerLoss:
         """
         once, twice = (float(infer([self.sample(batch, num_items * times)]).loss) for times in (1, 2))
         if math.isfinite(once) and math.isfinite(twice) and once:  # else the next micro-batch tells
-            self.divides_by_items = abs(twice - once) > 0.1 * abs(once)
+            self.divides_by_items = abs(twice - once) > 0.1 * abs(once)  # a divided loss halves, others stay
 
 
 def flat_loss(loss_fn: Callable[..., torch.Tensor], outputs: Any, labels: Any) -> torch.Tensor:
@@ -169,6 +169,6 @@ def flat_loss(loss_fn: Callable[..., torch.Tensor], outputs: Any, labels: Any) -
         logits = outputs
     else:
         logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-    if isinstance(labels, torch.Tensor) and logits.shape[:-1] == labels.shape:
+    if isinstance(labels, torch.Tensor) and logits.shape[:-1] == labels.shape:  # labels number the classes
         return loss_fn(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
     return loss_fn(logits, labels)

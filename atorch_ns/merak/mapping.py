@@ -55,7 +55,7 @@ MP_MODEL_MAPPING: Final[dict[str, TpLayerLists]] = {
 """Merak's own lists, with the names of today's transformers, by ``config.model_type``: examples for lists of one's own. Models of these types need none here, since
 ``tensor_parallel`` finds what it divides, and tests it."""
 
-_LISTS: Final[dict[str, TpLayerLists]] = {}
+_LISTS: Final[dict[str, TpLayerLists]] = {}  # by name of class; "" for all models
 
 
 def set_tp_layer_lists(
@@ -93,12 +93,12 @@ def set_tp_layer_lists(
         "tp_attr_list": tp_attr_list,
     }
     for key, value in arguments.items():
-        if isinstance(value, str) or not (value is None or isinstance(value, Iterable)):
+        if isinstance(value, str) or not (value is None or isinstance(value, Iterable)):  # a text is no list
             raise InputError(f"set_tp_layer_lists: {key} must be a list; it is {with_article(value)}.")
     if not any(arguments.values()):
         _LISTS.pop(name, None)
         return
-    pairs = ("input_output_mapping", "weight_change_list")
+    pairs = ("input_output_mapping", "weight_change_list")  # whose items are tuples
     read: dict[str, Any] = {
         key: tuple(tuple(item) if key in pairs else item for item in value or ())
         for key, value in arguments.items()
@@ -108,5 +108,5 @@ def set_tp_layer_lists(
 
 def lists_for(model: nn.Module) -> TpLayerLists | None:
     """The lists that were set for a model's class or one that it inherits from, else those for all models."""
-    names = [base.__name__ for base in type(model).__mro__]
+    names = [base.__name__ for base in type(model).__mro__]  # the nearest class counts
     return next((_LISTS[name] for name in (*names, "") if name in _LISTS), None)

@@ -13,7 +13,7 @@ from atorch_ns.errors import InputError, MissingPackageError
 from atorch_ns.merak.args import MerakArguments
 from atorch_ns.text import did_you_mean
 
-_CONFIG_NAMES: Final = {
+_CONFIG_NAMES: Final = {  # in configs of transformers
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "num_heads": ("num_attention_heads", "n_head", "num_heads"),
     "seq_length": ("max_position_embeddings", "n_positions", "n_ctx"),
@@ -62,7 +62,7 @@ def with_adapter(model: nn.Module, config: dict[str, Any], name: str) -> nn.Modu
     if isinstance(model, peft.PeftModel):
         return model
     known = set(inspect.signature(peft.LoraConfig).parameters)
-    options = {key: value for key, value in config.items() if key != "peft_type"}
+    options = {key: value for key, value in config.items() if key != "peft_type"}  # written by peft
     if unknown := [key for key in options if key not in known]:
         raise InputError(f"lora_config: LoraConfig has no {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
     try:
@@ -94,4 +94,4 @@ def untie(model: nn.Module) -> None:
             seen.add(module._parameters[name])  # type: ignore[arg-type]
     config = getattr(model, "config", None)
     if config is not None and getattr(config, "tie_word_embeddings", False):
-        config.tie_word_embeddings = False
+        config.tie_word_embeddings = False  # else from_pretrained ties them again

@@ -24,7 +24,7 @@ Axis = Literal["pipe", "data", "sequence", "model"]
 AXES: Final[tuple[Axis, ...]] = get_args(Axis)
 """Merak's axes, outermost first."""
 
-_NAMES: Final[dict[Axis, str]] = {
+_NAMES: Final[dict[Axis, str]] = {  # axes of parallel_mode
     "pipe": "pipeline",
     "data": "data",
     "sequence": "sequence",
@@ -60,7 +60,7 @@ class Grid:
         self._check_coords(places)
         rank = 0
         for axis, size in zip(AXES, self.sizes, strict=True):
-            rank = rank * size + places.get(axis, 0)
+            rank = rank * size + places.get(axis, 0)  # row-major: model changes fastest
         return rank
 
     def get_coord(self, rank: int) -> dict[Axis, int]:
@@ -69,7 +69,7 @@ class Grid:
             raise InputError(f"there is no rank {rank} in a grid of {self.world_size()}.")
         coords: dict[Axis, int] = {}
         for axis, size in reversed(tuple(zip(AXES, self.sizes, strict=True))):
-            rank, coords[axis] = divmod(rank, size)
+            rank, coords[axis] = divmod(rank, size)  # innermost axis first
         return {axis: coords[axis] for axis in AXES}
 
     def get_axis_comm_lists(self, axis: Axis) -> list[list[int]]:
@@ -83,7 +83,7 @@ class Grid:
             for places in product(*others)
         ]
 
-    def place(self, axis: Axis) -> int:
+    def position(self, axis: Axis) -> int:
         """This rank's place along an axis."""
         return self.get_coord(self.rank)[axis]
 
@@ -102,11 +102,11 @@ class Grid:
 
     def get_stage_id(self) -> int:
         """This rank's stage."""
-        return self.place("pipe")
+        return self.position("pipe")
 
     def get_data_parallel_id(self) -> int:
         """This rank's part of the data."""
-        return self.place("data")
+        return self.position("data")
 
     def stage_to_global(self, stage_id: int, data: int | None = None, model: int | None = None) -> int:
         """The rank of a stage, at this rank's other places where none are given."""
@@ -124,15 +124,10 @@ class Grid:
 
 @dataclass
 class _World:
-    """What :func:`init` decided for this process.
+    """What :func:`init` decided for this process."""
 
-    Attributes:
-        asked: the degrees that the user gave.
-        grid: the grid; ``None`` while degrees are to be searched for.
-    """
-
-    asked: dict[str, Degree] | None = None
-    grid: Grid | None = None
+    asked: dict[str, Degree] | None = None  # the degrees that the user gave
+    grid: Grid | None = None  # None while degrees are searched for
 
 
 _WORLD: Final = _World()
@@ -175,7 +170,7 @@ def init(
     join_process_group(cluster)
     open_ = "auto" in asked.values() or (cluster.world_size > 1 and not any(asked.values()))
     if not open_:
-        agree(
+        agree(  # a wrong degree ends all ranks before groups are made
             lambda: _axis_sizes(asked, cluster.world_size),
             what="laying out the ranks",
             distributed=cluster.distributed,
@@ -236,7 +231,11 @@ def _functions_of(
     axis: Axis,
 ) -> tuple[Callable[[], int], Callable[[], int], Callable[[], dist.ProcessGroup | None]]:
     """This rank's place along an axis, the number of its ranks, and their process group, as functions."""
-    return (lambda: get_grid().place(axis), lambda: get_grid().get_dim(axis), lambda: get_grid().group(axis))
+    return (
+        lambda: get_grid().position(axis),
+        lambda: get_grid().get_dim(axis),
+        lambda: get_grid().group(axis),
+    )
 
 
 get_data_parallel_rank, get_data_parallel_world_size, get_data_parallel_group = _functions_of("data")
@@ -255,21 +254,19 @@ get_sequence_parallel_rank, get_sequence_parallel_world_size, get_sequence_paral
 
 
 def _axis_sizes(asked: dict[str, Degree], world_size: int) -> tuple[int, int, int, int]:
-    """The size of each of :data:`AXES`."""
     numbers = {name: degree for name, degree in asked.items() if isinstance(degree, int)}
     shared = numbers.get("tp", 1) * numbers.get("pp", 1) * numbers.get("sp", 1)
-    data = numbers.get("dp", world_size // shared)
+    data = numbers.get("dp", world_size // shared)  # what the others leave
     if data * shared != world_size:
         product_text = " × ".join(f"{name}={numbers.get(name, 1)}" for name in ("tp", "pp", "sp"))
         raise InputError(
             f"init: dp={numbers.get('dp', 'the rest')} × {product_text} are not the {world_size} process(es) that were started. "
             f"{_suggest_degrees(world_size)}"
         )
-    return numbers.get("pp", 1), data, numbers.get("sp", 1), numbers.get("tp", 1)
+    return numbers.get("pp", 1), data, numbers.get("sp", 1), numbers.get("tp", 1)  # in the order of AXES
 
 
 def _suggest_degrees(world_size: int) -> str:
-    """Degrees that would fit, as an advice."""
     if world_size == 1:
         return "Start more with torchrun --nproc-per-node N."
     shown = ", ".join(f"(dp={dp}, tp={tp}, pp={pp})" for dp, tp, pp in list(_list_degrees(world_size))[:4])

@@ -18,10 +18,8 @@ from atorch_ns.strategy import Strategy
 Step = tuple[str, dict[str, Any]]
 
 _BYTES_OF_FP32: Final = 4
-_USUAL_BUCKET: Final = 5e8
-"""Elements of a bucket by default: Merak's."""
-_SHARDING: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}
-"""Methods that shard over data ranks, by ``zero_stage``."""
+_USUAL_BUCKET: Final = 5e8  # elements: Merak's default
+_SHARDING: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "fsdp"}  # methods by zero_stage
 
 
 def strategy_of(
@@ -84,10 +82,10 @@ def tensor(args: MerakArguments, model: nn.Module) -> dict[str, Any]:
     config: dict[str, Any] = {} if lists is None else lists.as_config()
     if args.sequence_parallel:
         config |= {"sequence": True, "sequence_dim": args.sequence_dim}
-    elif args.tp_overlapping_level:
+    elif args.tp_overlapping_level:  # sequence_parallel leaves no all-reduce to overlap
         config["overlap"] = True
     if lists is None and not args.parallel_vocab:
-        config["vocabulary"] = False
+        config["vocabulary"] = False  # Merak divides it for parallel_vocab alone
     return config
 
 
@@ -122,7 +120,7 @@ def recomputation(args: MerakArguments, num_stages: int) -> list[Step]:
     if shares is not None:
         config["share"] = list(shares) if isinstance(shares, tuple) else shares
         if not isinstance(shares, tuple) and num_stages > 1:
-            config["by_stage"] = "merak"
+            config["by_stage"] = "merak"  # its formula gives later stages their shares
     return [("checkpoint", config)]
 
 
@@ -142,7 +140,7 @@ def data(args: MerakArguments, grid: Grid) -> list[Step | str]:
                 "zero_stage=1."
             )
         return [method]
-    mib = args.zero_reduce_bucket_size * _BYTES_OF_FP32 / 2**20
+    mib = args.zero_reduce_bucket_size * _BYTES_OF_FP32 / 2**20  # from elements
     config: dict[str, Any] = {"bucket_cap_mb": mib} if args.zero_reduce_bucket_size != _USUAL_BUCKET else {}
     if args.prescale_gradients:
         config |= {"reducer": "own", "predivide": args.gradient_predivide_factor}

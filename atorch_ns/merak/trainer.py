@@ -31,7 +31,7 @@ from atorch_ns.merak.accelerator import (
     SteppedOptimizer,
 )
 from atorch_ns.merak.args import MerakArguments
-from atorch_ns.merak.auto import Found, read_file, search
+from atorch_ns.merak.auto import FoundDegrees, read_file, search
 from atorch_ns.merak.generation import called, continued, ends_of, tokens_alone, tokens_of
 from atorch_ns.merak.job import (
     arguments_of,
@@ -87,16 +87,16 @@ class MerakTrainer(Trainer):
         refuse_hooks(type(self))
         mpu.asked_degrees()
         self.loss_fn, self.leaf_modules = loss_fn, tuple(leaf_modules)
-        self._recomputes = args.activation_checkpointing
+        self._recomputes = args.activation_checkpointing  # train() turns the argument off
         self._result: Result | None = None
-        self._divided_model: nn.Module | None = None
-        self._structure: nn.Module | None = None
+        self._divided_model: nn.Module | None = None  # the model that _result was made of
+        self._structure: nn.Module | None = None  # a copy without memory, for peft's files
         self._loss = TrainerLoss(self)
         self._distributed: DistributedModel | None = None
-        self._waiting: list[Sample] = []
-        self._begins_with: str | None = None
-        self._goes_on_from: str | None = None
-        self._random: dict[str, torch.Tensor] | None = None
+        self._waiting: list[Sample] = []  # micro-batches of the step under way
+        self._begins_with: str | None = None  # a checkpoint whose weights alone are taken
+        self._goes_on_from: str | None = None  # a checkpoint of another front end
+        self._random: dict[str, torch.Tensor] | None = None  # random states to go on with
         self._draws: DataDraws | None = None
         if model is not None:
             check_sizes(args, model)
@@ -130,10 +130,10 @@ class MerakTrainer(Trainer):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        arguments.pop("parallelism_config", None)
-        arguments.pop("dynamo_plugin", None)
+        arguments.pop("parallelism_config", None)  # the strategy decides on it
+        arguments.pop("dynamo_plugin", None)  # compile is a method of the strategy
         arguments["mixed_precision"] = "no"  # precision is the strategy's
-        arguments["dataloader_config"].dispatch_batches = False
+        arguments["dataloader_config"].dispatch_batches = False  # each data rank reads its own samples
         self._accelerator_args = arguments
         return arguments
 
@@ -155,7 +155,7 @@ class MerakTrainer(Trainer):
         dataloader_key: str | None = None,
     ) -> Any:
         if self.args.eval_iters is not None and not is_training:
-            most = self.args.eval_iters * batch_size * self.accelerator.num_processes
+            most = self.args.eval_iters * batch_size * self.accelerator.num_processes  # of all data ranks
             sized = hasattr(dataset, "__len__")
             dataset = Subset(dataset, range(min(most, len(dataset)))) if sized else First(dataset, most)
         return super()._get_dataloader(
@@ -225,16 +225,17 @@ class MerakTrainer(Trainer):
 
     def _ensure_job(self, batch_of: Callable[[], Mapping[str, Any]]) -> Result:
         """The job of the present model, made at its first use; collective."""
-        if self._result is not None and self._divided_model is self.model:
+        if self._result is not None and self._divided_model is self.model:  # model_init makes new ones
             return self._result
         cluster = Cluster.detect()
 
+        # The model is given this for a batch. compute_loss is called with a stand-in; no model runs.
         def look() -> Sample:
             batch = self._prepare_inputs(dict(batch_of()))
-            return self._loss.sample(batch, torch.ones((), device=self.args.device))
+            return self._loss.sample(batch, torch.ones((), device=self.args.device))  # any number of items
 
         sample = cluster.agree(look, what="taking a sample of the data")
-        self._loss.divides_by_items = None
+        self._loss.divides_by_items = None  # found at the first step of this model
         if self.optimizer is None and type(self).create_optimizer is not MerakTrainer.create_optimizer:
             self.create_optimizer()  # of a subclass, which makes it of the whole model
         self._decays = frozenset(self.get_decay_parameter_names(self.model))
@@ -256,7 +257,7 @@ class MerakTrainer(Trainer):
         )
         self._divided_model = self.model
         self.accelerator.train_step = self._result.train_step
-        shared = self.accelerator.num_processes < cluster.world_size
+        shared = self.accelerator.num_processes < cluster.world_size  # some ranks need the same samples
         self._draws = DataDraws() if shared else None
         job = self._result.job
         roots = [job.module, *job.parts.stages]
@@ -265,7 +266,7 @@ class MerakTrainer(Trainer):
             log.info("%s", self._result.applied)
         return self._result
 
-    def _find_strategy(self, cluster: Cluster, sample: Sample) -> Found | None:
+    def _find_strategy(self, cluster: Cluster, sample: Sample) -> FoundDegrees | None:
         """The strategy of a file, or what is found where ``init`` left degrees open; collective."""
         path = self.args.strategy_file
         if path is None:
@@ -273,7 +274,7 @@ class MerakTrainer(Trainer):
         reader = partial(read_file, path, mpu.asked_degrees(), self._global_batch_size(cluster))
         return self._lay_out(cluster.agree(reader, what="reading the strategy"), cluster)
 
-    def _search_degrees(self, cluster: Cluster, sample: Sample) -> Found:
+    def _search_degrees(self, cluster: Cluster, sample: Sample) -> FoundDegrees:
         """Finds the degrees that ``init`` left open; collective."""
         if not self.is_in_train:
             raise InputError(
@@ -290,14 +291,14 @@ class MerakTrainer(Trainer):
         """Samples of a step where degrees are not the user's: those of as many processes of transformers' Trainer."""
         return self._train_batch_size * self.args.gradient_accumulation_steps * cluster.world_size
 
-    def _lay_out(self, found: Found, cluster: Cluster) -> Found:
+    def _lay_out(self, result: FoundDegrees, cluster: Cluster) -> FoundDegrees:
         """Lays out the ranks as found, and sizes micro-batches accordingly; collective."""
         args, batch_size = self.args, self._global_batch_size(cluster)
-        mpu.decide(found.sizes, cluster)
-        args.gradient_accumulation_steps = found.num_micro_batches
-        args.per_device_train_batch_size = batch_size // (found.sizes[1] * found.num_micro_batches)
-        self._train_batch_size = args.train_batch_size
-        return found
+        mpu.decide(result.sizes, cluster)
+        args.gradient_accumulation_steps = result.num_micro_batches
+        args.per_device_train_batch_size = batch_size // (result.sizes[1] * result.num_micro_batches)
+        self._train_batch_size = args.train_batch_size  # Trainer has read it before
+        return result
 
     def _init_training_state(
         self,
@@ -307,12 +308,12 @@ class MerakTrainer(Trainer):
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        """As ``Trainer._init_training_state``; of a checkpoint of another front end, its steps and its position in the data."""
         self._steps_per_epoch = per_epoch = num_update_steps_per_epoch
         arguments = max_steps, per_epoch, num_train_epochs, resume_from_checkpoint, trial
         begin: tuple[int, int] = super()._init_training_state(*arguments)
         if self._goes_on_from is None:
             return begin
+        # Another front end saves no trainer state: its steps and position in the data say how far it was.
         folder, size = self._goes_on_from, self.get_total_train_batch_size(self.args)
         look = partial(checkpoints.position, folder, per_epoch, size)
         cluster = self.result.job.cluster
@@ -322,20 +323,20 @@ class MerakTrainer(Trainer):
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         assert self._distributed is not None
-        return self._distributed
+        return self._distributed  # in the place of DDP
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
-        if self._created_lr_scheduler:
+        if self._created_lr_scheduler:  # by an earlier train()
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        MerakTrainer.create_optimizer(self)
+        MerakTrainer.create_optimizer(self)  # a subclass has made its own of the undivided model
         self.create_scheduler(num_training_steps=max_steps)
         self._result = self.result.having(lr_scheduler=self.lr_scheduler)
         self.model_wrapped = self._wrap_model(self.model)
         if self._begins_with is not None:
             checkpoints.load(self._result, self._begins_with, optimizer=False)
-            self._result.train_step.num_steps = 0
+            self._result.train_step.num_steps = 0  # weights alone: step 0
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -369,7 +370,6 @@ class MerakTrainer(Trainer):
             self.args, self.model
         )
         check_recipe(self.args.optim, make, arguments)
-        # Chosen where it fits.
         return make, {key: value for key, value in arguments.items() if key != "fused"}
 
     def _options_of(self, name: str) -> Mapping[str, Any]:
@@ -400,19 +400,21 @@ class MerakTrainer(Trainer):
             The loss of the step over all ranks, 0 for the micro-batches before its last.
         """
         model.train()
-        self.optimizer.train()
+        self.optimizer.train()  # schedule-free optimizers have modes
         batch, loss = self._prepare_inputs(inputs), self._loss
         adds_up = loss.adds_up(num_items_in_batch, self.loss_fn is not None)
+        # transformers takes every model with **kwargs for one that divides by num_items: one batch tells.
         if adds_up and None is self.loss_is_scaled_for_ga is loss.divides_by_items:
             loss.look(partial(self.result.train_step.infer, outputs=False), batch, num_items_in_batch)
         self._waiting.append(loss.sample(batch, num_items_in_batch))
         if len(self._waiting) < self.current_gradient_accumulation_steps:
-            return torch.zeros((), device=self.args.device)
+            return torch.zeros((), device=self.args.device)  # the last micro-batch runs all
         samples, self._waiting = self._waiting, []
+        # A mean over data ranks, and over micro-batches unless their losses are parts of the step's mean.
         factor = 1.0 / (self.accelerator.num_processes * (1 if adds_up else len(samples)))
         step = self.result.train_step
         count = num_micro_batches(self.result.job, len(samples), self.args.gradient_accumulation_steps)
-        dummies = [number >= len(samples) for number in range(count)]
+        dummies = [number >= len(samples) for number in range(count)]  # fill up to what the schedule takes
         output = step.micro_gradients(
             [*samples, *samples[:1] * sum(dummies)],
             dummies=dummies,

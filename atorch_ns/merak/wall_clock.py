@@ -22,6 +22,7 @@ from atorch_ns.text import seconds_text
 
 log = logging.getLogger("atorch_ns")
 
+# By actions of schedules; I and W are the halves of a backward pass, for inputs and for weights.
 _PASSES: Final = {"F": "forward", "R": "recompute", "B": "backward", "I": "backward", "W": "backward"}
 
 
@@ -108,7 +109,7 @@ class WallClock(TrainerCallback):
 
     def _read_clock(self) -> float:
         if self._result.device.type == "cuda":
-            torch.cuda.synchronize(self._result.device)
+            torch.cuda.synchronize(self._result.device)  # else launches are timed, not kernels
         return time.perf_counter()
 
 
@@ -124,7 +125,7 @@ def breakdown_text(every: Sequence[RankTimes]) -> str:
     pipeline = [
         grid.get_rank(pipe=index, data=0, sequence=0, model=0) for index in range(grid.get_dim("pipe"))
     ]
-    stages = [every[rank].passes for rank in pipeline]
+    stages = [every[rank].passes for rank in pipeline]  # empty without a pipeline
     return text if not all(stages) else f"{text}\n{timeline_text(measured_timeline(stages))}"
 
 

@@ -48,7 +48,7 @@ def fold_plan(chosen: Iterable[Chosen]) -> Plan:
     return plan
 
 
-_SCRIPT = "__main__."
+_SCRIPT = "__main__."  # of classes in the script that runs
 
 
 def named_as_here(chosen: Iterable[Chosen], profile: Profile) -> tuple[list[Chosen], list[Note]]:

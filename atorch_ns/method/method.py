@@ -76,7 +76,7 @@ def _one_or_many(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
 """Names, of which a single string is one."""
 
-_SELECTS = "selects modules"
+_SELECTS = "selects modules"  # mark in a field's annotation
 
 ModuleSelectors = Annotated[Names, _SELECTS]
 """Modules by class name, qualified class name, or dotted path with ``*``; a single string is one of them."""
@@ -153,7 +153,6 @@ class Expansion:
 
 
 def _plan_fields() -> set[str]:
-    """Names of the fields of a plan; those of its groups too, as ``group.field``."""
     values = {field.name: getattr(Plan(), field.name) for field in fields(Plan)}
     groups = {name: value for name, value in values.items() if is_dataclass(value)}
     return {*values, *(f"{name}.{field.name}" for name, value in groups.items() for field in fields(value))}
@@ -171,8 +170,7 @@ class Method(ABC, Generic[C]):
         default_for: the role for which it is the default, added when a strategy leaves that role empty.
         conflicts: methods it cannot stand with.
         variants: configs that compose differently from the default one, by what sets them apart.
-        needs_process_group: whether it means nothing in a process that is not one of a group; there it is
-            left out with a warning.
+        needs_process_group: whether it means nothing in a process without a group; there it is left out with a warning.
         refuses_by: plan fields (``compiled``, ``sharding.layout``) that, together with the config, the axes that
             divide the model and the methods applied earlier, determine whether :meth:`apply` refuses. A search
             applies one refusal to every strategy with equal values. ``None``: a refusal says nothing about others.
@@ -194,7 +192,6 @@ class Method(ABC, Generic[C]):
     refuses_by: ClassVar[tuple[str, ...] | None] = None
 
     def __init_subclass__(cls) -> None:
-        """Enforces the conventions when the class is made."""
         super().__init_subclass__()
         if inspect.isabstract(cls):
             return

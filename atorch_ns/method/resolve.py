@@ -51,7 +51,9 @@ def expand(
         try:
             expansion = item.method.expand(item.config, fold_plan(ordered(others)), cluster)
         except StrategyError as error:
-            problems += [replace(one, method=one.method or item.method.name) for one in error.problems]
+            problems += [
+                replace(problem, method=problem.method or item.method.name) for problem in error.problems
+            ]
             continue
         if expansion is None:
             result.append(item)
@@ -63,15 +65,17 @@ def expand(
     return result, notes, problems
 
 
-def _given_twice(item: Chosen, own: list[Chosen], *, beside: list[Chosen]) -> list[Problem]:
+def _given_twice(item: Chosen, choices: list[Chosen], *, beside: list[Chosen]) -> list[Problem]:
     taken = {other.method.name for other in beside}
     text = f"given twice, as a method of its own and by {item.method.name}. Configure it in one of the two places"
-    return [Problem(message=text, method=choice.method.name) for choice in own if choice.method.name in taken]
+    return [
+        Problem(message=text, method=choice.method.name) for choice in choices if choice.method.name in taken
+    ]
 
 
-def _expansion_notes(item: Chosen, own: list[Chosen], expansion: Expansion) -> list[Note]:
+def _expansion_notes(item: Chosen, choices: list[Chosen], expansion: Expansion) -> list[Note]:
     name = item.method.name
-    methods = ", ".join(choice.method.name for choice in own) or "methods that are added by default"
+    methods = ", ".join(choice.method.name for choice in choices) or "methods that are added by default"
     return [
         Note("expanded", name, f"{name} stands for {methods}"),
         *(Note("left out", name, text) for text in expansion.notes),
@@ -137,7 +141,7 @@ def resolve(
     chosen, added, unfilled = _add_defaults(chosen, cluster, registry)
     # What is left out here must fit as well: a conflict must not wait for the machine with more processes.
     problems += unfilled + _find_clashes([*chosen, *left_out])
-    if not problems:
+    if not problems:  # checks assume methods that stand together
         for item in chosen:
             problems += item.method.check(item.config, cluster, profile)
     final = ordered(chosen)
@@ -190,11 +194,10 @@ def _fit_configs(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], 
 def _add_defaults(
     chosen: list[Chosen], cluster: Cluster, registry: Registry
 ) -> tuple[list[Chosen], list[Note], list[Problem]]:
-    """Adds the default method for every role that is needed and not filled."""
     complete = list(chosen)
     notes: list[Note] = []
     problems: list[Problem] = []
-    tried: set[str] = set()
+    tried: set[str] = set()  # each role once: a default may need others
     while True:
         need = next((need for need in _unfilled_needs(complete, cluster) if need.role not in tried), None)
         if need is None:
@@ -233,7 +236,7 @@ def _find_clashes(chosen: list[Chosen]) -> list[Problem]:
 def clash(first: Chosen, second: Chosen) -> str | None:
     """Why two methods cannot stand together; ``None`` if they can."""
     shared = sorted(set(first.method.roles(first.config)) & set(second.method.roles(second.config)))
-    for mine, theirs in ((first, second), (second, first)):
+    for mine, theirs in ((first, second), (second, first)):  # either may declare it
         for conflict in mine.method.conflicts:
             if conflict.other == theirs.method.name and conflict.holds(mine.config, theirs.config):
                 return conflict.reason
@@ -244,7 +247,7 @@ def clash(first: Chosen, second: Chosen) -> str | None:
 
 def _as_strategy(ordered: tuple[Chosen, ...], cluster: Cluster, provenance: Mapping[str, Any]) -> Strategy:
     steps = [(item.method.name, item.config.as_json() or None) for item in ordered]
-    version = ".".join(cluster.torch.split(".")[:2]) or None
+    version = ".".join(cluster.torch.split(".")[:2]) or None  # major and minor alone
     requires = Requires(world_size=cluster.world_size, device=cluster.device_type, torch=version)
     return Strategy(steps, requires=requires, provenance=provenance)
 

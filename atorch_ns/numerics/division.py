@@ -76,7 +76,6 @@ def check_division(inputs: Inputs, cluster: Cluster, resolved: Resolved, registr
 
 
 def _dividing_strategy(resolved: Resolved, registry: Registry) -> Strategy:
-    """The steps of a strategy that arrange ranks and divide the model over them."""
     roles = {item.method.name: item.method.roles(item.config) for item in resolved.chosen}
 
     def divides(name: str) -> bool:
@@ -89,11 +88,7 @@ def _dividing_strategy(resolved: Resolved, registry: Registry) -> Strategy:
 def _compare_small_run(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry
 ) -> ProbeResult | str:
-    """The comparison, or why there is none; the same on every rank.
-
-    The model has run in one process before. What it raises divided passes through, as it would from the first step: the
-    ranks are not at one point then, so that they could not agree about it.
-    """
+    """The comparison, or why there is none; the same on every rank."""
     prepared = prepare_small(inputs, cluster, strategy, registry, rows=1)
     if isinstance(prepared, str):
         return prepared
@@ -107,6 +102,7 @@ def _compare_small_run(
                 "module), or use the axes data, zero and tensor."
             )
         return f"{read}, and a copy of the model would read those of the model itself"
+    # No agreement here: if the divided model raises, the ranks are at different points.
     try:
         run = run_small(prepared, cluster)
     except AtorchError as error:  # of a method, on all ranks; the whole model may well be divided
@@ -125,24 +121,18 @@ def _compare_small_run(
 
 @dataclass(frozen=True)
 class _Difference:
-    """How a rank's result of a module compares with the reference's.
+    """A rank's result of a module beside the reference's."""
 
-    Attributes:
-        error: the difference, as a share of the largest value; ``nan`` where the shapes differ.
-        found, expected: where the shapes differ, the sums over those dimensions that do, and over the same of the
-            reference, in proportion to the share that this rank holds.
-    """
-
-    error: float
-    found: torch.Tensor | None = None
-    expected: torch.Tensor | None = None
+    error: float  # share of the largest value; nan where shapes differ
+    actual: torch.Tensor | None = None  # sums over the dims that differ
+    expected: torch.Tensor | None = None  # the same sums of the reference, times this rank's share
 
 
 def _first_difference(inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry) -> str:
     """A sentence about the first module, in the order of calls, whose result differs; empty if none does."""
     prepared = prepare_small(inputs, cluster, strategy, registry, rows=1)
     assert not isinstance(prepared, str)
-    whole = copy.deepcopy(prepared.inputs.model)
+    whole = copy.deepcopy(prepared.inputs.model)  # a copy, since training uses the model up
     result = judged_job(
         replace(prepared.inputs, sample_batch=prepared.batches[0][0]),
         cluster,
@@ -152,6 +142,7 @@ def _first_difference(inputs: Inputs, cluster: Cluster, strategy: Strategy, regi
     )
     batch = prepared.batches[0][part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]]
     parts = result.job.parts
+    # Experts are called with the samples of all ranks, so they cannot be compared.
     alone = {
         id(inside) for experts in (*parts.experts, *parts.listed_experts) for inside in experts.modules()
     }
@@ -183,17 +174,13 @@ def _reference_results(
 
 @contextmanager
 def _record_results(model: nn.Module, alone: Collection[int] = ()) -> Iterator[dict[str, torch.Tensor]]:
-    """The first floating tensor of what each module returns at its first call, by its path.
-
-    Modules whose identities are in ``alone``, such as experts, which are called with the samples of all ranks, are left
-    out.
-    """
+    """The first floating tensor that each module returns, by path; ``alone`` has ids of modules left out."""
     results: dict[str, torch.Tensor] = {}
 
     def note(path: str, _: nn.Module, __: Any, output: Any) -> None:
         floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
         if floating:
-            results.setdefault(path, floating[0].detach().to("cpu", copy=True))
+            results.setdefault(path, floating[0].detach().to("cpu", copy=True))  # the first call only
 
     modules = [
         (plain_name(path), module)
@@ -204,24 +191,24 @@ def _record_results(model: nn.Module, alone: Collection[int] = ()) -> Iterator[d
         yield results
 
 
-def _find_difference(found: torch.Tensor, expected: torch.Tensor) -> _Difference:
-    if found.shape == expected.shape:
-        return _Difference(distance(found, expected) / max(largest(expected), 1e-12))
-    if found.dim() != expected.dim():
-        return _Difference(0.0)
-    dims = [dim for dim in range(found.dim()) if found.size(dim) != expected.size(dim)]
-    share = found.numel() / expected.numel()
-    return _Difference(math.nan, found.double().sum(dims), share * expected.double().sum(dims))
+def _find_difference(actual: torch.Tensor, expected: torch.Tensor) -> _Difference:
+    if actual.shape == expected.shape:
+        return _Difference(distance(actual, expected) / max(largest(expected), 1e-12))
+    if actual.dim() != expected.dim():
+        return _Difference(0.0)  # nothing to compare
+    dims = [dim for dim in range(actual.dim()) if actual.size(dim) != expected.size(dim)]
+    share = actual.numel() / expected.numel()
+    return _Difference(math.nan, actual.double().sum(dims), share * expected.double().sum(dims))
 
 
 def _combine_errors(rows: list[_Difference], *, one_is_enough: bool) -> float:
-    """The error of a module over the ranks. Parts are summed over them, in whichever way they were divided."""
     errors = [row.error for row in rows if not math.isnan(row.error)]
     if errors:
         return min(errors) if one_is_enough else max(errors)
-    actual = [row.found for row in rows if row.found is not None]
+    actual = [row.actual for row in rows if row.actual is not None]
     expected = [row.expected for row in rows if row.expected is not None]
     if len({tuple(tensor.shape) for tensor in (*actual, *expected)}) != 1:
-        return 0.0
+        return 0.0  # nothing to compare
+    # Sums of parts add up to the sum of the whole, however they were divided.
     total = torch.stack(expected).sum(0)
     return distance(torch.stack(actual).sum(0), total) / max(largest(total), 1e-12)

@@ -170,16 +170,18 @@ def judge_run(prepared: Prepared, inputs: Inputs, cluster: Cluster, run: Strateg
 
 def _judge_parameters(prepared: Prepared, inputs: Inputs, cluster: Cluster, run: StrategyRun) -> ProbeResult:
     reference, noise = prepared.reference, prepared.noise
-    if run.num_micro_batches != prepared.num_micro_batches:
+    if run.num_micro_batches != prepared.num_micro_batches:  # a method chose another number
         reference = reference_in(run.num_micro_batches, prepared, inputs, cluster)
     assert reference is not None
-    found = measure(reference, run.last, run.losses)
-    rows, _, reasons = judge(found, found, first_noise=noise, last_noise=noise, differing=run.differing)
+    deviation = measure(reference, run.last, run.losses)
+    rows, _, reasons = judge(
+        deviation, deviation, first_noise=noise, last_noise=noise, differing=run.differing
+    )
     judged = [row for row in rows if row.state != "not judged"]
     worst = max(judged, key=lambda row: row.excess, default=None)
     return ProbeResult(
         passed=not reasons,
-        loss_error=found.loss_error,
+        loss_error=deviation.loss_error,
         worst_parameter="" if worst is None else worst.name,
         worst_error=0.0 if worst is None else worst.parameter_error,
         tolerance=TOLERANCE if worst is None else worst.parameter_tolerance,

@@ -89,19 +89,21 @@ class RoundsTo16Bits(TorchDispatchMode):
     """Whether anything inside is rounded to 16 bits, by weights or by the model's own casts.
 
     Attributes:
-        found: whether it was by now.
+        has_rounded: whether it was by now.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
+        self.has_rounded = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if not self.found:
-            self.found = any(one.is_floating_point() and one.itemsize <= 2 for one in tensors_of(output))
+        if not self.has_rounded:
+            self.has_rounded = any(
+                tensor.is_floating_point() and tensor.itemsize <= 2 for tensor in tensors_of(output)
+            )
         return output
 
 
@@ -151,8 +153,8 @@ def run_reference(
     groups = bare_groups(inputs)
     parameters = list(model.parameters() if groups is None else groups(model))
     optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=MOMENTUM, foreach=False)
-    rate = 0.0 if like is None else like.learning_rate
-    weights = [parts.count(part) / len(parts) for part in range(len(batches[0]))]
+    rate = 0.0 if like is None else like.learning_rate  # 0 until the first gradients are there
+    weights = [parts.count(part) / len(parts) for part in range(len(batches[0]))]  # shares of the ranks
     losses = []
     for batch in batches:
         optimizer.zero_grad()
@@ -242,7 +244,6 @@ def _add_gradients(
     dtype: torch.dtype | None,
     num_ranks: int,
 ) -> float:
-    """Adds the gradients of all parts by their weights; the loss of the step."""
     prepare = inputs.prepare_input or default_prepare_input
     micro_batches = [
         (micro_batch, weight)
@@ -253,6 +254,7 @@ def _add_gradients(
         counts = [weight * float(inputs.weight_func(micro_batch)) for micro_batch, weight in micro_batches]
         shares = [count / sum(counts) for count in counts]
     else:
+        # For a mean, micro-batches count equally. A sum adds the losses of all ranks.
         divisor = num_micro_batches if inputs.loss_reduction == "mean" else 1 / num_ranks
         shares = [weight / divisor for _, weight in micro_batches]
     total = 0.0
@@ -270,11 +272,10 @@ def _loss_of(model: nn.Module, inputs: Inputs, batch: Any, dtype: torch.dtype | 
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
-    """The model computing in ``dtype``, with gradients in the dtype of its parameters."""
-
     def forward(*args: Any, **kwargs: Any) -> Any:
         # Running statistics must have the dtype of what they normalise; other buffers stay as they are.
         weights = floats_to({**dict(model.named_parameters()), **_running_statistics(model)}, dtype)
+        # The casts are part of the graph, so gradients have the dtype of the parameters.
         output = torch.func.functional_call(model, weights, floats_to(args, dtype), floats_to(kwargs, dtype))
         return floats_to(output, torch.float32)
 
@@ -283,7 +284,6 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _running_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The running means and variances of normalisations."""
     return {
         name: buffer
         for name, buffer in model.named_buffers()
@@ -292,20 +292,18 @@ def _running_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _needs_training_mode(model: nn.Module, inputs: Inputs, part: Any, device: torch.device) -> bool:
-    """Whether to train in training mode: only where the model's loss cannot be computed in the other.
-
-    Evaluation mode takes the chance out of dropout, and normalises by running statistics.
-    """
+    """Whether to train in training mode: only where the loss cannot be computed in the other."""
     prepare = inputs.prepare_input or default_prepare_input
     failure: Exception | None = None
+    # Evaluation mode first: dropout is off, and norms use running statistics.
     for training in (False, True):
         model.train(training)
         try:
             losses = [float(_seeded_loss(model, inputs, prepare(part, device), seed)) for seed in (1, 2)]
         except Exception as error:
-            failure = failure or error
+            failure = failure or error  # report the failure in evaluation mode
             continue
-        if losses[0] == losses[1]:
+        if losses[0] == losses[1]:  # no randomness left
             return training
         if math.isnan(losses[0]) or math.isnan(losses[1]):
             failure = failure or InputError("the model's loss is not a number (NaN), before any training.")
@@ -336,7 +334,7 @@ def _learning_rate(parameters: Iterable[torch.Tensor]) -> float:
         raise InputError(
             f"the largest gradient, relative to its parameter, is {steepest}: nothing to compare."
         )
-    return LARGEST_STEP / steepest
+    return LARGEST_STEP / steepest  # the steepest parameter moves by that share
 
 
 def _copy_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -351,7 +349,7 @@ def updates_of(initial: Mapping[str, torch.Tensor], final: Mapping[str, torch.Te
 def update_errors(
     updates: Mapping[str, float],
     expected: Mapping[str, torch.Tensor],
-    found: Mapping[str, torch.Tensor],
+    actual: Mapping[str, torch.Tensor],
     *,
     roundings: float = 0.0,
 ) -> dict[str, float]:
@@ -360,28 +358,28 @@ def update_errors(
     Args:
         updates: the largest change of each parameter in the reference's training (:func:`updates_of`).
         expected: the reference's parameters after training.
-        found: the other run's after training.
+        actual: the other run's after training.
         roundings: units in the last place of a weight that are taken off its error first.
     """
     floor = UPDATE_FLOOR * max(updates.values(), default=0.0)
     errors = {}
     for name, value in expected.items():
-        if name not in found:
+        if name not in actual:
             continue
-        eps = torch.finfo(found[name].dtype).eps if found[name].is_floating_point() else 0.0
-        beyond = max(0.0, distance(found[name], value) - roundings * eps * largest(value))
-        errors[name] = beyond / max(updates[name], floor) if beyond else 0.0
+        eps = torch.finfo(actual[name].dtype).eps if actual[name].is_floating_point() else 0.0
+        beyond = max(0.0, distance(actual[name], value) - roundings * eps * largest(value))
+        errors[name] = beyond / max(updates[name], floor) if beyond else 0.0  # in units of the update
     return errors
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+def distance(tensor: torch.Tensor, other: torch.Tensor) -> float:
     """The largest absolute difference; infinite when shapes differ or a number is not finite."""
-    if one.shape != other.shape:
+    if tensor.shape != other.shape:
         return math.inf
-    if one.numel() == 0:
+    if tensor.numel() == 0:
         return 0.0
-    wide = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
-    pieces = zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True)
+    wide = torch.promote_types(torch.promote_types(tensor.dtype, other.dtype), torch.float32)
+    pieces = zip(tensor.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True)
     apart = [largest(first.to(wide) - second.to(wide)) for first, second in pieces]
     return max(map(finite, apart))
 

@@ -90,7 +90,6 @@ def run_strategy(
 
 
 def _free_training_memory(result: Result) -> None:
-    """Frees gradients and momentum; the job is not trained again."""
     assert result.optim is not None
     result.optim.zero_grad(set_to_none=True)
     for state in result.optim.state.values():
@@ -112,7 +111,7 @@ def judged_job(
     job_inputs = replace(
         inputs,
         optim_args={"lr": learning_rate, "momentum": MOMENTUM},
-        dataset=None,
+        dataset=None,  # batches are passed by hand
         dataloader_args=None,
         distributed_sampler_cls=None,
         lr_scheduler_cls=None,
@@ -143,9 +142,8 @@ def _undivided_weights(result: Result) -> dict[str, torch.Tensor]:
 
 
 def _differing_weights(weights: Mapping[str, torch.Tensor], cluster: Cluster) -> tuple[str, ...]:
-    """Names of weights whose bits differ among the ranks that have them; collective."""
     checksums = {name: bit_sum(weight) for name, weight in weights.items()}
-    of_ranks = cluster.gathered(checksums)
+    of_ranks = cluster.gathered(checksums)  # each rank has the weights of its stage
     names = dict.fromkeys(name for sums in of_ranks for name in sums)
     return tuple(name for name in names if len({sums[name] for sums in of_ranks if name in sums}) > 1)
 

@@ -43,7 +43,7 @@ class Enough(SystemExit):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class ScriptDifference:
     """What the ranks have that one process has not.
 
     Attributes:
@@ -116,19 +116,19 @@ class ScriptWatch:
             return loss
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
-        self._write_record(result, number)
+        self._write_record(result, number)  # the state before any update
 
     def _end_if_enough(self, number: int) -> None:
         if self._counts[number] < self._num_steps:
             return
+        # Optimizers that take turns may never all reach num_steps, so the total of updates is bounded.
         if min(self._counts) >= self._num_steps or sum(self._counts) >= _MOST_UPDATES * self._num_steps:
             raise Enough(0)
 
     def _leave_out_dropout(self, result: Result) -> None:
-        """Ranks draw other masks than one process does."""
         for root in (result.job.module, *result.job.parts.stages):
             for module in root.modules():
-                if isinstance(module, _DROPOUTS) and module.p:
+                if isinstance(module, _DROPOUTS) and module.p:  # masks differ between ranks and one process
                     module.p = 0.0
                     self.num_dropouts += 1
 
@@ -139,7 +139,7 @@ class ScriptWatch:
                 if parameter.grad is not None and parameter.grad.numel():
                     gradient = parameter.grad
                     noise = torch.randn(gradient.shape, generator=self._noise).to(gradient)
-                    gradient.add_(noise * gradient.abs().max() * self._rounding)
+                    gradient.add_(noise * gradient.abs().max() * self._rounding)  # as rounding does
 
     @torch.no_grad()
     def _write_record(self, result: Result, number: int) -> None:
@@ -178,7 +178,7 @@ def _line_of_user() -> str:
 
 def compare_runs(
     folder: Path, num_ranks: int, *, reduced: bool
-) -> tuple[Difference | None, list[Difference]]:
+) -> tuple[ScriptDifference | None, list[ScriptDifference]]:
     """The first difference that is more than rounding, and the largest one of each update, in units of its tolerance.
 
     Args:
@@ -186,27 +186,29 @@ def compare_runs(
         num_ranks: ranks of the second run.
         reduced: whether something was computed in less than float32.
     """
-    largest: list[Difference] = []
+    largest: list[ScriptDifference] = []
     begins: dict[int, Mapping[Any, torch.Tensor]] = {}
     runs = [folder / name for name in ("one", "ranks", "rounding")]
-    for moment in sorted(_list_moments(runs[0]) | _list_moments(runs[1])):
+    for moment in sorted(_list_moments(runs[0]) | _list_moments(runs[1])):  # moments of both runs
         _, job, step = moment
         plain, ranks, rounded = (_read_records(run, moment) for run in runs)
         left_out = [f"rank {rank}" for rank in range(num_ranks) if rank not in ranks]
         if not plain or left_out:
             who = "one process" if not plain else "the ranks" if not ranks else left_out[0]
             where = next(iter((plain or ranks).values()))["where"]
-            return Difference(job=job, step=step, where=where, kind="steps", name=who), largest
+            return ScriptDifference(job=job, step=step, where=where, kind="steps", name=who), largest
         whole = plain[0]["tensors"]
-        begin = begins.setdefault(job, whole)
-        noisy = rounded[0]["tensors"] if rounded else whole
+        begin = begins.setdefault(job, whole)  # values before any update
+        noisy = rounded[0]["tensors"] if rounded else whole  # no noise without that run
         differences = [
-            Difference(job=job, step=step, where=record["where"], rank=rank, **fields)
+            ScriptDifference(job=job, step=step, where=record["where"], rank=rank, **fields)
             for rank, record in ranks.items()
             for fields in _compare_tensors(whole, record, noisy, begin, reduced)
         ]
         for kind, name in whole.keys() - {key for record in ranks.values() for key in record["tensors"]}:
-            differences.append(Difference(job=job, step=step, where=ranks[0]["where"], kind=kind, name=name))
+            differences.append(
+                ScriptDifference(job=job, step=step, where=ranks[0]["where"], kind=kind, name=name)
+            )
         differences.sort(key=lambda row: -row.excess)
         largest += differences[:1]
         beyond = {(row.kind, row.name) for row in differences if row.excess > 1.0}
@@ -225,7 +227,6 @@ def _list_moments(folder: Path) -> set[_Moment]:
 
 
 def _read_records(folder: Path, moment: _Moment) -> dict[int, Any]:
-    """The records of a moment by rank."""
     order, job, step = moment
     return {
         int(path.stem.split("-")[-1]): torch.load(path, weights_only=True)
@@ -240,15 +241,12 @@ def _compare_tensors(
     begin: Mapping[Any, torch.Tensor],
     reduced: bool,
 ) -> Iterator[dict[str, Any]]:
-    """Kind, name, error and tolerance of each tensor that a rank has recorded, whole or its part.
-
-    A weight is judged by its update since the first record, anything else by itself.
-    """
+    """Kind, name, error and tolerance of each tensor that a rank has recorded, whole or its part."""
     share, unit = REDUCED_TOLERANCE if reduced else TOLERANCE, torch.finfo(torch.float32)
     for (kind, name), tensor in record["tensors"].items():
         expected = plain.get((kind, name))
         shape, offsets = record["boxes"].get((kind, name), (tensor.shape, [0] * tensor.dim()))
-        if expected is None or expected.shape != shape:
+        if expected is None or expected.shape != shape:  # missing in one process
             yield {"kind": kind, "name": name}
             continue
         part = expected[
@@ -256,9 +254,10 @@ def _compare_tensors(
         ]
         error = tensor.double() - part
         error[(tensor == part) | (tensor.isnan() & part.isnan())] = 0.0  # infinite ones are equal, too
+        # A weight is judged by its update since the first record, other tensors by their values.
         moved = expected.double() - (begin[kind, name].double() if kind == "weight" else 0.0)
         noise = noisy[kind, name].double() - expected if (kind, name) in noisy else moved * 0.0
-        rounding = 2 * unit.eps * _largest_finite(expected) + unit.tiny
+        rounding = 2 * unit.eps * _largest_finite(expected) + unit.tiny  # rounding of the values
         yield {
             "kind": kind,
             "name": name,
@@ -268,5 +267,5 @@ def _compare_tensors(
 
 
 def _largest_finite(values: torch.Tensor) -> float:
-    """The largest magnitude of those that are numbers; a tolerance must not grow with the others."""
+    # Infinite and NaN values must not widen a tolerance.
     return float(values.abs().nan_to_num(0.0, 0.0, 0.0).max()) if values.numel() else 0.0

@@ -74,7 +74,6 @@ def structure_of(model: nn.Module, *, shallow: bool) -> tuple[nn.Module, Origina
 
 
 def _original_path(path: str, shortened: Mapping[str, Container]) -> str:
-    """The path, in the whole model, of a module of the shallow one."""
     for container in shortened.values():
         for position, index in enumerate(container.kept):
             copied = container.copy_path(position)
@@ -118,7 +117,6 @@ def round_to(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _make_initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
-    """What the model offers, and small random values for whatever that leaves unset."""
     from_model = getattr(model, "_init_weights", None)
 
     @torch.no_grad()
@@ -142,18 +140,18 @@ def _make_initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
 def _perturb_constant(name: str, parameter: nn.Parameter) -> None:
     if parameter.numel() < 2 or not parameter.is_floating_point() or not parameter.requires_grad:
         return
-    if bool(parameter.amin() != parameter.amax()):
+    if bool(parameter.amin() != parameter.amax()):  # not a constant
         return
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # the same on all ranks
     noise = torch.randn(parameter.shape, generator=generator) * _CONSTANT_NOISE
     parameter.add_(noise.to(parameter))
 
 
 T = TypeVar("T")
 
-_NUM_STEPS: Final = 2
+_NUM_STEPS: Final = 2  # the second step shows momentum
 _SEED: Final = 20
-_MEMORY_SHARE: Final = 0.5
+_MEMORY_SHARE: Final = 0.5  # share of memory for the reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +188,7 @@ class _ClosedOver(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.found: dict[str, None] = {}
+        self.parameters: dict[str, None] = {}
 
     def watch(self, copied: nn.Module) -> None:
         """Looks at the forward passes of a copy."""
@@ -208,7 +206,7 @@ class _ClosedOver(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         read = tensors_of((args, dict(kwargs or {})))
-        self.found |= {self._names[id(tensor)]: None for tensor in read if id(tensor) in self._names}
+        self.parameters |= {self._names[id(tensor)]: None for tensor in read if id(tensor) in self._names}
         return func(*args, **(kwargs or {}))
 
 
@@ -240,7 +238,7 @@ def prepare(
     small, batches, reference, noise = agreed(
         lambda: _train_reference(small, make_again, cluster, resolved, num_micro_batches, rows, closed)
     )
-    names = tuple(closed.found)
+    names = tuple(closed.parameters)
     on_first = None if reference is None else (batches, reference.learning_rate, reference.training, names)
     batches, learning_rate, training, names = cluster.from_first(on_first)
     return Prepared(
@@ -292,7 +290,6 @@ def _rebuild_inputs(
 
 
 def _small_inputs(inputs: Inputs, cluster: Cluster, *, shallow: bool) -> Inputs:
-    """The inputs with a small model in place of the user's, and SGD as optimizer."""
     if inputs.loss_func is None or (inputs.dataset is None and inputs.sample_batch is None):
         raise InputError("it needs loss_func, and dataset or sample_batch.")
     model, originals = structure_of(inputs.model, shallow=shallow)
@@ -302,11 +299,11 @@ def _small_inputs(inputs: Inputs, cluster: Cluster, *, shallow: bool) -> Inputs:
 
 
 def _require_memory(model: nn.Module, cluster: Cluster) -> None:
-    """Rank 0 holds weights, gradients and momentum; with what operators need, 3.1 to 3.7 times the weights (measured)."""
+    # Weights, gradients and momentum; with what operators need, 3.1 to 3.7 times the weights (measured).
     needed = 4 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     memory = cluster.device_memory_bytes
     if cluster.device_type == "cpu":
-        memory //= max(1, cluster.local_world_size)
+        memory //= max(1, cluster.local_world_size)  # ranks share the machine
     room = room_bytes(torch.device(cluster.device))
     limits = [limit for limit in (int(_MEMORY_SHARE * memory) or None, room) if limit is not None]
     if needed > min(limits, default=needed):
@@ -325,11 +322,7 @@ def _train_reference(
     rows: int,
     closed: _ClosedOver,
 ) -> tuple[Inputs, list[list[Any]], Reference | None, Deviation | None]:
-    """Inputs, batches, reference and noise of :class:`Prepared`; on other ranks than the first the inputs alone.
-
-    Each run uses up a small model. A new one is made from the user's rather than a copy kept, so that no more than a
-    training of it is held at once.
-    """
+    """Inputs, batches, reference and noise of :class:`Prepared`; the inputs alone on ranks but the first."""
     if cluster.rank != 0:
         return small, [], None, None
     parts = part_of_ranks(resolved.plan.num_data_ranks)
@@ -341,6 +334,7 @@ def _train_reference(
     if cluster.distributed:
         pickle.dumps(batches)  # rank 0 must fail here, not where the others wait for it
     device = torch.device(cluster.device)
+    # A run uses the model up. The next run builds a new one, so that no second copy is held.
     fresh = small
 
     def run(**options: Any) -> Reference:
@@ -356,7 +350,7 @@ def _train_reference(
     with RoundsTo16Bits() as rounds:
         reference = run()
     if not is_reduced(resolved):
-        return fresh, batches, reference, NO_DEVIATION if rounds.found else None
+        return fresh, batches, reference, NO_DEVIATION if rounds.has_rounded else None
     rounded = run(compute_dtype=torch.bfloat16, like=reference)
     return fresh, batches, reference, measure(reference, rounded.final, rounded.losses)
 
@@ -393,7 +387,7 @@ def draw_batches(
         return [[inputs.sample_batch] * num_parts] * num_steps
     args = dict(inputs.dataloader_args or {})
     unbatched = "batch_size" in args and args["batch_size"] is None
-    rows = 1 if unbatched else num_rows
+    rows = 1 if unbatched else num_rows  # each item is a batch
     wanted = num_steps * rows * (1 if alike else num_parts)
     taken = list(itertools.islice(read_samples(inputs.dataset) or (), wanted))
     if not taken:

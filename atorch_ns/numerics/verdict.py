@@ -116,7 +116,7 @@ def judge(
     rows = []
     for name, error in last.errors.items():
         noise = (rounded_first.errors.get(name, 0.0), rounded_last.errors.get(name, 0.0))
-        allowed = tuple(base + NOISE_FACTOR * each for each in noise)
+        allowed = tuple(base + NOISE_FACTOR * each for each in noise)  # (gradient, parameter)
         gradient = first.errors.get(name, 0.0)
         over = gradient > allowed[0] or error > allowed[1]
         state: State = "not judged" if max(noise) > UNJUDGED else ("drifts" if over else "ok")
@@ -130,7 +130,7 @@ def judge(
                 state=state,
             )
         )
-    order: Mapping[State, int] = {"drifts": 0, "ok": 1, "not judged": 2}
+    order: Mapping[State, int] = {"drifts": 0, "ok": 1, "not judged": 2}  # sorting order: worst first
     rows.sort(key=lambda row: (order[row.state], -row.excess))
     loss_tolerance = (
         LOSS_TOLERANCE
@@ -173,7 +173,7 @@ def _failure_reasons(
         reasons.append(f"ranks hold different values of {len(differing)} parameter(s), as {differing[0]}")
     if drifting:
         reasons.append(f"{len(drifting)} of {len(rows)} parameters are not what one process gives")
-    if not last.loss_error <= loss_tolerance:
+    if not last.loss_error <= loss_tolerance:  # also true for NaN
         reasons.append(f"the loss is off by {last.loss_error:.1e}, {loss_tolerance:.1e} allowed")
     if rows and all(row.state == "not judged" for row in rows):
         reasons.append("rounding alone changes every parameter by more than its update shows")

@@ -72,7 +72,7 @@ def explained_errors(run: str, *, rank: int, remedy: str) -> Iterator[None]:
 def _is_broken_connection(error: Exception) -> bool:
     if isinstance(error, torch.distributed.DistNetworkError):
         return True
-    text = str(error).lower()
+    text = str(error).lower()  # gloo's messages
     return isinstance(error, RuntimeError) and ("closed by peer" in text or "reset by peer" in text)
 
 
@@ -130,12 +130,13 @@ def verify(
 def _run_verification(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, num_steps: int
 ) -> Verification:
-    own, resolved = cluster.agree(
+    setup, resolved = cluster.agree(
         lambda: _plain_inputs(inputs, cluster, strategy, registry, num_steps), what="preparing the comparison"
     )
-    cluster.same_everywhere({"the model's values": _weights_digest(own)})
+    # Ranks that begin with different weights would differ for that reason alone.
+    cluster.same_everywhere({"the model's values": _weights_digest(setup)})
     batches, truth = cluster.agree(
-        lambda: _explained_truth(own, cluster, resolved, num_steps) if cluster.rank == 0 else ([], None),
+        lambda: _explained_truth(setup, cluster, resolved, num_steps) if cluster.rank == 0 else ([], None),
         what="training in one process",
     )
     batches, rate, training = cluster.from_first(
@@ -148,7 +149,7 @@ def _run_verification(
         "Change the code there, or leave out the method concerned.",
     ):
         run = run_strategy(
-            replace(own, model=copy.deepcopy(own.model)),
+            replace(setup, model=copy.deepcopy(setup.model)),
             cluster,
             resolved,
             batches,
@@ -163,7 +164,6 @@ def _run_verification(
 def _plain_inputs(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, num_steps: int
 ) -> tuple[Inputs, Resolved]:
-    """The inputs with plain SGD, a few samples and a model rounded as the strategy rounds it; and the strategy."""
     if num_steps < 1:
         raise InputError(f"num_steps={num_steps}: at least one step is needed.")
     if any(parameter.is_meta for parameter in inputs.model.parameters()):
@@ -175,9 +175,9 @@ def _plain_inputs(
     ).inputs
     resolved = resolve(strategy, cluster, registry, profile=Profile.of(inputs.model))
     model = copy.deepcopy(inputs.model).to(torch.device(cluster.device))
-    round_to(model, getattr(torch, resolved.plan.precision.parameter_dtype))
-    own = replace(sampled, model=model, optim_func=torch.optim.SGD, optim_param_func=bare_groups(inputs))
-    return own, resolved
+    round_to(model, getattr(torch, resolved.plan.precision.parameter_dtype))  # as the strategy does
+    setup = replace(sampled, model=model, optim_func=torch.optim.SGD, optim_param_func=bare_groups(inputs))
+    return setup, resolved
 
 
 def _explained_truth(
@@ -212,7 +212,7 @@ def _compute_truth(
     first, last = run(1, like=gentle), run(num_steps, like=gentle)
     model, device = copy.deepcopy(inputs.model), torch.device(cluster.device)
     whole, notes = run_whole(model, inputs, batches[0], parts, num_micro_batches, device, like=gentle)
-    noises: list[Deviation | None] = [NO_DEVIATION if rounds.found else None] * 2
+    noises: list[Deviation | None] = [NO_DEVIATION if rounds.has_rounded else None] * 2
     if is_reduced(resolved):
         for index, exact in enumerate((first, last)):
             rounded = run(len(exact.losses), like=gentle, compute_dtype=torch.bfloat16)
@@ -229,11 +229,10 @@ def _compute_truth(
 
 
 def _count_samples(batch: list[Any], parts: tuple[int, ...]) -> int:
-    """Samples of one step over all ranks; 0 if a part does not tell how many it has."""
     try:
         return sum(num_samples(batch[part]) for part in parts)
     except InputError:
-        return 0
+        return 0  # a part does not reveal its size
 
 
 def _compare_to_truth(truth: _Truth, run: StrategyRun, cluster: Cluster, resolved: Resolved) -> Verification:

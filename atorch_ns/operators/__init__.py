@@ -17,18 +17,18 @@ from atorch_ns.operators.choose import (
     solved_plan,
 )
 from atorch_ns.operators.divided.check import check_division
-from atorch_ns.operators.divided.divide import Division
+from atorch_ns.operators.divided.divide import OperatorDivision
 from atorch_ns.operators.divided.run import DividedForward
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.rules.custom import register_op
 from atorch_ns.operators.solver.assemble import States, assemble
-from atorch_ns.operators.solver.prices import Prices
+from atorch_ns.operators.solver.prices import OperatorPrices
 from atorch_ns.operators.staged import staged_plan
 from atorch_ns.pipeline.plan.stage_costs import PipelineTask
 
 __all__ = [
-    "CaptureError", "DividedForward", "Division", "OperatorGraph", "OperatorPlan", "PipelineTask", "Prices",
-    "Shallow", "Solved", "States", "Wanted", "assemble", "batch_plan", "capture_shallow", "check_division",
-    "check_plan", "costs_text", "division_of", "find_plan", "legal_rules", "operator_costs", "random_plan",
-    "refitted", "register_op", "solved_plan", "staged_plan",
+    "CaptureError", "DividedForward", "OperatorDivision", "OperatorGraph", "OperatorPlan", "OperatorPrices",
+    "PipelineTask", "Shallow", "Solved", "States", "Wanted", "assemble", "batch_plan", "capture_shallow",
+    "check_division", "check_plan", "costs_text", "division_of", "find_plan", "legal_rules", "operator_costs",
+    "random_plan", "refitted", "register_op", "solved_plan", "staged_plan",
 ]  # fmt: skip

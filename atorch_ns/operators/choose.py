@@ -16,20 +16,20 @@ from torch.distributed.tensor import Replicate, Shard
 
 from atorch_ns.capture.graph.operator_graph import Operator, OperatorGraph
 from atorch_ns.errors import InputError
-from atorch_ns.operators.divided.divide import Division
+from atorch_ns.operators.divided.divide import OperatorDivision
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.rules.constraints import Constraint, allowed, read_constraints, unused
 from atorch_ns.operators.rules.custom import registered_rules
 from atorch_ns.operators.rules.rule import Placement, Rule, whole_rule
 from atorch_ns.operators.rules.table import rules_of
 from atorch_ns.operators.solver.assemble import Assembled, LegalRules, States, assemble
-from atorch_ns.operators.solver.prices import Prices
-from atorch_ns.operators.solver.solve import Outcome, solve
+from atorch_ns.operators.solver.prices import OperatorPrices
+from atorch_ns.operators.solver.solve import SolvedProblem, solve
 from atorch_ns.text import bytes_text, percent_text, seconds_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class OperatorCost:
+class OperatorPrice:
     """What the operators of one key take in a training step, together and on one rank; predicted.
 
     Attributes:
@@ -54,19 +54,20 @@ class OperatorCost:
         return self.seconds + self.conversion_seconds
 
 
-def operator_costs(assembled: Assembled, plan: OperatorPlan) -> list[OperatorCost]:
+def operator_costs(assembled: Assembled, plan: OperatorPlan) -> list[OperatorPrice]:
     """The operators of a plan, the longest first."""
     problem, choices = assembled.problem, assembled.choices(plan)
     options = [node.options[choice] for node, choice in zip(problem.nodes, choices, strict=True)]
     moved: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for use, readers, _ in problem.read():
         label = use.label(options[use.node])
+        # Of readers that share a conversion, the last one is charged with it.
         for needed, reader in {entry.label(options[entry.node]): entry for entry in readers}.items():
             conversion = use.conversions[label, needed]
             moved[reader.node][0] += use.count * conversion.seconds
             moved[reader.node][1] += use.count * conversion.bytes_moved
     costs = [
-        OperatorCost(
+        OperatorPrice(
             key=node.name,
             count=node.count,
             division=str(rules[choice]) if rules and rules[choice].divides else "",
@@ -81,7 +82,7 @@ def operator_costs(assembled: Assembled, plan: OperatorPlan) -> list[OperatorCos
     return sorted((entry for entry in costs if entry.total), key=lambda entry: -entry.total)
 
 
-def costs_text(costs: Sequence[OperatorCost], *, top: int = 10) -> str:
+def costs_text(costs: Sequence[OperatorPrice], *, top: int = 10) -> str:
     """A table of the longest operators, with the share that they take of all."""
     total = sum(cost.total for cost in costs) or 1.0
     shown = costs[:top]
@@ -121,7 +122,7 @@ Allow = Callable[[Operator, tuple[Rule, ...]], tuple[Rule, ...]]
 
 def legal_rules(graph: OperatorGraph, degree: int, allow: Allow | None = None) -> LegalRules:
     """The rules by which each operator may be divided over ``degree`` ranks."""
-    known: dict[object, tuple[Rule, ...]] = {}
+    known: dict[object, tuple[Rule, ...]] = {}  # rules of equal calls are looked up once
     result: dict[str, tuple[Rule, ...]] = {}
     for key, operators in graph.by_key.items():
         legal: tuple[Rule, ...] | None = None
@@ -130,16 +131,16 @@ def legal_rules(graph: OperatorGraph, degree: int, allow: Allow | None = None) -
             if allow is not None:
                 rules = allow(op, rules)
             legal = rules if legal is None else tuple(rule for rule in legal if rule in rules)
-        result[key] = legal or (whole_rule(operators[0].call),)
+        result[key] = legal or (whole_rule(operators[0].call),)  # blocks may have none in common
     return result
 
 
-def _operator_rules(one: Operator, degree: int, known: dict[object, tuple[Rule, ...]]) -> tuple[Rule, ...]:
-    if one.pinned:
-        return (whole_rule(one.call),)
-    likeness = (one.call.name, repr(one.call.args), repr(one.call.kwargs), one.call.outputs)
+def _operator_rules(op: Operator, degree: int, known: dict[object, tuple[Rule, ...]]) -> tuple[Rule, ...]:
+    if op.pinned:  # shares memory with what is written to
+        return (whole_rule(op.call),)
+    likeness = (op.call.name, repr(op.call.args), repr(op.call.kwargs), op.call.outputs)
     if likeness not in known:
-        known[likeness] = rules_of(one.call, degree, registered_rules)
+        known[likeness] = rules_of(op.call, degree, registered_rules)
     return known[likeness]
 
 
@@ -201,8 +202,8 @@ class Solved:
     """
 
     plan: OperatorPlan
-    outcome: Outcome
-    costs: Sequence[OperatorCost]
+    outcome: SolvedProblem
+    costs: Sequence[OperatorPrice]
 
     @property
     def text(self) -> str:
@@ -218,7 +219,7 @@ class Solved:
 def solved_plan(
     graph: OperatorGraph,
     degree: int,
-    prices: Prices,
+    prices: OperatorPrices,
     states: States,
     device: torch.device,
     *,
@@ -243,24 +244,22 @@ def solved_plan(
     return Solved(plan=plan, outcome=outcome, costs=operator_costs(problem, plan))
 
 
-_GAP = 1e-3
-"""Plans that are predicted to be as near as this are equal: no prediction is better."""
+_GAP = 1e-3  # relative: plans predicted to be as near are equal, as no prediction is better
 
-_SECONDS = 10.0
+_SECONDS = 10.0  # limit of a search
 
 
 def _batch_dim(node: fx.Node) -> int | None:
-    """The dimension whose size follows the number of samples."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return None
+    # A size that is a symbol follows the number of samples.
     return next((dim for dim, size in enumerate(value.shape) if not isinstance(size, int)), None)
 
 
-def _divides_samples(rule: Rule, one: Operator, wanted: Sequence[int | None]) -> bool:
-    """Whether a rule divides each result and argument along its samples."""
-    results = [node for node in one.results if node is not None]
-    placements = [rule.outputs[one.results.index(node)] for node in results] + list(rule.inputs)
+def _divides_samples(rule: Rule, op: Operator, wanted: Sequence[int | None]) -> bool:
+    results = [node for node in op.results if node is not None]
+    placements = [rule.outputs[op.results.index(node)] for node in results] + list(rule.inputs)
     for placement, dim in zip(placements, wanted, strict=True):
         if dim is not None and placement != Shard(dim):
             return False
@@ -273,7 +272,7 @@ def refitted(
     plan: OperatorPlan,
     graph: OperatorGraph,
     degree: int,
-    prices: Prices,
+    prices: OperatorPrices,
     device: torch.device,
     allow: Allow | None = None,
 ) -> OperatorPlan:
@@ -286,7 +285,7 @@ def refitted(
 
 def division_of(
     plan: OperatorPlan, graph: OperatorGraph, degree: int, summed: frozenset[str] | None = None
-) -> Division:
+) -> OperatorDivision:
     """The rules of a graph's operators, by a plan; operators that it does not name are whole.
 
     Args:
@@ -321,7 +320,7 @@ def division_of(
     divided = {
         name: placement for name, placement in parameters.items() if not isinstance(placement, Replicate)
     }
-    division = Division(graph, degree, rules, divided)
+    division = OperatorDivision(graph, degree, rules, divided)
     return replace(division, summed=division.partly_used() if summed is None else summed)
 
 
@@ -342,8 +341,7 @@ def check_plan(plan: OperatorPlan, graph: OperatorGraph, degree: int) -> None:
 
 
 def _find_legal_rule(wanted: Rule, legal: Iterable[Rule]) -> Rule:
-    """The legal rule that a plan means: it has the kernel, which plans do not name."""
-    return next(rule for rule in legal if rule == wanted)
+    return next(rule for rule in legal if rule == wanted)  # it has the kernel, which a plan does not name
 
 
 Policy = Literal["solve", "batch", "random"]
@@ -385,7 +383,12 @@ class FoundPlan:
 
 
 def find_plan(
-    graph: OperatorGraph, degree: int, wanted: Wanted, prices: Prices, states: States, device: torch.device
+    graph: OperatorGraph,
+    degree: int,
+    wanted: Wanted,
+    prices: OperatorPrices,
+    states: States,
+    device: torch.device,
 ) -> FoundPlan:
     """The plan that is wanted.
 

@@ -43,7 +43,7 @@ class OperatorPlan:
     note: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("operators", "parameters"):
+        for name in ("operators", "parameters"):  # sorted: equal plans have equal texts
             object.__setattr__(self, name, dict(sorted(getattr(self, name).items())))
 
     def as_json(self) -> dict[str, Any]:
@@ -99,10 +99,10 @@ class OperatorPlan:
         Raises:
             InputError: for another text; it names every problem.
         """
-        problems: list[str] = []
+        problems: list[str] = []  # json takes the last of equal keys; _read_pairs names them
         try:
             document = json.loads(text, object_pairs_hook=lambda pairs: _read_pairs(pairs, problems))
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # the second, of nests that are too deep
             raise InputError(f"the operator plan {source} is not readable as JSON: {error}.") from error
         return cls.from_json(document, source=source, problems=problems)
 
@@ -174,7 +174,7 @@ class OperatorPlan:
             *_group_rows({key: (_short_name(key), str(rule)) for key, rule in divided.items()}),
             *_group_rows({key: ("parameter", placement_text(value)) for key, value in stored.items()}),
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]  # none if nothing is divided
         over = f" over {self.degree} ranks" if self.degree is not None else ""
         head = f"{counted(len(divided), 'operator')} and {counted(len(stored), 'parameter')} divided{over}"
         table = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -186,7 +186,6 @@ def _short_name(key: str) -> str:
 
 
 def _group_rows(kinds: Mapping[str, tuple[str, str]]) -> list[tuple[str, str, str, str]]:
-    """Rows of name, division, number of keys and first keys, of those that are alike."""
     groups: dict[tuple[str, str], list[str]] = {}
     for key, kind in kinds.items():
         groups.setdefault(kind, []).append(key)
@@ -203,7 +202,6 @@ def _read_pairs(pairs: Iterable[tuple[str, Any]], problems: list[str]) -> dict[s
 
 
 def _read_document(document: Mapping[str, Any], problems: list[str]) -> OperatorPlan:
-    """The plan, as far as it could be read; what could not is added to the problems."""
     problems += [
         f"unknown field {key!r}.{did_you_mean(key, _FIELDS)}" for key in document if key not in _FIELDS
     ]

@@ -20,27 +20,26 @@ from atorch_ns.errors import InputError
 from atorch_ns.operators.choose import Allow, legal_rules
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.solver.assemble import RESULTS, Assembled, States, assemble
-from atorch_ns.operators.solver.prices import Prices
+from atorch_ns.operators.solver.prices import OperatorPrices
 from atorch_ns.operators.solver.solve import solve
 from atorch_ns.pipeline.plan.operator_stages import StagePlan, plan_stages
 from atorch_ns.pipeline.plan.stage_costs import PipelineTask, Stage, StageCost
 
-_TIGHTER = (1.0, 0.75, 0.5, 0.35, 0.25)
-"""Limits of memory under which a degree is solved, of what its fastest plan needs."""
+_TIGHTER = (1.0, 0.75, 0.5, 0.35, 0.25)  # memory limits, as parts of what the fastest plan needs
 
-_SECONDS = 5.0
+_SECONDS = 5.0  # limit of each search
 
 
 @dataclass
 class _UnitCost:
     """What one unit takes under a plan, by one rank."""
 
-    forward: float = 0.0
+    forward: float = 0.0  # seconds
     backward: float = 0.0
-    resident: float = 0.0
+    resident: float = 0.0  # bytes, as all below
     gradients: float = 0.0
-    saved: float = 0.0
-    inner: float = 0.0
+    saved: float = 0.0  # of one micro-batch
+    inner: float = 0.0  # while the unit is recomputed
     transient: list[float] = field(default_factory=list)
 
 
@@ -75,7 +74,7 @@ def staged_plan(
     shallow: Shallow,
     units: Sequence[str],
     task: Callable[[int], PipelineTask],
-    prices: Callable[[int], Prices],
+    prices: Callable[[int], OperatorPrices],
     states: States,
     device: torch.device,
     *,
@@ -98,9 +97,9 @@ def staged_plan(
     kinds = {segment.path: segment.kind for segment in shallow.graph.segments}
     kind_of = [kinds.get(shallow.copy_name(unit), "") for unit in units]
     borders = _segment_borders(units, pivots)
-    wanted = task(len(borders) - 1)
+    wanted = task(len(borders) - 1)  # segments lie between borders
     wanted = replace(wanted, send=(_send_seconds(shallow, prices(1)),) * (wanted.num_segments - 1))
-    priced: dict[tuple[int, bool], list[_Priced]] = {}
+    priced: dict[tuple[int, bool], list[_Priced]] = {}  # solved when a stage first asks for them
 
     def plans(degree: int, recompute: bool) -> list[_Priced]:
         if (degree, recompute) not in priced:
@@ -110,9 +109,10 @@ def staged_plan(
         return priced[degree, recompute]
 
     def cost(start: int, stop: int, degree: int, recompute: bool, in_flight: int) -> StageCost | None:
-        own = kind_of[borders[start] : borders[stop]]
+        stage_kinds = kind_of[borders[start] : borders[stop]]
         costs = [
-            _stage_cost(one, own, in_flight, stop == len(borders) - 1) for one in plans(degree, recompute)
+            _stage_cost(plan, stage_kinds, in_flight, stop == len(borders) - 1)
+            for plan in plans(degree, recompute)
         ]
         return _fastest_cost(costs, wanted.memory_limit)
 
@@ -132,10 +132,9 @@ def staged_plan(
     )
 
 
-def _send_seconds(shallow: Shallow, prices: Prices) -> float:
-    """Seconds to carry what most units take from the units before them, one way."""
+def _send_seconds(shallow: Shallow, prices: OperatorPrices) -> float:
     graph = shallow.graph
-    taken: dict[int, set[fx.Node]] = defaultdict(set)
+    taken: dict[int, set[fx.Node]] = defaultdict(set)  # values from other segments, once each
     for operator in graph.operators:
         for value in operator.inputs:
             produced = graph.producers.get(value)
@@ -146,12 +145,11 @@ def _send_seconds(shallow: Shallow, prices: Prices) -> float:
             ):
                 taken[operator.segment].add(value)
     sizes = sorted(sum(graph.spec(value).num_bytes for value in values) for values in taken.values())
-    middle = sizes[len(sizes) // 2] if sizes else 0
+    middle = sizes[len(sizes) // 2] if sizes else 0  # the median: most units are alike
     return float(prices.hardware.within_node.message_seconds("send", middle))
 
 
 def _segment_borders(units: Sequence[str], pivots: Sequence[str]) -> list[int]:
-    """The positions among units where segments begin, and the end."""
     if not pivots:
         return list(range(len(units) + 1))
     borders = {0, len(units)}
@@ -162,20 +160,19 @@ def _segment_borders(units: Sequence[str], pivots: Sequence[str]) -> list[int]:
                 f"no stage can begin with {pivot!r}: stages begin with {', '.join(units[1:12])}"
                 f"{' and others' if len(units) > 12 else ''}."
             )
-        borders.add(inside[0])
+        borders.add(inside[0])  # the first unit inside of the pivot
     return sorted(borders)
 
 
 def _solve_plans(
     shallow: Shallow,
-    prices: Prices,
+    prices: OperatorPrices,
     states: States,
     device: torch.device,
     *,
     recomputed: bool,
     allow: Allow | None,
 ) -> list[_Priced]:
-    """Plans of one degree from the fastest to those that need less memory."""
     graph = shallow.graph
     assembled = assemble(
         graph, legal_rules(graph, prices.degree, allow), prices, states, device, recomputed=recomputed
@@ -192,7 +189,7 @@ def _solve_plans(
         except InputError:  # tighter ones will not fit either
             break
         plan = assembled.plan(outcome, prices.degree)
-        if all(plan != candidate.plan for candidate in plans):
+        if all(plan != candidate.plan for candidate in plans):  # a tighter limit may change nothing
             plans.append(
                 _Priced(
                     plan, _unit_costs(shallow, assembled, plan), outcome.price.seconds, outcome.price.memory
@@ -202,13 +199,12 @@ def _solve_plans(
 
 
 def _unit_costs(shallow: Shallow, assembled: Assembled, plan: OperatorPlan) -> dict[str, _UnitCost]:
-    """What one unit of each kind takes; what lies between units is under the empty kind."""
     graph, problem = shallow.graph, assembled.problem
     options = [
         node.options[choice] for node, choice in zip(problem.nodes, assembled.choices(plan), strict=True)
     ]
     kinds = {segment.kind for segment in graph.segments if segment.kind}
-    homes = []
+    homes = []  # the kind of each node's unit, empty between units
     for node in problem.nodes:
         operators = graph.by_key.get(node.name)
         if operators:
@@ -222,10 +218,10 @@ def _unit_costs(shallow: Shallow, assembled: Assembled, plan: OperatorPlan) -> d
         cost.backward += (option.seconds - (0.0 if again else option.forward_seconds)) / node.count
         cost.resident += option.resident / node.count
         cost.gradients += option.gradients / node.count
-        cost.transient += [option.transient] * min(2, node.count)
+        cost.transient += [option.transient] * min(2, node.count)  # the two largest count
     for use, readers, group in problem.read():
         label, home = use.label(options[use.node]), homes[readers[0].node]
-        instances = max(1, problem.nodes[readers[0].node].count)
+        instances = max(1, problem.nodes[readers[0].node].count)  # the units that share the use
         cost, again = costs[home], group in problem.always_recomputed
         copies = 0.0
         for needed in {reader.label(options[reader.node]) for reader in readers}:
@@ -234,12 +230,12 @@ def _unit_costs(shallow: Shallow, assembled: Assembled, plan: OperatorPlan) -> d
             cost.forward += share * conversion.forward_seconds
             repeated = conversion.forward_seconds if again and not use.enters else 0.0
             cost.backward += share * (conversion.seconds - conversion.forward_seconds + repeated)
-            copies += conversion.held
+            copies += conversion.copy_bytes
         whole = again and use.enters
         kept = {r.label(options[r.node]) for r in readers if whole or problem.saves(r)}
         num_bytes = use.count / instances * (copies + sum(use.saved.get(each, 0.0) for each in kept))
         if problem.nodes[readers[0].node].name == RESULTS:
-            costs[""].saved += num_bytes
+            costs[""].saved += num_bytes  # the last stage holds them
         elif again and not use.enters:
             cost.inner += num_bytes
         else:
@@ -248,16 +244,16 @@ def _unit_costs(shallow: Shallow, assembled: Assembled, plan: OperatorPlan) -> d
 
 
 def _stage_cost(priced: _Priced, kinds: Sequence[str], in_flight: int, is_last: bool) -> StageCost:
-    """A stage of units of these kinds; the last one computes what lies between them, such as the loss."""
+    # The last stage computes what lies between units, such as the loss.
     costs = [priced.units[kind] for kind in (*kinds, *([""] if is_last else [])) if kind in priced.units]
-    saved = sum(cost.saved for cost in costs) * in_flight
+    saved = sum(cost.saved for cost in costs) * in_flight  # micro-batches before their backward pass
     gradients = sum(cost.gradients for cost in costs)
     peaks = [peak for cost in costs for peak in cost.transient]
     memory = sum(cost.resident for cost in costs) + max(saved, gradients) + sum(nlargest(2, peaks))
     return StageCost(
         forward=sum(cost.forward for cost in costs),
         backward=sum(cost.backward for cost in costs),
-        memory=memory + max((cost.inner for cost in costs), default=0.0),
+        memory=memory + max((cost.inner for cost in costs), default=0.0),  # one unit at a time
     )
 
 
@@ -275,15 +271,16 @@ def _common_plan(
     borders: Sequence[int],
     limit: float | None,
 ) -> OperatorPlan:
-    """The fastest plan with which every stage fits; else the one that needs the least."""
-
     def most(priced: _Priced) -> float:
         return max(
             _stage_cost(
-                priced, kind_of[borders[one.start] : borders[one.stop]], one.in_flight, one is stages[-1]
+                priced,
+                kind_of[borders[entry.start] : borders[entry.stop]],
+                entry.in_flight,
+                entry is stages[-1],
             ).memory
-            for one in stages
+            for entry in stages
         )
 
-    fitting = [one for one in plans if limit is None or most(one) <= limit]
-    return (min(fitting, key=lambda one: one.seconds) if fitting else min(plans, key=most)).plan
+    fitting = [entry for entry in plans if limit is None or most(entry) <= limit]
+    return (min(fitting, key=lambda entry: entry.seconds) if fitting else min(plans, key=most)).plan

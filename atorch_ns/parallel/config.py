@@ -110,7 +110,7 @@ class ComputeConfig:
         wrong = [
             f"{name} must be a positive integer; it is {value!r}."
             for name, value in numbers.items()
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1  # True is an int
         ]
         if wrong:
             return wrong

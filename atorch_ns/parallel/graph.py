@@ -85,12 +85,12 @@ class PolicyGraph:
     def __init__(self, graph: OperatorGraph, config: ComputeConfig) -> None:
         self._graph, self._config = graph, config
         self._nodes = [PolicyNode(self, operator) for operator in graph.operators]
-        self._degrees: set[int] = set()
-        self._chosen: dict[str, tuple[Rule, PolicyNode]] = {}
-        self._starts: list[PolicyNode] = []
-        self._recomputed: list[str] = []
-        self._assigned: dict[tuple[int, int], int] = {}
-        self._legal: dict[int, Any] = {}
+        self._degrees: set[int] = set()  # numbers of parts that partition was given
+        self._chosen: dict[str, tuple[Rule, PolicyNode]] = {}  # by operator key: layers of one kind share it
+        self._starts: list[PolicyNode] = []  # first operators of all stages but the first
+        self._recomputed: list[str] = []  # paths of blocks
+        self._assigned: dict[tuple[int, int], int] = {}  # (node, part) to a rank of the unit
+        self._legal: dict[int, Any] = {}  # rules by number of parts
 
     def nodes(self, flatten: bool = True) -> list[PolicyNode]:
         """All operators; they are never nested."""
@@ -148,7 +148,7 @@ class PolicyGraph:
         size = len(node.operator.call.tensors[idx].shape)
         if not -size <= dim < size:
             raise InputError(f"input {idx} of {node} has {size} dimensions, so there is no dimension {dim}.")
-        wanted = Shard(dim % size)
+        wanted = Shard(dim % size)  # negative dimensions count from the end
         return [rule for rule in self._cached_rules(num)[node.operator.key] if rule.inputs[idx] == wanted]
 
     def assign(self, node: SubNode | PolicyNode, device: int) -> None:
@@ -166,7 +166,7 @@ class PolicyGraph:
 
         A stage begins with the module that holds the operator: stages are cut between blocks.
         """
-        first, *others = sorted(nodes, key=self._nodes.index)
+        first, *others = sorted(nodes, key=self._nodes.index)  # the first operator begins a stage anyway
         self._starts = list(others) if self._nodes.index(first) == 0 else [first, *others]
 
     def recompute(self, nodes: Iterable[PolicyNode]) -> bool:
@@ -240,7 +240,7 @@ class PolicyGraph:
     def _check_devices(self, degree: int) -> None:
         starts = [self._nodes.index(node) for node in self._starts]
         for (index, number), device in self._assigned.items():
-            stage = sum(index >= start for start in starts)
+            stage = sum(index >= start for start in starts)  # starts at or before the node
             wanted = stage * degree + number
             if device != wanted:
                 raise InputError(

@@ -50,7 +50,7 @@ class ParallelModule(nn.Module):
             raise InputError(
                 "parallelize makes the classes that can be instantiated; ParallelModule is their base."
             )
-        self.__dict__["result"] = make(init_params)
+        self.__dict__["result"] = make(init_params)  # past __setattr__, which may set the inner module's
         self.__dict__["num_calls"] = 0
         self.add_module(INNER, self.result.job.module)
         self.train(self.result.job.module.training)
@@ -65,13 +65,13 @@ class ParallelModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == INNER:
+            if name == INNER:  # the inner module is not there yet
                 raise
             return getattr(super().__getattr__(INNER), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets what the module inside has there."""
-        inner = self.__dict__.get("_modules", {}).get(INNER)
+        inner = self.__dict__.get("_modules", {}).get(INNER)  # none while __init__ runs
         if inner is not None and name in vars(inner) and name not in vars(self):
             setattr(inner, name, value)
         else:
@@ -118,7 +118,7 @@ class ParallelModule(nn.Module):
         if self.result.train_step.optimizer is None:
             raise StepError("train_step needs an optimizer: make it by build_optimizer(module, ...) first.")
         step = self.result.train_step.micro_gradients(samples, dummies=is_dummy_batch, scale_fn=scale_fn)
-        outputs = iter(step.outputs or ())
+        outputs = iter(step.outputs or ())  # without those of dummies
         dummies = is_dummy_batch or [False] * len(samples)
         nothing: Any = torch.zeros((), device=self.result.device)
         if step.outputs:
@@ -131,15 +131,19 @@ class ParallelModule(nn.Module):
         return list(self.result.train_step.infer(samples).outputs or ())
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Refuses moves and casts, which parts of parameters that ranks share do not survive."""
+        # Parts of parameters survive no move and no cast, so fn is tried on one element of each kind.
         for tensor in (*self.parameters(), *self.buffers()):
-            own = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
-            made = fn(own)
-            if (made.dtype, made.device, made.is_shared()) != (tensor.dtype, tensor.device, own.is_cuda):
+            probe = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
+            result = fn(probe)
+            if (result.dtype, result.device, result.is_shared()) != (
+                tensor.dtype,
+                tensor.device,
+                probe.is_cuda,  # CUDA tensors always count as shared
+            ):
                 raise StepError(
                     f"a {type(self).__name__} stays in the dtype, memory and device that it was made in: give parallelize "
                     f"module_dtype=, and start a process for each device; a {tensor.dtype} tensor on {tensor.device} would become "
-                    f"{made.dtype} on {made.device}."
+                    f"{result.dtype} on {result.device}."
                 )
         return self
 
@@ -175,7 +179,7 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _name_pieces(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
-    """This rank's pieces as plain tensors under the plain module's names, with what whole each is of."""
+    # State dicts hold plain tensors under the plain module's names; PIECES says which part of a whole each is.
     assert isinstance(module, ParallelModule)
     start = f"{prefix}{INNER}."
     entries = {name: state.pop(name) for name in list(state) if name.startswith(start)}
@@ -189,7 +193,7 @@ def _name_pieces(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
 def _take_pieces(
     module: nn.Module, state: Any, prefix: str, _: Any, strict: bool, missing: list[str], *rest: Any
 ) -> None:
-    """Puts a rank's pieces, or parts of whole tensors, under the names of the module inside."""
+    # Names become those of the module inside, and whole tensors this rank's parts of them.
     assert isinstance(module, ParallelModule)
     inner = module.get_submodule(INNER)
     metadata: Mapping[str, Any] | None = state.pop(prefix + PIECES, None)

@@ -64,7 +64,7 @@ def build_optimizer(
         if not isinstance(optimizer, Optimizer):
             raise InputError(f"optimizer_fn returned {optimizer!r}, which is not a torch.optim.Optimizer.")
     if not isinstance(optimizer, ParallelOptimizer):
-        optimizer.__class__ = class_above(ParallelOptimizer, type(optimizer))
+        optimizer.__class__ = class_above(ParallelOptimizer, type(optimizer))  # the user's own object
     cast("ParallelOptimizer", optimizer)._attach_modules(module, tuple(parts.values()), config, reducer)
     return optimizer
 
@@ -92,7 +92,7 @@ class ParallelOptimizer(Optimizer):
         self._module, self._parts, self._config = module, parts, config
         self._non_parallel_module_reducer = reducer
         self._synchronised = False
-        for called in {module, *parts}:
+        for called in {module, *parts}:  # a module may be its own only part
             called.register_forward_pre_hook(self._begin_forward)
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
@@ -109,15 +109,14 @@ class ParallelOptimizer(Optimizer):
         return super().step(synchronised, **kwargs)
 
     def _begin_forward(self, *_: Any) -> None:
-        """A forward pass after gradients are synchronised: more of them come."""
         _refuse_gradient_hooks(self._parts)
-        if torch.is_grad_enabled() and self._synchronised:
+        if torch.is_grad_enabled() and self._synchronised:  # gradients accumulate further
             self._synchronised = False
-            self._multiply_means(1 / self._config.num_units)
+            self._multiply_means(1 / self._config.num_units)  # means again, to which the backward pass adds
 
     @property
     def _mean_parts(self) -> list[ParallelModule]:
-        """The parts whose backward passes leave means over the units, which are to be sums."""
+        # Without a reducer fully_shard reduces gradients, to means over the units; they are to be sums.
         if self._config.use_end2end:
             return []
         return [part for part in self._parts if part.result.job.gradients.reducer is None]
@@ -160,7 +159,7 @@ class ParallelOptimizer(Optimizer):
             raise InputError(f"clip_gnorm needs a positive norm, or None to clip nothing; it got {max_norm}.")
         self.sync_shard_grad()
         if isinstance(self._module, ParallelModule):
-            return self._module.result.job.gradients.clip(self._list_parameters(), limit, 2.0)
+            return self._module.result.job.gradients.clip(self._list_parameters(), limit, 2.0)  # 2-norm
         return clip_gradients(self._list_parameters(), limit)
 
     def register_reducer_pre_hook(self, fn: BucketHook) -> None:
@@ -201,7 +200,8 @@ class ParallelOptimizer(Optimizer):
             raise InputError("this is not a state dict of an optimizer: it needs 'state' and 'param_groups'.")
         metadata = state_dict.get(PIECES)
         names = self._parameter_names()
-        whole = metadata is None or metadata.get("rank") is None
+        whole = metadata is None or metadata.get("rank") is None  # merged, or a plain optimizer's
+        # Numbers of the state dict become names, and names become the numbers of this rank's optimizer.
         like = dict(named_parameters(self._module))
         indices = {name: index for index, name in enumerate(name for group in names for name in group)}
         source = [name for group in (names if metadata is None else metadata["names"]) for name in group]
@@ -211,9 +211,9 @@ class ParallelOptimizer(Optimizer):
         for index, values in state_dict["state"].items():
             name = source[index]
             if name not in indices:
-                continue
-            own = like[name]
-            state[indices[name]] = {key: _of_parameter(value, own, whole) for key, value in values.items()}
+                continue  # a parameter of another stage
+            target = like[name]
+            state[indices[name]] = {key: _of_parameter(value, target, whole) for key, value in values.items()}
         groups = super().state_dict()["param_groups"]
         loaded = [
             {**{key: value for key, value in theirs.items() if key != "params"}, "params": mine["params"]}
@@ -221,16 +221,15 @@ class ParallelOptimizer(Optimizer):
         ]
         super().load_state_dict({"state": state, "param_groups": loaded})
 
-    def _source_of(self, groups: Sequence[Mapping[str, Any]], own: list[str]) -> list[str]:
-        """The names that a plain optimizer's numbers stand for."""
+    def _source_of(self, groups: Sequence[Mapping[str, Any]], names: list[str]) -> list[str]:
         count, order = sum(len(group["params"]) for group in groups), list(self._build_pieces().order)
-        if count == len(own):
-            return own
+        if count == len(names):
+            return names  # of this rank's parameters
         if count == len(order) and len(groups) == 1:
-            return order
+            return order  # of the plain module's parameters
         raise InputError(
             f"the state dict is of {count} parameters in {len(groups)} groups, which have no names; the module has {len(order)}, "
-            f"of which this rank's optimizer has {len(own)}. Give what merge_state_dicts made, or a state dict of all parameters."
+            f"of which this rank's optimizer has {len(names)}. Give what merge_state_dicts made, or a state dict of all parameters."
         )
 
     def _multiply_means(self, factor: float) -> None:
@@ -248,7 +247,6 @@ class ParallelOptimizer(Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _parameter_names(self) -> list[list[str]]:
-        """The names of the parameters of each group."""
         known = {id(parameter): name for name, parameter in named_parameters(self._module)}
         return [[known[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
 
@@ -269,7 +267,7 @@ class ParallelOptimizer(Optimizer):
 
 
 def _of_parameter(value: Any, parameter: torch.Tensor, whole: bool) -> Any:
-    """A state's value on this rank: a part of what has the parameter's shape."""
+    # What has the parameter's shape, as a momentum, is divided as it is; a step count is the same everywhere.
     if not isinstance(value, torch.Tensor):
         return value
     value = value.clone()  # torch would go on with the tensors of the state dict themselves
@@ -280,7 +278,7 @@ def _of_parameter(value: Any, parameter: torch.Tensor, whole: bool) -> Any:
 
 
 def _refuse_gradient_hooks(parts: Iterable[ParallelModule]) -> None:
-    """Refuses hooks that would not be called: ``fully_shard`` gives each rank its part of a gradient past them."""
+    # fully_shard gives each rank its part of a gradient without calling hooks on it.
     for part in parts:
         if part.result.job.gradients.reducer is None and part.compute_config.num_units > 1:
             for name, parameter in named_parameters(part):
@@ -292,7 +290,7 @@ def _refuse_gradient_hooks(parts: Iterable[ParallelModule]) -> None:
 
 
 def _common_config(
-    module: nn.Module, parts: Mapping[str, ParallelModule], given: ComputeConfig | None
+    module: nn.Module, parts: Mapping[str, ParallelModule], argument: ComputeConfig | None
 ) -> ComputeConfig:
     if not parts:
         raise InputError(
@@ -301,7 +299,7 @@ def _common_config(
     configs = {path: part.compute_config for path, part in parts.items()}
     first = next(iter(configs.values()))
     sizes = (first.plan_ngpus, first.runtime_ngpus)
-    for path, config in (*configs.items(), *([("compute_config", given)] if given is not None else [])):
+    for path, config in (*configs.items(), *([("compute_config", argument)] if argument is not None else [])):
         if (config.plan_ngpus, config.runtime_ngpus) != sizes:
             raise InputError(
                 f"all parallel modules need the same plan_ngpus and runtime_ngpus: {path or 'the module'} has "
@@ -317,7 +315,7 @@ def _common_config(
 
 
 def _sum_when_told(part: ParallelModule) -> None:
-    """Gradients of a module that the user's loop calls are summed over the units."""
+    # The user's loop may accumulate: gradients are summed over the units at step(), not by each backward pass.
     job = part.result.job
     if job.gradients.reducer is not None:
         job.gradients.reducer.wait_until_told(sums=True)
@@ -334,7 +332,7 @@ def reducer_of_the_rest(
         return None
     with torch.no_grad():
         for tensor in (*rest, *(buffer for buffer in module.buffers() if id(buffer) not in inside)):
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=0)  # ranks may have made other values
     mesh = next(iter(parts.values())).result.job.mesh
     if not rest or mesh is None or config.num_units == 1:
         return None

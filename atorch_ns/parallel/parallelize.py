@@ -31,7 +31,7 @@ from atorch_ns.torch_compat import has_user_hooks
 
 E = TypeVar("E", bound=Enum)
 
-_DIVIDED = "_divided_by_parallelize"
+_DIVIDED = "_divided_by_parallelize"  # marks plain modules, which are changed in place
 
 
 def parallelize(
@@ -75,9 +75,11 @@ def parallelize(
     Raises:
         InputError: for arguments that do not go together, or a module that cannot be divided as asked; on all ranks.
     """
-    given = module_or_module_class
-    if isinstance(given, ParallelModule) or (isinstance(given, type) and issubclass(given, ParallelModule)):
-        return given
+    target = module_or_module_class
+    if isinstance(target, ParallelModule) or (
+        isinstance(target, type) and issubclass(target, ParallelModule)
+    ):
+        return target
     if not isinstance(load_module, bool):
         raise InputError(f"load_module is True or False; it is {load_module!r}.")
     cluster = Cluster.detect()
@@ -91,7 +93,7 @@ def parallelize(
             raise InputError(
                 f"broadcast_strategy={sharing.value!r} needs a process group: start the script by torchrun, or leave it 'none'."
             )
-        source = _Source.of(given, module_fn, module_dtype, compute_config, dummy_forward_args, pas_policy)
+        source = _Source.of(target, module_fn, module_dtype, compute_config, dummy_forward_args, pas_policy)
         if load_module and cluster.world_size != compute_config.runtime_ngpus:
             raise InputError(
                 f"runtime_ngpus={compute_config.runtime_ngpus}, and there are {cluster.world_size} ranks: start as many by "
@@ -101,52 +103,46 @@ def parallelize(
         return source, folder, _enum_member(ReuseType, reuse, "reuse")
 
     source, folder, reusing = cluster.agree(checked, what="checking the arguments of parallelize")
+    # The first rank plans alone. A refusal comes back as a value, so that all ranks raise the same error.
     plan = cluster.on_first(
         lambda: or_refusal(lambda: _obtain_plan(source, folder, reusing, cluster)), what="planning a module"
     )
-    if isinstance(plan, InputError):
+    if isinstance(plan, InputError):  # of the first rank, on all ranks
         raise plan
     if not load_module:
         return None
-    made = _parallel_class(source, cluster, plan, folder)
-    return made(init_module_params) if isinstance(given, nn.Module) else made
+    new_class = _parallel_class(source, cluster, plan, folder)
+    return new_class(init_module_params) if isinstance(target, nn.Module) else new_class
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The arguments of one call, checked.
+    """The arguments of one call, checked."""
 
-    Attributes:
-        module: the plain module.
-        is_class: whether modules are to be made of it again and again.
-        sample: what the module is called with.
-        input_format: how: ``unpack_dict`` by names, ``None`` with the sample as a whole.
-    """
-
-    module: nn.Module
-    is_class: bool
+    module: nn.Module  # the plain one
+    is_class: bool  # modules are made of it again and again
     config: ComputeConfig
     dummies: Mapping[str, Any]
     policy: str | Callable[..., Any]
-    sample: Any
-    input_format: str | None
+    sample: Any  # what the module is called with
+    input_format: str | None  # unpack_dict by names, None with the sample as a whole
 
     @classmethod
     def of(
         cls,
-        given: Any,
+        target: Any,
         module_fn: Callable[[], nn.Module] | None,
         dtype: torch.dtype | None,
         config: ComputeConfig,
         dummies: Mapping[str, Any],
         policy: str | Callable[..., Any],
     ) -> _Source:
-        is_class = isinstance(given, type) and issubclass(given, nn.Module)
+        is_class = isinstance(target, type) and issubclass(target, nn.Module)
         if not isinstance(config, ComputeConfig):
             raise InputError(f"compute_config must be a ComputeConfig; it is {with_article(config)}.")
-        if not (is_class or isinstance(given, nn.Module)):
+        if not (is_class or isinstance(target, nn.Module)):
             raise InputError(
-                f"parallelize takes a torch.nn.Module or a class of them; it got {with_article(given)}."
+                f"parallelize takes a torch.nn.Module or a class of them; it got {with_article(target)}."
             )
         if isinstance(policy, str) and policy not in POLICIES and not is_strategy_file(policy):
             raise InputError(
@@ -155,7 +151,7 @@ class _Source:
             )
         if not (isinstance(policy, str) or callable(policy)):
             raise InputError(f"pas_policy is a name or a function; it is {with_article(policy)}.")
-        module = _make_module(given, module_fn) if is_class else given
+        module = _make_module(target, module_fn) if is_class else target
         if module_fn is not None and not is_class:
             raise InputError("module_fn makes modules of a class; a module is there already.")
         if parallel_modules(module):
@@ -180,7 +176,7 @@ class _Source:
                 )
             module.to(dtype)
         sample = _build_sample(module, dummies, config)
-        whole = config.use_end2end and len(dummies) == 1
+        whole = config.use_end2end and len(dummies) == 1  # the sample is the argument
         return cls(module, is_class, config, dummies, policy, sample, None if whole else "unpack_dict")
 
 
@@ -199,7 +195,6 @@ def _make_module(kind: type[nn.Module], module_fn: Callable[[], nn.Module] | Non
 
 
 def _build_sample(module: nn.Module, dummies: Mapping[str, Any], config: ComputeConfig) -> Any:
-    """What the module is called with: a dictionary of arguments, or for an end-to-end module with one its sample."""
     if not isinstance(dummies, Mapping):
         raise InputError(
             f"dummy_forward_args must be a dictionary by the names of forward's arguments; it is {with_article(dummies)}."
@@ -223,18 +218,17 @@ def _build_sample(module: nn.Module, dummies: Mapping[str, Any], config: Compute
     if problems:
         raise InputError("\n".join(problems))
     if not config.use_end2end or len(dummies) > 1:
-        return dict(dummies)
+        return dict(dummies)  # arguments by name
     first, *others = named
     wanted = [arg.name for arg in others if arg.default is arg.empty]
     if wanted:
         raise InputError(
             f"use_end2end: {what} takes one sample, its first argument; {', '.join(wanted)} need default values."
         )
-    return dummies[first.name]
+    return dummies[first.name]  # the sample of an end-to-end module
 
 
 def _obtain_plan(source: _Source, folder: PlanFolder, reuse: ReuseType, cluster: Cluster) -> Planned:
-    """The plan of the folder, or a new one, which is written there."""
     origin = Made.of(source.module, source.dummies, source.policy, source.config)
     known = folder.reused(origin, reuse)
     if known is not None:
@@ -248,11 +242,11 @@ def _parallel_class(
     source: _Source, cluster: Cluster, plan: Planned, folder: PlanFolder
 ) -> type[ParallelModule]:
     plain, config = source.module, source.config
-    used: list[bool] = []
+    used: list[bool] = []  # an entry for each module made
 
     def apply_plan(init_params: bool) -> Result:
         if source.is_class:
-            module = copy.deepcopy(plain)
+            module = copy.deepcopy(plain)  # a class may make several modules
         elif used:
             raise InputError(
                 "a parallel module is made of a module once; parallelize its class to make several."
@@ -262,11 +256,11 @@ def _parallel_class(
         used.append(True)
         vars(module)[_DIVIDED] = True
         result = _divide_module(module, source, cluster, plan, init_params)
-        if cluster.rank == 0 and len(used) == 1:
+        if cluster.rank == 0 and len(used) == 1:  # all have one plan
             folder.keep_resolved(resolved_steps(result, plan.steps))
         return result
 
-    @functools.wraps(type(plain).forward)
+    @functools.wraps(type(plain).forward)  # keeps the plain module's signature
     def forward(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
         return ParallelModule.forward(self, *args, **kwargs)
 
@@ -293,7 +287,7 @@ def _divide_module(
         with torch.no_grad():
             for parameter in module.parameters():
                 if parameter.is_floating_point():
-                    parameter.fill_(float("nan"))
+                    parameter.fill_(float("nan"))  # so that a weight that is never loaded shows
     inputs = Inputs(
         model=module,
         loss_func=functools.partial(own_loss, type(module).__qualname__) if config.use_end2end else None,
@@ -303,7 +297,7 @@ def _divide_module(
     )
 
     def check(resolved: Resolved) -> None:
-        degree = math.prod(resolved.plan.size(axis) for axis in MODEL_AXES)
+        degree = math.prod(resolved.plan.size(axis) for axis in MODEL_AXES)  # ranks of a scale unit
         if degree != config.plan_ngpus:
             raise InputError(
                 f"{source.policy} divides a module over {degree} rank(s), and plan_ngpus is {config.plan_ngpus}: set "

@@ -22,7 +22,7 @@ PIECES: Final = "_parallel_pieces"
 """The entry of a state dict that says what its tensors are pieces of."""
 
 
-class Place(NamedTuple):
+class PieceLocation(NamedTuple):
     """Where a piece lies in its whole: the whole's shape, and the piece's offset in each dimension."""
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Pieces:
     config: Mapping[str, Any]
     order: Sequence[str]
     names: Sequence[str] = ()
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, PieceLocation] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: ComputeConfig, job: Job, names: Sequence[str] = ()) -> Pieces:
@@ -68,8 +68,8 @@ def localised(name: str, value: Any, pieces: Pieces) -> Any:
     """This rank's part of a tensor, noted; anything else as it is."""
     if not isinstance(value, DTensor):
         return value
-    offset, _ = local_box(value)
-    pieces.places[name] = Place(tuple(value.shape), offset)
+    offset, _ = local_box(value)  # of this rank's part
+    pieces.places[name] = PieceLocation(tuple(value.shape), offset)
     return value.to_local()
 
 
@@ -84,50 +84,50 @@ def as_part(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def load_pieces(
-    own: Mapping[str, Any],
+    module_state: Mapping[str, Any],
     state: MutableMapping[str, Any],
     prefix: str,
     start: str,
-    given: Mapping[str, Any] | None,
+    metadata: Mapping[str, Any] | None,
 ) -> None:
     """Replaces the entries of a state dict by those of the module inside.
 
     Args:
-        own: the state dict of the module inside, its tensors as they are held.
+        module_state: the state dict of the module inside, its tensors as they are held.
         state: names with ``prefix`` are the plain module's; afterwards they begin with ``start``.
-        given: what a rank's state dict says of itself; ``None`` for a whole one.
+        metadata: what a rank's state dict says of itself; ``None`` for a whole one.
 
     Raises:
         CheckpointError: if the pieces are not those that this rank holds.
     """
     odd = []
-    for name, value in own.items():
+    for name, value in module_state.items():
         plain = plain_name(name)
         if prefix + plain not in state:
-            if given is not None:
+            if metadata is not None:
                 odd.append(plain)
             continue
         entry = state.pop(prefix + plain)
         if not isinstance(value, torch.Tensor) or not isinstance(entry, torch.Tensor):
             state[start + name] = entry
             continue
-        if given is None:
-            fits = entry.shape == value.shape
+        if metadata is None:
+            fits = entry.shape == value.shape  # load_state_dict reports other shapes
             state[start + name] = part_of(entry, value) if fits else entry
             continue
-        region = given["places"].get(plain)
+        region = metadata["places"].get(plain)
         wanted = [list(value.shape), list(local_box(value)[0])] if isinstance(value, DTensor) else None
         if region != wanted or entry.shape != local_part(value).shape:
             odd.append(plain)
         state[start + name] = as_part(entry, value)
     if odd:
         raise CheckpointError(
-            f"the state dict is rank {given['rank'] if given else 0}'s under another plan: {first_few(odd, 4)} are not there, or "
+            f"the state dict is rank {metadata['rank'] if metadata else 0}'s under another plan: {first_few(odd, 4)} are not there, or "
             "lie elsewhere in their wholes. Merge the state dicts of all ranks by merge_state_dicts, and load that by load_merged_state_dict."
         )
 
 
-def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, Place | None]]) -> torch.Tensor:
+def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, PieceLocation | None]]) -> torch.Tensor:
     """The whole of which ranks hold parts.
 
     Args:
@@ -137,7 +137,7 @@ def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, Place | None]])
         ValueError: if two ranks hold different values of the same elements, or some elements are on none.
     """
     _, first, region = parts[0]
-    if region is None:
+    if region is None:  # every rank holds the whole
         for rank, other, _ in parts[1:]:
             if other.shape != first.shape or not torch.allclose(
                 other.to(first.device), first, rtol=0, atol=0, equal_nan=True
@@ -146,15 +146,16 @@ def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, Place | None]])
                     f"Conflict in merging {name}: ranks {parts[0][0]} and {rank} hold different values."
                 )
         return first
+    # Parts are laid into the whole; where ranks hold copies of a part these must be equal.
     whole = first.new_zeros(region.shape)
-    covered = torch.zeros(region.shape, dtype=torch.bool, device=first.device)
+    covered = torch.zeros(region.shape, dtype=torch.bool, device=first.device)  # elements that are there
     for rank, part, where in parts:
         if where is None or where.shape != region.shape:
             raise ValueError(f"Conflict in merging {name}: rank {rank} holds a piece of another whole.")
         box = tuple(slice(start, start + size) for start, size in zip(where.offset, part.shape, strict=True))
         there, known = whole[box], covered[box]
         mine = part.to(first.device)
-        if bool((known & (there != mine) & ~(there.isnan() & mine.isnan())).any()):
+        if bool((known & (there != mine) & ~(there.isnan() & mine.isnan())).any()):  # NaN equals NaN
             raise ValueError(
                 f"Conflict in merging {name}: rank {rank} holds other values than the ranks before it."
             )
@@ -171,11 +172,11 @@ def broadcast_in_strides(tensors: Sequence[torch.Tensor], stride: int) -> None:
         return
     local_group: Any = None
     for first in range(stride):
-        group = dist.new_group(list(range(first, size, stride)))
+        group = dist.new_group(list(range(first, size, stride)))  # every rank makes all groups, in one order
         local_group = group if rank % stride == first else local_group
     for tensor in tensors:
         local = local_part(tensor)
-        sent = local.detach().contiguous()
+        sent = local.detach().contiguous()  # a part may be a view
         dist.broadcast(sent, src=rank % stride, group=local_group)
         with torch.no_grad():
             local.copy_(sent)

@@ -21,8 +21,8 @@ from atorch_ns.job import Result
 from atorch_ns.operators import (
     CaptureError,
     OperatorGraph,
+    OperatorPrices,
     PipelineTask,
-    Prices,
     Shallow,
     States,
     Wanted,
@@ -74,7 +74,7 @@ def planned(
         return Planned([(step.name, step.config) for step in written], tuple(_notes_of(config)))
     if isinstance(policy, str):
         division = division_by(policy, config)
-        staged = policy == "autodist" and division.num_stages > 1
+        staged = policy == "autodist" and division.num_stages > 1  # divided stages are searched for
         if staged:
             division = _in_stages(module, sample, input_format, division, config, cluster)
     else:
@@ -84,6 +84,7 @@ def planned(
     methods = dict(steps)
     degree = dict(methods["parallel_mode"]["axes"])["tensor"]
     limited = policy == "autodist" and bool(_OF_OPERATORS & config.pas_config.keys())  # also on one rank
+    # Operators of a pipeline's stages are divided by a search for stages, or once the module is cut.
     if "pipeline_parallel" in methods or not ("operator_parallel" in methods or limited):
         return Planned(steps, notes)
     try:
@@ -93,7 +94,7 @@ def planned(
             raise
         idle = ", ".join(sorted(_OF_OPERATORS & config.pas_config.keys()))
         return Planned(steps, (*notes, f"{idle}: not looked at, for the module is not captured: {error}"))
-    prices, device = Prices.of(module, cluster, degree), torch.device(cluster.device)
+    prices, device = OperatorPrices.of(module, cluster, degree), torch.device(cluster.device)
     outcome = find_plan(graph, degree, _plan_request(division), prices, _build_states(config), device)
     path = config.pas_config.get("save_plan_path")
     if path is not None and not staged:  # which has been written, though one stage was best
@@ -118,7 +119,6 @@ def _plan_request(division: Division) -> Wanted:
 
 
 def _notes_of(config: ComputeConfig) -> list[str]:
-    """What fields of the config mean here, where that is not plain."""
     notes = []
     if config.constant_folding:
         notes.append(
@@ -144,7 +144,7 @@ def _capture_module(
 
 
 def _build_states(config: ComputeConfig) -> States:
-    shards = config.num_units // config.zero_ngroups if config.use_zero else 1
+    shards = config.num_units // config.zero_ngroups if config.use_zero else 1  # ranks that share states
     return States(shards=shards, gradients_stay=True)
 
 
@@ -156,13 +156,13 @@ def _in_stages(
     config: ComputeConfig,
     cluster: Cluster,
 ) -> Division:
-    """The fastest pipeline of divided stages, in place of the one that was asked for."""
     settings = config.pas_config
     if "load_plan_path" in settings:
         return _read_stages(settings["load_plan_path"], asked)
     pivots = pivots_of(settings)
     units = [unit.name for unit in find_units(module, at_least=asked.num_stages, starts=pivots)]
     shallow = _capture_module(module, sample, input_format, cluster, units)
+    # Units in the order in which the captured model calls them; a path counts from its first segment.
     called = {segment.path: index for index, segment in reversed(list(enumerate(shallow.graph.segments)))}
     units = sorted(
         (unit for unit in units if shallow.copy_name(unit) in called),
@@ -179,10 +179,10 @@ def _in_stages(
             num_micro_batches=asked.pipeline["num_micro_batches"],
             degrees=[degree for degree in range(1, most + 1) if config.plan_ngpus % degree == 0],
             num_stages=None if number == "auto" else number,
-            equal_degrees=True,
+            equal_degrees=True,  # the mesh has one size of its tensor axis
             recompute=(True,) if asked.recompute else (False, True),
             schedule=asked.pipeline["schedule"],
-            memory_limit=None if memory is None else memory * 1e9,
+            memory_limit=None if memory is None else memory * 1e9,  # mem_constraint is in GB
         )
 
     constraints = settings.get("partition_constraints_path")
@@ -190,7 +190,7 @@ def _in_stages(
         shallow,
         units,
         task,
-        lambda degree: Prices.of(module, cluster, degree),
+        lambda degree: OperatorPrices.of(module, cluster, degree),
         _build_states(config),
         torch.device(cluster.device),
         pivots=pivots,
@@ -213,7 +213,6 @@ def _in_stages(
 
 
 def _read_stages(path: str, asked: Division) -> Division:
-    """The stages that an earlier search saved."""
     try:
         plan = json.loads(Path(path).read_text("utf-8"))
         starts, again, operators = plan["stages_begin_with"], plan["recompute"], plan["operators"]
@@ -228,7 +227,7 @@ def _read_stages(path: str, asked: Division) -> Division:
 
 def _of_stages(plan: Mapping[str, Any], asked: Division) -> Division:
     recompute = asked.recompute
-    if recompute is None and any(plan["recompute"]):
+    if recompute is None and any(plan["recompute"]):  # recompute_modules has precedence
         recompute = {"share": plan["recompute"]}
     starts = plan["stages_begin_with"]
     pipeline = {**asked.pipeline, "split_points": starts, "stages_per_rank": 1}
@@ -249,7 +248,6 @@ def _by_function(
     config: ComputeConfig,
     cluster: Cluster,
 ) -> Division:
-    """What a policy function does with the operators of the whole module."""
     args, kwargs = call_arguments(module, sample, input_format)
     with modes_kept(module), torch.enable_grad():
         captured = capture(module.train(), args, kwargs, device=torch.device(cluster.device))
@@ -266,7 +264,7 @@ def resolved_steps(result: Result, steps: list[Step]) -> list[Step]:
     return [
         (
             name,
-            {"plan": decided[name]["plan"], "self_test": False}
+            {"plan": decided[name]["plan"], "self_test": False}  # tested when it was applied
             if name == "operator_parallel" and name in decided
             else options,
         )

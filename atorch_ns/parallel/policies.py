@@ -14,14 +14,14 @@ from atorch_ns.text import did_you_mean, with_article
 
 POLICIES: Final = ("dp", "tp", "pp", "data", "hybrid", "autodist")
 
-_FILES: Final = (".json", ".yaml", ".yml")
+_FILES: Final = (".json", ".yaml", ".yml")  # suffixes of strategy files
 
 Step = tuple[str, Any]
 
 _NUMBER = (int, float)
 _TYPES: Final = {kind.__name__: kind for kind in (int, float, str, bool, list, tuple)}
 _ROWS: Final = table_rows(Path(__file__).with_name("settings.csv"))
-_SETTINGS: Final[Mapping[str, Mapping[str, tuple[type, ...]]]] = {
+_SETTINGS: Final[Mapping[str, Mapping[str, tuple[type, ...]]]] = {  # types of each setting, by policy
     policy: {
         row["setting"]: tuple(_TYPES[name] for name in row["types"].split())
         for row in _ROWS
@@ -29,7 +29,7 @@ _SETTINGS: Final[Mapping[str, Mapping[str, tuple[type, ...]]]] = {
     }
     for policy in POLICIES
 }
-_REFUSED: Final = {row["setting"]: row["refused"] for row in _ROWS if row["refused"]}
+_REFUSED: Final = {row["setting"]: row["refused"] for row in _ROWS if row["refused"]}  # with the reasons
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def check_settings(policy: str, settings: Mapping[str, Any]) -> None:
     known = _SETTINGS[policy]
     problems = []
     for key, value in settings.items():
-        if key.startswith("_"):
+        if key.startswith("_"):  # the user's own
             continue
         if key in _REFUSED:
             problems.append(f"{key} is not taken: {_REFUSED[key]}.")
@@ -110,11 +110,11 @@ def _dp_division(config: ComputeConfig, _: Mapping[str, Any]) -> Division:
 
 
 def _tp_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
-    return Division(operators={"policy": "random", "seed": settings.get("seed", 1)})
+    return Division(operators={"policy": "random", "seed": settings.get("seed", 1)})  # as in nnScaler
 
 
 def _data_division(config: ComputeConfig, _: Mapping[str, Any]) -> Division:
-    return Division(operators={"policy": "batch"})
+    return Division(operators={"policy": "batch"})  # along the samples
 
 
 def _pp_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
@@ -130,7 +130,7 @@ def _hybrid_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Divi
 def _autodist_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Division:
     operators: dict[str, Any] = {}
     if "mem_constraint" in settings:
-        operators["memory_gib"] = settings["mem_constraint"] * 1e9 / 2**30
+        operators["memory_gib"] = settings["mem_constraint"] * 1e9 / 2**30  # from GB
     if "partition_constraints_path" in settings:
         operators["constraints"] = settings["partition_constraints_path"]
     if "load_plan_path" in settings:
@@ -159,7 +159,6 @@ def _autodist_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Di
 
 
 def _autodist_notes(settings: Mapping[str, Any]) -> list[str]:
-    """What settings that change nothing here stand for."""
     dtypes = ("use_fp16", "use_bf16", "use_memory_efficient_fp16", "use_memory_efficient_bf16")
     notes = [
         f"{key}: memory is counted by the parameters' own dtype; set it by module_dtype"
@@ -205,10 +204,9 @@ def pivots_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _num_stages(config: ComputeConfig, settings: Mapping[str, Any]) -> int:
-    """The number of stages by ``pipeline_nstages`` and ``pipeline_pivots``."""
     wanted, pivots = settings.get("pipeline_nstages", "auto"), pivots_of(settings)
     if wanted == "auto":
-        return min(config.plan_ngpus, len(pivots) + 1)
+        return min(config.plan_ngpus, len(pivots) + 1)  # one begins at each pivot
     if not isinstance(wanted, int):
         raise InputError(f"pipeline_nstages must be a number or 'auto'; it is {wanted!r}.")
     if wanted == 1 and pivots:
@@ -225,10 +223,9 @@ def _staged_division(
     recompute: dict[str, Any] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Division:
-    """A division into stages, whose operators may be divided too."""
     if num_stages == 1:
         of_stages = [key for key in (*_SETTINGS["hybrid"], "update_freq") if key in settings]
-        idle = [key for key in of_stages if key != "pipeline_nstages"]
+        idle = [key for key in of_stages if key != "pipeline_nstages"]  # which asked for one stage
         notes = (*notes, *(f"{key}: there is one stage, so nothing uses it" for key in idle))
         return Division(operators=operators, recompute=recompute, notes=notes)
     if not config.use_end2end:
@@ -255,7 +252,6 @@ def _staged_division(
 def _pipeline_config(
     policy: str, config: ComputeConfig, settings: Mapping[str, Any], num_stages: int, ranks: int
 ) -> dict[str, Any]:
-    """The config of ``pipeline_parallel`` for stages on this number of ranks."""
     micros = settings.get("pipeline_nmicros")
     if micros is None and policy == "autodist":
         micros = settings.get("update_freq")
@@ -274,7 +270,7 @@ def _pipeline_config(
             "pipeline_scheduler infer_pipe has no backward passes: set inference_only=True, or take 1f1b."
         )
     pipeline: dict[str, Any] = {
-        "schedule": "GPipe" if schedule == "infer_pipe" else schedule,
+        "schedule": "GPipe" if schedule == "infer_pipe" else schedule,  # only its forward passes run
         "num_micro_batches": micros,
         "stages_per_rank": num_stages // ranks,
     }
@@ -303,7 +299,8 @@ def strategy_of(division: Division, config: ComputeConfig) -> list[Step]:
     if config.plan_ngpus % pipeline:
         raise InputError(f"{pipeline} stages do not divide the {config.plan_ngpus} ranks of a scale unit.")
     tensor = config.plan_ngpus // pipeline
-    axes = [("tensor", tensor), ("pipeline", pipeline)]
+    axes = [("tensor", tensor), ("pipeline", pipeline)]  # innermost first
+    # Each of zero_ngroups groups holds all optimizer states once; the units of a group are the axis zero.
     if config.zero_ngroups > 1:
         axes += [("zero", config.num_units // config.zero_ngroups), ("data", config.zero_ngroups)]
     else:

@@ -74,6 +74,7 @@ class Made:
                 continue
             if isinstance(value, dict) and isinstance(theirs, dict):
                 keys = [key for key in {**value, **theirs} if value.get(key) != theirs.get(key)]
+                # A changed part changes the digests of all parts that hold it: only the innermost are named.
                 if name in _DIGESTS:
                     inmost = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
                     diffs.append(f"{name}: {first_few(inmost, 4)} changed")
@@ -100,7 +101,7 @@ class PlanFolder:
         name = instance if instance is not None else "_"
         if not isinstance(savedir, (str, os.PathLike)):
             raise InputError(f"gen_savedir must be a path; it is {with_article(savedir)}.")
-        if not isinstance(name, str) or not name.replace("_", "a").isalnum():
+        if not isinstance(name, str) or not name.replace("_", "a").isalnum():  # underscores are allowed
             raise InputError(
                 f"instance_name is part of a path, so it must be a plain name; it is {instance!r}."
             )
@@ -108,7 +109,7 @@ class PlanFolder:
             Path(savedir) / "_parallel_modules" / Path(*kind.__module__.split(".")) / kind.__qualname__ / name
         )
 
-    def reused(self, made: Made, reuse: ReuseType) -> Planned | None:
+    def reused(self, origin: Made, reuse: ReuseType) -> Planned | None:
         """The saved plan; ``None`` if one must be made.
 
         Raises:
@@ -120,10 +121,10 @@ class PlanFolder:
         problem = ""
         try:
             saved = json.loads(file.read_text(encoding="utf-8"))
-            differences = made.differences(Made(saved["made"]))
+            differences = origin.differences(Made(saved["made"]))
             steps = [(name, config) for name, config in saved["strategy"]]
             plan = Planned(steps, tuple(saved["notes"]))
-            if not (any(name == "parallel_mode" for name, _ in steps) or "strategy file" in made.facts):
+            if not (any(name == "parallel_mode" for name, _ in steps) or "strategy file" in origin.facts):
                 raise ValueError("its strategy has no parallel_mode")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             differences, plan, problem = [], Planned([], ()), f"it cannot be read ({error})"
@@ -142,15 +143,15 @@ class PlanFolder:
         saved = json.loads(file.read_text(encoding="utf-8"))
         self.write(Made(saved["made"]), Planned(strategy, tuple(saved["notes"])))
 
-    def write(self, made: Made, plan: Planned) -> None:
+    def write(self, origin: Made, plan: Planned) -> None:
         """Writes a plan; a crash leaves the one before."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"gen_savedir: the folder {self.path} cannot be made: {error}.") from error
-        content = {"made": made.facts, "notes": plan.notes, "strategy": plan.steps}
+        content = {"made": origin.facts, "notes": plan.notes, "strategy": plan.steps}
         text = json.dumps(content, indent=2, default=str)
-        draft = self.path / f"{_FILE}.{os.getpid()}"
+        draft = self.path / f"{_FILE}.{os.getpid()}"  # not shared by processes that plan at once
         draft.write_text(text + "\n", encoding="utf-8")
         draft.replace(self.path / _FILE)
 
@@ -165,14 +166,14 @@ def _source_digest(value: Any) -> str:
     except (OSError, TypeError):  # of a console, or of C
         functions = [value, *vars(value).values()] if isinstance(value, type) else [value]
         codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
-        facts = [
+        facts = [  # without nested code, whose text has addresses
             (code.co_code, code.co_names, [c for c in code.co_consts if not hasattr(c, "co_code")])
             for code in codes
         ]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-_READ = ("load_plan_path", "partition_constraints_path")
+_READ = ("load_plan_path", "partition_constraints_path")  # settings that name files
 
 
 def _file_digest(path: Any) -> str:
@@ -183,31 +184,28 @@ def _file_digest(path: Any) -> str:
 
 
 def _bound_values(policy: Any) -> str:
-    """What a function is given besides its arguments: by partial, from around it, or as attributes of an object."""
     if isinstance(policy, functools.partial):
         return f"{_source_digest(policy.func)} {_bound_values(policy.func)} {policy.args!r} {sorted(policy.keywords.items())!r}"
-    closed = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
+    closed = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]  # captured values
     attributes = {} if inspect.isroutine(policy) or isinstance(policy, type) else vars(policy)
     source = "" if inspect.isroutine(policy) else _source_digest(type(policy))
     text = f"{source} {closed!r} {getattr(policy, '__defaults__', None)!r} {sorted(attributes.items())!r}"
     return re.sub(r" at 0x[0-9a-f]+", "", text)  # another in each process
 
 
-_DIGESTS = ("structure of the module", "source of the module")
+_DIGESTS = ("structure of the module", "source of the module")  # facts with a digest for each part
 
 
 def _structure_digests(module: nn.Module) -> dict[str, str]:
-    """A digest of each part of a module, three levels deep, by path; a part's own counts what is in it."""
     parts = module.named_modules(remove_duplicate=False)
     return {
         path or _qualified_name(type(module)): fingerprint(part)
         for path, part in parts
-        if path.count(".") < 3
+        if path.count(".") < 3  # three levels deep
     }
 
 
 def _source_digests(module: nn.Module) -> dict[str, str]:
-    """A digest of the source of each class of modules, by its name."""
     kinds = {_qualified_name(type(child)): type(child) for child in module.modules()}
     return {name: _source_digest(kinds[name]) for name in sorted(kinds)}
 

@@ -14,7 +14,7 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
 from atorch_ns.parallel.config import ComputeConfig
 from atorch_ns.parallel.module import parallel_modules
-from atorch_ns.parallel.pieces import PIECES, Place, assemble, broadcast_in_strides
+from atorch_ns.parallel.pieces import PIECES, PieceLocation, assemble, broadcast_in_strides
 from atorch_ns.text import first_few
 
 StateDict = dict[str, Any]
@@ -47,12 +47,12 @@ def merge_state_dicts(
     if len(set(numbers)) < len(numbers):
         raise InputError(f"the state dicts are of the ranks {numbers}: one of each rank, please.")
     plan = next(iter(ranks[0].values()))["config"]["plan_ngpus"]
-    first_unit = min(numbers) // plan
-    parts: dict[str, list[tuple[int, torch.Tensor, Place | None]]] = {}
+    first_unit = min(numbers) // plan  # whose buffers are taken
+    parts: dict[str, list[tuple[int, torch.Tensor, PieceLocation | None]]] = {}
     others: StateDict = {}
     for number, marks, state in zip(numbers, ranks, module_state_dicts, strict=True):
         places = {
-            f"{prefix}{name}": Place(tuple(shape), tuple(offset))
+            f"{prefix}{name}": PieceLocation(tuple(shape), tuple(offset))
             for prefix, mark in marks.items()
             for name, (shape, offset) in mark["places"].items()
         }
@@ -65,7 +65,7 @@ def merge_state_dicts(
                 others.setdefault(name, value)
     whole = {name: assemble(name, pieces) for name, pieces in parts.items()}
     whole |= others
-    if list(ranks[0]) == [""]:
+    if list(ranks[0]) == [""]:  # the module itself is parallel
         missing = [name for name in ranks[0][""]["names"] if name not in whole]
         if missing:
             raise ValueError(
@@ -83,9 +83,9 @@ def _merged_optimizer(states: Sequence[Mapping[str, Any]] | None, ranks: Sequenc
         raise InputError(
             "optimizer_state_dicts are those of the same ranks, by optimizers of build_optimizer."
         )
-    parts: dict[str, dict[str, list[tuple[int, torch.Tensor, Place | None]]]] = {}
+    parts: dict[str, dict[str, list[tuple[int, torch.Tensor, PieceLocation | None]]]] = {}
     plain: dict[str, StateDict] = {}
-    groups: list[set[str]] = [set() for _ in states[0]["param_groups"]]
+    groups: list[set[str]] = [set() for _ in states[0]["param_groups"]]  # names of each group, on any rank
     for state in states:
         mark = state[PIECES]
         flat = [name for group in mark["names"] for name in group]
@@ -98,9 +98,10 @@ def _merged_optimizer(states: Sequence[Mapping[str, Any]] | None, ranks: Sequenc
                     plain.setdefault(name, {})[key] = value
                     continue
                 region = mark["places"].get(f"{name}/{key}")
-                where = None if region is None else Place(tuple(region[0]), tuple(region[1]))
+                where = None if region is None else PieceLocation(tuple(region[0]), tuple(region[1]))
                 parts.setdefault(name, {}).setdefault(key, []).append((mark["rank"], value, where))
-    order = states[0][PIECES]["order"]
+    # Parameters in the order of the plain module, group by group, as one optimizer would number them.
+    order = states[0][PIECES]["order"]  # of the plain module
     names = [[name for name in order if name in group] for group in groups]
     index_of = {name: index for index, name in enumerate(name for group in names for name in group)}
     merged = {
@@ -157,7 +158,7 @@ def deduped_state_dict(
         The module's and the optimizer's; ``None`` for none.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    keeps = rank < _rank_stride(module)
+    keeps = rank < _rank_stride(module)  # later ranks hold the same
     inside = {path for path, _ in _find_parallel_modules(module)}
     state = module.state_dict()
     kept = {
@@ -207,6 +208,7 @@ def load_deduped_state_dict(
             raise InputError("optimizer_state_dict is what deduped_state_dict gave for this optimizer.")
 
     Cluster.detect().agree(checked, what="loading a deduped state dict")
+    # Parts come from the first rank that holds the same ones, everything else from rank 0.
     for mine, interval in ((True, stride), (False, 1)):
         names = [
             name
@@ -227,26 +229,25 @@ def load_deduped_state_dict(
     optimizer.load_state_dict(_optimizer_states(optimizer, _to_device(optimizer_state_dict, device), stride))
 
 
-def _optimizer_states(optimizer: torch.optim.Optimizer, given: StateDict, stride: int) -> StateDict:
-    """The states of the rank that holds the same pieces; collective."""
+def _optimizer_states(optimizer: torch.optim.Optimizer, state_dict: StateDict, stride: int) -> StateDict:
     if not dist.is_initialized() or stride >= dist.get_world_size():
-        return given
+        return state_dict
     rank = dist.get_rank()
-    described = {
+    described = {  # shapes and dtypes, of which ranks without states make buffers
         index: {
             key: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
             for key, value in values.items()
         }
-        for index, values in given["state"].items()
+        for index, values in state_dict["state"].items()
     }
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, described)
-    specs: dict[int, dict[str, Any]] = every[rank % stride]
+    specs: dict[int, dict[str, Any]] = every[rank % stride]  # of the rank that holds the same pieces
     like = next(p for group in optimizer.param_groups for p in group["params"])
     states = {
         index: {
-            key: given["state"][index][key].to(like.device)
-            if rank < stride and isinstance(given["state"][index][key], torch.Tensor)
+            key: state_dict["state"][index][key].to(like.device)
+            if rank < stride and isinstance(state_dict["state"][index][key], torch.Tensor)
             else torch.empty(spec[0], dtype=spec[1], device=like.device)
             if isinstance(spec, tuple)
             else spec
@@ -258,7 +259,7 @@ def _optimizer_states(optimizer: torch.optim.Optimizer, given: StateDict, stride
         value for values in states.values() for value in values.values() if isinstance(value, torch.Tensor)
     ]
     broadcast_in_strides(tensors, stride)
-    return {**given, "state": states}
+    return {**state_dict, "state": states}
 
 
 def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None:
@@ -280,7 +281,6 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
 
 
 def _pieces_by_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state dict says of the parallel modules in it, by their prefix."""
     marks = {name.removesuffix(PIECES): value for name, value in state.items() if name.endswith(PIECES)}
     if not marks:
         raise InputError(
@@ -297,7 +297,7 @@ def _find_parallel_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_inside(name: str, paths: set[str]) -> bool:
-    return any(not path or name.startswith(f"{path}.") for path in paths)
+    return any(not path or name.startswith(f"{path}.") for path in paths)  # "" is the root
 
 
 def _is_sharded_over_units(module: nn.Module) -> bool:
@@ -305,14 +305,13 @@ def _is_sharded_over_units(module: nn.Module) -> bool:
 
 
 def _rank_stride(module: nn.Module) -> int:
-    """The ranks that hold different pieces: of one unit, or with ``use_zero`` of one group of units."""
+    # Ranks that hold different pieces: those of a unit, or with use_zero those of a group of units.
     _, part = next(_find_parallel_modules(module))
     config: ComputeConfig = part.compute_config
     return config.runtime_ngpus // config.zero_ngroups if config.use_zero else config.plan_ngpus
 
 
 def _to_device(state: Any, device: str | torch.device | None) -> Any:
-    """A nest with its tensors on a device."""
     if isinstance(state, torch.Tensor):
         return state if device is None else state.to(device)
     if isinstance(state, Mapping):

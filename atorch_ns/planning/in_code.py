@@ -141,7 +141,7 @@ def plan(
     """
     registry, target = load_registry(), cluster_of(cluster)
     request = SearchRequest(search=search, excluded=excluded, included=included)
-    request.check(registry, target)
+    request.check(registry, target)  # before the model is profiled
     began = time.perf_counter()
     known = _obtain_profile(model, target, sample, loss, optimizer, input_format)
     outcome = plan_offline(

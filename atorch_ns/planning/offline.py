@@ -31,8 +31,8 @@ from atorch_ns.search import (
     Candidate,
     Row,
     SearchOutcome,
+    SearchSetting,
     SearchSettings,
-    Setting,
     explore,
     memory_limit,
     read_constraints,
@@ -103,7 +103,7 @@ def offline_rows(
     return tuple(rows)
 
 
-_GOALS = {
+_GOALS = {  # reasons of the choice, by objective
     "time": "the shortest predicted step",
     "memory": "the least predicted memory",
     "batch": "the largest batch that is predicted to fit",
@@ -130,29 +130,29 @@ def nearest_miss(rows: Iterable[Row]) -> str:
         for row in rows
         if row.candidate.pruned is not None and row.candidate.pruned.kind == "memory"
     ]
-    return min(over, default=(0.0, ""))[1]
+    return min(over, default=(0.0, ""))[1]  # the least of those over the limit
 
 
-def cluster_of(given: Cluster | str | PathLike[str] | None) -> Cluster:
+def cluster_of(cluster: Cluster | str | PathLike[str] | None) -> Cluster:
     """The cluster to plan for, with figures for its hardware.
 
     Args:
-        given: a cluster; its specification or file, as :func:`cluster_from_spec` reads them; ``None`` for this
+        cluster: a cluster; its specification or file, as :func:`cluster_from_spec` reads them; ``None`` for this
             machine as one process, or the job that this process belongs to.
 
     Raises:
         InputError: if it is none of these, or cannot be read.
     """
-    if given is None:
+    if cluster is None:
         return Cluster.detect().with_hardware()
-    if isinstance(given, Cluster):
-        return given.with_hardware()
-    if not isinstance(given, (str, PathLike)):
+    if isinstance(cluster, Cluster):
+        return cluster.with_hardware()
+    if not isinstance(cluster, (str, PathLike)):
         raise InputError(
-            f"the cluster is {with_article(given)}; give a specification such as '8xH100-80GB, 2 nodes, ib400', "
+            f"the cluster is {with_article(cluster)}; give a specification such as '8xH100-80GB, 2 nodes, ib400', "
             "a file of one, or a Cluster."
         )
-    return cluster_from_spec(given if isinstance(given, str) else Path(given))
+    return cluster_from_spec(cluster if isinstance(cluster, str) else Path(cluster))
 
 
 class PricedStrategy(NamedTuple):
@@ -199,7 +199,7 @@ def profile_offline(
         InputError: if the model or the loss cannot run on the sample, or ends the process.
     """
     chosen, why = chosen_format(check_format(input_format), model, sample)
-    passed = None if chosen == "none" else chosen
+    passed = None if chosen == "none" else chosen  # None passes the batch as it is
     assumed = AssumedLoss()
     loss_func = assumed if loss is None else loss
 
@@ -214,7 +214,7 @@ def profile_offline(
             make_optimizer=None if optimizer is None else optimizer_maker(optimizer),
             device=device,
         )
-    except SystemExit as error:
+    except SystemExit as error:  # user code may call sys.exit
         raise InputError(f"the model or the loss ended the process: {error_text(error)}.") from error
     notes = [with_period(each[:1].upper() + each[1:]) for each in (why, assumed.assumed) if each]
     if profile.trace is None or not notes:
@@ -232,7 +232,7 @@ def workload_of(profile: Profile, cluster: Cluster, global_batch: int | None) ->
         raise InputError(
             "the profile knows no costs, only the model's structure. Make it anew with a sample."
         )
-    whole = isinstance(global_batch, int) and not isinstance(global_batch, bool)
+    whole = isinstance(global_batch, int) and not isinstance(global_batch, bool)  # True is an int
     if global_batch is not None and not (whole and global_batch >= 1):
         raise InputError(f"the global batch must be at least 1, a whole number; it is {global_batch!r}.")
     batch = global_batch or profile.trace.num_samples * cluster.world_size
@@ -270,7 +270,7 @@ def plan_offline(
     workload = workload_of(profile, cluster, global_batch)
     known = registry or load_registry()
     asked = read_constraints(known, included=included, excluded=excluded, cluster=cluster, profile=profile)
-    unpriced = _unpriced_methods(profile, known, asked)
+    unpriced = _unpriced_methods(profile, known, asked)  # they would be priced as if they saved nothing
     space = explore(
         profile,
         cluster,
@@ -281,7 +281,7 @@ def plan_offline(
         included=list(included) if included else None,
     )
     rows = offline_rows(space.candidates, settings, memory_limit(cluster, settings).num_bytes)
-    best = rows[0].candidate.key if rows and rows[0].fate == "won" else None
+    best = rows[0].candidate.key if rows and rows[0].fate == "won" else None  # None where nothing fits
     took = time.perf_counter() - began
     notes = (*(profile.trace.notes if profile.trace else ()), *space.notes)
     if unpriced:
@@ -335,7 +335,7 @@ def price_strategy(
 
 
 def _unpriced_methods(profile: Profile, registry: Registry, asked: Constraints) -> list[str]:
-    """Methods whose gain the profile does not tell, and which the user does not speak of."""
+    # Methods whose gain the profile does not tell, unless the user speaks of them.
     if any(each.replaced_costs for each in _profile_segments(profile)):
         return []
     spoken = {name for each in (*asked.included, *asked.excluded) for name in each.methods}
@@ -352,7 +352,7 @@ def _profile_segments(profile: Profile) -> Sequence[Segment]:
 
 def _check_batch(plan: Plan, global_batch: int) -> None:
     ranks, micro_batches = plan.size("data") * plan.size("zero") * plan.size("expert"), plan.num_micro_batches
-    parts = ranks * micro_batches
+    parts = ranks * micro_batches  # parts of a global batch
     if global_batch % parts == 0:
         return
     below, above = global_batch // parts * parts, (global_batch // parts + 1) * parts
@@ -369,10 +369,10 @@ def _build_setting(
     settings: SearchSettings,
     took: tuple[float, float],
     notes: tuple[str, ...],
-) -> Setting:
+) -> SearchSetting:
     facts = [profile.model_class, profile.num_parameters, cluster.world_size, cluster.device_name]
-    digest = json.dumps([*facts, workload.global_batch, workload.num_tokens])
-    return Setting(
+    digest = json.dumps([*facts, workload.global_batch, workload.num_tokens])  # what tells plans apart
+    return SearchSetting(
         model=profile.model_class.rsplit(".", 1)[-1],
         num_parameters=profile.num_parameters,
         world_size=cluster.world_size,
@@ -389,7 +389,7 @@ def _build_setting(
 
 
 def _describe_listing(num_priced: int, num_rows: int) -> str:
-    """How many of the strategies are rows; the baseline is one, be it among the best or not."""
+    # The baseline is a row, be it among the best or not.
     if num_priced <= num_rows:
         return f"{num_rows} strategies were priced"
     listed = f"the best are listed with the baseline, {num_rows} in all"

@@ -31,7 +31,7 @@ _TASK: Final = "task"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CallOutcome:
     """Outcome of a call on one rank.
 
     Attributes:
@@ -71,12 +71,12 @@ def send_call(folder: Path, function: Callable[..., Any], arguments: tuple[Any, 
     (folder / _TASK).write_bytes(cloudpickle.dumps((list(sys.path), data)))
 
 
-def read_outcome(folder: Path, rank: int) -> Outcome | None:
+def read_outcome(folder: Path, rank: int) -> CallOutcome | None:
     """A rank's outcome; ``None`` if it ended without one."""
     path = _outcome_path(folder, rank)
     if not path.is_file():
         return None
-    return Outcome(**cloudpickle.loads(path.read_bytes()))
+    return CallOutcome(**cloudpickle.loads(path.read_bytes()))
 
 
 def main(folder: Path) -> int:
@@ -87,10 +87,10 @@ def main(folder: Path) -> int:
         sys.path[:] = [*search_path, *(path for path in sys.path if path not in search_path)]
         function, arguments = cloudpickle.loads(data)
         value = function(*arguments)
-        outcome = Outcome(data=_pickle_value(value) if rank == 0 else b"", when_s=time.monotonic())
-    except BaseException as error:
+        outcome = CallOutcome(data=_pickle_value(value) if rank == 0 else b"", when_s=time.monotonic())
+    except BaseException as error:  # SystemExit too: the caller learns why a rank ended
         trace = "".join(traceback.format_exception(error)).rstrip()
-        outcome = Outcome(problem=error_text(error), trace=trace, when_s=time.monotonic())
+        outcome = CallOutcome(problem=error_text(error), trace=trace, when_s=time.monotonic())
     write_whole(_outcome_path(folder, rank), cloudpickle.dumps(asdict(outcome)), durable=False)
     return 1 if outcome.problem else 0
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # 128 and SIGINT, as shells report it
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     end, quiet, module = int(sys.argv[1]), sys.argv[2] == "quiet", sys.argv[3]
     if quiet:  # before anything that takes time is imported
         signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the parent has blocked it for the start
     os.set_inheritable(end, False)
     threading.Thread(target=_end_with, args=(end,), name="atorch_ns parent", daemon=True).start()
     sys.argv[:] = sys.argv[3:]
@@ -29,12 +29,11 @@ def main() -> None:
 
 
 def _end_with(end: int) -> None:
-    """Ends this rank and all that it has started once the other end is closed."""
     with contextlib.suppress(OSError):
-        while os.read(end, 1):
+        while os.read(end, 1):  # nothing is written: it returns when the parent is gone
             pass
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(os.getpid(), signal.SIGKILL)
+        os.killpg(os.getpid(), signal.SIGKILL)  # the group that it leads: itself and what it started
     os._exit(1)
 
 

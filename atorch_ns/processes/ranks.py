@@ -42,8 +42,8 @@ def scratch_folder() -> Iterator[Path]:
             yield folder
 
 
-def _remove_abandoned(place: Path) -> None:
-    for folder in place.glob(f"{_PREFIX}*"):
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
             if status.st_uid == os.getuid() and time.time() - status.st_mtime > _YOUNGEST_S:
@@ -57,9 +57,9 @@ def _remove_if_free(folder: Path) -> None:
 
 
 _POLL_S: Final = 0.02
-_GRACE_S: Final = 10.0
-_STOPPING_S: Final = 3.0
-_SHOWN_CHARS: Final = 4000
+_GRACE_S: Final = 10.0  # for the other ranks to say what they know, once one has failed
+_STOPPING_S: Final = 3.0  # for ranks that were signalled, or whose peer died of a signal
+_SHOWN_CHARS: Final = 4000  # of the end of a rank's output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class Ranks:
             raise InputError(f"--nproc={num_ranks}: at least one process is needed.")
         self._module, self._arguments = module, tuple(arguments)
         self._num_ranks, self._shown, self._quiet = num_ranks, shown, quiet
-        self._given = dict(variables or {})
+        self._variables = dict(variables or {})
         self._grace_s, self._stop_at = _GRACE_S, float("inf")
         self._stack = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -184,17 +184,17 @@ class Ranks:
             for rank, process in enumerate(self._processes)
         ]
 
-    def read_output(self, rank: int, place: int = 0) -> bytes:
-        """Bytes that a rank has printed, from offset ``place`` on; none of a rank whose output is shown."""
+    def read_output(self, rank: int, offset: int = 0) -> bytes:
+        """Bytes that a rank has printed, from offset ``offset`` on; none of a rank whose output is shown."""
         file = self._files[rank].fileno()  # its position is shared with the rank: do not move it
-        return os.pread(file, max(0, os.fstat(file).st_size - place), place)
+        return os.pread(file, max(0, os.fstat(file).st_size - offset), offset)
 
     def close_ranks(self) -> None:
         """Ends every rank that still runs, and the processes that it has started."""
         for rank, process in enumerate(self._processes):
             if process.poll() is None:
                 self._stopped.add(rank)
-            kill_group(process.pid)
+            kill_group(process.pid)  # of a rank that has ended too: what it started may live on
             process.wait()
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class Ranks:
         folder = self._stack.enter_context(scratch_folder())
         port = self._stack.enter_context(reserve_port())
         reading, write_end = os.pipe()
-        self._stack.callback(os.close, write_end)
+        self._stack.callback(os.close, write_end)  # parent_guard ends the ranks when it is closed
         try:
             with _interrupts_held_back():
                 self._start_ranks(folder, port, reading)
@@ -247,7 +247,7 @@ class Ranks:
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
             "PYTHONPATH": path,
-            **self._given,
+            **self._variables,
         }
 
     def _exit_codes(self) -> list[int | None]:
@@ -285,11 +285,10 @@ def run_local_ranks(
 
 @contextlib.contextmanager
 def _passing_on(ranks: Ranks, patient: bool) -> Iterator[list[int]]:
-    """Installs signal handlers for the block; yields the numbers of signals that came."""
     received: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
-        if received and number == signal.SIGINT:
+        if received and number == signal.SIGINT:  # the second signal: without any grace
             ranks.close_ranks()
         received.append(number)
         if patient and number == signal.SIGINT:
@@ -308,7 +307,7 @@ def _passing_on(ranks: Ranks, patient: bool) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Blocks SIGINT, also in processes started meanwhile until they unblock it, so that none gets it while Python starts."""
+    # Processes inherit the mask and unblock SIGINT themselves, so that none gets it while Python starts.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -331,8 +330,7 @@ def reserve_port() -> Iterator[int]:
 
 
 def _is_real(stream: Any) -> bool:
-    """Whether a stream has a file descriptor that a child process can write to."""
-    try:
+    try:  # a stream that was replaced may have no file descriptor that a child can write to
         stream.fileno()
     except (OSError, ValueError, AttributeError):
         return False

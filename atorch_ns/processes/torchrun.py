@@ -66,16 +66,16 @@ class Launch:
         match = _ENDPOINT.fullmatch(self.rendezvous or "")
         return None if match is None else (match[1].strip("[]"), int(match[2]))
 
-    def environment(self, given: Mapping[str, str], *, num_cores: int) -> dict[str, str]:
-        """Variables to add to ``given``: ``OMP_NUM_THREADS``, unless it is set there.
+    def environment(self, variables: Mapping[str, str], *, num_cores: int) -> dict[str, str]:
+        """Variables to add to ``variables``: ``OMP_NUM_THREADS``, unless it is set there.
 
         Args:
-            given: the environment of this process.
+            variables: the environment of this process.
             num_cores: cores that this process may use.
         """
         if self.threads is not None:
             return {"OMP_NUM_THREADS": str(self.threads)}
-        if "OMP_NUM_THREADS" in given or not _COUNT.fullmatch(self.nproc):
+        if "OMP_NUM_THREADS" in variables or not _COUNT.fullmatch(self.nproc):
             return {}
         return {"OMP_NUM_THREADS": str(threads_of_rank(num_cores, int(self.nproc)))}
 
@@ -102,7 +102,7 @@ class Launch:
         ]
 
     def _rendezvous_arguments(self) -> list[str]:
-        """Rendezvous arguments; torchrun's dynamic rendezvous numbers nodes as they come, whatever they ask for."""
+        # The c10d rendezvous numbers nodes as they come, whatever rank they ask for; the static one does not.
         if self.node_rank is None:
             meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.rendezvous}", "--rdzv-id=atorch-ns"]
         else:
@@ -111,11 +111,10 @@ class Launch:
         return [f"--nnodes={self.nnodes}", *meeting]
 
     def _script_separator(self) -> list[str]:
-        """``--``, without which torchrun takes an option of the script for an abbreviation of its own."""
+        # Without it torchrun takes an option of the script for an abbreviation of its own.
         return ["--"] if any(argument.startswith("-") for argument in self.target[1:]) else []
 
     def _one_node_problems(self) -> list[str]:
-        """Options that are of no use on one node."""
         options = {"--rendezvous": self.rendezvous, "--node-rank": self.node_rank}
         names = [name for name, value in options.items() if value is not None]
         if not names:
@@ -124,7 +123,6 @@ class Launch:
         return [f"{subject} no effect on one node. Leave out what is not meant, or give --nnodes."]
 
     def _node_problems(self) -> list[str]:
-        """Problems of the rendezvous and of the node's rank among several nodes."""
         problems, endpoint, rank = [], self.rendezvous_endpoint, self.node_rank
         if self.rendezvous is not None and endpoint is None:
             problems.append(
@@ -185,7 +183,7 @@ def run_torchrun(arguments: Sequence[str], variables: Mapping[str, str]) -> int:
         0, or the exit code of the rank that failed first; for a signal that ended that rank, or that came to this
         process, 128 and its number.
     """
-    os.environ.update(variables)
+    os.environ.update(variables)  # torchrun sets OMP_NUM_THREADS to 1 where it is not set
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main

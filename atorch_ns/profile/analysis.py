@@ -15,7 +15,7 @@ from atorch_ns.capture.operators import WEIGHT_PRODUCTS
 from atorch_ns.costs.count import is_attention
 from atorch_ns.profile.record.recorder import Attention, Event, Recording, backward_of, forward_of
 from atorch_ns.profile.record.steps import RecordedStep
-from atorch_ns.profile.record.tensor_division import Division
+from atorch_ns.profile.record.tensor_division import TensorDivision
 from atorch_ns.profile.trace import (
     ForwardResult,
     Growth,
@@ -53,13 +53,13 @@ def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -
     def per_stretch(counts: Mapping[int, int]) -> list[int]:
         total = [0] * len(firsts)
         for phase, count in counts.items():
-            total[merged[phase // 2]] += count
+            total[merged[phase // 2]] += count  # phases 2s and 2s + 1 belong to stretch s
         return total
 
     columns, rows = per_stretch(step.division.columns), per_stretch(step.division.rows)
     attentions = per_stretch(_count_attentions(step))
     fused = _fused_attentions(step, merged)
-    inside = tuple({f"{call.block}." for call in step.occurrences if call.block})
+    inside = tuple({f"{call.block}." for call in step.occurrences if call.block})  # prefixes of parameters
     parts = []
     for number, first in enumerate(firsts):
         block = step.occurrences[first].block
@@ -88,20 +88,19 @@ def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -
 
 
 def _fused_attentions(step: RecordedStep, merged: Sequence[int]) -> dict[int, list[Attention]]:
-    """The fused attentions of forward passes, by stretch."""
     attentions: dict[int, list[Attention]] = defaultdict(list)
     for event, phase in step.recording.operators():
-        if event in step.recording.attentions and phase % 2 == 0:
+        if event in step.recording.attentions and phase % 2 == 0:  # forward phases are even
             attentions[merged[phase // 2]].append(step.recording.attentions[event])
     return attentions
 
 
 def _count_attentions(step: RecordedStep) -> dict[int, int]:
-    """The number of attentions, by forward phase: fused ones, else softmaxes over the last of four dims."""
     forward = [
         (phase, step.recording.labels[event]) for event, phase in step.recording.operators() if phase % 2 == 0
     ]
     fused = Counter(phase for phase, name in forward if is_attention(name))
+    # A model that writes attention out runs a softmax in each.
     return fused or Counter(phase for phase, name in forward if name == _SOFTMAX)
 
 
@@ -113,7 +112,7 @@ _MANY_BATCHES = tuple(2**power for power in range(13))
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRecording:
     """A recording with its sizes as functions of B and T.
 
     Attributes:
@@ -128,7 +127,7 @@ class Measured:
     """
 
     recording: Recording
-    division: Division
+    division: TensorDivision
     sizes: np.ndarray
     moved: np.ndarray
     divided: np.ndarray
@@ -137,7 +136,7 @@ class Measured:
     at: tuple[int, int]
 
 
-def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
+def costs_of(measured: MeasuredRecording, merged: list[int]) -> list[SegmentCost]:
     """The cost of each stretch.
 
     Args:
@@ -146,11 +145,11 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
     recording = measured.recording
     num = max(merged) + 1
     kinds = np.asarray(recording.kinds)
-    phases = _event_phases(recording, merged)
-    alive = _in_three(_alive_bytes, measured)
+    phases = _event_phases(recording, merged)  # [E]
+    alive = _in_three(_alive_bytes, measured)  # [3, E, 4]
     kept = _in_three(lambda *both: _gradients_alive(*both)[0], measured)
     passing = _in_three(lambda *both: _gradients_alive(*both)[1], measured)
-    held = _in_three(partial(_held_bytes, phases=phases), measured)
+    changes = _in_three(partial(_held_bytes, phases=phases), measured)
     costs = []
     for stretch in range(num):
         forward = _Span(measured, alive, kinds, np.flatnonzero(phases == forward_of(stretch)))
@@ -164,7 +163,7 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
                 backward=of_backward,
                 saved=_growth_of_rows(forward.net, measured.at),
                 output=growth(measured.outputs[merged.index(stretch)]),
-                held=_growth_of_rows(held[:, phases == forward_of(stretch)].sum(axis=1), measured.at),
+                held=_growth_of_rows(changes[:, phases == forward_of(stretch)].sum(axis=1), measured.at),
                 kept=_growth_of_rows(forward.net + backward.net, measured.at),
                 cast_parameters=_cast_bytes(recording, measured.sizes, forward.events),
                 operators=_operator_costs(measured, np.concatenate([forward.events, backward.events])),
@@ -175,24 +174,25 @@ def costs_of(measured: Measured, merged: list[int]) -> list[SegmentCost]:
 
 
 class _Span:
-    """The events of one phase; bytes are [3, E, 4]: all, those that tensor parallelism divides, and
-    those between the head and the loss."""
+    """The events of one phase. Bytes are [3, E, 4]: all, divided by tensor parallelism, from head to loss."""
 
-    def __init__(self, measured: Measured, alive: np.ndarray, kinds: np.ndarray, events: np.ndarray) -> None:
+    def __init__(
+        self, measured: MeasuredRecording, alive: np.ndarray, kinds: np.ndarray, events: np.ndarray
+    ) -> None:
         self.events = events
         self._measured = measured
         self._operators = events[kinds[events] == Event.OPERATOR]
-        first = int(events[0]) if events.size else 0
-        self.before = alive[:, first - 1] if first else np.zeros((3, 4))
-        self._added = alive[:, events] - self.before[:, None]
+        first = int(events[0]) if events.size else 0  # the event that changes the phase
+        self.before = alive[:, first - 1] if first else np.zeros((3, 4))  # [3, 4], when the phase begins
+        self._added = alive[:, events] - self.before[:, None]  # [3, events of the phase, 4]
         self.net = self._added[:, -1] if events.size else np.zeros((3, 4))
 
     def cost(self) -> PhaseCost:
         measured, events = self._measured, self._operators
         flops, moved, at = measured.sizes[events], measured.moved[events], measured.at
-        other = ~flops.any(axis=1)
+        other = ~flops.any(axis=1)  # operators that are no products
         fused = np.asarray([is_attention(measured.recording.labels[event]) for event in events], dtype=bool)
-        divided = np.isin(events, list(measured.division.operators))
+        divided = np.isin(events, list(measured.division.operators))  # those of which a rank computes a part
         words = np.isin(events, list(measured.division.word_operators)) & ~divided
 
         def bytes_of(chosen: np.ndarray, all_bytes: np.ndarray) -> Growth:
@@ -220,10 +220,12 @@ class _Span:
             before = gradients[:, first - 1, None] if first else 0.0
             added = added + gradients[:, self.events] - before
         num_tokens = self._measured.at[1]
+        # Where sizes grow with T, from an eighth of the traced T to 64 times that.
         lengths = [num_tokens * 2.0**step for step in range(-3, 7)] if added[0, :, 2:].any() else [num_tokens]
         divided = [added[1], added[1] + added[2]] if added[2].any() else [added[1]]
+        # Whole tensors; with the divided ones at an eighth; with those from head to loss at an eighth too.
         divisions = [added[0], *(added[0] - (1 - 1 / _FAR) * parts for parts in divided if parts.any())]
-        worst = {
+        worst = {  # each moment once
             int(values_at(left, num_samples, length).argmax()): None
             for left in divisions
             for num_samples in _MANY_BATCHES
@@ -232,18 +234,14 @@ class _Span:
         return tuple(_growth_of_rows(added[:, index], self._measured.at) for index in worst)
 
     def _peak_growth(self) -> Growth:
-        """The most that is alive beyond what was before.
-
-        It is the larger of several moments, each growing on its own line. Where only B is known, the line
-        through the peaks at B = 1 and at the user's B is taken: exact at both, never below between them.
-        """
         if not self.events.size:
             return Growth()
         num_samples, num_tokens = self._measured.at
         whole, part, words = self._added
         worst = int(values_at(whole, num_samples, num_tokens).argmax())
-        if whole[:, 2:].any():
+        if whole[:, 2:].any():  # sizes grow with T: the moment that is the worst at the traced sizes
             return _growth_of_rows(self._added[:, worst], self._measured.at)
+        # Else the peak is convex in B: the line through B = 1 and the user's B is never below it between.
         far = max(num_samples, 2)
         at_one = max(float(values_at(whole, 1, 1).max()), 0.0)
         at_far = max(float(values_at(whole, far, 1).max()), 0.0)
@@ -252,12 +250,12 @@ class _Span:
         return growth(line, part[worst], self._measured.at, words[worst])
 
 
-def divided_operands(recording: Recording, division: Division) -> list[tuple[bool, ...]]:
+def divided_operands(recording: Recording, division: TensorDivision) -> list[tuple[bool, ...]]:
     """Of each event the tensors, inputs first, of which a rank along ``tensor`` has a part."""
     marks = division.storages | {-1 - number for number in division.dims}
     for event, label in enumerate(recording.labels):
         if label == "aten._to_copy" and recording.reads[event][0] in marks:
-            marks.update(recording.writes[event])
+            marks.update(recording.writes[event])  # autocast's copy of a part is a part
     return [
         tuple(mark in marks for mark in _event_marks(recording, event))
         for event in range(len(recording.kinds))
@@ -294,14 +292,13 @@ def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
 
 
 def _kernel_regions(recording: Recording) -> dict[int, int]:
-    """The number of the kernel that each operator is part of; a product is one by itself."""
     regions, region = {}, 0
     for event, kind in enumerate(recording.kinds):
         is_product = kind == Event.OPERATOR and recording.sizes[event] > 0
-        region += is_product or kind == Event.PHASE
+        region += is_product or kind == Event.PHASE  # a product or a new phase ends the kernel before it
         if kind == Event.OPERATOR:
             regions[event] = region
-        region += is_product
+        region += is_product  # a product is a kernel by itself
     return regions
 
 
@@ -321,9 +318,8 @@ def _event_phases(recording: Recording, merged: Sequence[int]) -> np.ndarray:
     return phases
 
 
-def _in_three(of: Callable[[Recording, np.ndarray], np.ndarray], measured: Measured) -> np.ndarray:
-    """[3, E, 4] a figure of all memory, of that which tensor parallelism divides, and of that between the head and
-    the loss."""
+def _in_three(of: Callable[[Recording, np.ndarray], np.ndarray], measured: MeasuredRecording) -> np.ndarray:
+    """[3, E, 4] a figure of all memory, of the part that is divided, and of the part from head to loss."""
     recording, division = measured.recording, measured.division
     allocates = np.asarray(recording.kinds) == Event.ALLOCATE
     figures = [of(recording, measured.sizes)]
@@ -344,7 +340,7 @@ def _alive_bytes(recording: Recording, sizes: np.ndarray) -> np.ndarray:
     change = np.zeros_like(sizes)
     allocations: dict[int, int] = {}
     for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
-        if kind > Event.FREE or key in left_out:
+        if kind > Event.FREE or key in left_out:  # operators and phases
             continue
         if kind == Event.ALLOCATE:
             allocations[key] = index
@@ -355,11 +351,10 @@ def _alive_bytes(recording: Recording, sizes: np.ndarray) -> np.ndarray:
 
 
 def _held_bytes(recording: Recording, sizes: np.ndarray, *, phases: np.ndarray) -> np.ndarray:
-    """[E, 4] bytes made in one forward stretch and let go in a later one that does not read them, at the making, and less
-    these bytes where they are let go."""
+    """[E, 4] bytes that one forward stretch makes and a later one frees unread, added and taken off."""
     change = np.zeros_like(sizes)
     allocations: dict[int, int] = {}
-    read: dict[int, int] = {}
+    read: dict[int, int] = {}  # the phase that read each storage last
     for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
         if kind == Event.ALLOCATE:
             allocations[key] = index
@@ -380,7 +375,7 @@ def _gradients_alive(recording: Recording, sizes: np.ndarray) -> tuple[np.ndarra
     waiting: list[int] = []
     for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
         if kind == Event.OPERATOR:
-            passing[index] = -sizes[waiting].sum(axis=0)
+            passing[index] = -sizes[waiting].sum(axis=0)  # the next operator runs: they are gone
             waiting.clear()
         elif kind == Event.ALLOCATE and key in recording.gradients:
             kept[index] = passing[index] = sizes[index]
@@ -394,10 +389,10 @@ def _cast_bytes(recording: Recording, sizes: np.ndarray, events: np.ndarray) -> 
         for index in events
         if recording.kinds[index] == Event.ALLOCATE and recording.keys[index] in recording.casts
     ]
-    return int(sizes[casts, 0].sum()) if casts else 0
+    return int(sizes[casts, 0].sum()) if casts else 0  # weights do not grow with B
 
 
-def _operator_costs(measured: Measured, events: np.ndarray) -> tuple[OperatorCost, ...]:
+def _operator_costs(measured: MeasuredRecording, events: np.ndarray) -> tuple[OperatorCost, ...]:
     recording = measured.recording
     by_name: dict[str, list[int]] = {}
     for index in events:
@@ -420,10 +415,11 @@ def _operator_costs(measured: Measured, events: np.ndarray) -> tuple[OperatorCos
     return tuple(sorted(costs, key=dearness, reverse=True))
 
 
-def _forward_results(measured: Measured, events: np.ndarray) -> tuple[ForwardResult, ...]:
-    """What a forward pass makes: products with weights one by one, other operators by name."""
+def _forward_results(measured: MeasuredRecording, events: np.ndarray) -> tuple[ForwardResult, ...]:
     recording, division = measured.recording, measured.division
-    made = {recording.keys[index]: index for index in events if recording.kinds[index] == Event.ALLOCATE}
+    allocations = {
+        recording.keys[index]: index for index in events if recording.kinds[index] == Event.ALLOCATE
+    }
     again = _read_again(recording, events)
     calls: dict[tuple[str, int], list[int]] = {}
     storages: dict[tuple[str, int], list[int]] = {}
@@ -432,11 +428,13 @@ def _forward_results(measured: Measured, events: np.ndarray) -> tuple[ForwardRes
         if recording.kinds[event] != Event.OPERATOR:
             continue
         name = recording.labels[event]
-        key = (name, number if name in WEIGHT_PRODUCTS else 0)
+        key = (name, number if name in WEIGHT_PRODUCTS else 0)  # products one by one, others by name
         number += name in WEIGHT_PRODUCTS
         calls.setdefault(key, []).append(int(event))
         storages.setdefault(key, []).extend(
-            made.pop(one) for one in recording.writes[event] if one in made and one not in recording.casts
+            allocations.pop(storage)
+            for storage in recording.writes[event]
+            if storage in allocations and storage not in recording.casts
         )
     results = []
     for (name, before), indices in calls.items():
@@ -459,18 +457,17 @@ def _forward_results(measured: Measured, events: np.ndarray) -> tuple[ForwardRes
 
 
 def _read_again(recording: Recording, events: np.ndarray) -> set[int]:
-    """The storages of a forward pass that something it saves, beside what it hands on, is computed from: itself, or by
-    operators of the pass."""
     indices, last = {int(event) for event in events}, int(events[-1]) if len(events) else -1
     alive = {recording.keys[event] for event in indices if recording.kinds[event] == Event.ALLOCATE}
     alive -= {recording.keys[event] for event in indices if recording.kinds[event] == Event.FREE}
     operators = list(recording.operators())
-    handed = {
+    handed = {  # to later forward phases
         key
         for event, phase in operators
         if event > last and phase % 2 == 0
         for key in recording.reads.get(event, ())
     }
+    # What the pass saves but does not hand on; then backwards, all that this is computed from.
     wanted = alive - handed
     for event in sorted(indices, reverse=True):
         if wanted.intersection(recording.writes.get(event, ())):

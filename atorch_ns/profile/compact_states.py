@@ -60,21 +60,23 @@ def compact_states(
     What several parameters share is counted for none of them. Functions that the optimizer compiles run as they are.
     """
     state_bytes, shared = _measure_states(make_optimizer, _SIZES)
+    # The two smallest sizes have plain states: a line through them gives plain states of any size.
     per_element = (state_bytes[_SIZES[1]] - state_bytes[_SIZES[0]]) / (_SIZES[1] - _SIZES[0])
     constant = state_bytes[_SIZES[0]] - per_element * _SIZES[0]
-    compact = [n for n in _SIZES if state_bytes[n] < per_element * n + constant]
+    compact = [n for n in _SIZES if state_bytes[n] < per_element * n + constant]  # below that line
     if not compact or _LARGE not in compact:
         return None
     smallest = _smallest_compact(make_optimizer, min(compact), per_element, constant)
+    # Sizes above _LARGE exceed it by powers of two: the least that is compact shows the divisor.
     multiple = min(n - _LARGE for n in compact if n > _LARGE and n != 2 * _LARGE)
-    slope = (state_bytes[2 * _LARGE] - state_bytes[_LARGE]) / _LARGE
+    slope = (state_bytes[2 * _LARGE] - state_bytes[_LARGE]) / _LARGE  # with the scales of blocks
     fixed = round(state_bytes[_LARGE] - slope * _LARGE - constant)
     block_elements, block_bytes = 1, 0
     if multiple == 1:
-        one, two = _LARGE + 1, _LARGE + 2
-        inner = float(state_bytes[two] - state_bytes[one])
-        block_bytes = round(state_bytes[one] - state_bytes[_LARGE] - inner)
-        if block_bytes:
+        next_size, two = _LARGE + 1, _LARGE + 2
+        inner = float(state_bytes[two] - state_bytes[next_size])  # an element more in a block that has begun
+        block_bytes = round(state_bytes[next_size] - state_bytes[_LARGE] - inner)  # of a new block
+        if block_bytes:  # slope = inner + block_bytes / block_elements
             block_elements, slope = round(block_bytes / (slope - inner)), inner
     return CompactStates(
         min_elements=smallest,
@@ -106,9 +108,8 @@ def _smallest_compact(
     per_element: float,
     constant: float,
 ) -> int:
-    """The smallest of the sizes between half of ``compact`` and it that is compact, in sixteenths of the half."""
-    half = compact // 2
-    sizes = sorted({half + half * part // 16 for part in range(1, 16)} - {half})
+    half = compact // 2  # which is not compact: powers of two were tried
+    sizes = sorted({half + half * part // 16 for part in range(1, 16)} - {half})  # sixteenths of the half
     state_bytes, _ = _measure_states(make, sizes) if sizes else ({}, 0)
     return min((n for n in sizes if state_bytes[n] < per_element * n + constant), default=compact)
 
@@ -121,10 +122,10 @@ def _measure_states(
     optimizer = make(parameters)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"):  # compiling takes seconds
         optimizer.step()
     storages = [_storage_bytes(optimizer.state[parameter].values()) for parameter in parameters]
-    owners = Counter(key for state in storages for key in state)
+    owners = Counter(key for state in storages for key in state)  # parameters that have each storage
     of_one = {
         size: sum(num_bytes for key, num_bytes in state.items() if owners[key] == 1)
         for size, state in zip(sizes, storages, strict=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from atorch_ns.profile.compact_states import compact_states
-from atorch_ns.profile.record.recorder import Event, Recorder
+from atorch_ns.profile.record.recorder import Event, OperatorRecorder
 from atorch_ns.profile.trace import OptimizerSpec
 from atorch_ns.text import error_text
 
@@ -39,20 +39,20 @@ def optimizer_spec(
     try:
         try:
             trial = partial(_Trial, make_optimizer, device=device)
-            few, many = (trial(count) for count in (4, 8))
+            few, many = (trial(count) for count in (4, 8))  # they differ by four matrices
         except ValueError:  # a part that is for vectors does not take an empty list
             trial = partial(trial, with_vector=True)
             few, many = (trial(count) for count in (4, 8))
         compact = None if many.is_torchs else compact_states(make_optimizer)
-        plain = many if compact is None else trial(4, shape=_SMALL)
+        plain = many if compact is None else trial(4, shape=_SMALL)  # small parameters have plain states
     except Exception as error:  # the user's optimizer may want other parameters than these
         note = (
             f"The optimizer could not be tried on small parameters ({error_text(error)}), so it is "
             "taken to keep two states as Adam does."
         )
         return OptimizerSpec(name=getattr(make_optimizer, "__qualname__", "unknown")), (note,)
-    size = 4 * _SHAPE[0] * _SHAPE[1]
-    copies = (many.temporary_bytes - few.temporary_bytes) / (4 * size)
+    size = 4 * _SHAPE[0] * _SHAPE[1]  # bytes of a matrix in fp32
+    copies = (many.temporary_bytes - few.temporary_bytes) / (4 * size)  # of each gradient
     return (
         OptimizerSpec(
             name=many.name,
@@ -110,11 +110,11 @@ class _Trial:
         self.given_temporaries = _KNOWN_TEMPORARIES.get(type(optimizer).__module__.partition(".")[0], 0.0)
         groups = [group for part in (optimizer, *self._parts) for group in part.param_groups]
         self.fused = any(group.get("fused") for group in groups)
-        if device == "cuda":
+        if device == "cuda":  # where torch uses foreach kernels by default
             for group in groups:
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = True
-        self._measure_step(optimizer, parameters)
+        self._measure_step(optimizer, parameters)  # the first step makes the states
         self.temporary_bytes = self._measure_step(optimizer, parameters)
         self.state_dtypes: tuple[str, ...] = ()
         self.factored_dtypes: tuple[str, ...] = ()
@@ -126,32 +126,31 @@ class _Trial:
 
     def _classify_state(self, state: torch.Tensor) -> None:
         dtype = "same" if state.dtype == torch.float32 else str(state.dtype).removeprefix("torch.")
-        rows, columns = self._shape
+        rows, columns = self._shape  # of parameters in fp32
         if state.numel() == rows * columns:
             self.state_dtypes += (dtype,)
-        elif state.numel() in (rows, columns):
+        elif state.numel() in (rows, columns):  # a factor, as Adafactor's
             self.factored_dtypes += (dtype,)
         else:
             self.fixed_bytes += state.numel() * state.itemsize
 
     def _measure_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> int:
-        """Bytes that the step holds beyond what it leaves behind; 0 where it cannot be followed."""
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         if not self.is_torchs:  # what it compiles would take seconds here
             with torch.compiler.set_stance("force_eager"):
                 optimizer.step()
-            return 0
+            return 0  # compiled steps cannot be followed
         every = (state for part in (optimizer, *self._parts) for state in part.state.values())
         states = [s for state in every for s in state.values() if isinstance(s, torch.Tensor)]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        recorder = Recorder([*parameters, *gradients, *states], parameters)
+        recorder = OperatorRecorder([*parameters, *gradients, *states], parameters)
         with recorder.running():
             optimizer.step()
         return _peak_bytes(recorder)
 
 
-def _peak_bytes(recorder: Recorder) -> int:
+def _peak_bytes(recorder: OperatorRecorder) -> int:
     alive = peak = 0
     sizes: dict[int, int] = {}
     recording = recorder.recording

@@ -16,14 +16,14 @@ from atorch_ns.capture.blocks import num_experts
 from atorch_ns.capture.structure import Container
 from atorch_ns.profile.analysis import (
     Divisible,
-    Measured,
+    MeasuredRecording,
     costs_of,
     divided_operands,
     kernel_operands,
     kinds_of,
 )
 from atorch_ns.profile.record.recorder import Occurrence, Recording
-from atorch_ns.profile.record.steps import RecordedStep, Subject
+from atorch_ns.profile.record.steps import RecordedStep, TracedModel
 from atorch_ns.profile.trace import Growth, ParameterSpec, Segment, by_divisor, by_lengths, by_samples
 
 
@@ -65,7 +65,7 @@ def merge_stretches(
         )
         if not joins and (occurrence.block or worked[index] or len(occurrences) == 1):
             firsts.append(index)
-        merged.append(max(len(firsts) - 1, 0))
+        merged.append(max(len(firsts) - 1, 0))  # what does nothing before the first segment joins it
     return merged, firsts
 
 
@@ -90,7 +90,7 @@ def unfold(
     }
     stretches: list[Stretch] = []
     position = 0
-    seen: set[str] = set()
+    seen: set[str] = set()  # containers whose blocks have run
     while position < len(firsts):
         occurrence = recorded[firsts[position]]
         if occurrence.block not in by_copy:
@@ -102,7 +102,7 @@ def unfold(
         expected = [container.copy_path(index) for index in range(len(container.kept))]
         if container.path in seen or [call.block for call in run] != expected:
             return None
-        shapes: dict[str, object] = {}
+        shapes: dict[str, object] = {}  # inputs of the first block of each kind
         if any(
             shapes.setdefault(kind, call.inputs) != call.inputs
             for kind, call in zip(container.kinds, run, strict=True)
@@ -118,9 +118,8 @@ def unfold(
 
 
 def _mark_divisible(segment: Segment, kind: Divisible, num_experts: int) -> Segment:
-    """The segment with what of it can be divided."""
     specs = []
-    layers: set[str] = set()
+    layers: set[str] = set()  # of experts
     for spec in segment.parameters:
         layer = _expert_layer(spec, num_experts)
         if layer is not None:
@@ -131,25 +130,23 @@ def _mark_divisible(segment: Segment, kind: Divisible, num_experts: int) -> Segm
 
 
 def _expert_layer(spec: ParameterSpec, num_experts: int) -> str | None:
-    """The layer of experts that a parameter belongs to: one tensor for all experts, or a list of modules named
-    ``experts``; ``None`` for others."""
+    """The layer of experts that a parameter belongs to; ``None`` for other parameters."""
     owner, _, _ = spec.name.rpartition(".")
     if num_experts < 2:
         return None
     if len(spec.shape) > 2 and spec.shape[0] == num_experts:
-        return owner
+        return owner  # one tensor for all experts
     parts = spec.name.split(".")
     for index, part in enumerate(parts[:-1]):
         if part == "experts" and parts[index + 1].isdigit():
-            return ".".join(parts[: index + 1])
+            return ".".join(parts[: index + 1])  # a list of modules, one for each expert
     return None
 
 
 def _with_incoming(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The segments with what is alive when their backward passes begin: what all that run later keep."""
-    later: dict[str, Growth] = {}
+    later: dict[str, Growth] = {}  # what later segments keep, by precision
     result = []
-    for segment in reversed(segments):
+    for segment in reversed(segments):  # in the order of the backward pass
         costs = {}
         for key, cost in segment.costs.items():
             costs[key] = replace(cost, incoming=later.get(key, Growth()))
@@ -163,8 +160,7 @@ def _is_same_block(first: Segment, second: Segment) -> bool:
 
 
 class _Maker:
-    """Makes segments without costs. Every parameter and buffer of the model is in one of them: those that
-    nothing uses are in the first stretch between blocks."""
+    """Makes segments without costs. What nothing uses is in the first stretch between blocks."""
 
     def __init__(
         self,
@@ -177,8 +173,8 @@ class _Maker:
         self._stretches = stretches
         self._fingerprints = fingerprints
         self._uses = uses
-        self._called: set[str] = set()
-        self._names: dict[int, list[str]] = {}
+        self._called: set[str] = set()  # blocks with a segment
+        self._names: dict[int, list[str]] = {}  # all names of a parameter, by id
         self._parameters: dict[str, nn.Parameter] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
@@ -194,7 +190,7 @@ class _Maker:
 
     def _block_segment(self, path: str) -> Segment:
         module = self._model.get_submodule(path)
-        again = path in self._called
+        again = path in self._called  # a block that is called twice has its parameters once
         self._called.add(path)
         specs = []
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -222,7 +218,7 @@ class _Maker:
             again = order.index(recorded) > 0 or first != known[0]
             specs.append(_parameter_spec(name, self._parameters[first], known[0] if again else None))
         buffers = 0
-        if index == self._home:
+        if index == self._home:  # the first stretch between blocks
             specs += self._unused_specs()
             inside = {
                 id(b) for name in self._in_blocks for b in self._model.get_submodule(name[:-1]).buffers()
@@ -268,7 +264,7 @@ class DifferentEventsError(Exception):
 
 
 def segments_of(
-    subject: Subject, steps: Mapping[str, Sequence[RecordedStep]], containers: Mapping[str, Container]
+    subject: TracedModel, steps: Mapping[str, Sequence[RecordedStep]], containers: Mapping[str, Container]
 ) -> tuple[Segment, ...]:
     """The segments of the whole model, with consecutive equal blocks as one.
 
@@ -280,7 +276,7 @@ def segments_of(
     Raises:
         DifferentEventsError: if the steps cannot be compared.
     """
-    firsts_of_each = [own[0] for own in steps.values()]
+    firsts_of_each = [group[0] for group in steps.values()]
     blocks = [occurrence.block for occurrence in firsts_of_each[0].occurrences]
     for step in firsts_of_each:
         if [occurrence.block for occurrence in step.occurrences] != blocks:
@@ -291,15 +287,17 @@ def segments_of(
     stretches = unfold(firsts_of_each[0].occurrences, firsts, containers)
     if stretches is None:
         raise DifferentEventsError("blocks of one kind did not run once each, in order, with equal shapes")
-    costs = {key: costs_of(_combine_steps(own, subject.at), merged) for key, own in steps.items()}
-    uses = {name: [merged[place] for place in places] for name, places in firsts_of_each[0].uses.items()}
+    costs = {key: costs_of(_combine_steps(group, subject.at), merged) for key, group in steps.items()}
+    uses = {
+        name: [merged[position] for position in places] for name, places in firsts_of_each[0].uses.items()
+    }
     kinds = kinds_of(firsts_of_each[0], merged, firsts)
     maker = _Maker(subject.model, stretches, subject.fingerprints, uses)
     experts = num_experts(subject.model)
     segments: list[Segment] = []
     for index, stretch in enumerate(stretches):
-        own = {key: values[stretch.recorded] for key, values in costs.items()}
-        segment = _mark_divisible(replace(maker.make(index), costs=own), kinds[stretch.recorded], experts)
+        group = {key: values[stretch.recorded] for key, values in costs.items()}
+        segment = _mark_divisible(replace(maker.make(index), costs=group), kinds[stretch.recorded], experts)
         if segments and _is_same_block(segments[-1], segment):
             segments[-1] = replace(segments[-1], paths=segments[-1].paths + segment.paths)
         else:
@@ -307,12 +305,12 @@ def segments_of(
     return _with_incoming(segments)
 
 
-def _combine_steps(steps: Sequence[RecordedStep], at: tuple[int, int]) -> Measured:
+def _combine_steps(steps: Sequence[RecordedStep], at: tuple[int, int]) -> MeasuredRecording:
     first = steps[0]
     if not all(first.recording.same_events(step.recording) for step in steps[1:]):
         raise DifferentEventsError("the steps with other sizes ran other operators")
     recordings = [step.recording for step in steps]
-    return Measured(
+    return MeasuredRecording(
         recording=first.recording,
         division=first.division,
         sizes=_fit_coefficients([recording.sizes for recording in recordings], steps, at[0]),
@@ -331,7 +329,6 @@ def _combine_steps(steps: Sequence[RecordedStep], at: tuple[int, int]) -> Measur
 def _masked_bytes(
     recordings: Sequence[Recording], masks: Sequence[Sequence[bool]]
 ) -> list[list[tuple[int, ...]]]:
-    """The bytes of each operator's tensors that a mask chooses, in each recording."""
     return [
         [tuple(compress(sizes, mask)) for sizes, mask in zip(recording.moved, masks, strict=True)]
         for recording in recordings
@@ -339,18 +336,18 @@ def _masked_bytes(
 
 
 def _fit_coefficients(values: Sequence[Sequence[int]], steps: Sequence[RecordedStep], at: int) -> np.ndarray:
-    if len({step.sizes[0] for step in steps}) > 1:
+    if len({step.sizes[0] for step in steps}) > 1:  # two B, of real steps
         return by_samples(values, [step.sizes[0] for step in steps])
-    each = [by_divisor(row, steps[0].sizes[0], at) for row in values]
+    each = [by_divisor(row, steps[0].sizes[0], at) for row in values]  # one B, at one T or at three
     return each[0] if len(steps) == 1 else by_lengths(each, [step.sizes[1] for step in steps])
 
 
 def _sum_coefficients(
     values: Sequence[Sequence[tuple[int, ...]]], steps: Sequence[RecordedStep], at: int
 ) -> np.ndarray:
-    """Coefficients of sums, found term by term: some terms grow and some do not."""
+    # Term by term, since the divisor tells of a term whether it grows, but not of a sum of both kinds.
     terms = _fit_coefficients([[size for group in row for size in group] for row in values], steps, at)
-    owners = np.repeat(np.arange(len(values[0])), [len(group) for group in values[0]])
+    owners = np.repeat(np.arange(len(values[0])), [len(group) for group in values[0]])  # [terms] row of each
     sums = np.zeros((len(values[0]), 4))
     np.add.at(sums, owners, terms)
     return sums

@@ -25,7 +25,7 @@ from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
 from atorch_ns.profile.profile import Profile
 from atorch_ns.profile.record.fake_steps import FakeSteps, real_copy
-from atorch_ns.profile.record.steps import ForwardLoss, ModuleCall, Precision, Subject
+from atorch_ns.profile.record.steps import ForwardLoss, ModuleCall, StepPrecision, TracedModel
 from atorch_ns.profile.trace import Segment, Trace
 from atorch_ns.system import cpu_model, write_whole
 from atorch_ns.text import error_text
@@ -109,7 +109,7 @@ class ProfileDatabase:
 
     @contextmanager
     def _lock_database(self) -> Iterator[None]:
-        with self.path.with_name(f"{self.path.name}.lock").open("w") as file:
+        with self.path.with_name(f"{self.path.name}.lock").open("w") as file:  # writes replace the database
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -119,7 +119,7 @@ class _CapturedAllError(Exception):
 
 
 def captured_calls(
-    subject: Subject, precision: Precision, wanted: Mapping[str, str], how: str
+    subject: TracedModel, precision: StepPrecision, wanted: Mapping[str, str], how: str
 ) -> dict[str, ModuleCall]:
     """The first call of each block.
 
@@ -141,8 +141,8 @@ def captured_calls(
 
 
 def _run_recording(
-    subject: Subject,
-    precision: Precision,
+    subject: TracedModel,
+    precision: StepPrecision,
     model: nn.Module,
     batch: Any,
     wanted: Mapping[str, str],
@@ -150,7 +150,7 @@ def _run_recording(
 ) -> None:
     def capture(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         calls.setdefault(name, ModuleCall(args, dict(kwargs)))
-        if len(calls) == len(wanted):
+        if len(calls) == len(wanted):  # the rest of the pass is not needed
             raise _CapturedAllError
 
     for name, path in wanted.items():
@@ -201,10 +201,10 @@ def measure_blocks(
         raise InputError("blocks can be measured for a profile with a trace; make one with profile_model().")
     sizes = samples_and_tokens(batch)
     target = torch.device(device)
-    blocks = {s.fingerprint: s for s in reversed(profile.trace.segments) if s.is_block}
+    blocks = {s.fingerprint: s for s in reversed(profile.trace.segments) if s.is_block}  # the first of each
     modules = {segment.paths[0]: model.get_submodule(segment.paths[0]) for segment in blocks.values()}
     prints = {segment.paths[0]: name for name, segment in blocks.items()}
-    subject = Subject(model, batch, forward_loss, sizes, sizes, modules, prints)
+    subject = TracedModel(model, batch, forward_loss, sizes, sizes, modules, prints)
     measurement = _Measurement(subject, blocks, target, profile.trace.how)
     known = {} if re_profile or database is None else measurement.known(database)
     with random_states_kept(*{parameter.device for parameter in model.parameters()}):
@@ -230,7 +230,7 @@ def device_name(device: torch.device) -> str:
 
 class _Measurement:
     def __init__(
-        self, subject: Subject, blocks: Mapping[str, Segment], device: torch.device, how: str
+        self, subject: TracedModel, blocks: Mapping[str, Segment], device: torch.device, how: str
     ) -> None:
         self.notes: list[str] = []
         self._subject = subject
@@ -252,7 +252,7 @@ class _Measurement:
         """Times of all that is not to be skipped."""
         results: dict[BlockKey, BlockSeconds] = {}
         precisions = dict.fromkeys(key for block in self._blocks.values() for key in block.costs)
-        for precision in map(Precision.parse, precisions):
+        for precision in map(StepPrecision.parse, precisions):
             missing = {
                 name: block.paths[0]
                 for name, block in self._blocks.items()
@@ -274,7 +274,7 @@ class _Measurement:
             self._name, torch.__version__, name, precision, num_samples, num_tokens, round(float(flops))
         )
 
-    def _try_block(self, path: str, call: ModuleCall, precision: Precision) -> BlockSeconds | None:
+    def _try_block(self, path: str, call: ModuleCall, precision: StepPrecision) -> BlockSeconds | None:
         try:
             return _time_block(self._subject.blocks[path], call, precision, self._device)
         except Exception as error:  # the user's block, perhaps without what it needs of the model around it
@@ -283,15 +283,15 @@ class _Measurement:
 
 
 def _time_block(
-    block: nn.Module, call: ModuleCall, precision: Precision, device: torch.device
+    block: nn.Module, call: ModuleCall, precision: StepPrecision, device: torch.device
 ) -> BlockSeconds:
     def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() and tensor.is_meta:
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)  # 0 is a legal index
         if not tensor.is_floating_point():
             return tensor.detach().to(device, copy=True)
         result = torch.empty(tensor.shape, dtype=precision.dtype_of(kind, tensor), device=device)
-        return result.normal_(std=0.02)
+        return result.normal_(std=0.02)  # a usual deviation of initial weights
 
     module = copy_structure(block, make, {})
     precision.install(module, {})
@@ -302,7 +302,7 @@ def _time_block(
     while len(runs) < _LEAST + 1 or (len(runs) < _MOST + 1 and time.perf_counter() < deadline):
         runs.append(_time_passes(module, args, kwargs, precision, device))
         for tensor in (*module.parameters(), *inputs):
-            tensor.grad = None
+            tensor.grad = None  # the next backward pass would add to it
     # The first run warms caches up.
     forward, backward = zip(*runs[1:], strict=True)
     return BlockSeconds(statistics.median(forward), statistics.median(backward))
@@ -312,13 +312,13 @@ def _time_passes(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    precision: Precision,
+    precision: StepPrecision,
     device: torch.device,
 ) -> BlockSeconds:
     with torch.enable_grad(), precision.context(device.type):
         forward, output = _time_call(lambda: module(*args, **kwargs), device)
     roots = [tensor for tensor in unique_tensors_of(output) if tensor.requires_grad]
-    if not roots:
+    if not roots:  # a frozen block has no backward pass
         return BlockSeconds(forward, 0.0)
     gradients = [torch.ones_like(tensor) for tensor in roots]
     backward, _ = _time_call(lambda: torch.autograd.backward(roots, gradients), device)
@@ -327,7 +327,7 @@ def _time_passes(
 
 def _time_call(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)  # kernels run after the call that starts them returns
     start = time.perf_counter()
     result = function()
     if device.type == "cuda":
@@ -336,19 +336,16 @@ def _time_call(function: Callable[[], Any], device: torch.device) -> tuple[float
 
 
 def _real_inputs(call: ModuleCall, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Real inputs of the shapes, dtypes and needs of gradients of a captured call."""
-
     def real(tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is torch.Tensor and not tensor.is_floating_point():
+        if type(tensor) is torch.Tensor and not tensor.is_floating_point():  # masks and positions with values
             return tensor.detach().to(device)
         if not tensor.is_floating_point():
-            return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)  # a mask that hides nothing
         result = torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
         return result.requires_grad_(tensor.requires_grad)
 
     def plain(value: Any) -> Any:
-        """Without what holds state between calls, such as a cache of keys and values."""
         kept = isinstance(value, (torch.Tensor, int, float, str, bool, torch.dtype, tuple, list, dict))
-        return map_tensors(real, value) if kept else None
+        return map_tensors(real, value) if kept else None  # a cache of keys would grow from run to run
 
     return tuple(plain(value) for value in call.args), {k: plain(v) for k, v in call.kwargs.items()}

@@ -29,7 +29,7 @@ def by_divisor(sizes: Sequence[int], num_samples: int, at: int) -> np.ndarray:
         at: the user's B.
     """
     exact = np.asarray(sizes, dtype=np.int64)
-    whole = exact % num_samples == 0
+    whole = exact % num_samples == 0  # [N] grows with B
     square = (exact % num_samples**2 == 0) & (num_samples > 1)
     coefficients = np.zeros((len(exact), 4))
     coefficients[:, 0] = np.where(whole, 0, exact)
@@ -40,7 +40,7 @@ def by_divisor(sizes: Sequence[int], num_samples: int, at: int) -> np.ndarray:
 
 def by_samples(sizes: Sequence[Sequence[int]], num_samples: Sequence[int]) -> np.ndarray:
     """[N, 4] coefficients of sizes seen with two B, N sizes for each."""
-    (first, second), (low, high) = np.asarray(sizes, dtype=np.float64), num_samples
+    (first, second), (low, high) = np.asarray(sizes, dtype=np.float64), num_samples  # two points, a line
     coefficients = np.zeros((len(first), 4))
     coefficients[:, 1] = (second - first) / (high - low)
     coefficients[:, 0] = first - low * coefficients[:, 1]
@@ -52,17 +52,17 @@ def by_lengths(parts: Sequence[np.ndarray], num_tokens: Sequence[int]) -> np.nda
 
     What grows with T but not with B (a causal mask) is taken as it is at the user's T.
     """
-    grown = np.stack([part[:, 1] for part in parts])
+    grown = np.stack([part[:, 1] for part in parts])  # [3, N] what is multiplied by B, at each T
     coefficients = np.zeros_like(parts[0])
     coefficients[:, 0] = parts[0][:, 0]
-    powers = np.vander(np.asarray(num_tokens, dtype=np.float64), 3, increasing=True)
+    powers = np.vander(np.asarray(num_tokens, dtype=np.float64), 3, increasing=True)  # rows (1, T, T²)
     coefficients[:, 1:] = np.linalg.solve(powers, grown).T
     return coefficients
 
 
 def values_at(coefficients: np.ndarray, num_samples: float, num_tokens: float) -> np.ndarray:
     """[N] values of [N, 4] coefficients at B and T."""
-    grown = num_samples * num_tokens ** np.arange(3)
+    grown = num_samples * num_tokens ** np.arange(3)  # (B, B·T, B·T²)
     values: np.ndarray = coefficients[:, 0] + coefficients[:, 1:] @ grown
     return values
 
@@ -132,7 +132,7 @@ class Growth:
         return self.constant + num_samples * inner
 
     def __add__(self, other: Growth) -> Growth:
-        amount, more = abs(self.at(1)), abs(other.at(1))
+        amount, more = abs(self.at(1)), abs(other.at(1))  # shares are averaged by the values at B = T = 1
         total = amount + more or 1.0
         return Growth(
             self.constant + other.constant,

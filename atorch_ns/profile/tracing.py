@@ -28,7 +28,13 @@ from atorch_ns.errors import InputError
 from atorch_ns.profile.optimizer import optimizer_spec
 from atorch_ns.profile.profile import Profile
 from atorch_ns.profile.record.fake_steps import FakeSteps, record_real
-from atorch_ns.profile.record.steps import ALL_PRECISIONS, ForwardLoss, Precision, RecordedStep, Subject
+from atorch_ns.profile.record.steps import (
+    ALL_PRECISIONS,
+    ForwardLoss,
+    RecordedStep,
+    StepPrecision,
+    TracedModel,
+)
 from atorch_ns.profile.segments import DifferentEventsError, segments_of
 from atorch_ns.profile.trace import Growth, Segment, Trace
 from atorch_ns.text import error_line
@@ -65,7 +71,7 @@ class TraceFallbacks:
         device: the device that fake tensors claim to be on.
     """
 
-    def __init__(self, subject: Subject, precisions: Sequence[Precision], device: str) -> None:
+    def __init__(self, subject: TracedModel, precisions: Sequence[StepPrecision], device: str) -> None:
         self._subject = subject
         self._precisions = precisions
         self._device = device
@@ -82,11 +88,12 @@ class TraceFallbacks:
         """
         prime, batch_size = self._prime_batch_size(), self._subject.sizes[0]
         reason: Exception | None = None
+        # The cheapest way first: few blocks, all blocks, the batch's own B for models that take no other.
         for truncated, num_samples in ((True, prime), (False, prime), (False, batch_size)):
             try:
                 traced = self._trace_fake_steps(truncated, num_samples, self._sequence_lengths(1))
             except Exception as error:  # whatever the user's code raises on fake tensors
-                reason = reason or error
+                reason = reason or error  # the first failure is reported
                 continue
             if num_samples != prime:
                 traced = replace(traced, notes=(*traced.notes, _fixed_batch(batch_size)))
@@ -107,11 +114,10 @@ class TraceFallbacks:
         )
 
     def _in_each_precision(
-        self, record: Callable[[Precision], list[RecordedStep]]
+        self, record: Callable[[StepPrecision], list[RecordedStep]]
     ) -> tuple[dict[str, list[RecordedStep]], tuple[str, ...]]:
-        """Steps by precision key. The first precision must run; another that does not is noted."""
         first, *others = self._precisions
-        steps, notes = {first.key: record(first)}, []
+        steps, notes = {first.key: record(first)}, []  # the first precision must run, others may fail
         for precision in others:
             try:
                 steps[precision.key] = record(precision)
@@ -121,7 +127,7 @@ class TraceFallbacks:
 
     def _with_lengths(self, traced: Traced, truncated: bool, num_samples: int, wanted: bool) -> Traced:
         lengths = self._sequence_lengths(3)
-        if not wanted or self._subject.sizes[1] == 1:
+        if not wanted or self._subject.sizes[1] == 1:  # one token: no sequence
             return traced
         try:
             return self._trace_fake_steps(truncated, num_samples, lengths)
@@ -130,10 +136,10 @@ class TraceFallbacks:
             return replace(traced, notes=(*traced.notes, note))
 
     def _sequence_lengths(self, count: int) -> tuple[int, ...]:
-        """The batch's own T, a half and a quarter of it: no model runs more tokens than the user gave it."""
         tokens = self._subject.sizes[1]
         if count == 1:
             return (tokens,)
+        # Shorter ones, since no model runs more tokens than the user gave it. Few tokens have no quarter.
         return (tokens, tokens // 2, tokens // 4) if tokens >= 8 else (tokens, tokens + 1, tokens + 2)
 
     def _trace_real_steps(self, reason: Exception) -> Traced:
@@ -145,7 +151,7 @@ class TraceFallbacks:
                 "the meta device, so no real step can be taken. Build it on a device."
             ) from reason
         num_samples = subject.sizes[0]
-        pair = (num_samples, num_samples // 2) if num_samples > 1 else (1, 2)
+        pair = (num_samples, num_samples // 2) if num_samples > 1 else (1, 2)  # a line needs two B
         try:
             steps, notes = self._in_each_precision(
                 lambda precision: [record_real(subject, precision, count) for count in pair]
@@ -163,16 +169,15 @@ class TraceFallbacks:
         try:
             return Traced(segments_of(subject, steps, {}), "real", (note, *notes))
         except DifferentEventsError as error:
-            single = {key: runs[:1] for key, runs in steps.items()}
+            single = {key: runs[:1] for key, runs in steps.items()}  # sizes that B divides then grow with B
             other = f"Sizes are taken to grow with the batch where {num_samples} divides them: {error}."
             return Traced(segments_of(subject, single, {}), "real", (note, *notes, other))
 
     def _prime_batch_size(self) -> int:
-        """A B that divides a size only if that size grows with B: no dim of the model or the batch, nor its
-        neighbours (a sequence without its last token), is a multiple of it."""
         model, batch = self._subject.model, unique_tensors_of(self._subject.batch)
         tensors = (*model.parameters(), *model.buffers(), *batch)
         dims = {size + step for t in tensors for size in t.shape for step in (-1, 0, 1)}
+        # No dim, nor a neighbour (a sequence without its last token), is a multiple: multiples grow with B.
         return next((p for p in _PRIMES if not any(dim and dim % p == 0 for dim in dims)), _PRIMES[-1])
 
 
@@ -235,7 +240,7 @@ def profile_model(
     modules = {block.name: block.module for block in layers}
     sizes = samples_and_tokens(batch)
     usable = "cpu" if _is_unused(device) else device
-    subject = Subject(
+    subject = TracedModel(
         model=model,
         batch=batch,
         forward_loss=forward_loss,
@@ -247,7 +252,9 @@ def profile_model(
         counts_workspaces=usable == device,
     )
     with caches_off(model), random_states_kept(*{parameter.device for parameter in model.parameters()}):
-        traced = TraceFallbacks(subject, [Precision.parse(key) for key in precisions], usable).best(sequence)
+        traced = TraceFallbacks(subject, [StepPrecision.parse(key) for key in precisions], usable).best(
+            sequence
+        )
         spec, optimizer_notes = optimizer_spec(make_optimizer, torch.device(device).type)
     trace = _build_trace(subject, traced)
     if usable != device:
@@ -259,10 +266,10 @@ def profile_model(
 
 def _is_unused(device: str) -> bool:
     kind = torch.device(device).type
-    return kind != "cpu" and not (kind == "cuda" and torch.cuda.is_initialized())
+    return kind != "cpu" and not (kind == "cuda" and torch.cuda.is_initialized())  # tracing starts no GPU
 
 
-def _build_trace(subject: Subject, traced: Traced) -> Trace:
+def _build_trace(subject: TracedModel, traced: Traced) -> Trace:
     num_samples, num_tokens = subject.sizes
     rows = [t for t in unique_tensors_of(subject.batch) if t.dim() and t.shape[0] == num_samples]
     others = [t for t in unique_tensors_of(subject.batch) if not t.dim() or t.shape[0] != num_samples]

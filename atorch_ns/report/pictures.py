@@ -13,9 +13,8 @@ from pathlib import Path
 from atorch_ns.report.html.page import SVG_STYLE, report_figures
 from atorch_ns.report.report import TrainingReport, write_text
 
-_MARGIN = 12
-_SCALE = 1.5
-"""Pixels to a unit of the picture, where nothing else gives its size."""
+_MARGIN = 12  # units of the picture
+_SCALE = 1.5  # pixels to a unit of the picture, where nothing else gives its size
 
 
 def save_pictures(report: TrainingReport, folder: str | PathLike[str]) -> list[Path]:
@@ -40,7 +39,7 @@ def save_pictures(report: TrainingReport, folder: str | PathLike[str]) -> list[P
 
 
 def _standalone_picture(picture: str) -> str:
-    """The picture with the page's style in it, on the page's ground, with a margin."""
+    # Outside of the page a picture needs the page's style, its ground and a margin.
     first, _, rest = picture.partition("\n")
     width, height = (int(size) for size in re.findall(r'(?<= )(?:width|height)="(\d+)"', first))
     wide, high = width + 2 * _MARGIN, height + 2 * _MARGIN

@@ -58,9 +58,8 @@ def write_text(path: Path, text: str) -> None:
         raise InputError(with_period(f"{path} cannot be written: {error.strerror or error}")) from None
 
 
-_SHOWN = 12
-_ACTUAL_STEPS = 5
-"""Steps of training after which the report shows measured times."""
+_SHOWN = 12  # candidates in printed text
+_ACTUAL_STEPS = 5  # steps of training after which the report shows measured times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,12 +293,11 @@ def _pipeline_from_json(values: Mapping[str, Any]) -> PipelineStep:
 
 
 def _device_type(name: str) -> str | None:
-    """Type of a device by its name; ``None`` if the name does not say."""
+    # The table of devices knows GPUs by name; another name does not say its type.
     return "cpu" if name == "cpu" else "cuda" if name == "cuda" or name in DEVICES else None
 
 
 def _chosen_strategy(search: SearchOutcome, winner: Row) -> Strategy:
-    """The winner with what it was chosen for."""
     time, memory = seconds(winner), peak(winner)
     return Strategy(
         winner.candidate.steps,

@@ -9,13 +9,13 @@ from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.outcome import (
     Ended,
     Event,
-    Note,
     Observer,
     Priced,
     Profiling,
     Row,
+    SearchNote,
     SearchOutcome,
-    Setting,
+    SearchSetting,
     TrialEnded,
     TrialStarted,
     from_json,
@@ -31,9 +31,8 @@ from atorch_ns.search.space.space import explore
 from atorch_ns.search.trial import BesideTensors, StopRule, TrialOutcome, TrialStatus, TrialTask
 
 __all__ = [
-    "BesideTensors", "Candidate", "Ended", "Event", "Fate", "History", "Note", "Observer", "Priced", "Profiling",
-    "Row", "Search", "SearchOutcome", "SearchSettings", "Setting", "StopRule", "StudyRecord", "TrialEnded",
-    "TrialOutcome", "TrialRecord", "TrialStarted", "TrialStatus", "TrialTask", "explore", "from_json",
-    "memory_limit", "outcome_from_json", "outcome_to_json", "read_constraints", "read_history", "to_json",
-    "tried_strategies",
+    "BesideTensors", "Candidate", "Ended", "Event", "Fate", "History", "Observer", "Priced", "Profiling", "Row",
+    "Search", "SearchNote", "SearchOutcome", "SearchSetting", "SearchSettings", "StopRule", "StudyRecord", "TrialEnded",
+    "TrialOutcome", "TrialRecord", "TrialStarted", "TrialStatus", "TrialTask", "explore", "from_json", "memory_limit",
+    "outcome_from_json", "outcome_to_json", "read_constraints", "read_history", "to_json", "tried_strategies",
 ]  # fmt: skip

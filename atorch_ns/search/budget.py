@@ -9,41 +9,23 @@ from dataclasses import replace
 
 from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.objective import SearchSettings
-from atorch_ns.search.outcome import Setting
+from atorch_ns.search.outcome import SearchSetting
 from atorch_ns.search.ranking import RankedCandidate, noise
 from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.trial import Ledger, StopRule
 
-SHARE_OF_TRIALS = 5
-"""Without ``max_trials``, a search runs one trial for this many candidates at most."""
-
-LEAST_TRIALS = 6
-"""… and may always run this many."""
-
-FAILURES = 6
-"""Trials that fail for other reasons than memory, while none has worked, after which it is the job's fault."""
-
-SAME_ERRORS = 3
-"""The same number where all of them raised one and the same error."""
-
-MARGIN = 0.01
-"""A candidate that would win by less than this is not worth a trial, however quiet the machine."""
-
+SHARE_OF_TRIALS = 5  # without ``max_trials``, a search runs one trial for this many candidates at most
+LEAST_TRIALS = 6  # … and may always run this many
+FAILURES = 6  # trials that fail for other reasons than memory while none works: then it is the job's fault
+SAME_ERRORS = 3  # the same number where all of them raised one and the same error
+MARGIN = 0.01  # a candidate that would win by less is not worth a trial, however quiet the machine
 
 PROBE_DEADLINE_S = 60.0
-
-LEAST_DEADLINE_S = 10.0
-"""A trial that was begun may take this long, however little of the search's time is left."""
-
+LEAST_DEADLINE_S = 10.0  # a trial that was begun may take this long, however little of the time is left
+# Share of the time left that a trial's timed steps may take: many rough trials tell more than two exact ones.
 SHARE_OF_THE_TIME = 0.1
-"""A trial's timed steps may take this share of the time that is left: many rough trials tell more than two
-exact ones."""
-
-LEAST_TRIAL_S = 1.0
-"""… and this many seconds at least."""
-
-LONG_STEP_S = 5.0
-"""From here on, one step of warming up is enough."""
+LEAST_TRIAL_S = 1.0  # … and this many seconds at least
+LONG_STEP_S = 5.0  # from here on, one step of warming up is enough
 
 
 def default_max_trials(knowledge: Knowledge) -> int:
@@ -57,7 +39,7 @@ def stop_reason(knowledge: Knowledge, settings: SearchSettings) -> str:
     number = knowledge.ledger.num_run
     if settings.max_trials is not None and number >= settings.max_trials:
         return f"max_trials={settings.max_trials} was reached"
-    if not knowledge.ranked:
+    if not knowledge.ranked:  # nothing has worked yet
         return _common_failure(knowledge)
     if settings.sampler == "exhaustive":
         return ""
@@ -71,17 +53,16 @@ def stop_reason(knowledge: Knowledge, settings: SearchSettings) -> str:
             )
     if settings.max_trials is None and number >= default_max_trials(knowledge):
         runnable = sum(candidate.pruned is None for candidate in knowledge.candidates)
-        few = number <= runnable / SHARE_OF_TRIALS
+        few = number <= runnable / SHARE_OF_TRIALS  # else LEAST_TRIALS was reached
         share = "fifth" if few else f"share of {number / max(1, runnable):.0%}"
         return f"{number} trials of {runnable} candidates were run, a {share}"
     return ""
 
 
 def _common_failure(knowledge: Knowledge) -> str:
-    """Why further trials would fail as well, while none has worked; empty if one may work."""
     judged = [(key, entry.merged) for key, entry in knowledge.ledger if entry.judged]
     reasons = {end.reason if end.status == "raised" else "" for _, end in judged}
-    if len(judged) >= SAME_ERRORS and len(reasons) == 1:
+    if len(judged) >= SAME_ERRORS and len(reasons) == 1:  # "" stands for every other end
         methods = {candidate.key: {name for name, _ in candidate.steps} for candidate in knowledge.candidates}
         shared = set.intersection(*(methods[key] for key, _ in judged))
         others = (methods[knowledge.candidates[index].key] for index in knowledge.open)
@@ -108,7 +89,11 @@ class TimeBudget:
     """
 
     def __init__(
-        self, setting: Setting, settings: SearchSettings, clock: Callable[[], float], has_single: bool = False
+        self,
+        setting: SearchSetting,
+        settings: SearchSettings,
+        clock: Callable[[], float],
+        has_single: bool = False,
     ) -> None:
         self._spent = setting.profile_seconds + setting.estimate_seconds
         self._settings, self.is_short = settings, False
@@ -173,9 +158,9 @@ class TimeBudget:
         deadline = self._settings.trial_deadline_s + candidate.setup_seconds
         if predicted_seconds is not None:
             slow = 3 * predicted_seconds * (rule.warmup_steps + rule.min_steps)
-            deadline = max(deadline, min(slow, 10 * deadline))
-        end = max(LEAST_DEADLINE_S, self.left + LEAST_DEADLINE_S / 2)
-        self.is_short = end < deadline
+            deadline = max(deadline, min(slow, 10 * deadline))  # predictions stretch it tenfold at most
+        end = max(LEAST_DEADLINE_S, self.left + LEAST_DEADLINE_S / 2)  # the search may end a little late
+        self.is_short = end < deadline  # a trial that hangs then is no fault of its candidate
         return min(deadline, end)
 
     def single_deadline(self, usual_cost: float) -> float:

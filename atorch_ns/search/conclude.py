@@ -9,16 +9,16 @@ import numpy as np
 
 from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.objective import SearchSettings
-from atorch_ns.search.outcome import Row, SearchOutcome, Setting, SingleProcess
+from atorch_ns.search.outcome import Row, SearchOutcome, SearchSetting, SingleProcess
 from atorch_ns.search.ranking import Preferred, prefer, step_noise
 from atorch_ns.search.reasons import Reasons, nearest_miss
-from atorch_ns.search.trial import Entry, TrialOutcome
+from atorch_ns.search.trial import CandidateTrials, TrialOutcome
 
-ORDER = {"won": 0, "lost": 1, "untried": 2, "failed": 3, "pruned": 4}
+ORDER = {"won": 0, "lost": 1, "untried": 2, "failed": 3, "pruned": 4}  # of rows, by fate
 
 
 def conclude(
-    setting: Setting,
+    setting: SearchSetting,
     settings: SearchSettings,
     knowledge: Knowledge,
     *,
@@ -45,7 +45,7 @@ def conclude(
     rows = _build_rows(knowledge, reasons)
     best = winner.candidate if winner is not None else unmeasured and unmeasured.candidate
     bound = None
-    if knowledge.objective.counts_time:
+    if knowledge.objective.counts_time:  # the bound is in seconds
         bound = knowledge.lower_bound(settings.win_probability, settings.seed)
     probe = check = single = None
     if winner is not None:
@@ -75,34 +75,25 @@ def conclude(
 
 
 def _numerics_check(probe: TrialOutcome | None, *, unfinished: str) -> str | None:
-    """The sentence about the check of the winner's numerics; ``None`` if there was none and none was to be.
-
-    A check that could not run proves nothing, so it does not rule the candidate out.
-
-    Args:
-        probe: outcome of the check; ``None`` if it was not run.
-        unfinished: why the search was over before it, where it was to be run.
-    """
+    """The sentence about the check of the winner's numerics; ``None`` if there was none and none was to be."""
     what = "numerics against one process, with SGD"
-    if probe is None:
+    if probe is None:  # ``unfinished`` says why the search was over before it
         return f"{what}: could not be run: {unfinished}" if unfinished else None
     if probe.status == "ok":
         detail = f" ({probe.reason})" if probe.reason else ""
         return f"{what}: passed{detail}"
     if probe.status == "wrong":
         return f"{what}: failed: {probe.reason}"
+    # A check that could not run proves nothing, so it does not rule the candidate out.
     status = "not done in time" if probe.status == "hung" else probe.status
     return f"{what}: could not be run: {status}: {probe.reason}"
 
 
 def _best_predicted(knowledge: Knowledge) -> Preferred | None:
-    """The baseline, or what predictions choose, of those that fit and were not tried; ``None`` without one.
-
-    ``None`` as well where trials have failed for another reason than memory: the same may happen to others.
-    """
+    """The baseline, or the choice by predictions, of candidates that fit and were not tried."""
     ledger, objective = knowledge.ledger, knowledge.objective
     if any(entry.judged and key not in knowledge.short_of_memory for key, entry in ledger):
-        return None
+        return None  # after a failure for another reason than memory: others may fail alike
     free = [knowledge.candidates[index] for index in knowledge.open]
     free = [candidate for candidate in free if _without_a_fault(ledger.get(candidate.key))]
     plain = next((candidate for candidate in free if candidate.is_baseline), None)
@@ -112,13 +103,13 @@ def _best_predicted(knowledge: Knowledge) -> Preferred | None:
     return prefer(free, objective, knowledge.limit_for_tensors) if free else None
 
 
-def _without_a_fault(entry: Entry | None) -> bool:
-    """Whether nothing is known against a candidate: not tried, or ended before it could show anything."""
+def _without_a_fault(entry: CandidateTrials | None) -> bool:
+    # Not tried, or ended before it could show anything.
     return entry is None or (not entry.outcomes and all(trial.status == "cancelled" for trial in entry.lost))
 
 
 def _build_rows(knowledge: Knowledge, reasons: Reasons) -> list[Row]:
-    tried = len(knowledge.ledger) > 0
+    tried = len(knowledge.ledger) > 0  # before, nothing corrects a prediction
     sizes = knowledge.bytes if tried else None
     rows = []
     for index, candidate in enumerate(knowledge.candidates):
@@ -142,7 +133,7 @@ def _build_rows(knowledge: Knowledge, reasons: Reasons) -> list[Row]:
 
 
 def _row_order(row: Row) -> tuple[float | str, ...]:
-    seconds = row.corrected_seconds
+    seconds = row.corrected_seconds  # measured where it can be, else corrected, else predicted
     if row.trial is not None and row.trial.succeeded:
         seconds = row.trial.median_seconds
     elif seconds is None:
@@ -168,19 +159,18 @@ def pareto(rows: Iterable[Row]) -> tuple[str, ...]:
     front: list[str] = []
     least = np.inf
     for _, memory, key in sorted(points):
-        if memory < least:
+        if memory < least:  # than all that are faster
             front.append(key)
             least = memory
     return tuple(front)
 
 
 def _seconds_and_bytes(row: Row) -> tuple[float, float] | None:
-    """Seconds and bytes; ``None`` where one of them is unknown."""
     seconds = row.corrected_seconds or row.candidate.predicted_seconds
     memory = row.corrected_bytes or row.candidate.predicted_bytes
     if row.trial is not None and row.trial.succeeded:
         seconds = row.trial.median_seconds
         memory = row.trial.max_peak_bytes or memory
-    if not seconds or not memory:
+    if not seconds or not memory:  # one of them is unknown
         return None
     return float(seconds), float(memory)

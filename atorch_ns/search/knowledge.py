@@ -10,27 +10,19 @@ from dataclasses import replace
 
 import numpy as np
 
+from atorch_ns.estimate import MemoryParts
 from atorch_ns.search.objective import Objective
 from atorch_ns.search.ranking import CONFIDENCE_Z, RankedCandidate, choose, drift, rank_candidates
 from atorch_ns.search.residual_model import Features, Posterior, fit_posterior
 from atorch_ns.search.space.candidate import Candidate
-from atorch_ns.search.trial import BesideTensors, Entry, Ledger, TrialOutcome
+from atorch_ns.search.trial import BesideTensors, CandidateTrials, Ledger, TrialOutcome
 from atorch_ns.text import bytes_text
 
-OVER = 1.05
-"""A candidate that ran out of memory is taken to need this much of the limit, or of its prediction, at least."""
-
-UNEXPLAINED_BELOW = 0.5
-"""A candidate that ran out of memory with less than this share of the limit did so for another reason."""
-
-ABOUT = 0.98
-"""What is predicted to need this share of what ran out of memory is taken to run out as well."""
-
-FAILURES_PUNISH = 0.5
-"""Chance that a candidate works after a failure that it would share, halved by each further one."""
-
-CLOSE_WITHIN = 0.1
-"""One process is not called as fast as the winner if it takes longer by more than this share, whatever the noise."""
+OVER = 1.05  # a candidate that ran out of memory needs this much of the limit, or of its prediction, at least
+UNEXPLAINED_BELOW = 0.5  # with less than this share of the limit, it ran out of memory for another reason
+ABOUT = 0.98  # candidates that need this share of the bytes with which one ran out of memory run out as well
+FAILURES_PUNISH = 0.5  # chance that a candidate works after a failure that it would share; for each of them
+CLOSE_WITHIN = 0.1  # one process that is slower by more than this share is not as fast, whatever the noise
 
 
 class Knowledge:
@@ -69,6 +61,7 @@ class Knowledge:
     def is_as_fast(self, trial: TrialOutcome) -> bool:
         """Whether a trial that is simpler than the winner takes no longer than it, as far as noise can tell."""
         assert self.winner is not None
+        # The noise within the trial, and the drift between trials.
         error = math.hypot(self.objective.noise(trial), drift(self.ledger, self.objective))
         best = self.winner.value
         noise_s = CONFIDENCE_Z * math.hypot(error * trial.median_seconds, self.winner.error * best)
@@ -79,8 +72,10 @@ class Knowledge:
         """Indices of candidates that may still be tried."""
         return [
             index
-            for index, one in enumerate(self.candidates)
-            if one.pruned is None and one.key not in self.learned and not self.ledger.judged(one.key)
+            for index, candidate in enumerate(self.candidates)
+            if candidate.pruned is None
+            and candidate.key not in self.learned
+            and not self.ledger.judged(candidate.key)
         ]
 
     @functools.cached_property
@@ -106,9 +101,10 @@ class Knowledge:
     def bytes(self) -> Posterior | None:
         """The logarithm of the bytes that a rank needs, of tensors and beside them; ``None`` where memory was not predicted."""
         tensors = [candidate.predicted_bytes for candidate in self.candidates]
-        if not all(value for value in tensors):
+        # One candidate without an estimate is enough; those that amount to others are never tried.
+        if not all(each.predicted_bytes for each in self.candidates if each.pruned is None):
             return None
-        predicted = [(value or 0.0) + self.unpredicted_bytes for value in tensors]
+        predicted = [value + self.unpredicted_bytes if value else None for value in tensors]
         rows = []
         for index, entry in self._indexed_entries:
             estimate = self.candidates[index].estimate
@@ -117,8 +113,8 @@ class Knowledge:
                 continue  # what planning took says nothing of steps
             peak = float(entry.merged.max_needed_bytes)
             if peak and not entry.merged.process_bytes:
-                peak += beyond
-            if self.candidates[index].key in self.short_of_memory and self.limit_bytes:
+                peak += beyond  # tensors alone were measured: the rest is taken as predicted
+            if self.candidates[index].key in self.short_of_memory and self.limit_bytes:  # it needs more
                 peak = OVER * max(peak, predicted[index] or 0.0, float(self.limit_bytes))
             if peak > 0:
                 rows.append((index, peak, 0.0))
@@ -139,9 +135,11 @@ class Knowledge:
     @functools.cached_property
     def _predicted_beside(self) -> float:
         """What estimates count beside tensors: nothing on CPUs."""
-        estimates = [one.estimate for one in self.candidates if one.estimate is not None]
+        estimates = [entry.estimate for entry in self.candidates if entry.estimate is not None]
         return (
-            statistics.median(one.peak_bytes - one.allocated_bytes for one in estimates) if estimates else 0.0
+            statistics.median(entry.peak_bytes - entry.allocated_bytes for entry in estimates)
+            if estimates
+            else 0.0
         )
 
     @property
@@ -174,10 +172,10 @@ class Knowledge:
             if not entry.judged:
                 continue
             if end.succeeded:
-                ran.update(candidate.refusal_keys)
+                ran.update(candidate.refusal_keys)  # refusals by the same keys are disregarded
             elif end.status == "refused":
                 for key in candidate.refusal_keys:
-                    if key[0] == end.refused_by:
+                    if key[0] == end.refused_by:  # other methods have not refused
                         refusals.setdefault(key, f"{key[0]} refuses it as {candidate.label}: {end.reason}")
         matches: dict[str, str] = {}
         for candidate in self.candidates:
@@ -191,30 +189,34 @@ class Knowledge:
     @functools.cached_property
     def too_large(self) -> dict[str, str]:
         """Candidates, with reasons, that would run out of memory as another one did."""
-        # Where tensors as large had room, it was something else that a candidate ran out with, such as its planning.
+        # Where tensors as large had room, a candidate ran out for another reason, such as its planning.
         ran = max(
             (self.candidates[index].predicted_bytes or 0.0 for index, _, _ in self._ok_entries()), default=0.0
         )
         failed = [
-            one
-            for one in self.candidates
-            if one.key in self.short_of_memory and ABOUT * (one.predicted_bytes or 0.0) > ran
+            candidate
+            for candidate in self.candidates
+            if candidate.key in self.short_of_memory and ABOUT * (candidate.predicted_bytes or 0.0) > ran
         ]
-        least = min(failed, key=lambda one: one.predicted_bytes or math.inf, default=None)
+        least = min(failed, key=lambda candidate: candidate.predicted_bytes or math.inf, default=None)
         least_bytes = math.inf if least is None else least.predicted_bytes or math.inf
         reasons: dict[str, str] = {}
-        for index, one in enumerate(self.candidates):
-            if one.pruned is not None or self.ledger.judged(one.key) or one.estimate is None:
+        for index, candidate in enumerate(self.candidates):
+            if (
+                candidate.pruned is not None
+                or self.ledger.judged(candidate.key)
+                or candidate.estimate is None
+            ):
                 continue
-            if least is not None and one.estimate.peak_bytes >= ABOUT * least_bytes:
-                reasons[one.key] = (
-                    f"predicted to need {bytes_text(one.estimate.peak_bytes)}, and {least.label} ran out of "
+            if least is not None and candidate.estimate.peak_bytes >= ABOUT * least_bytes:
+                reasons[candidate.key] = (
+                    f"predicted to need {bytes_text(candidate.estimate.peak_bytes)}, and {least.label} ran out of "
                     f"memory with {bytes_text(least_bytes)}"
                 )
             elif self.bytes is not None and self.limit_bytes:
                 mean, deviation = self.bytes.mean[index], self.bytes.deviation[index]
-                if mean - deviation > math.log(self.limit_bytes):
-                    reasons[one.key] = (
+                if mean - deviation > math.log(self.limit_bytes):  # it is too large with a chance of 84 %
+                    reasons[candidate.key] = (
                         f"needs {bytes_text(math.exp(mean))} of {bytes_text(self.limit_bytes)} (predicted, corrected "
                         f"by trials{self._beside_text()})"
                     )
@@ -259,7 +261,7 @@ class Knowledge:
         works = frozenset[str]().union(*(methods[index] for index, end in ends if end.succeeded))
         blame: dict[str, float] = {}
         for index, end in ends:
-            suspects = methods[index] - works
+            suspects = methods[index] - works  # a method that has worked anywhere is not blamed
             if not end.succeeded and self.candidates[index].key not in self.short_of_memory:
                 for method in suspects:
                     blame[method] = blame.get(method, 0.0) + 1 / len(suspects)
@@ -271,7 +273,7 @@ class Knowledge:
         if not self.open or not self.ranked:
             return 1.0 if self.open else 0.0
         drawn, best = self._draw_samples(seed)
-        return float(np.mean(drawn.min(axis=1) < best + math.log1p(-margin)))
+        return float(np.mean(drawn.min(axis=1) < best + math.log1p(-margin)))  # all in logarithms
 
     def lower_bound(self, probability: float, seed: int) -> float | None:
         """The value that no candidate is expected to be below: a quantile of the least of all."""
@@ -284,19 +286,19 @@ class Knowledge:
         return min(reached, float(np.exp(np.quantile(drawn.min(axis=1), probability))))
 
     def _draw_samples(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """[S, M] draws of the open candidates, infinite where they fail, and [S] of the best one."""
         best = self.candidates.index(self.ranked[0].candidate)
         samples = self.posterior.samples(seed)
+        # Failures are drawn by another seed than values, of which they are independent.
         fails = np.random.default_rng(seed + 1).random((len(samples), len(self.open)))
         drawn = np.where(fails < self.chances_to_run[self.open], samples[:, self.open], np.inf)
-        return drawn, samples[:, best]
+        return drawn, samples[:, best]  # [S, M] of open candidates, [S] of the best one
 
     @functools.cached_property
-    def _indexed_entries(self) -> list[tuple[int, Entry]]:
+    def _indexed_entries(self) -> list[tuple[int, CandidateTrials]]:
         pairs = ((index, self.ledger.get(candidate.key)) for index, candidate in enumerate(self.candidates))
         return [(index, entry) for index, entry in pairs if entry is not None]
 
-    def _ok_entries(self) -> list[tuple[int, Candidate, Entry]]:
+    def _ok_entries(self) -> list[tuple[int, Candidate, CandidateTrials]]:
         return [
             (index, self.candidates[index], entry)
             for index, entry in self._indexed_entries
@@ -307,7 +309,10 @@ class Knowledge:
         self, features: Features, predicted: Sequence[float | None], rows: Sequence[tuple[int, float, float]]
     ) -> Posterior:
         usable = [row for row in rows if row[1] > 0 and math.isfinite(row[1])]
-        logs = np.asarray([math.log(value) if value else math.nan for value in predicted])
+        logs = np.asarray([math.log(value) if value else math.nan for value in predicted])  # [N]
+        if not np.isnan(logs).all():  # what is never tried does not say that nothing is known of the others
+            is_pruned = np.asarray([candidate.pruned is not None for candidate in self.candidates])
+            logs[np.isnan(logs) & is_pruned] = np.nanmedian(logs)
         return fit_posterior(
             features,
             logs,
@@ -318,8 +323,13 @@ class Knowledge:
 
     @functools.cached_property
     def _memory_shares(self) -> np.ndarray:
-        parts = np.asarray([one.estimate.memory if one.estimate else [0.0] * 6 for one in self.candidates])
+        parts = np.asarray(
+            [
+                candidate.estimate.memory if candidate.estimate else [0.0] * len(MemoryParts._fields)
+                for candidate in self.candidates
+            ]
+        )
         total = np.maximum(parts.sum(axis=1, keepdims=True), 1.0)
         shares: np.ndarray = parts / total
-        shares -= shares.mean(axis=0)
+        shares -= shares.mean(axis=0)  # the mean is in the common factor
         return shares

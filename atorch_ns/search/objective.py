@@ -120,23 +120,20 @@ class Objective:
         return 1 / batch if batch else math.inf
 
     def _corrected_batch(self, candidate: Candidate, more_bytes: float) -> int:
-        """Samples of the largest step if every step takes ``more_bytes`` more than predicted; 0 if unknown.
-
-        The peak is taken to grow linearly from the given batch to the largest one.
-        """
+        """Samples of the largest step if every step takes ``more_bytes`` more than predicted; 0 if unknown."""
         largest, batch = candidate.largest_batch or 0, candidate.given_batch or 0
         peak, estimate = candidate.largest_batch_bytes, candidate.estimate
         if not (self._limit and peak and batch and estimate is not None) or largest <= batch:
             return largest
-        excess = peak + more_bytes - self._limit
-        slope = (peak - estimate.peak_bytes) / (largest - batch)
+        excess = peak + more_bytes - self._limit  # of the largest batch
+        slope = (peak - estimate.peak_bytes) / (largest - batch)  # bytes a sample, taken to be constant
         if excess <= 0 or slope <= 0:
             return largest
-        return max(batch, int((largest - excess / slope) // batch) * batch)
+        return max(batch, int((largest - excess / slope) // batch) * batch)  # multiples of the given batch
 
     def noise(self, outcome: TrialOutcome) -> float:
         """Relative standard error of a measurement, as far as the steps of one trial show it."""
         if not self.counts_time:
             return 0.0
         noise = outcome.noise_seconds / outcome.median_seconds if outcome.median_seconds > 0 else 0.0
-        return noise if math.isfinite(noise) else 0.1
+        return noise if math.isfinite(noise) else 0.1  # one step shows none

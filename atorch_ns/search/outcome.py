@@ -21,11 +21,11 @@ from atorch_ns.search.trial import BesideTensors, TrialOutcome, TrialTask
 
 T = TypeVar("T")
 
-SCHEMA = 1
+SCHEMA = 1  # of ``report.json``
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class SearchSetting:
     """Model, machine and workload of a search, for the report's head.
 
     Attributes:
@@ -111,7 +111,7 @@ class SearchOutcome:
         single_process: a plain strategy in one process, against the winner; ``None`` where that was not measured.
     """
 
-    setting: Setting
+    setting: SearchSetting
     settings: SearchSettings
     rows: tuple[Row, ...]
     best: str | None
@@ -156,7 +156,7 @@ class Profiling:
 class Priced:
     """The candidates are known and priced."""
 
-    setting: Setting
+    setting: SearchSetting
     candidates: tuple[Candidate, ...]
 
 
@@ -180,7 +180,7 @@ class TrialEnded:
 
 
 @dataclass(frozen=True)
-class Note:
+class SearchNote:
     """A message for people: a rank that is waited for, a resumed history."""
 
     text: str
@@ -193,7 +193,7 @@ class Ended:
     outcome: SearchOutcome
 
 
-Event = Profiling | Priced | TrialStarted | TrialEnded | Note | Ended
+Event = Profiling | Priced | TrialStarted | TrialEnded | SearchNote | Ended
 
 
 class Observer(Protocol):
@@ -261,9 +261,8 @@ def _type_adapter(kind: Hashable) -> TypeAdapter[Any]:
 
 
 def _encode_nonfinite(value: Any) -> Any:
-    """The value with NaN and infinities as the strings that pydantic reads as such."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"  # as pydantic reads
     if isinstance(value, dict):
         return {key: _encode_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list):

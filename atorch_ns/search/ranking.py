@@ -18,14 +18,9 @@ from atorch_ns.text import bytes_text, compared_text, interval_text, percent_tex
 
 Steps = Sequence[tuple[str, Any]]
 
-SAME_WITHIN = 0.02
-"""A simpler strategy is not preferred if it is worse by more than this share, whatever the noise."""
-
-CONFIDENCE = 0.95
-"""One-sided confidence at which two candidates are taken to differ."""
-
-CONFIDENCE_Z = statistics.NormalDist().inv_cdf(CONFIDENCE)
-"""The same in standard errors of the difference."""
+SAME_WITHIN = 0.02  # a simpler strategy is not preferred if it is worse by more, whatever the noise
+CONFIDENCE = 0.95  # one-sided confidence at which two candidates are taken to differ
+CONFIDENCE_Z = statistics.NormalDist().inv_cdf(CONFIDENCE)  # in standard errors of the difference
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ def drift(ledger: Ledger, objective: Objective) -> float:
     """
     if not objective.counts_time:
         return 0.0
-    squares, number = 2 * DRIFT**2, 2
+    squares, number = 2 * DRIFT**2, 2  # the prior; a variance pooled over candidates is added to it
     for _, entry in ledger:
         medians = [math.log(outcome.median_seconds) for outcome in entry.outcomes if outcome.succeeded]
         if len(medians) > 1:
@@ -73,12 +68,12 @@ def rank_candidates(
         if key not in candidates or not entry.judged or not (outcome := entry.merged).succeeded:
             continue
         if limit_bytes and outcome.max_needed_bytes > limit_bytes:
-            continue
+            continue  # a limit that the system does not enforce lets it run
         value = objective.measured(candidates[key], outcome)
         if not (math.isfinite(value) and value > 0):
             continue
         number = len(entry.outcomes)
-        error = math.hypot(objective.noise(outcome), between / math.sqrt(number))
+        error = math.hypot(objective.noise(outcome), between / math.sqrt(number))  # repetition averages drift
         ranking.append(RankedCandidate(candidates[key], value, error, outcome, number))
     return sorted(ranking, key=lambda result: (result.value, result.candidate.key))
 
@@ -87,7 +82,7 @@ def tied_with_best(ranked: list[RankedCandidate]) -> list[RankedCandidate]:
     """The candidates that are as good as the first, itself among them.
 
     The baseline, where it is not worse beyond the noise; others, where besides they are not worse by
-    more than three per cent. The best of many is partly luck: against the baseline, the confidence holds for
+    more than two per cent. The best of many is partly luck: against the baseline, the confidence holds for
     all of them together (Bonferroni).
     """
     baseline_z = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / max(1, len(ranked) - 1))
@@ -131,13 +126,14 @@ def step_noise(ranked: Iterable[RankedCandidate]) -> float:
     return statistics.median(known) if known else 0.0
 
 
-def _measured_complexity(one: RankedCandidate) -> tuple[float, ...]:
-    steps = one.candidate.steps
+def _measured_complexity(entry: RankedCandidate) -> tuple[float, ...]:
+    steps = entry.candidate.steps
+    # Fewer methods, then fewer settings, then less memory; the value breaks ties.
     settings = sum(len(config) for _, config in steps if isinstance(config, Mapping))
-    peak = one.outcome.max_peak_bytes
-    if not peak and one.candidate.estimate is not None:
-        peak = int(one.candidate.estimate.peak_bytes)
-    return (len(steps), settings, peak, one.value)
+    peak = entry.outcome.max_peak_bytes
+    if not peak and entry.candidate.estimate is not None:
+        peak = int(entry.candidate.estimate.peak_bytes)
+    return (len(steps), settings, peak, entry.value)
 
 
 class Preferred(NamedTuple):
@@ -170,17 +166,21 @@ def prefer(
     first = best = usable[0]
     if not objective.counts_time or first.estimate is None:
         return Preferred(first)
-    sure = [one for one in usable if fits_surely(one, limit_bytes)]
+    sure = [candidate for candidate in usable if fits_surely(candidate, limit_bytes)]
     if sure and sure[0] is not first and _predicted_interval(sure[0])[0] <= _predicted_interval(first)[1]:
-        best, usable = sure[0], sure
+        best, usable = sure[0], sure  # intervals of steps overlap, so the sure one may be as fast
     elif sure and sure[0] is first:
-        usable = sure
+        usable = sure  # a simpler one must fit for sure, too
     assert best.estimate is not None
     known, shortest = best.estimate.intervals, best.estimate.step_seconds
-    margins = {one.key: unsure_gain(one.steps, best.steps, known) for one in usable}
-    near = [one for one in usable if (one.predicted_seconds or math.inf) <= shortest * margins[one.key]]
+    margins = {candidate.key: unsure_gain(candidate.steps, best.steps, known) for candidate in usable}
+    near = [
+        candidate
+        for candidate in usable
+        if (candidate.predicted_seconds or math.inf) <= shortest * margins[candidate.key]
+    ]
     names = frozenset(plain)
-    simplest = min(near, key=lambda one: _predicted_complexity(one, names))
+    simplest = min(near, key=lambda candidate: _predicted_complexity(candidate, names))
     reasons = [] if best is first else [_sure_reason(simplest, first, limit_bytes)]
     if simplest is not best:
         reasons.append(
@@ -190,21 +190,26 @@ def prefer(
     return Preferred(simplest, "; ".join(reasons))
 
 
-def unsure_gain(one: Steps, other: Steps, known: Intervals) -> float:
+def unsure_gain(steps: Steps, other: Steps, known: Intervals) -> float:
     """The factor up to which a predicted gain of one strategy over another on the same cluster is not believed.
 
     ``known.gain`` is that of strategies which differ in one method or config. Errors of several are taken to be
     independent, so that they grow with the square root of the differences.
     """
-    mine, others = dict(one), dict(other)
+    mine, others = dict(steps), dict(other)
+    # A method in place of another counts as one difference.
     changed = sum(name in others and config != others[name] for name, config in mine.items())
     number = changed + max(len(mine.keys() - others.keys()), len(others.keys() - mine.keys()))
     return math.pow(known.gain, math.sqrt(number))
 
 
-def fits_surely(one: Candidate, limit_bytes: int) -> bool:
+def fits_surely(candidate: Candidate, limit_bytes: int) -> bool:
     """Whether the whole interval of its memory is within the limit."""
-    return not limit_bytes or one.estimate is None or one.estimate.peak_bytes_interval[1] <= limit_bytes
+    return (
+        not limit_bytes
+        or candidate.estimate is None
+        or candidate.estimate.peak_bytes_interval[1] <= limit_bytes
+    )
 
 
 def _sure_reason(chosen: Candidate, first: Candidate, limit_bytes: int) -> str:
@@ -216,18 +221,19 @@ def _sure_reason(chosen: Candidate, first: Candidate, limit_bytes: int) -> str:
     )
 
 
-def _speedup_text(one: Candidate, other: Candidate) -> str:
+def _speedup_text(candidate: Candidate, other: Candidate) -> str:
     """How much faster one is predicted to be than another: ``"1.10× as fast (2.64 ms against 2.90 ms)"``."""
-    mine, theirs = one.predicted_seconds or math.inf, other.predicted_seconds or math.inf
+    mine, theirs = candidate.predicted_seconds or math.inf, other.predicted_seconds or math.inf
     return f"{compared_text(theirs / mine)} ({seconds_text(mine)} against {seconds_text(theirs)})"
 
 
-def _predicted_interval(one: Candidate) -> tuple[float, float]:
-    return (math.inf, math.inf) if one.estimate is None else one.estimate.step_seconds_interval
+def _predicted_interval(candidate: Candidate) -> tuple[float, float]:
+    return (math.inf, math.inf) if candidate.estimate is None else candidate.estimate.step_seconds_interval
 
 
-def _predicted_complexity(one: Candidate, plain: frozenset[str]) -> tuple[float, ...]:
-    divided = [name for name, size in one.axes if size > 1 and name in MODEL_AXES]
-    methods = sum(name not in plain for name, _ in one.steps)
-    axes = sum(size > 1 for _, size in one.axes)
-    return (len(divided), "pipeline" in divided, methods, axes, one.predicted_seconds or math.inf)
+def _predicted_complexity(candidate: Candidate, plain: frozenset[str]) -> tuple[float, ...]:
+    # Axes that divide the model, a pipeline, methods beyond the plain ones, all axes; then time.
+    divided = [name for name, size in candidate.axes if size > 1 and name in MODEL_AXES]
+    methods = sum(name not in plain for name, _ in candidate.steps)
+    axes = sum(size > 1 for _, size in candidate.axes)
+    return (len(divided), "pipeline" in divided, methods, axes, candidate.predicted_seconds or math.inf)

@@ -8,13 +8,12 @@ from atorch_ns.estimate import Estimate
 from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.ranking import Preferred, RankedCandidate, tied_with_best
 from atorch_ns.search.space.candidate import Candidate, Fate, largest_part
-from atorch_ns.search.trial import Entry
+from atorch_ns.search.trial import CandidateTrials
 from atorch_ns.text import bytes_text, counted, factor_text, interval_text, seconds_text
 
-UNEXPLAINED = "its predicted and measured memory does not explain"
-"""Words about a trial that ran out of memory far below the limit."""
+UNEXPLAINED = "its predicted and measured memory does not explain"  # of running out far below the limit
 
-STATES = ("parameters", "gradients", "optimizer")
+STATES = ("parameters", "gradients", "optimizer")  # parts of memory that more ranks divide
 
 
 def nearest_miss(knowledge: Knowledge) -> str:
@@ -31,6 +30,7 @@ def nearest_miss(knowledge: Knowledge) -> str:
         entry.merged.status != "out of memory" or candidate.key not in knowledge.short_of_memory
         for candidate, entry in other
     )
+    # A predicted miss is no explanation where trials failed for another reason than memory.
     if over and not (unexplained and all(ledger.get(candidate.key) is None for _, _, candidate in over)):
         excess, rank, nearest = min(over, key=lambda miss: (miss[0], miss[2].key))
         where = f"rank {rank}" if rank is not None else "every rank"
@@ -41,7 +41,7 @@ def nearest_miss(knowledge: Knowledge) -> str:
         part = f" ({largest_part(nearest.estimate)})" if nearest.estimate is not None else ""
         return f"{nearest.label} comes nearest: it {need}{part}; {_memory_advice(nearest, knowledge)}"
     if other:
-        candidate, entry = other[0]
+        candidate, entry = other[0]  # the first in the order of candidates
         why = entry.merged.reason or entry.merged.status
         if entry.merged.status == "out of memory":
             why = f"out of memory, which {UNEXPLAINED}: {entry.merged.reason or 'no message'}"
@@ -51,19 +51,21 @@ def nearest_miss(knowledge: Knowledge) -> str:
     return ""
 
 
-def _bytes_over_limit(one: Candidate, knowledge: Knowledge) -> tuple[float, int | None, Candidate] | None:
+def _bytes_over_limit(
+    candidate: Candidate, knowledge: Knowledge
+) -> tuple[float, int | None, Candidate] | None:
     """The bytes by which a candidate misses the limit, and on which rank; ``None`` if that is not its trouble."""
-    entry, limit_bytes = knowledge.ledger.get(one.key), knowledge.limit_bytes
-    predicted = one.predicted_bytes or 0.0
+    entry, limit_bytes = knowledge.ledger.get(candidate.key), knowledge.limit_bytes
+    predicted = candidate.predicted_bytes or 0.0
     if entry is None:
-        short = one.pruned is not None and one.pruned.kind == "memory" and limit_bytes
-        return (predicted - limit_bytes, None, one) if short else None
+        short = candidate.pruned is not None and candidate.pruned.kind == "memory" and limit_bytes
+        return (predicted - limit_bytes, None, candidate) if short else None  # predicted, of every rank
     outcome = entry.merged
     peak = outcome.max_needed_bytes
-    if outcome.status == "out of memory" and one.key in knowledge.short_of_memory:
-        return max(peak, predicted, limit_bytes) - limit_bytes, outcome.rank, one
+    if outcome.status == "out of memory" and candidate.key in knowledge.short_of_memory:
+        return max(peak, predicted, limit_bytes) - limit_bytes, outcome.rank, candidate
     if outcome.succeeded and limit_bytes and peak > limit_bytes:
-        return peak - limit_bytes, outcome.needed_bytes.index(peak), one
+        return peak - limit_bytes, outcome.needed_bytes.index(peak), candidate
     return None
 
 
@@ -117,11 +119,11 @@ class Reasons:
         fate, reason = self._fate_and_reason(index, entry)
         if entry is None or not entry.lost or not entry.outcomes:
             return fate, reason
-        last = entry.lost[-1]
+        last = entry.lost[-1]  # an attempt that ended through no fault of the candidate
         why = f"{last.status}: {last.reason}" if last.reason else last.status
         return fate, f"{reason}; after {counted(len(entry.lost), 'failed attempt')}: {why}"
 
-    def _fate_and_reason(self, index: int, entry: Entry | None) -> tuple[Fate, str]:
+    def _fate_and_reason(self, index: int, entry: CandidateTrials | None) -> tuple[Fate, str]:
         candidate = self._knowledge.candidates[index]
         if candidate.key in self._rejected:
             return "failed", self._rejected[candidate.key]
@@ -144,59 +146,61 @@ class Reasons:
             return "failed", f"{self._failure_reason(entry, candidate)}; not tried again: {self._stop_reason}"
         return "untried", self._reason_for_skip(index, candidate)
 
-    def _reason_for_win(self, one: RankedCandidate) -> str:
-        text = self._value_text(one)
+    def _reason_for_win(self, entry: RankedCandidate) -> str:
+        text = self._value_text(entry)
         if self._objective.kind != "batch":
-            text += f", measured over {len(one.outcome.step_seconds)} steps"
+            text += f", measured over {len(entry.outcome.step_seconds)} steps"
         ranked = self._knowledge.ranked
-        if ranked[0].candidate.key != one.candidate.key:
+        if ranked[0].candidate.key != entry.candidate.key:  # chosen as simpler, or as the baseline
             better = ranked[0]
-            why = f"this {self._why_preferred(one)}"
+            why = f"this {self._why_preferred(entry)}"
             return f"{text}; {better.candidate.label} ({self._value_text(better)}) is not better beyond the noise, and {why}"
         plain = next((other for other in ranked if other.candidate.is_baseline), None)
-        if plain is not None and plain is not one:
-            return f"{text}; the baseline {self._worse_text(plain, one)} ({self._value_text(plain)})"
+        if plain is not None and plain is not entry:
+            return f"{text}; the baseline {self._worse_text(plain, entry)} ({self._value_text(plain)})"
         return text
 
-    def _reason_for_loss(self, one: RankedCandidate) -> str:
+    def _reason_for_loss(self, entry: RankedCandidate) -> str:
         winner = self._winner
         if winner is None:
-            return self._value_text(one)
-        shown = f"{self._value_text(one)} against {self._value_text(winner)}"
+            return self._value_text(entry)
+        shown = f"{self._value_text(entry)} against {self._value_text(winner)}"
         if self._objective.kind != "batch":
             shown = f"measured {shown}"
-        if one in tied_with_best(self._knowledge.ranked):
+        if entry in tied_with_best(self._knowledge.ranked):
             why = f"{winner.candidate.label} {self._why_preferred(winner)}"
             return f"not better beyond the noise ({shown}), and {why}"
-        return f"{self._worse_text(one, winner)} ({shown})".removeprefix("is ").removeprefix("takes ")
+        return f"{self._worse_text(entry, winner)} ({shown})".removeprefix("is ").removeprefix("takes ")
 
     def _why_preferred(self, winner: RankedCandidate) -> str:
-        """Why it is taken where noise cannot tell it from the best."""
         if winner.candidate.is_baseline:
             return "is the baseline"
         return "is faster" if self._objective.kind == "batch" else "is simpler"
 
-    def _worse_text(self, one: RankedCandidate, winner: RankedCandidate) -> str:
-        """How much worse one is than the winner, as a verb and its object."""
-        ratio = one.value / winner.value
+    def _worse_text(self, entry: RankedCandidate, winner: RankedCandidate) -> str:
+        ratio = entry.value / winner.value
         if self._objective.kind == "memory":
             return f"needs {ratio - 1:.0%} more memory" if ratio >= 1.005 else "needs about as much memory"
         if self._objective.kind == "batch":
             return "holds a smaller batch" if ratio > 1 else "holds the same batch"
-        words = time_against(ratio)
+        words = time_against(ratio)  # "takes 2.00× the time", "is 31% slower"
         return f"{'takes' if words.endswith(' time') else 'is'} {words}"
 
-    def _chosen_unmeasured(self, one: Candidate, preferred: str) -> str:
+    def _chosen_unmeasured(self, candidate: Candidate, preferred: str) -> str:
         predicted = ""
-        if one.estimate is not None:
-            predicted = f"; predicted {_predicted_text(one.estimate)}"
+        if candidate.estimate is not None:
+            predicted = f"; predicted {_predicted_text(candidate.estimate)}"
         what = "it is predicted to be the best that fits"
-        if one.is_baseline or preferred:
-            what = "it is the baseline" if one.is_baseline else f"it is preferred by prediction: {preferred}"
+        if candidate.is_baseline or preferred:
+            what = (
+                "it is the baseline"
+                if candidate.is_baseline
+                else f"it is preferred by prediction: {preferred}"
+            )
         ended = f" ({self._stop_reason})" if self._stop_reason else ""
         return f"the search was ended before anything was measured{ended}, and {what}{predicted}"
 
-    def _failure_reason(self, entry: Entry, candidate: Candidate) -> str:
+    def _failure_reason(self, entry: CandidateTrials, candidate: Candidate) -> str:
         outcome = entry.merged
         if outcome.succeeded:
             peak = outcome.max_needed_bytes
@@ -206,6 +210,7 @@ class Reasons:
             return f"gave no usable figures: {outcome.median_seconds} s"
         where = f" on rank {outcome.rank}" if outcome.rank is not None else ""
         why = f": {outcome.reason}" if outcome.reason else ""
+        # A trial that is no fault of its candidate is repeated once, and counts if it ends so again.
         again = ", twice" if len(entry.lost) > 1 and not entry.outcomes else ""
         log = f" (log: {outcome.log})" if outcome.log else ""
         odd = ""
@@ -229,15 +234,15 @@ class Reasons:
         against = f"{seconds_text(seconds)} ± {posterior.deviation[index]:.0%} against {seconds_text(self._winner.value)}"
         return f"predicted {time_against(seconds / self._winner.value)} ({against}); {note}"
 
-    def _value_text(self, one: RankedCandidate) -> str:
+    def _value_text(self, entry: RankedCandidate) -> str:
         if self._objective.counts_time:
-            noise = one.outcome.noise_seconds
+            noise = entry.outcome.noise_seconds
             spread = f" ± {seconds_text(noise)}" if math.isfinite(noise) else ""
-            return f"{seconds_text(one.value)}{spread}"
+            return f"{seconds_text(entry.value)}{spread}"
         if self._objective.kind == "memory":
-            return bytes_text(one.value)
+            return bytes_text(entry.value)
         trial = f"a trial of {self._batch} samples" if self._batch else "a trial"
-        return f"a batch of {1 / one.value:.0f} samples, predicted from {trial}"
+        return f"a batch of {1 / entry.value:.0f} samples, predicted from {trial}"
 
 
 def _predicted_text(estimate: Estimate) -> str:

@@ -18,17 +18,11 @@ import numpy as np
 from atorch_ns.estimate import TimeParts
 from atorch_ns.search.space.candidate import Candidate, named_features
 
-COMMON, PART, MARK, OWN = 1.0, 0.5, 0.2, 0.08
-MARK_UNPRICED = 0.4
-"""Width of a method's factor where there is no estimate to correct."""
-
-SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
-"""Widths that are tried, as factors on those above; far ones are less likely: ±0.5 in the logarithm."""
-
-DRIFT = 0.02
-"""Relative standard deviation between two trials of one candidate, as far as their steps do not show it."""
-
-NUM_SAMPLES = 512
+COMMON, PART, MARK, OWN = 1.0, 0.5, 0.2, 0.08  # standard deviations of logarithms: the widths named above
+MARK_UNPRICED = 0.4  # width of a method's factor where there is no estimate to correct
+SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)  # factors on these widths; far ones are less likely: ±0.5 in the logarithm
+DRIFT = 0.02  # relative standard deviation between trials of one candidate, beyond that of their steps
+NUM_SAMPLES = 512  # S, draws of all candidates together
 
 
 @dataclass(frozen=True)
@@ -48,11 +42,11 @@ class Features:
 
 def read_features(candidates: Sequence[Candidate]) -> Features:
     """The features of these candidates."""
-    sets = [set(named_features(one)) for one in candidates]
-    common = set.intersection(*sets) if sets else set()
+    sets = [set(named_features(entry)) for entry in candidates]
+    common = set.intersection(*sets) if sets else set()  # features of all tell no two apart
     names = sorted(set().union(*sets) - common)
-    indicators = np.asarray([[float(name in one) for name in names] for one in sets])
-    times = [one.estimate.time if one.estimate is not None else None for one in candidates]
+    indicators = np.asarray([[float(name in entry) for name in names] for entry in sets])
+    times = [entry.estimate.time if entry.estimate is not None else None for entry in candidates]
     num_parts = len(TimeParts._fields)
     shares = np.asarray(
         [
@@ -63,7 +57,7 @@ def read_features(candidates: Sequence[Candidate]) -> Features:
     known = np.asarray([time is not None for time in times], dtype=bool)
     if known.any():
         shares = np.where(known[:, None], shares - shares[known].mean(axis=0), 0.0)
-    methods = tuple(frozenset(name for name, _ in one.steps) for one in candidates)
+    methods = tuple(frozenset(name for name, _ in entry.steps) for entry in candidates)
     return Features(indicators.reshape(len(sets), len(names)), shares, methods)
 
 
@@ -88,7 +82,7 @@ class Posterior:
     def samples(self, seed: int) -> np.ndarray:
         """[S, N] draws from the joint distribution; the same for the same seed."""
         values, vectors = np.linalg.eigh(self.covariance)
-        root = vectors * np.sqrt(np.maximum(values, 0.0))
+        root = vectors * np.sqrt(np.maximum(values, 0.0))  # root @ root.T is the covariance
         normal = np.random.default_rng(seed).standard_normal((NUM_SAMPLES, len(self.mean)))
         drawn: np.ndarray = self.mean + normal @ root.T
         return drawn
@@ -107,7 +101,7 @@ def fit_posterior(
         noise: [M] relative standard errors.
     """
     priced = np.isfinite(predicted)
-    centre = float(np.median(predicted[priced])) if priced.any() else 0.0
+    centre = float(np.median(predicted[priced])) if priced.any() else 0.0  # for those without estimates
     prior = np.where(priced, predicted, centre)
     fixed, scaled = _covariance_kernels(features, priced)
     if len(tried) == 0:
@@ -118,15 +112,16 @@ def fit_posterior(
     kernel = fixed + scale**2 * scaled
     if scale < 1:  # that others were predicted well says nothing of a method that was never tried
         centred = features.indicators - features.indicators.mean(axis=0)
-        unknown = centred[:, ~features.indicators[tried].any(axis=0)]
+        unknown = centred[:, ~features.indicators[tried].any(axis=0)]  # features that no trial had
         kernel += (1 - scale**2) * _indicator_deviation(priced) ** 2 * unknown @ unknown.T
+    # The Gaussian conditioned on the residuals of the trials; gain is [N, M].
     gain = np.linalg.solve(kernel[np.ix_(tried, tried)] + errors, kernel[tried]).T
     return Posterior(prior + gain @ residual, kernel - gain @ kernel[tried])
 
 
 def _covariance_kernels(features: Features, priced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The covariance of the common factor, and that of all others."""
     number = len(priced)
+    # Without estimates the common factor is the unknown scale itself: three times as wide.
     common = np.full((number, number), COMMON**2 if priced.all() else (3 * COMMON) ** 2)
     indicators, shares = features.indicators - features.indicators.mean(axis=0), features.shares
     others = (
@@ -134,7 +129,7 @@ def _covariance_kernels(features: Features, priced: np.ndarray) -> tuple[np.ndar
         + PART**2 * shares @ shares.T
         + OWN**2 * np.eye(number)
     )
-    return common, others
+    return common, others  # [N, N] each
 
 
 def _indicator_deviation(priced: np.ndarray) -> float:
@@ -144,8 +139,7 @@ def _indicator_deviation(priced: np.ndarray) -> float:
 def _likeliest_scale(
     fixed: np.ndarray, scaled: np.ndarray, tried: np.ndarray, residual: np.ndarray, errors: np.ndarray
 ) -> float:
-    """The scale under which the residuals are likeliest, its own prior counted."""
-    if len(tried) < 3:
+    if len(tried) < 3:  # too few to tell
         return 1.0
     block = np.ix_(tried, tried)
 
@@ -153,6 +147,6 @@ def _likeliest_scale(
         covariance = fixed[block] + scale**2 * scaled[block] + errors
         _, determinant = np.linalg.slogdet(covariance)
         fit = residual @ np.linalg.solve(covariance, residual)
-        return float(-0.5 * (fit + determinant) - 0.5 * (np.log(scale) / 0.5) ** 2)
+        return float(-0.5 * (fit + determinant) - 0.5 * (np.log(scale) / 0.5) ** 2)  # and its prior
 
     return max(SCALES, key=score)

@@ -17,9 +17,7 @@ from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.space.candidate import named_features
 
-LEAST_TRIAL_S = 3.0
-"""Seconds that any trial is taken to cost at least, so that set-up counts in proportion."""
-
+LEAST_TRIAL_S = 3.0  # seconds that any trial is taken to cost at least, so that set-up counts in proportion
 
 Sampler = Callable[[Knowledge, list[int], float], int]
 """Chooses the index of the next candidate from what is known, the indices that are open (at least one), and the
@@ -47,7 +45,7 @@ def guided(knowledge: Knowledge, open_: list[int], usual_cost_s: float) -> int:
     Before any result it is the best predicted one.
     """
     mean, deviation = knowledge.posterior.mean[open_], knowledge.posterior.deviation[open_]
-    if not knowledge.ranked:
+    if not knowledge.ranked:  # there is no best to improve on
         gain = np.exp(-(mean - mean.min()))
     else:
         gain = _expected_improvement(math.log(knowledge.ranked[0].value), mean, deviation)
@@ -65,15 +63,15 @@ def _first_shuffled(knowledge: Knowledge, open_: list[int], seed: int) -> int:
 
 def _expected_improvement(best: float, mean: np.ndarray, deviation: np.ndarray) -> np.ndarray:
     """E max(best − x, 0) for x ~ N(mean, deviation²), all in logarithms."""
-    deviation = np.maximum(deviation, 1e-12)
+    deviation = np.maximum(deviation, 1e-12)  # 0 would divide by zero
     z = (best - mean) / deviation
-    density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
+    density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)  # φ(z), and below Φ(z)
     below = 0.5 * np.asarray([math.erfc(-value / math.sqrt(2)) for value in z])
     improvement: np.ndarray = np.maximum(deviation * (z * below + density), 0.0)
     return improvement
 
 
-ABSENT = "off"
+ABSENT = "off"  # of a method or a setting that a candidate does not have
 
 
 class OptunaSampler:
@@ -101,16 +99,19 @@ class OptunaSampler:
         A new study gets all trials, so that the proposal depends on nothing but them and the seed.
         """
         optuna = self._optuna
-        settings = [named_features(one) for one in knowledge.candidates]
+        settings = [named_features(entry) for entry in knowledge.candidates]
         names = sorted(set().union(*settings))
         domain = optuna.distributions.CategoricalDistribution((ABSENT, "on"))
-        space = {name: domain for name in names if 0 < sum(name in one for one in settings) < len(settings)}
+        space = {
+            name: domain for name in names if 0 < sum(name in entry for entry in settings) < len(settings)
+        }
+        # In the candidates' order, not that of the trials: the same trials give the same proposal.
         study = self._create_study(len(knowledge.ranked))
-        index_of = {one.key: index for index, one in enumerate(knowledge.candidates)}
-        for ranked in sorted(knowledge.ranked, key=lambda one: index_of[one.candidate.key]):
+        index_of = {entry.key: index for index, entry in enumerate(knowledge.candidates)}
+        for ranked in sorted(knowledge.ranked, key=lambda entry: index_of[entry.candidate.key]):
             params = {name: settings[index_of[ranked.candidate.key]].get(name, ABSENT) for name in space}
             study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=ranked.value))
-        proposed = study.ask(space).params
+        proposed = study.ask(space).params  # may be no candidate: methods exclude each other
 
         def distance(index: int) -> int:
             return sum(settings[index].get(name, ABSENT) != value for name, value in proposed.items())
@@ -121,24 +122,22 @@ class OptunaSampler:
         samplers = self._optuna.samplers
         make = samplers.TPESampler if self._kind == "tpe" else samplers.GPSampler
         with _silence_optuna(self._optuna):
-            sampler = make(seed=self._seed + 1000 * num_trials, n_startup_trials=4)
+            sampler = make(seed=self._seed + 1000 * num_trials, n_startup_trials=4)  # new draws each time
             return self._optuna.create_study(sampler=sampler)
 
 
 def _load_optuna(kind: str) -> Any:
-    """Imports Optuna, which takes half a second, so only where it is used."""
     for package in ("optuna", "scipy") if kind == "gp" else ("optuna",):
         if importlib.util.find_spec(package) is None:
             raise MissingPackageError(
                 package, needed_by=f"the sampler {kind!r}", install="pip install 'atorch-ns[optuna]'"
             )
-    return importlib.import_module("optuna")
+    return importlib.import_module("optuna")  # takes half a second, so only where it is used
 
 
 @contextlib.contextmanager
 def _silence_optuna(optuna: Any) -> Iterator[None]:
-    """Holds back Optuna's log lines and its warnings about experimental parts, and restores its level."""
-    verbosity = optuna.logging.get_verbosity()
+    verbosity = optuna.logging.get_verbosity()  # of the whole process, so it is restored
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         with warnings.catch_warnings():

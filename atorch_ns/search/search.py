@@ -12,7 +12,7 @@ from atorch_ns.search.budget import TimeBudget, default_max_trials, stop_reason
 from atorch_ns.search.conclude import conclude
 from atorch_ns.search.knowledge import Knowledge
 from atorch_ns.search.objective import Objective, SearchSettings
-from atorch_ns.search.outcome import SearchOutcome, Setting
+from atorch_ns.search.outcome import SearchOutcome, SearchSetting
 from atorch_ns.search.ranking import CONFIDENCE_Z, SAME_WITHIN, RankedCandidate
 from atorch_ns.search.residual_model import read_features
 from atorch_ns.search.sampler import make_sampler
@@ -20,26 +20,13 @@ from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.trial import Ledger, StopRule, TaskKind, TrialOutcome, TrialTask
 from atorch_ns.text import counted, seconds_text
 
-CONFIRM_WITHIN = 0.1
-"""The winner and its closest rival are run once more if they differ by less than this share."""
-
-CONFIRM_PLAIN_WITHIN = 0.5
-"""The same share for the winner and the plain strategy, which was measured first: machines drift that much."""
-
-MOST_REPETITIONS = 4
-"""Trials of the best at most, to tell it from the plain strategy: they halve the noise of one."""
-
-NEAR_WITHIN = 0.05
-"""Who is this near to the repeated best is repeated, too: which of them is best is noise."""
-
-FIRST_LOOK = 3
-"""Trials of different strategies at least, before the last ones are kept for repetitions."""
-
-KNOWN_WITHIN = 0.1
-"""A known strategy is confirmed by a trial that is this near to what it gave before, or faster."""
-
-OUT_OF_MEMORY = 2
-"""After this many trials without memory and none with a result, the smallest candidate is tried."""
+CONFIRM_WITHIN = 0.1  # winner and closest rival are run once more if they differ by less than this share
+CONFIRM_PLAIN_WITHIN = 0.5  # the same for the plain strategy, which is measured first: machines drift so much
+MOST_REPETITIONS = 4  # trials of the best at most, to tell it from the plain strategy: they halve one's noise
+NEAR_WITHIN = 0.05  # candidates this near to the repeated best are repeated, too: noise decides between them
+FIRST_LOOK = 3  # trials of different strategies at least, before the last ones are kept for repetitions
+KNOWN_WITHIN = 0.1  # a known strategy is confirmed by a trial this near to its earlier time, or faster
+OUT_OF_MEMORY = 2  # after this many trials without memory and none with a result, the smallest is tried
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,9 @@ class Known:
 class Recorder(Protocol):
     """Keeps trials for later searches; must not raise."""
 
-    def record(self, setting: Setting, candidate: Candidate, task: TrialTask, outcome: TrialOutcome) -> None:
+    def record(
+        self, setting: SearchSetting, candidate: Candidate, task: TrialTask, outcome: TrialOutcome
+    ) -> None:
         """Keeps one trial."""
 
 
@@ -82,7 +71,7 @@ class Search:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: SearchSetting,
         settings: SearchSettings,
         candidates: Iterable[Candidate],
         *,
@@ -93,22 +82,24 @@ class Search:
         self.setting = setting
         self.settings = settings
         self.candidates = tuple(candidates)
-        self._budget = TimeBudget(setting, settings, clock, any(one.fits_alone for one in self.candidates))
+        self._budget = TimeBudget(
+            setting, settings, clock, any(candidate.fits_alone for candidate in self.candidates)
+        )
         self._known = known
         self._recorder = recorder
         self._sampler = make_sampler(settings)
         self._objective = Objective(settings, setting.memory_limit_bytes)
         self._features = read_features(self.candidates)
-        self._by_key = {one.key: one for one in self.candidates}
+        self._by_key = {candidate.key: candidate for candidate in self.candidates}
         self._ledger = Ledger()
-        self._task: TrialTask | None = None
+        self._task: TrialTask | None = None  # handed out, its outcome not told yet
         self._last_id = 0
-        self._stop_reason = ""
-        self._cancelled = ""
+        self._stop_reason = ""  # why nothing new is tried; repetitions and checks may still follow
+        self._cancelled = ""  # why it was ended from outside
         self._out_of_time = False
         self._over = False
-        self._confirming: list[str] = []
-        self._seconds: float | None = None
+        self._confirming: list[str] = []  # keys that are still to be repeated
+        self._seconds: float | None = None  # that the search took, once it is over
         self._knowledge = self._build_knowledge()
 
     # ---- what the engine calls
@@ -128,6 +119,7 @@ class Search:
         if task is None or task.id != task_id:
             return
         self._task = None
+        # A deadline that the end of the search cut short proves nothing against the candidate.
         if outcome.status == "hung" and self._budget.is_short and self._budget.left <= 0:
             outcome = replace(outcome, status="cancelled", reason=self._too_little_time(task))
         if task.kind == "probe":
@@ -136,7 +128,7 @@ class Search:
             self._ledger.singles[task.key] = outcome
         else:
             self._ledger.add(task.key, outcome)
-            if self._recorder is not None and outcome.status != "cancelled":
+            if self._recorder is not None and outcome.status != "cancelled":  # which shows nothing
                 self._recorder.record(self.setting, self._by_key[task.key], task, outcome)
         self._knowledge = self._build_knowledge()
 
@@ -180,6 +172,7 @@ class Search:
     # ---- what is next
 
     def _next_task(self) -> TrialTask | None:
+        # New candidates, repetitions, the check of numerics, and last the time of one process.
         key = None if self._stop_reason else self._next_to_explore()
         key = key or self._next_to_confirm()
         if key is not None:
@@ -197,11 +190,10 @@ class Search:
         return self._single_process_task(winner)
 
     def _next_to_explore(self) -> str | None:
-        """The next candidate; ``None``, with the reason noted, when enough has been tried."""
-        again = next((key for key, entry in self._ledger if not entry.judged), None)
+        again = next((key for key, entry in self._ledger if not entry.judged), None)  # lost once: repeated
         if self._budget.left <= 0:
             self._stop_reason = self._time_was_short()
-            return None
+            return None  # nothing new is tried from here on
         if again is not None and again not in self._knowledge.learned:
             if self.settings.max_trials is None or self._ledger.num_run < self.settings.max_trials:
                 return again
@@ -215,7 +207,7 @@ class Search:
         usual = self._budget.usual_cost(self._by_key, self._ledger)
         open_ = self._knowledge.open
         affordable = [index for index in open_ if self._budget.affords(self.candidates[index], usual)]
-        if not self._ledger.num_run:
+        if not self._ledger.num_run:  # one trial is better than none, whatever it costs
             affordable = open_
         if affordable:
             return self.candidates[self._pick_candidate(affordable, usual)].key
@@ -234,9 +226,10 @@ class Search:
         return f"the time limit of {self.settings.time_limit_s:g} s left time for {trials}"
 
     def _all_tried(self) -> str:
-        """Why there is no candidate left to try."""
         pruned = {
-            one.key for one in self.candidates if one.pruned is not None and one.pruned.kind == "memory"
+            candidate.key
+            for candidate in self.candidates
+            if candidate.pruned is not None and candidate.pruned.kind == "memory"
         }
         short = pruned | self._knowledge.too_large.keys()
         if len(self._ledger):
@@ -244,7 +237,7 @@ class Search:
         return "no candidate fits in memory" if short else "there is no candidate that could be tried"
 
     def _pick_candidate(self, open_: list[int], usual_cost: float) -> int:
-        """The known strategy, the plain one, then the sampler's choice; if memory is short, the smallest."""
+        # The known strategy, the plain one, then the sampler's choice; if memory is short, the smallest.
         if self._known is not None and not len(self._ledger):
             for index in open_:
                 if self.candidates[index].key == self._known.key:
@@ -261,11 +254,11 @@ class Search:
         return self._sampler(self._knowledge, open_, usual_cost)
 
     def _confirmed_known(self) -> str:
-        """Why the strategy of an earlier search is enough; empty if it is not."""
         if self._known is None or len(self._ledger) != 1 or not self._knowledge.ranked:
             return ""
         best = self._knowledge.ranked[0]
         slower = best.outcome.median_seconds / self._known.seconds - 1
+        # A trial that is slower than noise explains confirms nothing, and the search goes on.
         if best.candidate.key != self._known.key or slower > max(KNOWN_WITHIN, CONFIDENCE_Z * best.error):
             return ""
         now, then = seconds_text(best.outcome.median_seconds), seconds_text(self._known.seconds)
@@ -277,10 +270,8 @@ class Search:
         return limit - self._ledger.num_run
 
     def _kept_to_confirm(self) -> str:
-        """Why the trials that are left try nothing new, which predictions have put last; empty if they do.
-
-        The best of many is partly luck.
-        """
+        # The best of many is partly luck, so the last trials repeat it. Candidates left out are those that
+        # predictions have put last.
         unordered = any(self.candidates[index].estimate is None for index in self._knowledge.open)
         guessing = unordered or self.settings.sampler == "random"
         rivals = [] if guessing else self._close_rivals()
@@ -291,7 +282,7 @@ class Search:
         return f"{run} were run, and those that are left repeat {names}"
 
     def _next_to_confirm(self) -> str | None:
-        """Winner and closest rival in turn, where they are close: machines drift between trials."""
+        # In turn, since machines drift between trials.
         self._confirming = self._confirming or self._close_rivals() or self._plain_rival()
         while self._confirming:
             key = self._confirming.pop(0)
@@ -301,10 +292,7 @@ class Search:
         return None
 
     def _close_rivals(self) -> list[str]:
-        """The two candidates worth a repetition: the plain strategy or the next best, and the best; or none.
-
-        Once the best was repeated it is again only where noise alone keeps a clearly slower one as its equal.
-        """
+        """The candidates worth a repetition: the plain strategy or the next best, and the best; or none."""
         ranked, winner = self._knowledge.ranked, self._knowledge.winner
         if self.settings.sampler == "exhaustive" or not self._objective.counts_time or len(ranked) < 2:
             return []
@@ -312,18 +300,20 @@ class Search:
         if best.num_trials > 1:
             assert winner is not None
             unclear = winner.value > best.value * (1 + SAME_WITHIN) and best.num_trials < MOST_REPETITIONS
-            if unclear:
+            if unclear:  # noise alone keeps a clearly slower one as its equal
                 return [winner.candidate.key, best.candidate.key]
             within = best.value * (1 + NEAR_WITHIN)
-            return [one.candidate.key for one in others if one.num_trials == 1 and one.value <= within][:1]
+            return [
+                entry.candidate.key for entry in others if entry.num_trials == 1 and entry.value <= within
+            ][:1]
         near = []
-        for one in others:
-            within = CONFIRM_PLAIN_WITHIN if one.candidate.is_baseline else CONFIRM_WITHIN
-            if one.value <= best.value * (1 + within):
-                near.append(one)
+        for entry in others:
+            within = CONFIRM_PLAIN_WITHIN if entry.candidate.is_baseline else CONFIRM_WITHIN
+            if entry.value <= best.value * (1 + within):
+                near.append(entry)
         if not near:
             return []
-        rival = next((one for one in near if one.candidate.is_baseline), near[0])
+        rival = next((entry for entry in near if entry.candidate.is_baseline), near[0])  # else the next best
         return [rival.candidate.key, best.candidate.key]
 
     def _plain_candidates(self) -> list[Candidate]:
@@ -332,24 +322,33 @@ class Search:
         if winner is None or not self._objective.counts_time:
             return []
         precision = winner.candidate.precision
-        return [one for one in self.candidates if one.is_plain and one.precision == precision]
+        return [
+            candidate
+            for candidate in self.candidates
+            if candidate.is_plain and candidate.precision == precision
+        ]
 
     def _plain_rival(self) -> list[str]:
-        """A plain strategy in the winner's precision, if none was tried: what the winner gains would be unknown."""
+        # Without a plain strategy in the winner's precision, the winner's gain would be a prediction.
         plain = self._plain_candidates()
-        open_ = [one.key for one in plain if self.candidates.index(one) in self._knowledge.open]
-        return [] if any(self._ledger.judged(one.key) for one in plain) else open_[:1]
+        open_ = [
+            candidate.key for candidate in plain if self.candidates.index(candidate) in self._knowledge.open
+        ]
+        return [] if any(self._ledger.judged(candidate.key) for candidate in plain) else open_[:1]
 
     # ---- tasks
 
     def _single_process_task(self, winner: RankedCandidate) -> TrialTask | None:
-        """The trial of what is left of a plain strategy in one process: several may be no faster."""
-        one, plain = winner.candidate, [one for one in self._plain_candidates() if one.fits_alone]
-        if one.key in self._ledger.singles or not plain:
+        # Several processes may be no faster than one, which runs a plain strategy as far as it applies there.
+        candidate, plain = (
+            winner.candidate,
+            [candidate for candidate in self._plain_candidates() if candidate.fits_alone],
+        )
+        if candidate.key in self._ledger.singles or not plain:
             return None
         deadline_s = self._budget.single_deadline(self._budget.usual_cost(self._by_key, self._ledger))
         rule = self._budget.rule(winner, winner.value, times=True)
-        return replace(self._task_of(one, rule, deadline_s, "single"), steps=plain[0].steps)
+        return replace(self._task_of(candidate, rule, deadline_s, "single"), steps=plain[0].steps)
 
     def _trial_task(self, key: str) -> TrialTask:
         candidate = self._by_key[key]
@@ -357,19 +356,20 @@ class Search:
         predicted = math.exp(self._knowledge.seconds.mean[self.candidates.index(candidate)])
         best = ranked[0] if ranked else None
         rule = self._budget.rule(best, predicted, times=self._objective.counts_time)
+        # Before any trial, the scale of predictions may be wrong, so that deadlines do not depend on them.
         known = predicted if ranked and candidate.estimate is not None else None
         deadline = self._budget.deadline(candidate, rule, known)
         return self._task_of(candidate, rule, deadline, "trial")
 
-    def _task_of(self, one: Candidate, rule: StopRule, deadline_s: float, kind: TaskKind) -> TrialTask:
+    def _task_of(self, candidate: Candidate, rule: StopRule, deadline_s: float, kind: TaskKind) -> TrialTask:
         self._last_id += 1
         return TrialTask(
             id=self._last_id,
-            key=one.key,
-            steps=one.steps,
+            key=candidate.key,
+            steps=candidate.steps,
             rule=rule,
             deadline_s=deadline_s,
-            attempt=self._ledger.attempts(one.key) if kind == "trial" else 0,
+            attempt=self._ledger.attempts(candidate.key) if kind == "trial" else 0,
             kind=kind,
         )
 

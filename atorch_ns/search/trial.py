@@ -154,7 +154,7 @@ class TrialOutcome:
             return float("inf")
         middle = self.median_seconds
         mad = statistics.median(abs(value - middle) for value in self.step_seconds)
-        return float(1.2533 * 1.4826 * mad / len(self.step_seconds) ** 0.5)
+        return float(1.2533 * 1.4826 * mad / len(self.step_seconds) ** 0.5)  # √(π/2), and σ over MAD
 
 
 @dataclass(frozen=True)
@@ -172,19 +172,19 @@ class BesideTensors:
     num_trials: int
 
 
-NOT_ITS_FAULT = ("died", "cancelled")
-"""Ends that are held against a candidate only when they come twice."""
+NOT_ITS_FAULT = ("died", "cancelled")  # ends that are held against a candidate only when they come twice
 
 
 def _max_per_rank(trials: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Rank by rank the most of several trials; of those that measured as many ranks as the last."""
     return tuple(
-        max(ranks) for ranks in zip(*(one for one in trials if len(one) == len(trials[-1])), strict=True)
+        max(ranks)
+        for ranks in zip(*(trial for trial in trials if len(trial) == len(trials[-1])), strict=True)
     )
 
 
 @dataclass
-class Entry:
+class CandidateTrials:
     """The trials of one candidate.
 
     Attributes:
@@ -204,7 +204,7 @@ class Entry:
         """All its trials as one: steps of all, the largest peaks; a failure counts above a success."""
         if not self.outcomes:
             return self.lost[-1]
-        failed = [outcome for outcome in self.outcomes if not outcome.succeeded]
+        failed = [outcome for outcome in self.outcomes if not outcome.succeeded]  # the last one counts
         if failed or len(self.outcomes) == 1:
             return (failed or self.outcomes)[-1]
         last = self.outcomes[-1]
@@ -222,7 +222,7 @@ class Entry:
     @property
     def judged(self) -> bool:
         """Whether it needs no further attempt."""
-        return bool(self.outcomes) or len(self.lost) > 1
+        return bool(self.outcomes) or len(self.lost) > 1  # lost twice, it is taken for its fault
 
 
 class Ledger:
@@ -235,7 +235,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, CandidateTrials] = {}
         self.num_run = 0
         self.num_resumed = 0
         self.probes: dict[str, TrialOutcome] = {}
@@ -247,11 +247,11 @@ class Ledger:
             self.num_resumed += 1
         else:
             self.num_run += 1
-        entry = self._entries.setdefault(key, Entry(self.num_run + self.num_resumed))
+        entry = self._entries.setdefault(key, CandidateTrials(self.num_run + self.num_resumed))
         entry.resumed += resumed
         (entry.lost if outcome.status in NOT_ITS_FAULT else entry.outcomes).append(outcome)
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> CandidateTrials | None:
         """The trials of a candidate; ``None`` before its first."""
         return self._entries.get(key)
 
@@ -274,7 +274,7 @@ class Ledger:
             if outcome.status == "wrong"
         }
 
-    def __iter__(self) -> Iterator[tuple[str, Entry]]:
+    def __iter__(self) -> Iterator[tuple[str, CandidateTrials]]:
         return iter(self._entries.items())
 
     def __len__(self) -> int:

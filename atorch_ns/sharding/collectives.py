@@ -48,10 +48,9 @@ class _Turns:
 
     def __init__(self, num_ranks: int) -> None:
         self.error: BaseException | None = None
-        self.swapped: list[dict[int, Any]] = []
-        """The values of each swap by rank."""
-        self._left = set(range(num_ranks))
-        self._turn = 0
+        self.swapped: list[dict[int, Any]] = []  # [swaps] values by rank
+        self._left = set(range(num_ranks))  # ranks whose work has not ended
+        self._turn = 0  # the rank that may run; -1 once all have ended
         self._changed = threading.Condition()
 
     def wait(self, rank: int) -> None:
@@ -62,9 +61,10 @@ class _Turns:
 
     def pass_on(self, rank: int, *, ended: bool = False, error: BaseException | None = None) -> None:
         with self._changed:
-            self.error = self.error or error
+            self.error = self.error or error  # the first error is kept
             if ended:
                 self._left.discard(rank)
+            # The next higher rank that has not ended, or after the highest one the lowest.
             self._turn = min([other for other in self._left if other > rank] or self._left, default=-1)
             self._changed.notify_all()
 
@@ -88,13 +88,14 @@ class SimulatedGroup:
 
     def swap(self, value: T) -> list[T]:
         """The values of all ranks, by rank; they are shared with those ranks, and not to be written to."""
-        if len(self._turns.swapped) == self._num_swaps:
+        if len(self._turns.swapped) == self._num_swaps:  # this rank is the first to reach this swap
             self._turns.swapped.append({})
         values = self._turns.swapped[self._num_swaps]
         self._num_swaps += 1
         values[self._rank] = value
         self._turns.pass_on(self._rank)
         self._turns.wait(self._rank)
+        # The turn comes back when all others have run up to this swap: every value is there.
         return [values[rank] for rank in range(self._num_ranks)]
 
 
@@ -111,7 +112,7 @@ def simulate(num_ranks: int, work: Callable[[SimulatedGroup], T], device: torch.
         try:
             turns.wait(rank)
             if device.type == "cuda":
-                torch.cuda.set_device(device)
+                torch.cuda.set_device(device)  # a new thread begins with device 0
             # Else the backward passes of all ranks run on the device's one thread, and wait there for each other.
             with torch.autograd.set_multithreading_enabled(False):
                 return work(SimulatedGroup(rank, num_ranks, turns))
@@ -119,7 +120,7 @@ def simulate(num_ranks: int, work: Callable[[SimulatedGroup], T], device: torch.
             error = raised
             raise
         finally:
-            turns.pass_on(rank, ended=True, error=error)
+            turns.pass_on(rank, ended=True, error=error)  # after an error too: it ends the other ranks
 
     with ThreadPoolExecutor(num_ranks) as pool:
         ranks = []
@@ -212,7 +213,7 @@ def exchange(
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """``x``; its gradient is multiplied by ``factor``."""
-    needed = x.requires_grad and torch.is_grad_enabled()
+    needed = x.requires_grad and torch.is_grad_enabled()  # else no autograd node is added
     return _apply_autograd_pair(x, _identity_view, lambda gradient: gradient * factor) if needed else x
 
 
@@ -220,7 +221,7 @@ def total(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of ``x`` over the group, as a new tensor; no gradient flows through it."""
     if isinstance(group, SimulatedGroup):
         return torch.stack(group.swap(x)).sum(0)
-    out = x.clone(memory_format=torch.contiguous_format)
+    out = x.clone(memory_format=torch.contiguous_format)  # all_reduce writes in place
     dist.all_reduce(out, group=group)
     return out
 
@@ -238,7 +239,7 @@ def sent_on(x: torch.Tensor, group: Group) -> tuple[list[Any], torch.Tensor]:
     """Sends ``x`` to the next rank; returns the works to wait for, and the tensor that comes from the previous one."""
     size, rank = group.size(), group.rank()
     if isinstance(group, SimulatedGroup):
-        return [], group.swap(x)[rank - 1].clone()
+        return [], group.swap(x)[rank - 1].clone()  # the sender may still write to its tensor
     arriving = torch.empty_like(x)
     works = dist.batch_isend_irecv(
         [
@@ -254,7 +255,7 @@ class _Paired(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Step, backward: Step) -> torch.Tensor:
-        ctx.of_gradient = backward
+        ctx.of_gradient = backward  # a function on a gradient; it is no tensor to save
         return forward(x)
 
     @staticmethod
@@ -283,9 +284,9 @@ def _apply_with_gradient(
     backward: Callable[..., torch.Tensor],
     *where: Any,
 ) -> torch.Tensor:
-    """``forward(x, *where, group)``, whose gradient is ``backward(gradient, *where, group)``."""
-    if group.size() == 1:
+    if group.size() == 1:  # nothing to communicate, and no autograd node
         return x
+    # Forward: ``forward(x, *where, group)``. Backward: ``backward(gradient, *where, group)``.
     return _apply_autograd_pair(
         x, lambda x: forward(x, *where, group), lambda gradient: backward(gradient, *where, group)
     )
@@ -307,6 +308,7 @@ def _keep_on_first_rank(x: torch.Tensor, group: Group) -> torch.Tensor:
 def _gather_pieces(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     if isinstance(group, SimulatedGroup):
         return torch.cat(group.swap(x), dim)
+    # A list of pieces: all_gather_into_tensor joins along the first dimension only.
     pieces = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(pieces, x.contiguous(), group=group)
     return torch.cat(pieces, dim)
@@ -321,7 +323,7 @@ def _take_piece(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 
 def _sum_piece(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    pieces = [piece.contiguous() for piece in x.chunk(group.size(), dim)]
+    pieces = [piece.contiguous() for piece in x.chunk(group.size(), dim)]  # [n], piece i for rank i
     if isinstance(group, SimulatedGroup):
         return torch.stack([theirs[group.rank()] for theirs in group.swap(pieces)]).sum(0)
     out = torch.empty_like(pieces[group.rank()])
@@ -330,7 +332,7 @@ def _sum_piece(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 
 def _transpose_pieces(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> torch.Tensor:
-    sent = torch.stack([piece.contiguous() for piece in x.chunk(group.size(), split_dim)])
+    sent = torch.stack([piece.contiguous() for piece in x.chunk(group.size(), split_dim)])  # [n, …]
     if isinstance(group, SimulatedGroup):
         return torch.cat([theirs[group.rank()] for theirs in group.swap(sent)], join_dim)
     received = torch.empty_like(sent)
@@ -346,7 +348,7 @@ def _exchange_rows(x: torch.Tensor, send: list[int], receive: list[int], group: 
     if isinstance(group, SimulatedGroup):
         return torch.cat([theirs[group.rank()] for theirs in group.swap(x.split(send))])
     out = x.new_empty((sum(receive), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)  # sizes of the output come first
     return out
 
 

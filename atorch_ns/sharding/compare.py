@@ -12,16 +12,17 @@ from torch import nn
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.torch_compat import TorchDispatchMode
 
+# Gradients below this share of the largest one are compared on its scale. That of attention's key bias is
+# zero but for rounding: the bias adds one number to all scores of a query, and their softmax is the same.
 _FLOOR = 1e-2
-"""Gradients smaller than this share of the largest are compared on its scale: that of attention's key bias is zero but
-for rounding."""
 
 
 def weighted_sum(tensors: Iterable[torch.Tensor], *, seed: int) -> torch.Tensor | None:
     """The sum of all elements with random weights, equal on every rank; ``None`` for no tensors."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)  # on the CPU: the same numbers for every device
     total: torch.Tensor | None = None
     for tensor in tensors:
+        # A plain sum is the same for elements in a wrong order, and constant behind a norm or a softmax.
         summand = (tensor * torch.randn(tensor.shape, generator=generator).to(tensor)).sum()
         total = summand if total is None else total + summand
     return total
@@ -32,6 +33,7 @@ def gradients_of(total: torch.Tensor, targets: Sequence[torch.Tensor]) -> list[t
     if not total.requires_grad:
         return [torch.zeros_like(target) for target in targets]
     gradients = torch.autograd.grad(total, targets, allow_unused=True)
+    # Targets that are not used have no gradient (None); sparse embeddings have a sparse one.
     pairs = zip(targets, gradients, strict=True)
     return [torch.zeros_like(target) if grad is None else grad.to_dense() for target, grad in pairs]
 
@@ -47,25 +49,28 @@ def largest(tensor: torch.Tensor) -> float:
     return max(abs(low), abs(high))  # and 0.0, not -0.0, for zeros
 
 
-def relative_error(found: torch.Tensor | None, wanted: torch.Tensor, *, floor: float = 0.0) -> float:
+def relative_error(actual: torch.Tensor | None, wanted: torch.Tensor, *, floor: float = 0.0) -> float:
     """max|found - wanted| / max(max|wanted|, floor), of complex numbers by their parts.
 
     Infinite for another shape, for integers that differ, and where one has an infinity or NaN and the other has not.
     """
-    if found is None or found.shape != wanted.shape:
+    if actual is None or actual.shape != wanted.shape:
         return float("inf")
-    if wanted.is_complex() and found.is_complex():
-        found, wanted = torch.view_as_real(found.resolve_conj()), torch.view_as_real(wanted.resolve_conj())
+    # view_as_real refuses a conjugate that is not computed yet, hence resolve_conj.
+    if wanted.is_complex() and actual.is_complex():
+        actual, wanted = torch.view_as_real(actual.resolve_conj()), torch.view_as_real(wanted.resolve_conj())
     if not wanted.is_floating_point():
-        return 0.0 if torch.equal(found, wanted) else float("inf")
-    error, scale = largest(found - wanted), largest(wanted)
+        return 0.0 if torch.equal(actual, wanted) else float("inf")
+    error, scale = largest(actual - wanted), largest(wanted)
     if not math.isfinite(error + scale):
-        same = (found == wanted) | (found.isnan() & wanted.isnan())
-        finite = wanted.isfinite() & found.isfinite()
+        # Infinities and NaN must stand in the same places; the error is that of all other elements.
+        # A reference of nothing but NaN proves nothing.
+        same = (actual == wanted) | (actual.isnan() & wanted.isnan())
+        finite = wanted.isfinite() & actual.isfinite()
         if not bool((finite | same).all()) or bool(wanted.isnan().all()):
             return float("inf")
-        error, scale = largest((found - wanted)[finite]), largest(wanted[finite])
-    return error / max(scale, floor, 1e-30)
+        error, scale = largest((actual - wanted)[finite]), largest(wanted[finite])
+    return error / max(scale, floor, 1e-30)  # 1e-30: two tensors of zeros differ by 0, not by NaN
 
 
 def gradient_floor(gradients: Iterable[torch.Tensor]) -> float:
@@ -82,6 +87,7 @@ class InFloat32(TorchDispatchMode):
     """Leaves out casts to 16 bits that a module asks for itself: self-tests have weights and inputs in fp32, and their
     tolerances are for its roundings. For the thread that enters it."""
 
+    # Else torch raises an error for operators such as flex_attention inside the mode.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:

@@ -14,11 +14,11 @@ from atorch_ns.capture.operators import METADATA
 from atorch_ns.errors import StepError
 from atorch_ns.sharding.collectives import Group
 
+# Functions whose result for the whole tensor is that for this rank's part.
 _AUTOGRAD: frozenset[Any] = frozenset(
     {getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")}
     | {Tensor.register_hook}
 )
-"""Functions whose result for the whole tensor is that for this rank's part."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DividedTensor(torch.Tensor):
     all ranks of the group must do together. Changes in place are refused.
     """
 
-    held: ClassVar[str]
+    part_name: ClassVar[str]
     """The part that a rank holds, for messages: "a part of the vocabulary"."""
     method: ClassVar[str]
     """The method whose config has parallel_loss."""
@@ -77,7 +77,7 @@ class DividedTensor(torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, a plain one; collective the first time."""
-        graph = torch.is_grad_enabled()
+        graph = torch.is_grad_enabled()  # one gathered without a graph has no gradient for later uses
         if graph not in self._wholes:
             self._wholes[graph] = self._gathered()
         return self._wholes[graph]
@@ -96,10 +96,7 @@ class DividedTensor(torch.Tensor):
     def _on_parts(
         cls, divided: Self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The result of ``func`` computed on parts; ``NotImplemented`` where it needs the whole.
-
-        ``divided``: the first divided tensor among the arguments.
-        """
+        """The result of ``func`` on parts, or ``NotImplemented``; ``divided``: the first divided argument."""
         raise NotImplementedError
 
     @classmethod
@@ -111,10 +108,10 @@ class DividedTensor(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in METADATA:
+        if func in METADATA:  # shape, dtype and the like: the tensor itself has those of the whole
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         divided = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, cls)), None)
-        if divided is not None:
+        if divided is not None:  # None: it stands in a list, as for torch.cat
             if func in _AUTOGRAD:
                 return func(divided._part, *args[1:], **kwargs)
             result = cls._on_parts(divided, func, args, kwargs)
@@ -130,7 +127,7 @@ class DividedTensor(torch.Tensor):
     ) -> Any:
         """Reached only from C++ code, where gathering is not possible."""
         raise StepError(
-            f"{func} was given a tensor of which each rank holds {cls.held}, from code that torch does not "
+            f"{func} was given a tensor of which each rank holds {cls.part_name}, from code that torch does not "
             f"let us intercept. Set parallel_loss=False in the config of {cls.method}."
         )
 
@@ -146,7 +143,7 @@ def whole_logits(data: Any) -> Any:
         return tensor
 
     result = map_tensors(gathered, data)
-    return result if tensors else data
+    return result if tensors else data  # unchanged: the same object
 
 
 def changes_in_place(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -159,8 +156,8 @@ def changes_in_place(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ):
         return True
     if name.startswith("__i") and name.endswith("__"):
-        return name not in ("__invert__", "__index__", "__int__")
-    return name.endswith("_") and not name.endswith("__")
+        return name not in ("__invert__", "__index__", "__int__")  # __iadd__ and its like write
+    return name.endswith("_") and not name.endswith("__")  # add_, but not __add__
 
 
 def on_whole(
@@ -183,7 +180,7 @@ def on_whole(
                 value._uses.changed.append(name)
         if changes:
             raise StepError(
-                f"{name} would change a tensor in place of which each rank holds {value.held}. Use its form "
+                f"{name} would change a tensor in place of which each rank holds {value.part_name}. Use its form "
                 f"that returns a new tensor, or set parallel_loss=False in the config of {value.method}."
             )
         return value.whole()
@@ -192,13 +189,13 @@ def on_whole(
 
 
 def _refuse_gradient(inputs: Any) -> None:
-    """Raises for gradients of divided tensors: the loss is computed on the parts, not on the whole."""
     for tensor in inputs if isinstance(inputs, (tuple, list)) else (inputs,):
+        # The loss is computed on the parts, so the whole tensor is not in its graph.
         if not isinstance(tensor, DividedTensor):
             continue
         if tensor._uses is not None:
             tensor._uses.gathered.setdefault("grad", "torch.autograd.grad with regard to the logits")
         raise StepError(
-            f"torch.autograd.grad cannot give the gradient of a tensor of which each rank holds {tensor.held}. "
+            f"torch.autograd.grad cannot give the gradient of a tensor of which each rank holds {tensor.part_name}. "
             f"Set parallel_loss=False in the config of {tensor.method}."
         )

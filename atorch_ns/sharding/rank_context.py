@@ -32,11 +32,9 @@ T = TypeVar("T")
 Gather = Callable[[torch.Tensor, int, ProcessGroup], torch.Tensor]
 """``(piece, dim, group) -> whole``."""
 
-_REGION_STRIDE = 7_919
-"""Between the seeds of two ranks in a region."""
+_REGION_STRIDE = 7_919  # between the seeds of two ranks in a region; a prime
 
-_SEEDS = 2**62
-"""Seeds of :class:`RankRandomness` are below this."""
+_SEEDS = 2**62  # seeds of RankRandomness are below it: with a rank added they stay in int64
 
 
 def local_part(parameter: Any) -> torch.Tensor:
@@ -55,7 +53,7 @@ def divide_class(module: nn.Module, style: type) -> None:
 @cache
 def _divided_subclass(style: Any, whole: Any) -> Any:
     body = {
-        "whole_forward": whole.forward,
+        "whole_forward": whole.forward,  # for styles that run the code of the module's own class
         "whole_class": whole,
         "__doc__": f"{whole.__name__}: {style.__doc__}",
     }
@@ -71,10 +69,11 @@ def isolated(action: Callable[[], T], device: torch.device) -> T:
 
     def run() -> T:
         if device.type == "cuda":
-            torch.cuda.set_device(device)
-        with random_states_kept():
+            torch.cuda.set_device(device)  # a new thread begins with device 0
+        with random_states_kept(device):
             return action()
 
+    # Autocast, modes and hooks on saved tensors belong to the thread that turned them on.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
 
@@ -95,8 +94,8 @@ class TensorGroup:
     ) -> None:
         self.overlap = overlap
         self.traced = traced
-        self.mesh: DeviceMesh | None = None
-        self.process_group: Group | None = None
+        self.mesh: DeviceMesh | None = None  # None: parts are plain tensors
+        self.process_group: Group | None = None  # None: only shapes are computed
         self.rank = 0
         if isinstance(ranks, int):
             self.size = ranks
@@ -108,7 +107,7 @@ class TensorGroup:
         self.size, self.rank = self.process_group.size(), self.process_group.rank()
 
     def __deepcopy__(self, memo: Any) -> TensorGroup:
-        return self
+        return self  # copies of a model keep their ranks
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """A tensor that is equal on all ranks, as the input of divided layers; its gradient is summed."""
@@ -121,6 +120,7 @@ class TensorGroup:
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """The pieces of all ranks joined along ``dim``, for a computation that is the same on all ranks."""
         if self.process_group is None:
+            # Without ranks only the shape counts.
             return torch.cat([x] * self.size, dim)
         return gather_from(x, dim, self.process_group)
 
@@ -183,9 +183,9 @@ class Region:
         """Whether column-parallel layers gather their input; else a module around them has done it."""
         self._group = group
         self._num_rows = num_rows
-        self._rows_left = 0
-        self._entered: tuple[torch.Tensor, int, torch.Tensor] | None = None
-        self._restore: Callable[[], None] | None = None
+        self._rows_left = 0  # rows of the region that are still to come in this pass
+        self._entered: tuple[torch.Tensor, int, torch.Tensor] | None = None  # input, its version, result
+        self._restore: Callable[[], None] | None = None  # back to the shared state; None outside
 
     def __deepcopy__(self, memo: Any) -> Region:
         region = Region(
@@ -196,7 +196,7 @@ class Region:
             traced=self.traced,
         )
         region.gathers = self.gathers
-        memo[id(self)] = region
+        memo[id(self)] = region  # layers of a copied model share one region, as those of the original do
         return region
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -208,7 +208,7 @@ class Region:
         if self._entered is not None and self.has_entered(x):
             return self._entered[2]
         entered = self._enter_input(x)
-        self._entered = (x, x._version, entered)
+        self._entered = (x, x._version, entered)  # the version tells changes in place
         return entered
 
     def has_entered(self, x: torch.Tensor) -> bool:
@@ -232,6 +232,7 @@ class Region:
 
     def inside(self, training: bool, device: torch.device) -> None:
         """Called after a column-parallel layer: from here on ranks hold different features."""
+        # Only the first column seeds; the next ones find it done.
         if self.random and training and self._restore is None:
             self._rows_left = self._num_rows
             self._seed_this_rank(device)
@@ -259,6 +260,7 @@ class Region:
         self._restore_shared()
 
     def _seed_this_rank(self, device: torch.device) -> None:
+        # The same seed on all ranks, drawn before the state is saved: the next region gets another one.
         seed = int(torch.empty((), dtype=torch.int64).random_())
         self._restore = save_generators(device)
         torch.manual_seed((seed + (self._group.rank + 1) * _REGION_STRIDE) % 2**63)
@@ -282,10 +284,11 @@ class RankRandomness:
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._device = device
-        self._restore: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], None]] = []  # a stack, for a call inside another one
 
     def enter(self) -> None:
         """Seeds the generators for this rank."""
+        # Drawn before the state is saved, so that the next call gets another seed.
         seed = int(torch.randint(_SEEDS, ()))
         self._restore.append(save_generators(self._device))
         torch.manual_seed(seed + self._rank)

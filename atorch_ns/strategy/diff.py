@@ -66,5 +66,5 @@ def _step_differences(old: Step, new: Step) -> list[Difference]:
     return [
         Difference(old.name, key, left.get(key), right.get(key))
         for key in keys
-        if left.get(key) != right.get(key) or (key in left) != (key in right)
+        if left.get(key) != right.get(key) or (key in left) != (key in right)  # None is not absent
     ]

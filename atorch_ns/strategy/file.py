@@ -76,8 +76,7 @@ class Requires:
 
 
 YAML_SUFFIXES = (".yaml", ".yml")
-_YAML_LINE_BREAKS = "\x85\u2028\u2029\ufeff"
-"""Characters that PyYAML writes as they are and reads as line breaks."""
+_YAML_LINE_BREAKS = "\x85\u2028\u2029\ufeff"  # PyYAML writes them as they are, and reads line breaks
 
 
 def read_strategy_path(path: str | PathLike[str]) -> dict[str, Any]:
@@ -104,7 +103,7 @@ def read_strategy_bytes(content: bytes, *, name: str) -> dict[str, Any]:
     Raises:
         StrategyFileError: for a pickle, for text that is neither, and for another schema.
     """
-    if content[:1] == b"\x80":
+    if content[:1] == b"\x80":  # pickles begin so
         raise StrategyFileError(
             "this is a pickle, which could run code when read, so it was not read. Convert it once with "
             "atorch_ns.strategy.convert_pickle(path), which reads a list of known names only",
@@ -120,7 +119,7 @@ def strategy_bytes(document: dict[str, JSON], suffix: str) -> bytes:
     """The one form of a document: JSON, or YAML where the suffix asks for it."""
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
     if suffix.lower() in YAML_SUFFIXES:
-        readable = not set(_YAML_LINE_BREAKS) & set(text)
+        readable = not set(_YAML_LINE_BREAKS) & set(text)  # else all other than ASCII is escaped
         return yaml.safe_dump(document, sort_keys=False, allow_unicode=readable, width=100).encode()
     return (text + "\n").encode()
 
@@ -158,15 +157,15 @@ def _parse_content(content: bytes, name: str) -> Any:
 
 
 def _expand_entries(items: list[Any]) -> list[Any]:
-    """A bare list of names and pairs, as in code, becomes the file's own form."""
+    # A bare list, as in code, holds names and pairs: they become the file's own form.
     entries = []
     for item in items:
         if isinstance(item, str):
             entries.append({"name": item})
         elif isinstance(item, list) and len(item) in (1, 2):
-            entries.append(dict(zip(("name", "config"), item, strict=False)))
+            entries.append(dict(zip(("name", "config"), item, strict=False)))  # [name] has no config
         else:
-            entries.append(item)
+            entries.append(item)  # _check_document refuses what is none
     return entries
 
 
@@ -184,7 +183,7 @@ def _check_document(document: Any, name: str) -> dict[str, Any]:
             source=name,
         )
     try:
-        checked = StrategyDocument.model_validate(document, strict=True)
+        checked = StrategyDocument.model_validate(document, strict=True)  # no text becomes a number
     except ValidationError as error:
         problems = [
             Problem(message=_in_words(issue), key=".".join(str(part) for part in issue["loc"]))
@@ -197,7 +196,6 @@ def _check_document(document: Any, name: str) -> dict[str, Any]:
 
 
 def _in_words(issue: Any) -> str:
-    """The problem that pydantic found, without its names of our classes."""
-    if issue["type"] != "model_type":
+    if issue["type"] != "model_type":  # whose text names our classes
         return str(issue["msg"])
     return f'{issue["input"]!r} is not a method: write its name, [name, config] or {{"name": …, "config": …}}'

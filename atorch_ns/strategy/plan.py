@@ -222,8 +222,8 @@ class ExpertParallelism:
     modules: tuple[str, ...] | None = None
 
 
+# Share of a device's memory that whole gradients may take, where nothing else decides whether they are kept.
 _WHOLE_GRADIENTS = 0.25
-"""The most that whole gradients may take of a device's memory, where nothing else decides whether they are kept."""
 
 
 class AxisUse(NamedTuple):
@@ -245,9 +245,9 @@ class AxisUse(NamedTuple):
         return plan if AxisUse.of(plan) == self else replace(plan, **self._asdict())
 
     @cache  # noqa: B019 there are few uses
-    def over(self, own: AxisUse) -> AxisUse:
-        """This use, where ``own`` does not say otherwise already."""
-        return AxisUse(*(_merge_fields(mine, other) for mine, other in zip(own, self, strict=True)))
+    def over(self, use: AxisUse) -> AxisUse:
+        """This use, where ``use`` does not say otherwise already."""
+        return AxisUse(*(_merge_fields(mine, other) for mine, other in zip(use, self, strict=True)))
 
 
 def _merge_fields(mine: Any, other: Any) -> Any:
@@ -300,11 +300,12 @@ class Plan:
     def changed(self, **changes: Any) -> Plan:
         """The plan with other values; a mapping changes fields of a group: ``changed(sharding={"units": ()})``."""
         values = {}
+        # A mapping changes fields of a group, such as sharding; anything else is the new value.
         for name, new in changes.items():
             value, old = new, getattr(self, name)
             if isinstance(new, Mapping):
                 other = {key: setting for key, setting in new.items() if getattr(old, key) != setting}
-                value = replace(old, **other) if other else old
+                value = replace(old, **other) if other else old  # equal groups stay the same objects
             if value is not old:
                 values[name] = value
         return replace(self, **values) if values else self
@@ -339,8 +340,9 @@ class Plan:
             return False
         if sharding.reduces_each is not None:
             return sharding.reduces_each
+        # Gradients have the dtype that they are reduced in, else that of gathered or of stored parameters.
         name = sharding.reduce_dtype or sharding.gather_dtype or self.precision.parameter_dtype
-        itemsize = 2 if name in ("float16", "bfloat16") else 4
+        itemsize = 2 if name in ("float16", "bfloat16") else 4  # bytes
         return num_trainable * itemsize / self.size("tensor") > memory_bytes * _WHOLE_GRADIENTS
 
     @property

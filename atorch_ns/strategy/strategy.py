@@ -40,7 +40,7 @@ class Step:
 
     def __init__(self, name: str, config: Any = None) -> None:
         object.__setattr__(self, "name", name)
-        object.__setattr__(self, "_config", canonical_text(canonical(config)))
+        object.__setattr__(self, "_config", canonical_text(canonical(config)))  # hashable, and immutable
 
     @property
     def config(self) -> JSON:
@@ -134,7 +134,7 @@ def _make_step(name: Any, config: Any) -> Step:
         raise _EntryError(f"cannot be kept: {error}", method=name) from error
 
 
-_NAMES = re.compile(r"[a-z][a-z0-9_]*(\s*,\s*[a-z][a-z0-9_]*)*")
+_NAMES = re.compile(r"[a-z][a-z0-9_]*(\s*,\s*[a-z][a-z0-9_]*)*")  # names with commas between them
 
 
 @dataclass(frozen=True, init=False)
@@ -215,6 +215,7 @@ class Strategy:
             return source
         if isinstance(source, (bytes, bytearray, memoryview)):
             return cls._from_document(read_strategy_bytes(bytes(source), name="the given bytes"))
+        # JSON text, then names, then a path; a file is read as one even if its name could be a method's.
         if isinstance(source, str) and source.lstrip()[:1] in ("[", "{"):
             return cls._from_document(read_strategy_bytes(source.encode(), name="the given text"))
         if isinstance(source, str) and _NAMES.fullmatch(source) and not Path(source).exists():

@@ -31,7 +31,7 @@ def canonical(value: Any) -> JSON:
     Raises:
         UnwritableValueError: for lambdas, tensors, modules and other objects without a name.
     """
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum):  # before int and str, which members may be
         return value.name
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -102,13 +102,13 @@ def _canonical_object(value: Any) -> JSON:
 
 
 def _canonical_foreign(value: Any) -> JSON:
-    """Values of torch, numpy and pydantic, recognised by shape so that none of them is imported here."""
+    # Recognised by names and shape, so that torch, numpy and pydantic are not imported here.
     kind = type(value)
     if kind.__module__ == "torch" and kind.__name__ == "dtype":
         return str(value).removeprefix("torch.")
     if kind.__module__ == "torch" and kind.__name__ == "device":
         return str(value)
-    if kind.__name__ == "ModuleWrapPolicy":
+    if kind.__name__ == "ModuleWrapPolicy":  # of torch's FSDP
         return {
             "function": qualified_name(kind),
             "arguments": {"module_classes": canonical(frozenset(value._module_classes))},

@@ -61,7 +61,7 @@ def nothing_changes() -> Iterator[None]:
 
 
 def _numpy_state() -> str:
-    return repr(np.random.get_state(legacy=False))
+    return repr(np.random.get_state(legacy=False))  # too few items for numpy to shorten
 
 
 _READERS: Mapping[str, Callable[[], Any]] = {
@@ -113,7 +113,7 @@ class MethodConformance:
             ("config", self.configs),
             ("bad_config", self.bad_configs),
             ("case_name", self.cases),
-            ("call", (1, 200, None)),
+            ("call", (1, 200, None)),  # the first call, one in the middle, the end
         ):
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, values, ids=[str(value) for value in values])
@@ -261,7 +261,7 @@ class MethodConformance:
         ranks = run_ranks(
             self._three_runs, self.num_ranks, args=(case_name, self._make_strategy(config)), timeout_s=120
         )
-        for runs in zip(*ranks, strict=True):
+        for runs in zip(*ranks, strict=True):  # the same run of all ranks
             assert_ranks_agree(list(runs))
             self._assert_like_plain_torch(case_name, runs[0])
 
@@ -341,21 +341,20 @@ class MethodConformance:
 
 
 def _make_failing_apply(apply: Callable[..., None], call: int | None) -> Callable[..., None]:
-    """Fails at that call of a function of torch, counted from 1, or else at its end."""
 
     class Fails(TorchFunctionMode):
         calls = 0
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.calls += 1
-            if self.calls == call:
+            if self.calls == call:  # counted from 1
                 raise ZeroDivisionError("on one rank alone")
             return func(*args, **(kwargs or {}))
 
     def failing(*args: Any) -> None:
         with Fails():
             apply(*args)
-        raise ZeroDivisionError("on one rank alone")
+        raise ZeroDivisionError("on one rank alone")  # call is None, or more than were made
 
     return failing
 

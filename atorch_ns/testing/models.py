@@ -26,7 +26,7 @@ from atorch_ns.testing.networks import EncoderDecoder, ResidualMlp, TiedLlama
 
 IMAGE_SHAPE: Final = (3, 12, 20)
 """Channels, height and width: 15 patches, and with the class token 16 tokens, which 2, 4 and 8 ranks can share."""
-_PATCH: Final = 4
+_PATCH: Final = 4  # pixels of a side
 
 # With transformers' default of 0.02 attention starts uniform, and the gradients of queries and keys drown in
 # rounding; with 1/sqrt(width) the logits are so large that bf16 rounds the loss by 1e-3.
@@ -38,10 +38,9 @@ _NUM_TOKENS: Final = 16
 _NUM_FEATURES: Final = 16
 _NUM_OUTPUTS: Final = 8
 _NUM_TARGET_TOKENS: Final = 8
-_MASK_TOKEN: Final = _VOCAB_SIZE - 1
+_MASK_TOKEN: Final = _VOCAB_SIZE - 1  # not in the data
 _MASK_EVERY: Final = 4
-_NOT_A_TARGET: Final = -100
-"""The label that cross entropy leaves out."""
+_NOT_A_TARGET: Final = -100  # the label that cross entropy leaves out
 
 _SIZES: Final[Mapping[str, Any]] = {
     "hidden_size": 32,
@@ -105,8 +104,8 @@ def make_mixtral() -> nn.Module:
 
 
 def _with_biases(model: nn.Module) -> nn.Module:
-    """Sets biases other than zero: one that a rank adds twice changes the output, and one without a gradient (of
-    keys, which a softmax cancels) still moves by its decay, so that its update is a measure."""
+    # Biases other than zero: one that a rank adds twice changes the output. One without a gradient (of
+    # keys, which a softmax cancels) still moves by its decay, so that its update is a measure.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
@@ -185,11 +184,10 @@ def _token_dict(batch_size: int, seed: int) -> dict[str, Tensor]:
 
 
 def _masked_tokens(batch_size: int, seed: int) -> dict[str, Tensor]:
-    """Tokens, of which every fourth of the first half is masked and a label; rows end in 0 to 3 tokens of padding."""
-    tokens = _make_tokens(batch_size, seed) % _MASK_TOKEN
+    tokens = _make_tokens(batch_size, seed) % _MASK_TOKEN  # data never hold the mask
     hidden = torch.zeros(_NUM_TOKENS, dtype=torch.bool)
-    hidden[: _NUM_TOKENS // 2 : _MASK_EVERY] = True
-    lengths = _NUM_TOKENS - tokens[:, 0] % _MASK_EVERY
+    hidden[: _NUM_TOKENS // 2 : _MASK_EVERY] = True  # every fourth of the first half
+    lengths = _NUM_TOKENS - tokens[:, 0] % _MASK_EVERY  # rows end in 0 to 3 tokens of padding
     return {
         "input_ids": tokens.masked_fill(hidden, _MASK_TOKEN),
         "attention_mask": (torch.arange(_NUM_TOKENS) < lengths[:, None]).long(),
@@ -205,7 +203,7 @@ def _make_images(batch_size: int, seed: int) -> dict[str, Tensor]:
 
 def _token_pairs(batch_size: int, seed: int) -> dict[str, Tensor]:
     tokens = _make_tokens(batch_size, seed)
-    return {"source": tokens, "target": tokens.flip(1)[:, :_NUM_TARGET_TOKENS].contiguous()}
+    return {"source": tokens, "target": tokens.flip(1)[:, :_NUM_TARGET_TOKENS].contiguous()}  # reversed
 
 
 def _squared_error(batch: Any, output: Any) -> Tensor:
@@ -239,8 +237,8 @@ def _make_case(
     block: str,
 ) -> Case:
     def build() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(20)
+        with torch.random.fork_rng(devices=[]):  # the caller's state stays
+            torch.manual_seed(20)  # equal on every rank
             return make().train()
 
     return Case(

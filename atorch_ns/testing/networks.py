@@ -58,10 +58,10 @@ def _apply_rotary(x: Tensor) -> Tensor:
     """Rotary position encoding of [B, H, T, D/H], positions 0..T-1."""
     num_tokens, head_dim = x.shape[-2:]
     half = head_dim // 2
-    frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = torch.arange(num_tokens, device=x.device, dtype=torch.float32)[:, None] * frequency
+    frequency = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)  # [D/H/2]
+    angle = torch.arange(num_tokens, device=x.device, dtype=torch.float32)[:, None] * frequency  # [T, D/H/2]
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
+    first, second = x[..., :half], x[..., half:]  # feature i is rotated with i + half
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
@@ -81,7 +81,7 @@ class _Attention(nn.Module):
         shape = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
         mixed = F.scaled_dot_product_attention(_apply_rotary(q), _apply_rotary(k), v, is_causal=True)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))  # from [B, H, T, D/H]
         return out
 
 
@@ -133,7 +133,7 @@ class TiedLlama(nn.Module):
         self.layers = nn.ModuleList(DecoderBlock(width, num_heads, hidden) for _ in range(num_layers))
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.lm_head = nn.Linear(width, vocab_size, bias=False)
-        nn.init.normal_(self.embed_tokens.weight, std=width**-0.5)
+        nn.init.normal_(self.embed_tokens.weight, std=width**-0.5)  # logits have a variance of 1
         self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:

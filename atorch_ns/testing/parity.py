@@ -83,7 +83,7 @@ class ParityReport:
 def canonical_name(name: str) -> str:
     """A parameter's name as the bare model has it, whatever wraps the model now."""
     name = plain_name(name)
-    while name.startswith("module."):
+    while name.startswith("module."):  # of DDP and FSDP1
         name = name.removeprefix("module.")
     return name
 
@@ -248,7 +248,7 @@ def _gather_to_cpu(parameter: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _whole_parameters(model: nn.Module) -> Iterator[None]:
-    """FSDP1 keeps flat parameters: inside, the original ones are there."""
+    # FSDP1 keeps flat parameters; inside of summon_full_params the original ones are there.
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):

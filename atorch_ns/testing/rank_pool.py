@@ -72,7 +72,7 @@ class RankFiles(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class WorkerReport:
     """End of the function on one rank, as the rank reports it.
 
     Attributes:
@@ -102,12 +102,13 @@ def rank_main(
         arm_stack_dumps(setup.timeout_s + _ORPHAN_GRACE_S, stacks)
         try:
             _set_up_rank(setup, rank)
-            report = Report(value=_pickle_value(fn(*args)))
+            report = WorkerReport(value=_pickle_value(fn(*args)))
         except BaseException as error:  # SystemExit too: the report is the only way out of a rank
             report = _error_report(error)
-        sys.stdout.flush()
+        sys.stdout.flush()  # os._exit does not flush
         sys.stderr.flush()
         write_whole(files.report, pickle.dumps(report), durable=False)
+        # A rank waits for its release, so that no peer loses it in a collective; one that raised waits less.
         select.select([release_fd], [], [], None if report.value is not None else _LINGER_S)
         exit_code = 0
     except BaseException:
@@ -131,7 +132,7 @@ def rank_environment(setup: Setup, rank: int) -> dict[str, str]:
 
 def _set_up_rank(setup: Setup, rank: int) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
+        os.environ.pop(name, None)  # those of a launcher
     os.environ.update(rank_environment(setup, rank))
     # A rank leaves without cleaning up: its temporary files go when the run's folder goes.
     tempfile.tempdir = str(setup.folder)
@@ -168,8 +169,8 @@ def _pickle_value(value: Any) -> bytes:
     return data.getvalue()
 
 
-def _error_report(error: BaseException) -> Report:
-    return Report(
+def _error_report(error: BaseException) -> WorkerReport:
+    return WorkerReport(
         error=_surviving_pickle(error),
         error_type=type(error).__name__,
         message=str(error),
@@ -178,10 +179,9 @@ def _error_report(error: BaseException) -> Report:
 
 
 def _surviving_pickle(error: BaseException) -> bytes | None:
-    """The pickled exception if it can be rebuilt from it: many exceptions cannot."""
     try:
         data = pickle.dumps(error)
-        pickle.loads(data)
+        pickle.loads(data)  # many exceptions cannot be rebuilt
     except Exception:
         return None
     return data
@@ -190,8 +190,8 @@ def _surviving_pickle(error: BaseException) -> bytes | None:
 _POLL_S: Final = 0.003
 # After a first failure the others get this long to fail as well: often all fail for the same reason.
 _FAILURE_GRACE_S: Final = 0.5
-_STACKS_WAIT_S: Final = 2.0
-_EXIT_WAIT_S: Final = 5.0
+_STACKS_WAIT_S: Final = 2.0  # for ranks to write their stacks
+_EXIT_WAIT_S: Final = 5.0  # until ranks are killed
 
 
 Status = Literal["returned", "raised", "died", "timed_out", "stopped"]
@@ -252,7 +252,7 @@ class _Rank:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.exit_code = os.waitstatus_to_exitcode(status)
-                kill_group(self.pid)
+                kill_group(self.pid)  # what it started and left running
 
     def has_reported(self) -> bool:
         return self.files.report.exists()
@@ -301,22 +301,20 @@ class _Rank:
             text = f"the return value cannot be rebuilt outside the rank: {error!r}. Return CPU tensors."
             return replace(seen, status="raised", error=error, error_type=type(error).__name__, message=text)
 
-    def _read_report(self) -> Report:
-        report: Report = pickle.loads(self.files.report.read_bytes())
+    def _read_report(self) -> WorkerReport:
+        report: WorkerReport = pickle.loads(self.files.report.read_bytes())
         return report
 
 
 def _unpickle_error(error: bytes | None) -> BaseException | None:
-    """The exception of a pickle; None where this process cannot make it."""
     rebuilt: BaseException | None = None
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # this process may lack the class
         rebuilt = None if error is None else pickle.loads(error)
     return rebuilt
 
 
 def _death_message(exit_code: int) -> str:
-    """The end of a process that never reported, from its exit code."""
-    if exit_code >= 0:
+    if exit_code >= 0:  # signals are negative
         return f"the process left with exit code {exit_code} before the function returned"
     return f"the process was ended by {signal_text(-exit_code)}"
 
@@ -326,7 +324,7 @@ def _read_text(path: Path) -> str:
 
 
 def _without_harness(stacks: str) -> str:
-    """Stacks (innermost call first) without the calls that led to the rank's function."""
+    # The innermost call comes first: what follows rank_main has led to the rank's function.
     kept, inside = [], True
     for line in stacks.splitlines():
         inside = (inside or not line.startswith("  ")) and "in rank_main" not in line
@@ -345,7 +343,7 @@ class RankPool:
         self._call = (fn, args)
 
     def __enter__(self) -> RankPool:
-        sys.stdout.flush()
+        sys.stdout.flush()  # else each rank writes the buffer again
         sys.stderr.flush()
         self._start = time.monotonic()
         try:
@@ -366,10 +364,11 @@ class RankPool:
         while running := self._poll_running():
             now = time.monotonic()
             ended = {rank.rank for rank in self._ranks if rank not in running}
+            # After a first failure the others get a moment to fail as well, and are stopped then.
             if stop_on_failure and any(self._ranks[rank].failed() for rank in ended - seen):
                 if now + _FAILURE_GRACE_S < deadline:
                     deadline, why = now + _FAILURE_GRACE_S, "stopped"
-                stop_on_failure = False
+                stop_on_failure = False  # only the first shortens the wait
             seen |= ended
             if now >= deadline:
                 self._stop_ranks(running, why)
@@ -391,7 +390,7 @@ class RankPool:
 
     def _fork_all(self) -> None:
         fn, args = self._call
-        release_end, self._release_fd = os.pipe()
+        release_end, self._release_fd = os.pipe()  # closing it releases all ranks
         try:
             for rank in range(self._setup.num_ranks):
                 with warnings.catch_warnings():
@@ -401,7 +400,7 @@ class RankPool:
                 if pid == 0:
                     # The child process is the rank, and must never run a line of the caller's again.
                     try:
-                        os.setpgid(0, 0)
+                        os.setpgid(0, 0)  # what it starts can be ended with it
                         os.close(self._release_fd)
                         rank_main(fn, args, self._setup, rank, release_end)
                     finally:
@@ -413,7 +412,6 @@ class RankPool:
             os.close(release_end)
 
     def _poll_running(self) -> list[_Rank]:
-        """The ranks that have neither reported nor died."""
         running = []
         for rank in self._ranks:
             rank.poll()
@@ -432,7 +430,7 @@ class RankPool:
             rank.kill()
 
     def _await_stacks(self, running: list[_Rank]) -> None:
-        """Waits until every stack file has stopped growing: the handler writes line by line."""
+        # Stacks are written line by line: a file is complete once it has stopped growing.
         limit = time.monotonic() + _STACKS_WAIT_S
         sizes: list[int] = []
         while time.monotonic() < limit:

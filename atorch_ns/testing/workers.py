@@ -133,7 +133,7 @@ def _collect_outcomes(
         setup = Setup(
             num_ranks=num_ranks, folder=folder, timeout_s=timeout_s, env=dict(env or {}), master_port=port
         )
-        pool = stack.enter_context(RankPool(fn, args, setup))
+        pool = stack.enter_context(RankPool(fn, args, setup))  # ends before its folder goes
         pool.wait(stop_on_failure=stop_on_failure)
         return pool.finish()
 
@@ -159,7 +159,7 @@ def _check_process() -> None:
 
 
 def _warm_up() -> None:
-    """Import here, once, what every rank would import again: that is what makes forked ranks start fast."""
+    # What is imported here, once, no rank imports again: so forked ranks start fast.
     if "torch.distributed.fsdp" in sys.modules and "torch.distributed.checkpoint" in sys.modules:
         return
     for module in ("checkpoint", "fsdp", "tensor.parallel"):

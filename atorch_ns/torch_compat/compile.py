@@ -98,7 +98,7 @@ def compile_forward(module: nn.Module, watch: Callable[..., Any], **options: Any
 class _CompiledCall:
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._module, self._run = module, run
-        self._given = vars(module).get("forward")  # where a module replaces its class's
+        self._override = vars(module).get("forward")  # where a module replaces its class's
         self.note_inner_hooks()
 
     def note_inner_hooks(self) -> None:
@@ -107,11 +107,11 @@ class _CompiledCall:
         self._num_hooks = sum(map(len, self._tables))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, override = self._module, self._given
+        module, override = self._module, self._override
         is_replaced = vars(module).get("forward") is not override  # for this call
         if is_replaced or self._has_other_hooks():
             return module._call_impl(*args, **kwargs)
-        vars(module)["forward"] = self._run
+        vars(module)["forward"] = self._run  # _call_impl calls it between the hooks
         try:
             return module._call_impl(*args, **kwargs)
         finally:
@@ -120,7 +120,7 @@ class _CompiledCall:
                 vars(module)["forward"] = override
 
     def _has_other_hooks(self) -> bool:
-        """Whether there are hooks that the compiled code, whose guards leave hooks out, would not call."""
+        # Guards ignore hooks: compiled code would not call later ones.
         if sum(map(len, self._tables)) == self._num_hooks:
             return False
         warnings.warn(
@@ -143,7 +143,7 @@ def traced_modules(model: nn.Module) -> set[nn.Module]:
     return {child for module in compiled for child in module.modules() if child is not module}
 
 
-_SETTLING_S = 0.005
+_SETTLING_S = 0.005  # time for threads of process groups to release buffers
 
 
 class CpuMemoryRecord:
@@ -181,12 +181,11 @@ class CpuMemoryRecord:
             self._profiler.__exit__(None, None, None)
         roots = self._profiler.kineto_results.experimental_event_tree()
         counts = [event.extra_fields.total_allocated for event in _find_allocations(roots)]
-        del counts[-2]
+        del counts[-2]  # the allocation of that tensor
         return counts
 
 
 def _find_allocations(roots: Any) -> list[Any]:
-    """The events of allocations, in the order of time."""
     from torch._C._profiler import _ExtraFields_Allocation
 
     matches, waiting = [], list(roots)
@@ -199,20 +198,18 @@ def _find_allocations(roots: Any) -> list[Any]:
 
 
 def _cpu_memory_flag() -> Any:
-    """The allocator's flag as a ctypes bool; ``None`` where this build of torch does not export it."""
     libraries = [str(path) for path in (Path(torch.__file__).parent / "lib").glob("libc10.*")]
     try:
         library = ctypes.CDLL(libraries[0])
         return ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
     except (IndexError, OSError, ValueError):
-        return None
+        return None  # this build does not export it
 
 
 @contextmanager
 def _silent_kineto() -> Iterator[None]:
-    """Keeps the profiler from printing a line when it starts and stops, unless the user has set its log level."""
     before = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silent, unless the user has chosen a level
     try:
         yield
     finally:

@@ -106,12 +106,12 @@ def zero_redundancy_of_parts() -> type[Any]:
             return []  # for buckets, of which there are none
 
         def _partition_parameters(self, params_per_rank: Any = None) -> list[list[dict[str, Any]]]:
-            """Gives each parameter to the rank that has least, by size; those that are trained first, to come out even."""
             if not self._partition_parameters_cache:
                 self._partition_parameters_cache = [[] for _ in range(self.world_size)]
                 sizes = [0] * self.world_size
                 for group in self.param_groups:
                     shares: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
+                    # Trained parameters first, large before small, so that the ranks come out even.
                     by_size = sorted(
                         group["params"], key=lambda p: (p.requires_grad, p.numel()), reverse=True
                     )
@@ -347,9 +347,8 @@ def _groups_of(unit: FSDPModule) -> Iterable[Any]:
 
 
 def _keep_reduced_dtypes(units: Iterable[FSDPModule]) -> None:
-    """Has units whose parameters were frozen when torch first looked reduce their gradients in the dtypes that were asked for
-    once they are thawed (``FSDPParamGroup._init_mp_dtypes``, which torch calls once)."""
     for group in (group for unit in units for group in _groups_of(unit)):
+        # torch records dtypes once, and none for what was frozen then.
         was_frozen = getattr(group, "_orig_dtype", 0) is None
         if was_frozen and any(p.sharded_param.requires_grad for p in group.fsdp_params):
             group._init_mp_dtypes()
@@ -371,10 +370,9 @@ def reduce_after_backward(module: nn.Module) -> None:
 
 
 def _list_passes(operations: list[Any]) -> list[tuple[str, int, int]]:
-    """A rank's operations without idle slots, pairs as their parts."""
     passes: list[tuple[str, int, int]] = []
     for operation in operations:
-        if operation is None:
+        if operation is None:  # an idle slot
             continue
         for part in operation.sub_actions or (operation,):
             passes.append((part.computation_type.value, part.stage_index, part.microbatch_index))  # noqa: PERF401
@@ -417,7 +415,7 @@ class _LocalGroups:
 def _local_with_grad(parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor) or parameter.grad is None:
         return parameter
-    local = parameter.to_local().detach()
+    local = parameter.to_local().detach()  # a leaf, so it can hold a gradient
     grad: Any = parameter.grad
     local.grad = grad.to_local()
     return local

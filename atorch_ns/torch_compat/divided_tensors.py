@@ -56,7 +56,7 @@ def extend_dtensor_operators(models: Iterable[nn.Module]) -> None:
         number = torch.ones((), device="cuda", requires_grad=True) * 1.0
         number.register_hook(lambda _: _let_mixed_through())
         number.backward()
-    if not isinstance(vars(dispatcher).get("unwrap_to_op_info"), functools.partial):
+    if not isinstance(vars(dispatcher).get("unwrap_to_op_info"), functools.partial):  # only once
         for name, function in (
             ("unwrap_to_op_info", _find_mixed),
             ("_propagate_op_sharding_dispatch_slow_path", _divide_or_gather),
@@ -73,7 +73,7 @@ def extend_dtensor_operators(models: Iterable[nn.Module]) -> None:
 
 
 def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lists, some tensors of which may be divided: each pair where its first tensor lies, since results are of each element alone."""
+    # Elements are independent: every list is laid out like the tensors of the first one.
     targets = args[0]
 
     def local(argument: Any) -> Any:
@@ -93,9 +93,9 @@ def _on_local_parts(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _compute_norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Norms for ``torch.nn.utils.clip_grad_norm_``, 0-d: whole unless all lie on one mesh, since it stacks them."""
     tensors, order = args[0], args[1] if len(args) > 1 else 2
     norms = [torch.linalg.vector_norm(tensor, order, **kwargs) for tensor in tensors]
+    # clip_grad_norm_ stacks the norms, so all must be on one mesh, or all plain.
     if len({norm.device_mesh if isinstance(norm, DTensor) else None for norm in norms}) == 1:
         return norms
     return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
@@ -114,9 +114,9 @@ _RANDOM_BY_VALUES = (
 
 
 def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """This rank's part of numbers that are drawn for a whole tensor, as in one process."""
     target = args[0]
     local = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    # Every rank draws the whole tensor, as one process does, and keeps its part.
     drawn = operator(local, *args[1:], **kwargs)
     if not operator._schema.is_mutable:
         return _laid_beside(drawn, target)
@@ -125,7 +125,7 @@ def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _read_number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``tensor.item()``, collective: of a norm or a sum each rank holds a summand, which torch gives as the number."""
+    # For a norm or a sum each rank holds one summand, and torch would return that.
     return operator(_gather_whole(args[0]))
 
 
@@ -140,15 +140,13 @@ def observe_gathering(method: Callable[[DeviceMesh], None]) -> None:
 
 
 def _gather_whole(tensor: DTensor) -> torch.Tensor:
-    """The whole of a divided tensor; collective."""
-    for known in _OBSERVERS:
+    for known in _OBSERVERS:  # told before, since the gathering waits for all ranks
         if (method := known()) is not None:
             method(tensor.device_mesh)
     return tensor.full_tensor()
 
 
 def _part_beside(tensor: Any, target: Any) -> Any:
-    """This rank's part of a tensor, divided as another is."""
     if not isinstance(tensor, DTensor):
         is_whole = isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.shape == target.shape
         return _laid_beside(tensor, target).to_local() if is_whole and isinstance(target, DTensor) else tensor
@@ -158,10 +156,9 @@ def _part_beside(tensor: Any, target: Any) -> Any:
 
 
 def _laid_beside(whole: torch.Tensor, target: DTensor) -> DTensor:
-    """A tensor that is alike on all ranks, divided as another is."""
     mesh = target.device_mesh
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=target.placements)
+    return replicated.redistribute(placements=target.placements)  # local slicing: nothing is sent
 
 
 def laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
@@ -172,7 +169,7 @@ def laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def _let_mixed_through() -> None:
-    """Has torch ask this module about plain tensors beside divided ones, in this thread, in the place of refusing them."""
+    # torch then passes plain tensors beside DTensors to _find_mixed instead of refusing them.
     torch._C._set_dtensor_allow_implicit_replication(True)
 
 
@@ -188,7 +185,8 @@ def _plain_leaves(*arguments: Any) -> list[torch.Tensor]:
 def _find_mixed(
     torchs: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """In the place of ``unwrap_to_op_info``. A plain number is alike on all ranks, unless it has a gradient, as a loss does."""
+    """In the place of ``unwrap_to_op_info``."""
+    # A 0-d tensor is equal on all ranks, except with a gradient: a loss depends on this rank's samples.
     is_read = not operator._schema.is_mutable and torch.is_grad_enabled()
     is_write_to_plain = operator._schema.is_mutable and not _written_tensors(operator, args, kwargs)
     for plain in _plain_leaves(args, kwargs):
@@ -200,15 +198,15 @@ def _find_mixed(
 def _divide_or_gather(
     torchs: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any
 ) -> Any:
-    """In the place of ``_propagate_op_sharding_dispatch_slow_path``, which may give an operator's result itself."""
+    """In the place of ``_propagate_op_sharding_dispatch_slow_path``."""
     if isinstance(rest[0], _Mixed):
-        return _compute_whole(operator, args, kwargs)
+        return _compute_whole(operator, args, kwargs)  # the dispatcher accepts a result here
     try:
         sharding = torchs(operator, args, kwargs, *rest)
     except (RuntimeError, NotImplementedError):
         # It has no rule, the tensors have several meshes, or a write would be divided in another way.
         if operator in _VIEWS:
-            raise
+            raise  # _follow_view gathers instead
         return _compute_whole(operator, args, kwargs)
     if _looks_mixed(operator, args):
         return _compute_unremembered(operator, args, rest[0], sharding)
@@ -216,7 +214,7 @@ def _divide_or_gather(
 
 
 def _looks_mixed(operator: Any, args: tuple[Any, ...]) -> bool:
-    """Whether torch would remember it for plain tensors too, which it cannot tell from divided ones that are alike on all ranks."""
+    # torch caches shardings by layout, where a plain tensor looks like a replicated one.
     if operator._schema.is_mutable:
         return False
     divided = [leaf for leaf in tree_leaves(args) if isinstance(leaf, DTensor)]
@@ -225,9 +223,8 @@ def _looks_mixed(operator: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _compute_unremembered(operator: Any, args: tuple[Any, ...], info: Any, sharding: Any) -> Any:
-    """torch's result of an operator, of which it does not keep how it is divided."""
     if not isinstance(sharding, OutputSharding):
-        return sharding
+        return sharding  # already a result
     info.output_sharding = sharding
     local = DTensor._op_dispatcher._dispatch_get_local_results_slow_path(operator, args, info)
     return DTensor._op_dispatcher.wrap(local, sharding.output_spec)
@@ -247,6 +244,7 @@ def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             return leaf
         if id(leaf) not in wholes:
             whole = _gather_whole(leaf)
+            # The whole of a replicated tensor may share its memory, and only _write_whole may write there.
             shares = whole.untyped_storage()._cdata == leaf._local_tensor.untyped_storage()._cdata
             wholes[id(leaf)] = whole.clone() if shares else whole
         return wholes[id(leaf)]
@@ -260,18 +258,14 @@ def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if torch.is_grad_enabled():
         kept = {id(tensor) for tensor in written}
         for number, tensor in divided.items():
-            if tensor.requires_grad and number not in kept:
+            if tensor.requires_grad and number not in kept:  # its gradient will be whole
                 _average_gradients(tensor)
+    # In-place operators return their argument: the DTensor, not the gathered copy.
     originals = {id(whole): divided[number] for number, whole in wholes.items()}
     return tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
 
 
 def _write_whole(operator: Any, whole: torch.Tensor, target: DTensor) -> None:
-    """Gives this rank its part of what was written.
-
-    Raises:
-        StepError: if the shape has changed, which a divided tensor cannot follow.
-    """
     if whole.shape != target.shape:
         raise StepError(
             f"{operator.overloadpacket.__name__} changes the shape of a divided tensor from {tuple(target.shape)} to "
@@ -286,7 +280,6 @@ def _write_whole(operator: Any, whole: torch.Tensor, target: DTensor) -> None:
 
 
 def _written_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[DTensor]:
-    """The divided tensors that an operator writes to."""
     if not operator._schema.is_mutable:
         return []
     targets = [
@@ -308,9 +301,8 @@ class _DivideGradient(PackageHook):
 
 
 def _average_gradients(tensor: DTensor) -> None:
-    """Divides what comes as the gradient of a whole tensor: the mean over the ranks, as of their losses."""
     if any(isinstance(hook, _DivideGradient) for hook in (tensor._backward_hooks or {}).values()):
-        return
+        return  # already hooked
     mesh = tensor.device_mesh
     placements = [Replicate() if kind.is_partial() else kind for kind in tensor.placements]
 
@@ -319,6 +311,7 @@ def _average_gradients(tensor: DTensor) -> None:
             return gradient.redistribute(placements=placements)
         if torch.is_grad_enabled():
             raise StepError(NO_SECOND_DERIVATIVE)
+        # The gradient comes from this rank's loss; the mean over ranks is that of their mean loss.
         summand = DTensor.from_local(gradient / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
         return summand.redistribute(placements=placements)
 
@@ -348,9 +341,8 @@ def _register_handler(operator: Any, handler: Callable[..., Any]) -> None:
 
 
 def _as_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator without this module's function for it."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    ours, torchs = handlers.pop(operator), _OF_TORCH[operator]
+    ours, torchs = handlers.pop(operator), _OF_TORCH[operator]  # avoids recursion
     if torchs is not None:
         handlers[operator] = torchs
     try:
@@ -371,6 +363,7 @@ def _follow_view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             lambda view: DTensor.from_local(view, mesh, everywhere, run_check=False),
             operator(whole, *args[1:], **kwargs),
         )
+    # Steps lead from the divided tensor to the view, also for a view of a view.
     root, steps = _VIEW_COPIES.get(source, (source, ()))
     several = isinstance(result, (list, tuple))
     for index, view in enumerate(result if several else [result]):
@@ -390,27 +383,24 @@ def _share_memory(first: DTensor, second: DTensor) -> bool:
 
 
 def _follow_writes() -> None:
-    """Registers the function that follows writes, for as long as there is a copy in the place of a view."""
-    for operator, is_write in _changing_operators():
+    for operator, is_write in _changing_operators():  # slows every call, so only while copies exist
         if is_write or operator not in DTensor._op_dispatcher._custom_op_handlers:
             _register_handler(operator, _write_through if is_write else _follow_view)
 
 
 @functools.cache
 def _changing_operators() -> list[tuple[Any, bool]]:
-    """Operators whose first argument is written to in place, and other views of it; whether they write."""
     return [
         (operator, first.is_write)
         for operator in _operators_named("")
         if operator._schema.arguments and operator._schema.returns
         if (first := operator._schema.arguments[0].alias_info) is not None
-        if not first.is_write or operator._schema.name.endswith("_")
+        if not first.is_write or operator._schema.name.endswith("_")  # in place, not out=
     ]
 
 
 @functools.cache
 def _foreach_operators() -> list[Any]:
-    """Operators of lists of tensors, place by place."""
     operators = [op for op in _operators_named("_foreach_") if not op._overloadname.endswith("out")]
     return [operator for operator in operators if not operator._schema.name.endswith(("norm", "max"))]
 
@@ -433,6 +423,7 @@ def _write_through(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if target not in _VIEW_COPIES:
         return _as_torch(operator, args, kwargs)
     root, steps = _VIEW_COPIES[target]
+    # Replay the steps of the view on the whole tensor, then write both parts back.
     whole = _gather_whole(root).clone()
     view = whole
     for step, arguments, options, index in steps:
@@ -452,11 +443,6 @@ _FSDP_PARAMETERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def _replace_data(target: DTensor, value: torch.Tensor) -> None:
-    """``target.data = value``, which torch would give to the shell of a divided tensor alone.
-
-    Raises:
-        StepError: if the new values have another shape or dtype, for which ranks have no memory.
-    """
     if value.shape != target.shape or value.dtype != target.dtype:
         raise StepError(
             f"data of a divided tensor of shape {tuple(target.shape)} in {target.dtype} cannot become a tensor of shape "
@@ -467,15 +453,17 @@ def _replace_data(target: DTensor, value: torch.Tensor) -> None:
         value = _laid_beside(value.clone(), target)
     elif value.placements != target.placements or value.device_mesh != target.device_mesh:
         value = _laid_beside(value.full_tensor(), target)
-    target._local_tensor = value._local_tensor
+    target._local_tensor = value._local_tensor  # torch would set only the wrapper's data
     gathered = _FSDP_PARAMETERS.get(id(target))
     if gathered is not None and gathered.sharded_param is target:
-        gathered.reset_sharded_param()
+        gathered.reset_sharded_param()  # FSDP still holds the old memory
 
 
 def _refuse_parts(tensor: DTensor, protocol: Any) -> Any:
-    """Pickles a tensor, as ``torch.save`` does, unless a file of one rank would look like a whole model's and hold a part of it."""
-    if tensor._local_tensor.shape != tensor.shape or any(place.is_partial() for place in tensor.placements):
+    # One rank's file would look like a whole model but hold only a part.
+    if tensor._local_tensor.shape != tensor.shape or any(
+        placement.is_partial() for placement in tensor.placements
+    ):
         raise CheckpointError(
             f"torch.save or pickle was given a divided tensor of shape {tuple(tensor.shape)}, of which this rank has "
             f"{tuple(tensor._local_tensor.shape)}: the file would lack the other ranks' parts. Save on all ranks by "
@@ -485,7 +473,6 @@ def _refuse_parts(tensor: DTensor, protocol: Any) -> Any:
 
 
 def _read_only_array(tensor: DTensor, *, force: bool = False) -> Any:
-    """A whole tensor for numpy; a write to it could not reach the parts of other ranks, and is refused."""
     array = _gather_whole(tensor).numpy(force=force)
-    array.flags.writeable = False
+    array.flags.writeable = False  # writes could not reach other ranks' parts
     return array

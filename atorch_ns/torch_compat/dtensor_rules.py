@@ -59,7 +59,7 @@ def _strategy_placements(call: Any, degree: int) -> Iterator[tuple[Any, ...]]:
     dispatcher, operator = DTensor._op_dispatcher, call.operator
     propagator = dispatcher.sharding_propagator
     adjusted = (*propagator.op_to_shape_and_stride_idx, *dispatcher._custom_op_handlers)
-    if operator in adjusted or call.name in _WRONG:
+    if operator in adjusted or call.name in _WRONG:  # torch changes their arguments
         return
     if operator in propagator.op_single_dim_strategy_funcs:
         yield from _of_one_dim(call, propagator.op_single_dim_strategy_funcs[operator])
@@ -75,7 +75,6 @@ def _as_meta(spec: Any) -> Any:
 
 
 def _map_arguments(call: Any, function: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """The arguments with ``function(spec)`` in place of each tensor."""
     kind = type(call.outputs[0])
     arguments = (call.args, dict(call.kwargs))
     mapped: tuple[Any, Any] = tree_map(lambda arg: function(arg) if isinstance(arg, kind) else arg, arguments)
@@ -83,7 +82,7 @@ def _map_arguments(call: Any, function: Callable[[Any], Any]) -> tuple[Any, Any]
 
 
 def _counts_from_last(call: Any) -> bool:
-    """Whether a dim is negative: strategies for scans take it as it is, and would divide that dim (torch 2.13)."""
+    # Strategies for scans take a negative dim literally and would shard it (torch 2.13).
     names = [argument.name for argument in call.operator._schema.arguments]
     arguments = [*zip(names, call.args, strict=False), *call.kwargs.items()]
     return any(name.startswith("dim") and "-" in str(value) for name, value in arguments)
@@ -93,7 +92,9 @@ def _of_one_dim(call: Any, strategy: Callable[..., Sequence[Sequence[Any]]]) -> 
     args, kwargs = _map_arguments(call, _as_meta)
     for sides in strategy(call.operator, args, kwargs):
         # A placeholder stands for a shard of any kind.
-        yield tuple(Shard(one.dim) if type(one).__name__ == "_ShardingPlaceholder" else one for one in sides)
+        yield tuple(
+            Shard(side.dim) if type(side).__name__ == "_ShardingPlaceholder" else side for side in sides
+        )
 
 
 def _of_mesh(call: Any, strategy: Callable[[Any], Any], degree: int) -> Iterator[tuple[Any, ...]]:
@@ -105,11 +106,12 @@ def _of_mesh(call: Any, strategy: Callable[[Any], Any], degree: int) -> Iterator
     def options(spec: Any) -> Any:
         shards = [Shard(dim) for dim in range(len(spec.shape))]
         placed = [
-            DTensorSpec(mesh, (one,), tensor_meta=_as_meta(spec)) for one in (Replicate(), *shards, Partial())
+            DTensorSpec(mesh, (entry,), tensor_meta=_as_meta(spec))
+            for entry in (Replicate(), *shards, Partial())
         ]
-        return OpStrategy([OpSpec(one, input_specs=()) for one in placed])
+        return OpStrategy([OpSpec(entry, input_specs=()) for entry in placed])
 
     args, kwargs = _map_arguments(call, options)
     for choice in strategy(OpSchema(call.operator, args, kwargs)).strategies:
         results = choice.output_specs if isinstance(choice.output_specs, tuple) else (choice.output_specs,)
-        yield tuple(one.placements[0] for one in (*results, *choice.input_specs))
+        yield tuple(entry.placements[0] for entry in (*results, *choice.input_specs))

@@ -32,13 +32,10 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
 
 @functools.cache
 def _start_autograd() -> None:
-    """Has autograd count the devices that are there.
-
-    It counts at the first backward pass of a process. Of fake tensors it finds eight and starts a thread for each, and a
-    process that forks after that cannot run a backward pass (torch 2.13).
-    """
     from torch.utils._python_dispatch import _disable_current_modes
 
+    # Autograd counts devices in the first backward pass of a process. Of fake tensors it finds eight and
+    # starts a thread for each, after which a forked process cannot run a backward pass (torch 2.13).
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         torch.ones((), device="cpu", requires_grad=True).backward()
 

@@ -75,15 +75,14 @@ class JsonlTracker:
 
 
 def _append_bytes(file: FileIO, data: bytes) -> None:
-    """Writes all of it or, if the system lets us, nothing."""
     start = os.fstat(file.fileno()).st_size
     rest = memoryview(data)
     try:
         while rest:
-            rest = rest[file.write(rest) :]
+            rest = rest[file.write(rest) :]  # without a buffer, a write may take a part
     except OSError:
         with contextlib.suppress(OSError):
-            os.ftruncate(file.fileno(), start)
+            os.ftruncate(file.fileno(), start)  # so that no torn line is left
         raise
 
 
@@ -203,19 +202,18 @@ class WandbTracker:
         folder = Path(run.dir).resolve()
         if not folder.is_relative_to(requested):
             log.warning("wandb cannot write to %s, and writes this run to %s.", requested, folder.parent)
-        run.define_metric("step", hidden=True)
+        run.define_metric("step", hidden=True)  # the axis of all others, and no chart of its own
         run.define_metric("*", step_metric="step")
         return run
 
 
-_SHOWN: Final = (
+_SHOWN: Final = (  # metrics of a line, in this order, as far as they are given
     ("train/loss", "loss {:.4g}"),
     ("train/grad_norm", "norm {:.3g}"),
     ("train/lr", "lr {:.3g}"),
     ("train/samples_per_second", "{:,.1f} samples/s"),
     ("memory/peak_gib", "{:.2f} GiB"),
 )
-"""Metrics that a line shows, in this order, as far as they are given."""
 
 
 @final
@@ -297,12 +295,7 @@ class ProgressTracker:
 
 
 def _require_package(package: str, *, needed_by: str, install: str) -> None:
-    """Checks that a package is installed without importing it, which takes seconds on every rank.
-
-    Raises:
-        MissingPackageError: if it is not.
-    """
-    try:
+    try:  # without importing it, which takes seconds on every rank
         available = importlib.util.find_spec(package) is not None
     except Exception:  # a parent that fails to import raises anything
         available = False

@@ -146,7 +146,7 @@ class StepMeter:
     def _of_time(self) -> dict[str, float]:
         now, begun, count = self._clock(), self._since, self._num_steps
         self._since, self._num_steps = now, 0
-        if begun is None or count == 0 or now <= begun:
+        if begun is None or count == 0 or now <= begun:  # the first step starts the clock alone
             return {}
         seconds = (now - begun) / count
         rate = {} if self._samples is None else {"train/samples_per_second": self._samples / seconds}
@@ -163,6 +163,7 @@ class StepMeter:
             if rate is not None
         }
         metrics["train/skipped_steps"] = float(getattr(optimizer, "num_skipped", 0))
+        # Under fp16 the job's optimizer has a loss scaler, which holds torch's.
         scaler = getattr(getattr(optimizer, "scaler", None), "scaler", None)
         if isinstance(scaler, torch.amp.GradScaler):
             metrics["train/loss_scale"] = float(scaler.get_scale())
@@ -215,7 +216,7 @@ class Tracking:
             return
         try:
             self._tracker.log(self._numbers.of(metrics), step)
-        except Exception as error:
+        except Exception as error:  # a full disk or a lost connection ends no training
             self._log_failure(f"lost the metrics of step {step}", error)
 
     def close(self) -> None:

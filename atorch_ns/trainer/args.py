@@ -328,7 +328,7 @@ class TrainerArgs(_Strict):
                 "optimizer.grad_reduction=per-token-mean needs optimizer.aggregate_outputs_fn, which counts the tokens."
             )
         clip = self.optimizer.clip_gnorm
-        if clip is not None and not clip >= 0.0:
+        if clip is not None and not clip >= 0.0:  # also refuses NaN
             problems.append(f"optimizer.clip_gnorm must be a norm, or 0 for no clipping; it is {clip!r}.")
         problems += [
             f"dataloader.{name} has batch_size, which is micro_batch_size of the Trainer: set that."
@@ -345,7 +345,7 @@ class TrainerArgs(_Strict):
         Raises:
             InputError: if the sizes contradict each other.
         """
-        samples = self.micro_batch_size * data_ranks
+        samples = self.micro_batch_size * data_ranks  # of one micro-batch on every rank
         if self.global_batch_size is None:
             return self.grad_accumulation_steps or 1
         ranks = f"{counted(data_ranks, 'rank')} with data of {'its' if data_ranks == 1 else 'their'} own"

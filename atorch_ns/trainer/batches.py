@@ -19,7 +19,7 @@ from atorch_ns.trainer.model import dtype_of
 
 Split = Literal["train", "val"]
 
-_AUTOMATIC = ("dataset", "num_replicas", "rank")
+_AUTOMATIC = ("dataset", "num_replicas", "rank")  # arguments of a sampler that only the Trainer gives
 
 
 class Window(NamedTuple):
@@ -54,7 +54,7 @@ class Data:
     def num_steps(self) -> int | None:
         """Steps of an epoch; ``None`` if the loader does not say."""
         try:
-            return -(-len(self.loader) // self.num_micro_batches)
+            return -(-len(self.loader) // self.num_micro_batches)  # rounded up: dummies fill the last window
         except TypeError:
             return None
 
@@ -73,15 +73,15 @@ class Data:
             if self.input_dtype is not None:
                 taken = [floats_to(batch, self.input_dtype) for batch in taken]
             flags = [False] * len(taken) + [True] * missing
-            yield Window(taken + [taken[-1]] * missing, flags)
+            yield Window(taken + [taken[-1]] * missing, flags)  # every step runs as many micro-batches
 
 
 def make_dataset(args: TrainerArgs, split: Split) -> Any:
     """The dataset of a split; ``None`` if the configuration has no arguments for it."""
-    given = getattr(args.dataset, f"{split}_args")
-    if split != "train" and not given:
+    options = getattr(args.dataset, f"{split}_args")
+    if split != "train" and not options:
         return None
-    return make(args.dataset.type, given=given, what="dataset")
+    return make(args.dataset.type, options=options, what="dataset")
 
 
 def make_data(
@@ -99,10 +99,10 @@ def make_data(
     automatic: dict[str, Any] = {"dataset": dataset, "batch_size": batch_size}
     if isinstance(dataset, IterableDataset):
         if data_ranks > 1:
-            automatic["dataset"] = RankStream(dataset, rank=data_rank, num_ranks=data_ranks)
+            automatic["dataset"] = RankStream(dataset, rank=data_rank, num_ranks=data_ranks)  # no sampler
     else:
         automatic["sampler"] = _make_sampler(args, split, dataset, data_rank, data_ranks)
-    loader = make(args.dataloader.type, given=settings, what="dataloader", **automatic)
+    loader = make(args.dataloader.type, options=settings, what="dataloader", **automatic)
     return Data(dataset, loader, num_micro_batches, dtype_of(args.precision, "input"))
 
 
@@ -112,7 +112,7 @@ def sample_of(args: TrainerArgs, dataset: Any) -> Any:
     if isinstance(dataset, IterableDataset):
         items = list(islice(iter(dataset), args.micro_batch_size))
     else:
-        items = [
+        items = [  # a dataset that is smaller than a micro-batch is repeated
             dataset[index % len(dataset)] for index in range(args.micro_batch_size if len(dataset) else 0)
         ]
     if not items:
@@ -124,16 +124,15 @@ def sample_of(args: TrainerArgs, dataset: Any) -> Any:
 
 
 def _args_of(config: Any, split: Split) -> dict[str, Any]:
-    """The arguments of a split, which are those of the training data where it has none."""
     args: dict[str, Any] = getattr(config, f"{split}_args") or config.train_args
     return args
 
 
 def _make_sampler(args: TrainerArgs, split: Split, dataset: Any, data_rank: int, data_ranks: int) -> Any:
     config = args.dataset_sampler
-    given = {key: value for key, value in _args_of(config, split).items() if key not in _AUTOMATIC}
+    options = {key: value for key, value in _args_of(config, split).items() if key not in _AUTOMATIC}
     kind = named(config.type, what="dataset_sampler.type")
     if split == "val" and isinstance(kind, type) and issubclass(kind, DistributedSampler):
-        given.setdefault("shuffle", False)
+        options.setdefault("shuffle", False)  # DistributedSampler's default is True
     automatic = {"dataset": dataset, "num_replicas": data_ranks, "rank": data_rank}
-    return make(kind, given=given, what="dataset_sampler", **automatic)
+    return make(kind, options=options, what="dataset_sampler", **automatic)

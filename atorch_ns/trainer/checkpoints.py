@@ -41,10 +41,10 @@ from atorch_ns.trainer.args import CheckpointConfig
 log = logging.getLogger("atorch_ns")
 
 LAST, BEST = "last", "best"
-_NAME = re.compile(r"\d{4,}-(\d{4,})")
-_EPOCH_RNG = "epoch_rng"
-_RANK_FILES = "rank_files"
-_FILE = "merged.ckpt"
+_NAME = re.compile(r"\d{4,}-(\d{4,})")  # epoch and steps
+_EPOCH_RNG = "epoch_rng"  # key of random states in a rank's file
+_RANK_FILES = "rank_files"  # key in the manifest: sizes and digests of rank files
+_FILE = "merged.ckpt"  # written for save_type=merged
 
 
 @dataclass
@@ -74,12 +74,12 @@ class TrainStatus:
         return {key: str(value) if isinstance(value, float) else value for key, value in asdict(self).items()}
 
     @classmethod
-    def of(cls, found: dict[str, Any]) -> TrainStatus:
+    def of(cls, status: dict[str, Any]) -> TrainStatus:
         """What :meth:`as_json` gave."""
         floats = ("best_loss", "train_loss", "val_loss")
         values: dict[str, Any] = {
             key: float(value) if key in floats and value is not None else value
-            for key, value in found.items()
+            for key, value in status.items()
         }
         return cls(**values)
 
@@ -142,6 +142,7 @@ class Checkpoints:
         )
         self._log_on_first_rank(f"Saving checkpoint to {self._display_path(folder)}")
         self._job_cluster.on_first(self._clear_drafts, what="making room for the checkpoint")
+        # Rank files first: the manifest, which checkpoint.save writes last, holds their digests.
         record = self._job_cluster.agree(
             lambda: self._write_own(draft, {**custom, _EPOCH_RNG: epoch_rng}),
             what="saving what ranks have added",
@@ -150,7 +151,9 @@ class Checkpoints:
             "train_status": status.as_json(),
             "train_args": self._args,
             "tied": self._result.job.original.tied,
-            _RANK_FILES: {f"{rank}.ckpt": one for rank, one in enumerate(self._job_cluster.gathered(record))},
+            _RANK_FILES: {  # digests, which a load checks first
+                f"{rank}.ckpt": entry for rank, entry in enumerate(self._job_cluster.gathered(record))
+            },
         }
         position = {
             "epoch": status.epoch,
@@ -191,62 +194,60 @@ class Checkpoints:
             self._job_cluster.agree(write, what="making the folder of checkpoints")
 
     def _clear_drafts(self) -> None:
-        """Removes what interrupted saves have left."""
-        for left in self._folder.glob(".*.tmp"):
+        for left in self._folder.glob(".*.tmp"):  # of interrupted saves
             _remove_path(left)
 
-    def _write_own(self, place: Path, content: dict[str, Any]) -> dict[str, Any]:
-        path = place / f"{self._job_cluster.rank}.ckpt"
+    def _write_own(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
+        path = folder / f"{self._job_cluster.rank}.ckpt"
         draft = path.with_name(f".{path.name}.tmp")
         try:
-            place.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             torch.save(content, draft)
-            draft.replace(path)
+            draft.replace(path)  # the file is complete or absent
             return record_of(path).model_dump()
         except Exception as error:  # what hooks add may be anything
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
             raise CheckpointError(f"cannot write {path}: {error_text(error)}") from error
 
-    def _finish_save(self, draft: Path, place: Path, is_best: bool, before: float, loss: float) -> None:
+    def _finish_save(self, draft: Path, folder: Path, is_best: bool, before: float, loss: float) -> None:
         config = self._config
         try:
             if config.save_type == "merged":
                 merge_folder(draft, draft / _FILE)
-            old = _backup_path(place)
+            old = _backup_path(folder)
             _remove_path(old)
-            if place.exists():
-                place.rename(old)
-            draft.rename(place)
+            if folder.exists():  # the run was resumed from an earlier step
+                folder.rename(old)  # a crash here leaves the backup, which _find_checkpoint reads
+            draft.rename(folder)
             _remove_path(old)
             if config.save_last:
                 log.info("Saving checkpoint as the last checkpoint.")
-                self._update_alias(LAST, place)
+                self._update_alias(LAST, folder)
             if is_best:
                 log.info("Best loss updated: %.3f -> %.3f", before, loss)
                 if config.save_best:
                     log.info("Saving checkpoint as the best checkpoint.")
-                    self._update_alias(BEST, place)
-            self._remove_expired(place)
+                    self._update_alias(BEST, folder)
+            self._remove_expired(folder)
         except OSError as error:
             raise CheckpointError(f"cannot complete the checkpoint in {self._folder}: {error}") from error
 
-    def _update_alias(self, name: str, place: Path) -> None:
-        """Makes ``name`` mean a checkpoint; at every moment it means one."""
+    def _update_alias(self, name: str, folder: Path) -> None:
         target, draft = self._folder / name, self._folder / f".{name}.tmp"
         _remove_path(draft)
         if self._config.symlink_best_and_last:
-            draft.symlink_to(place.name)
+            draft.symlink_to(folder.name)
         else:
-            shutil.copytree(place, draft)
-        if target.is_dir() and not target.is_symlink():
+            shutil.copytree(folder, draft)
+        if target.is_dir() and not target.is_symlink():  # a copy, which no single call replaces
             old = _backup_path(target)
             _remove_path(old)
             target.rename(old)
             draft.rename(target)
             _remove_path(old)
         elif draft.is_symlink() or not target.is_symlink():
-            draft.replace(target)
+            draft.replace(target)  # atomic
         else:  # a copy in the place of a link
             target.unlink()
             draft.rename(target)
@@ -255,7 +256,7 @@ class Checkpoints:
         keep = self._config.keep_last_n_checkpoints
         if keep is None:
             return
-        checkpoints = sorted(
+        checkpoints = sorted(  # the oldest first
             (path.stat().st_mtime_ns, path)
             for path in self._folder.iterdir()
             if _NAME.fullmatch(path.name) and not path.is_symlink()
@@ -288,34 +289,37 @@ class Checkpoints:
             return self._load_file(path)
         return self._load_folder(path, path)
 
-    def _find_checkpoint(self, given: str) -> Path | None:
-        if given in (LAST, BEST):
-            path = self._folder / given
-            target = path.readlink() if path.is_symlink() else Path(given)
+    def _find_checkpoint(self, source: str) -> Path | None:
+        if source in (LAST, BEST):
+            path = self._folder / source
+            target = path.readlink() if path.is_symlink() else Path(source)
             old = _backup_path(self._folder / target)  # where a crash came between two renames
             if path.is_symlink() and not (path.exists() or old.exists()):
                 raise CheckpointError(
                     f"{path} is a link to {target}, which is not there. Name another folder in checkpoint.resume_from."
                 )
             return next((candidate.resolve() for candidate in (path, old) if candidate.exists()), None)
-        path = Path(given).absolute()
+        path = Path(source).absolute()
         if not path.exists():
-            raise InputError(f"checkpoint.resume_from={given}: there is neither a file nor a folder {path}.")
+            raise InputError(f"checkpoint.resume_from={source}: there is neither a file nor a folder {path}.")
+        # Either a checkpoint itself, of a Trainer or another front end, or the folder of a run with several.
         step_folder = checkpoint.latest(path)
         if step_folder is None or step_folder.parent == path:
             return path.resolve()
-        return ((path / LAST) if (path / LAST).exists() else step_folder.parent).resolve()
+        return ((path / LAST) if (path / LAST).exists() else step_folder.parent).resolve()  # a run's folder
 
     def _load_folder(self, folder: Path, named: Path) -> Loaded:
         self._job_cluster.on_first(lambda: _check_rank_files(folder), what="checking what ranks have added")
         info = checkpoint.load(folder, self._result, data_position=False)
         status = info["extra"].get("train_status")
+        # By rank: 2.ckpt before 10.ckpt.
         files = sorted(folder.glob("*.ckpt"), key=lambda path: (len(path.name), path.name))
         rank_file = folder / f"{self._job_cluster.rank}.ckpt"
         same = info["world_size"] == self._job_cluster.world_size and rank_file.is_file()
 
         def read() -> list[dict[str, Any]]:
             paths = [rank_file] if same else [path for path in files if path.stem.isdigit()]
+            # weights_only=False, as hooks may have added objects of any class.
             return [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
 
         saved = self._job_cluster.agree(read, what="reading what ranks have added")
@@ -330,7 +334,6 @@ class Checkpoints:
         )
 
     def _load_file(self, path: Path) -> Loaded:
-        """Resumes from a merged file, or takes the weights of a file of weights."""
 
         def read() -> Any:
             if self._job_cluster.rank:
@@ -361,7 +364,7 @@ class Checkpoints:
     def _unmerged_folder(self, document: Any, path: Path) -> Iterator[Path]:
         def write() -> Path:
             try:
-                folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+                folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))  # ranks share it
             except OSError as error:
                 raise CheckpointError(
                     f"{path}: its folder must be writable to resume from it: {error}"
@@ -377,7 +380,6 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _display_path(self, path: Path) -> str:
-        """A path as the configuration wrote it."""
         relative = os.path.relpath(path, self._folder)
         return str(Path(self._config.save_dir) / relative)
 
@@ -386,13 +388,13 @@ class Checkpoints:
             log.info("%s", text)
 
 
-def _status_of(found: dict[str, Any]) -> TrainStatus:
-    """How far a run of another front end was."""
-    position = found["data"] or {"epoch": 0, "batches": 0, "global_batch_size": 0}
+def _status_of(info: dict[str, Any]) -> TrainStatus:
+    # The checkpoint of another front end has no status: its position in the data says how far the run was.
+    position = info["data"] or {"epoch": 0, "batches": 0, "global_batch_size": 0}
     return TrainStatus(
         epoch=position["epoch"],
         step_in_epoch=position["batches"],
-        finished_train_steps=found["step"],
+        finished_train_steps=info["step"],
         global_batch_size=position["global_batch_size"],
     )
 
@@ -423,19 +425,14 @@ def merge_folder(folder: Path, output: Path) -> None:
 
 
 def _check_rank_files(folder: Path) -> None:
-    """Compares what ranks have added with what was written.
-
-    Raises:
-        CheckpointError: naming each file that differs.
-    """
+    """Compares what ranks have added with the digests in the manifest."""
     step_folder = checkpoint.latest(folder)
     records = {} if step_folder is None else Manifest.read(step_folder).extra.get(_RANK_FILES, {})
     check_files(folder, {name: FileRecord(**entry) for name, entry in records.items()}, records)
 
 
-def _backup_path(place: Path) -> Path:
-    """Where a folder is while another one takes its place."""
-    return place.with_name(f".{place.name}.old")
+def _backup_path(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")  # while another one takes its name
 
 
 def _remove_path(path: Path) -> None:

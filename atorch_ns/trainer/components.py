@@ -41,9 +41,8 @@ def check_names(args: Any, *, known: Container[str] = ()) -> None:
 
 
 def _find_names(value: Any, what: str) -> Iterator[tuple[str, str]]:
-    """The names in a configuration, each with where it stands."""
     inside = [(str(index), item) for index, item in enumerate(value)] if isinstance(value, list) else []
-    key = "__type"
+    key = "__type"  # in arguments; the fields of a configuration have type
     if isinstance(value, Mapping):
         inside = [(str(name), item) for name, item in value.items()]
     elif is_dataclass(value) and not isinstance(value, type):
@@ -63,17 +62,17 @@ def _name_problem(name: str, what: str) -> str:
     return ""
 
 
-def arguments(given: Mapping[str, Any], *, what: str) -> dict[str, Any]:
+def arguments(options: Mapping[str, Any], *, what: str) -> dict[str, Any]:
     """Arguments with objects in the place of ``{"__type": …}`` and ``{"__value_type": …, "value": …}``.
 
     Raises:
         InputError: naming the argument that cannot be made.
     """
-    return {key: _build_value(value, f"{what}.{key}") for key, value in given.items()}
+    return {key: _build_value(value, f"{what}.{key}") for key, value in options.items()}
 
 
-def make(kind: Any, *args: Any, given: Mapping[str, Any], what: str, **automatic: Any) -> Any:
-    """``kind(*args, **given, **automatic)``; of arguments that are given twice the automatic ones count.
+def make(kind: Any, *args: Any, options: Mapping[str, Any], what: str, **automatic: Any) -> Any:
+    """``kind(*args, **options, **automatic)``; of arguments that are given twice the automatic ones count.
 
     Args:
         kind: a class, a function, or its name.
@@ -83,11 +82,11 @@ def make(kind: Any, *args: Any, given: Mapping[str, Any], what: str, **automatic
         InputError: if the arguments do not fit it, or it fails.
     """
     called = named(kind, what=f"{what}.type")
-    keywords = {**arguments(given, what=f"{what}.args"), **automatic}
+    keywords = {**arguments(options, what=f"{what}.args"), **automatic}
     try:
         return called(*args, **keywords)
     except AtorchError:
-        raise
+        raise  # its message says what is wrong
     except Exception as error:
         shown = ", ".join(f"{key}=" for key in keywords)
         raise InputError(f"{what}: {_callable_name(called)}({shown}) failed: {error_text(error)}") from error
@@ -100,7 +99,7 @@ def _build_value(value: Any, what: str) -> Any:
         return value
     if "__type" in value:
         rest = {key: item for key, item in value.items() if key != "__type"}
-        return make(value["__type"], given=rest, what=what)
+        return make(value["__type"], options=rest, what=what)
     if "__value_type" in value:
         return _convert_value(value, what)
     return arguments(value, what=what)
@@ -114,7 +113,7 @@ def _convert_value(value: Mapping[str, Any], what: str) -> Any:
     kind, argument = value["__value_type"], value["value"]
     if kind == "function":
         return named(argument, what=what)
-    convert = getattr(builtins, kind, None) if isinstance(kind, str) else kind
+    convert = getattr(builtins, kind, None) if isinstance(kind, str) else kind  # such as int or tuple
     if convert is None:
         convert = named(kind, what=f"{what}.__value_type")
     try:

@@ -194,12 +194,11 @@ HOOKS = tuple(name for name in vars(TrainHook) if not name.startswith("_"))
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:
-    """Refuses a hook that cannot be called, before it is."""
-    _, trainer, *others = inspect.signature(getattr(TrainHook, name)).parameters
+    _, trainer, *others = inspect.signature(getattr(TrainHook, name)).parameters  # self comes first
     if inspect.iscoroutinefunction(function):
         raise InputError(f"hook {name}: it is asynchronous, and nothing would await it.")
     try:
-        inspect.signature(function).bind(None, **dict.fromkeys(others))
+        inspect.signature(function).bind(None, **dict.fromkeys(others))  # refused before training
     except TypeError as error:
         what = getattr(function, "__qualname__", function)
         shown = ", ".join([trainer, *others])
@@ -231,7 +230,7 @@ class HookChain:
             if isinstance(hook, TrainHook):
                 for name in HOOKS:
                     method = getattr(hook, name)
-                    if getattr(method, "__func__", method) is not getattr(TrainHook, name):
+                    if getattr(method, "__func__", method) is not getattr(TrainHook, name):  # overridden
                         self._called[name].append(method)
         for name, function in functions.items():
             self._called[name].append(function)

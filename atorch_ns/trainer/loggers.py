@@ -41,7 +41,7 @@ class TensorBoardLogger(LoggerBase):
     def log_metrics(self, metrics: Mapping[str, float], step: int, *, tag: str | None = None) -> None:
         """Writes a scalar for each metric."""
         folder = self._folder / (tag or "")
-        tracker = self._trackers.setdefault(tag or "", TensorBoardTracker(folder))
+        tracker = self._trackers.setdefault(tag or "", TensorBoardTracker(folder))  # opens no file yet
         tracker.log(metrics, step)
 
     def finalize(self) -> None:
@@ -69,7 +69,7 @@ class WandbLogger(LoggerBase):
         dir: str | PathLike[str] | None = None,
     ) -> None:
         self._settings: dict[str, Any] = {"name": name, "project": project, "mode": mode, "folder": dir}
-        self._tracker = WandbTracker(**self._settings)
+        self._tracker = WandbTracker(**self._settings)  # fails without the package
 
     def setup(self, config: Mapping[str, Any]) -> None:
         """Gives the run its table of settings."""
@@ -85,7 +85,7 @@ class WandbLogger(LoggerBase):
         self._tracker.close()
 
 
-BUILT_IN = {one.__name__: one for one in (TensorBoardLogger, WandbLogger)}
+BUILT_IN = {logger.__name__: logger for logger in (TensorBoardLogger, WandbLogger)}
 """Loggers that need no module before their names."""
 
 

@@ -18,9 +18,9 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtypes of a configuration's precisions."""
 
 
-def dtype_of(given: Precision, kind: Literal["param", "buffer", "input"]) -> torch.dtype | None:
+def dtype_of(precision: Precision, kind: Literal["param", "buffer", "input"]) -> torch.dtype | None:
     """The dtype that a configuration casts parameters, buffers or inputs to; ``None`` to leave them."""
-    name = given.get(kind) if isinstance(given, dict) else given
+    name = precision.get(kind) if isinstance(precision, dict) else precision
     return DTYPES.get(name or "none")
 
 
@@ -30,7 +30,7 @@ def make_model(args: TrainerArgs) -> nn.Module:
     Raises:
         InputError: if it cannot be made.
     """
-    model = make(args.model.type, given=args.model.args, what="model")
+    model = make(args.model.type, options=args.model.args, what="model")
     if not isinstance(model, nn.Module):
         raise InputError(f"model.type must make a torch.nn.Module; it made {with_article(model)}.")
     if args.tracing_from_weights is not None:
@@ -64,4 +64,4 @@ def cast(model: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype 
     for dtype, tensors in ((parameters, model.parameters()), (buffers, model.buffers())):
         for tensor in tensors:
             if dtype is not None and tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
+                tensor.data = tensor.data.to(dtype)  # the same Parameter, so that ties stay

@@ -40,11 +40,11 @@ class Aggregation:
         """Whether it needs more than losses."""
         return self.function is not None
 
-    def over_ranks(self, found: StepOutput, num_real: int) -> AggregatedOutputs:
+    def over_ranks(self, output: StepOutput, num_real: int) -> AggregatedOutputs:
         """The sums; collective.
 
         Args:
-            found: what the step gave on this rank.
+            output: what the step gave on this rank.
             num_real: its micro-batches that count.
 
         Raises:
@@ -53,15 +53,15 @@ class Aggregation:
         job = self.job
         group = None if job.mesh is None else job.mesh.data_group
         if self.function is not None:
-            result = self.function(list(found.outputs), group)
+            result = self.function(list(output.outputs), group)  # summed by the user
             if not isinstance(result, AggregatedOutputs) or result.loss_sum is None or not result.num_batches:
                 raise InputError(
                     "optimizer.aggregate_outputs_fn must return AggregatedOutputs with loss_sum and num_batches; it returned "
                     f"{result!r}."
                 )
             return result
-        pair = torch.tensor([0.0, num_real], dtype=torch.float64, device=job.device)
-        pair[0] = found.losses.double().sum()
+        pair = torch.tensor([0.0, num_real], dtype=torch.float64, device=job.device)  # loss sum, count
+        pair[0] = output.losses.double().sum()
         if group is not None and job.num_data_ranks > 1:
             dist.all_reduce(pair, group=group)
         loss_sum, count = pair.tolist()

@@ -38,7 +38,7 @@ def parse(arguments: Sequence[str]) -> list[tuple[str, Any]]:
     while rest:
         word = rest.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
-        path = key.replace("-", "_")
+        path = key.replace("-", "_")  # as flags are often written
         if not word.startswith("--") or not all(path.replace("!", "").split(".")):
             raise InputError(
                 f"{word!r} is not an override: write --path.to.field value, with values that begin with -- as --path=value."
@@ -66,7 +66,7 @@ def override(config: Any, overrides: Sequence[tuple[str, Any]]) -> Any:
 def _put_value(inside: Any, parts: Sequence[str], value: Any, path: str) -> Any:
     first, *others = parts
     name, empties = first.removesuffix("!"), first.endswith("!")
-    if isinstance(inside, list) or (inside is None and name.isdigit()):
+    if isinstance(inside, list) or (inside is None and name.isdigit()):  # index 0 of nothing begins a list
         return _put_in_list(list(inside or []), name, empties, others, value, path)
     mapping = dict(inside) if isinstance(inside, Mapping) else {}
     if empties and not others and value is BARE and name not in mapping:
@@ -77,29 +77,31 @@ def _put_value(inside: Any, parts: Sequence[str], value: Any, path: str) -> Any:
         mapping.pop(name, None)
     if others:
         mapping[name] = _put_value(mapping.get(name), others, value, path)
-    elif not (empties and value is BARE):
+    elif not (empties and value is BARE):  # --name! alone takes it out
         mapping[name] = _TRUE if value is BARE else value
     return mapping
 
 
 def _put_in_list(
-    made: list[Any], name: str, empties: bool, others: Sequence[str], value: Any, path: str
+    entries: list[Any], name: str, empties: bool, others: Sequence[str], value: Any, path: str
 ) -> list[Any]:
     if not name.isdigit():
         raise InputError(f"--{path}: {name!r} is not an index, and there is a list.")
     slot = int(name)
-    if slot > len(made):
-        raise InputError(f"--{path}: the list has {len(made)} items; the next one has index {len(made)}.")
+    if slot > len(entries):
+        raise InputError(
+            f"--{path}: the list has {len(entries)} items; the next one has index {len(entries)}."
+        )
     removes = empties and not others and value is BARE
-    if slot == len(made):
+    if slot == len(entries):  # the next index appends
         if removes:
-            return made
-        made.append(None)
+            return entries
+        entries.append(None)
     if removes:
-        return [*made[:slot], *made[slot + 1 :]]
-    before = None if empties else made[slot]
-    made[slot] = _put_value(before, others, value, path) if others else (_TRUE if value is BARE else value)
-    return made
+        return [*entries[:slot], *entries[slot + 1 :]]
+    before = None if empties else entries[slot]
+    entries[slot] = _put_value(before, others, value, path) if others else (_TRUE if value is BARE else value)
+    return entries
 
 
 def resolve_references(config: Any, environment: Mapping[str, str] = os.environ) -> Any:
@@ -126,7 +128,7 @@ class _Resolver:
             return inside
         whole = _REFERENCE.fullmatch(inside)
         if whole is not None and whole["escaped"] is None:
-            return self._resolve_reference(whole, circle)
+            return self._resolve_reference(whole, circle)  # keeps the value's type
         return _REFERENCE.sub(
             lambda match: (
                 f"${match['escaped']}" if match["escaped"] else str(self._resolve_reference(match, circle))
@@ -144,7 +146,7 @@ class _Resolver:
                 inside = inside[part]
             elif isinstance(inside, list) and part.isdigit() and int(part) < len(inside):
                 inside = inside[int(part)]
-            elif name in self._environment:
+            elif name in self._environment:  # the environment knows the whole name
                 return self._environment[name]
             else:
                 known = inside if isinstance(inside, Mapping) else ()
@@ -152,4 +154,4 @@ class _Resolver:
                     f"{match.group()}: neither the configuration nor the environment has {name!r}."
                     f"{did_you_mean(part, [str(key) for key in known])}"
                 )
-        return self.value(inside, (*circle, name))
+        return self.value(inside, (*circle, name))  # a value may hold references itself

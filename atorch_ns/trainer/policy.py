@@ -35,31 +35,31 @@ class Policy:
     strategy: Path | None = None
 
     @classmethod
-    def of(cls, given: Any) -> Policy:
+    def of(cls, policy: Any) -> Policy:
         """What ``pas_policy`` means.
 
         Raises:
             InputError: if it means nothing.
         """
-        if isinstance(given, PathLike) or is_strategy_file(given):
-            path = Path(given)
+        if isinstance(policy, PathLike) or is_strategy_file(policy):
+            path = Path(policy)
             if not path.is_file():
                 raise InputError(f"pas_policy: there is no strategy file {path}.")
             return cls(strategy=path)
-        if given == AUTO:
+        if policy == AUTO:
             return cls()
-        if isinstance(given, str) and given not in POLICIES and "." not in given:
+        if isinstance(policy, str) and policy not in POLICIES and "." not in policy:  # functions have dots
             known = [*POLICIES, AUTO]
             raise InputError(
-                f"pas_policy: there is no policy {given!r}.{did_you_mean(given, known)} Policies are {', '.join(known)}, a "
+                f"pas_policy: there is no policy {policy!r}.{did_you_mean(policy, known)} Policies are {', '.join(known)}, a "
                 "function, or a strategy file."
             )
-        return cls(rule=given if given in POLICIES else named(given, what="pas_policy"))
+        return cls(rule=policy if policy in POLICIES else named(policy, what="pas_policy"))
 
 
 def divided(
     args: TrainerArgs,
-    own: TrainerArgs | ModuleParallelizeConfig,
+    settings: TrainerArgs | ModuleParallelizeConfig,
     module: nn.Module,
     dummies: Mapping[str, Any],
     config: ComputeConfig,
@@ -68,7 +68,7 @@ def divided(
     """A module divided by its policy; ``None`` where plans are made alone. Collective.
 
     Args:
-        own: the settings of the module, of which those that are ``None`` are the trainer's.
+        settings: the settings of the module, of which those that are ``None`` are the trainer's.
         dummies: arguments of its ``forward``.
 
     Raises:
@@ -76,7 +76,7 @@ def divided(
     """
 
     def setting(name: str) -> Any:
-        value = getattr(own, name)
+        value = getattr(settings, name)
         return getattr(args, name) if value is None else value
 
     rule = Policy.of(setting("pas_policy")).rule
@@ -92,7 +92,7 @@ def divided(
         rule,
         config,
         gen_savedir=setting("gen_savedir"),
-        reuse="moo" if reuse == "auto" else reuse,
+        reuse="moo" if reuse == "auto" else reuse,  # moo: a plan that does not match is replaced
         instance_name=setting("instance_name"),
         load_module=runs,
         broadcast_strategy=setting("broadcast_strategy") if runs and cluster.distributed else "none",

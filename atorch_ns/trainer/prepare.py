@@ -55,7 +55,7 @@ def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, 
     """
     policy = cluster.agree(lambda: Policy.of(args.pas_policy), what="reading the policy")
     model = cluster.agree(lambda: make_model(args), what="making the model")
-    optimizer = functools.partial(make, args.optimizer.type, given=args.optimizer.args, what="optimizer")
+    optimizer = functools.partial(make, args.optimizer.type, options=args.optimizer.args, what="optimizer")
     module: nn.Module = model
     if args.model.parallel_modules:
         result = _with_parallel_modules(args, model, dataset, cluster, optimizer)
@@ -80,12 +80,13 @@ def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, 
     if args.save_strategy_to_file is not None:
         path, strategy = args.save_strategy_to_file, result.strategy
         cluster.on_first(lambda: strategy.save(path), what="saving the strategy")
+    # An infinite limit clips nothing, but the norm of gradients is computed, which hooks and logs need.
     result.job.inputs = replace(result.job.inputs, max_grad_norm=args.optimizer.clip_gnorm or math.inf)
     if args.lr_scheduler is None:
         return result, module
     config = args.lr_scheduler
     scheduler = cluster.agree(
-        lambda: make(config.type, result.optim, given=config.args, what="lr_scheduler"),
+        lambda: make(config.type, result.optim, options=config.args, what="lr_scheduler"),
         what="making the scheduler",
     )
     return result.having(lr_scheduler=scheduler), module
@@ -107,7 +108,7 @@ def _with_parallel_modules(
 
 def _read_sample(args: TrainerArgs, dataset: Any, cluster: Cluster) -> Any:
     def read() -> Any:
-        with random_states_kept():
+        with random_states_kept():  # training draws the same numbers as without a plan
             return sample_of(args, dataset)
 
     return cluster.agree(read, what="reading a sample")

@@ -26,8 +26,8 @@ from atorch_ns.trainer.args import (
 )
 from atorch_ns.trainer.overrides import override, parse, resolve_references
 
+# Values of these fields have no declared type: a text becomes the Python literal that it spells.
 _FREE = ("args", "train_args", "val_args", "test_args", "pas_config", "user_config")
-"""Fields whose values have no declared type: texts among them are taken for what Python would."""
 
 
 def read_args(argv: Sequence[str]) -> TrainerArgs:
@@ -75,7 +75,7 @@ def made_args(config: Mapping[str, Any], *, where: str = "TrainerArgs") -> Train
         problems.append(str(error))
     problems = [f"compute_config: {line}" for text in problems for line in text.splitlines()]
     if problems:
-        settings.pop("compute_config")
+        settings.pop("compute_config")  # reported above
     if isinstance(settings.get("hook"), Mapping):  # of two kinds, of which one has a type
         kind = HookConfig if "type" in settings["hook"] else HookMapConfig
         settings["hook"] = _validate_fields(kind, settings["hook"], "hook", problems)
@@ -108,11 +108,11 @@ def checked(args: TrainerArgs) -> TrainerArgs:
     return result
 
 
-def _validate_fields(kind: Any, given: Any, at: str, problems: list[str]) -> Any:
+def _validate_fields(kind: Any, settings: Any, at: str, problems: list[str]) -> Any:
     try:
-        return TypeAdapter(kind).validate_python(given)
+        return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
-        told: set[str] = set()
+        told: set[str] = set()  # of a union, pydantic reports a field once for each type
         for detail in error.errors():
             location = [str(part) for part in detail["loc"] if _is_place(part)]
             path = ".".join(filter(None, [at, *location]))
@@ -123,41 +123,40 @@ def _validate_fields(kind: Any, given: Any, at: str, problems: list[str]) -> Any
 
 
 def _is_place(part: Any) -> bool:
-    """Whether a part of pydantic's location is one of the data, and not of the types that it has tried."""
+    # Other parts, such as function-after[...], are types that pydantic has tried, not places in the data.
     return isinstance(part, int) or part.replace("_", "").replace("!", "").isalnum()
 
 
-def _describe_error(kind: Any, place: Sequence[str], path: str, error: Any) -> str:
+def _describe_error(kind: Any, location: Sequence[str], path: str, error: Any) -> str:
     if error["type"] == "unexpected_keyword_argument":
-        known = [entry.name for entry in fields(_find_owner_class(kind, place[:-1]))]
-        return f"there is no field {path}.{did_you_mean(place[-1], known, otherwise='Known are ' + ', '.join(known) + '.')}"
+        known = [entry.name for entry in fields(_find_owner_class(kind, location[:-1]))]
+        return f"there is no field {path}.{did_you_mean(location[-1], known, otherwise='Known are ' + ', '.join(known) + '.')}"
     return f"{path} is {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}."
 
 
-def _find_owner_class(kind: Any, place: Sequence[str]) -> Any:
-    """The dataclass of the field at a place."""
-    for part in place:
+def _find_owner_class(kind: Any, location: Sequence[str]) -> Any:
+    for part in location:
         nested = _NESTED
-        if kind is ModuleParallelizeConfig:
+        if kind is ModuleParallelizeConfig:  # it has a compute_config of another class
             nested = {"compute_config": OptionalComputeConfig}
-        kind = nested.get(part, kind)
+        kind = nested.get(part, kind)  # an index of a list keeps the class
     return kind
 
 
-_NESTED: dict[str, Any] = {
-    one.name: one.default_factory
-    for one in fields(TrainerArgs)
-    if isinstance(one.default_factory, type) and is_dataclass(one.default_factory)
+_NESTED: dict[str, Any] = {  # dataclasses of nested fields
+    each.name: each.default_factory
+    for each in fields(TrainerArgs)
+    if isinstance(each.default_factory, type) and is_dataclass(each.default_factory)
 } | {"lr_scheduler": LRSchedulerConfig, "log": LogConfig, "parallel_modules": ModuleParallelizeConfig}
 
 
-def _compute_config(given: Mapping[str, Any], problems: list[str]) -> ComputeConfig | None:
+def _compute_config(options: Mapping[str, Any], problems: list[str]) -> ComputeConfig | None:
     known = [entry.name for entry in fields(ComputeConfig)]
     problems += [
-        f"there is no field {key}.{did_you_mean(str(key), known)}" for key in given if key not in known
+        f"there is no field {key}.{did_you_mean(str(key), known)}" for key in options if key not in known
     ]
-    values = {key: guessed(value) for key, value in given.items() if key in known}
-    values.setdefault("plan_ngpus", 1)
+    values = {key: guessed(value) for key, value in options.items() if key in known}
+    values.setdefault("plan_ngpus", 1)  # each rank is a scale unit
     values.setdefault("runtime_ngpus", Cluster.detect().world_size)
     return ComputeConfig(**values)
 
@@ -165,7 +164,7 @@ def _compute_config(given: Mapping[str, Any], problems: list[str]) -> ComputeCon
 def _guess_types(config: Any, *, free: bool = False) -> Any:
     if isinstance(config, Mapping):
         if "__value_type" in config:
-            return dict(config)
+            return dict(config)  # which says how its text is read
         return {key: _guess_types(value, free=free or key in _FREE) for key, value in config.items()}
     if isinstance(config, list):
         return [_guess_types(item, free=free) for item in config]
@@ -176,7 +175,7 @@ def guessed(value: Any) -> Any:
     """What Python would take a text for: ``'1e-3'`` for a number, ``'true'`` for True; itself if for nothing else."""
     if not isinstance(value, str):
         return value
-    if value.lower() in ("true", "false"):
+    if value.lower() in ("true", "false"):  # YAML's spelling, not Python's
         return value.lower() == "true"
     try:
         return ast.literal_eval(value)
@@ -195,7 +194,7 @@ def as_plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return value if abs(value) < float("inf") else str(value)
+        return value if abs(value) < float("inf") else str(value)  # JSON has neither NaN nor infinity
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
     return str(value)

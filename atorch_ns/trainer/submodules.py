@@ -53,7 +53,7 @@ def replaced(
         (path, spec)
         for spec, kind in kinds
         for path, module in model.named_modules()
-        if type(module) is kind and path
+        if type(module) is kind and path  # the root is the model itself
     ]
     missing = [kind for spec, kind in kinds if not any(spec is other for _, other in chosen)]
     if missing:
@@ -70,7 +70,7 @@ def replaced(
             args, spec, module, dummies[path], _merge_config(config, spec.compute_config), cluster
         )
         if part is not None:
-            for other, same in list(model.named_modules(remove_duplicate=False)):
+            for other, same in list(model.named_modules(remove_duplicate=False)):  # at all of its paths
                 if same is module:
                     parent, _, name = other.rpartition(".")
                     setattr(model.get_submodule(parent), name, part)
@@ -88,7 +88,7 @@ def _refuse_nested(paths: Sequence[str]) -> None:
 
 
 def _refuse_shared(model: nn.Module, paths: Sequence[str]) -> None:
-    """Refuses weights of two parallel modules: each would divide them by itself."""
+    # Each of two parallel modules would divide a weight that they share by itself.
     owners: dict[int, str] = {}
     for path in paths:
         for name, parameter in model.get_submodule(path).named_parameters():
@@ -100,7 +100,7 @@ def _refuse_shared(model: nn.Module, paths: Sequence[str]) -> None:
 
 
 def _refuse_untied(model: nn.Module, original: OriginalModel) -> None:
-    """Refuses ties that a parallel module has cut: its part of a weight is no longer what the rest of the model uses."""
+    # A part that divides a tied weight holds a new tensor, which the rest of the model does not use.
     weights = {plain_name(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
     for first, others in original.tied.items():
         for other in others:
@@ -113,27 +113,27 @@ def _refuse_untied(model: nn.Module, original: OriginalModel) -> None:
 
 def _parallelize_module(
     args: TrainerArgs,
-    one: ModuleParallelizeConfig,
+    settings: ModuleParallelizeConfig,
     module: nn.Module,
     dummies: dict[str, Any],
     config: ComputeConfig,
     cluster: Cluster,
 ) -> ParallelModule | None:
-    if one.tracing_from_weights is not None:
-        load_weights(module, one.tracing_from_weights)
-    elif one.tracing_from_weights_prefix is not None:
+    if settings.tracing_from_weights is not None:
+        load_weights(module, settings.tracing_from_weights)
+    elif settings.tracing_from_weights_prefix is not None:
         if args.tracing_from_weights is None:
             raise InputError(
                 "tracing_from_weights_prefix is of the trainer's tracing_from_weights, which is not set."
             )
-        load_weights(module, args.tracing_from_weights, f"{one.tracing_from_weights_prefix}.")
-    inputs = dtype_of(one.precision, "input")
-    if one.precision is not None:
-        cast(module, dtype_of(one.precision, "param"), dtype_of(one.precision, "buffer"))
+        load_weights(module, args.tracing_from_weights, f"{settings.tracing_from_weights_prefix}.")
+    inputs = dtype_of(settings.precision, "input")
+    if settings.precision is not None:
+        cast(module, dtype_of(settings.precision, "param"), dtype_of(settings.precision, "buffer"))
         dummies = dummies if inputs is None else floats_to(dummies, inputs)
-    part = divided(args, one, module, dummies, config, cluster)
+    part = divided(args, settings, module, dummies, config, cluster)
     if part is not None and inputs is not None:
-        part.register_forward_pre_hook(
+        part.register_forward_pre_hook(  # the model around it may compute in another dtype
             lambda _, positional, keywords: (floats_to(positional, inputs), floats_to(keywords, inputs)),
             with_kwargs=True,
             prepend=True,
@@ -141,22 +141,24 @@ def _parallelize_module(
     return part
 
 
-def _merge_config(config: ComputeConfig, own: OptionalComputeConfig | None) -> ComputeConfig:
-    """The trainer's configuration with what a module has in its place."""
-    values = {} if own is None else {field.name: getattr(own, field.name) for field in fields(own)}
+def _merge_config(config: ComputeConfig, overrides: OptionalComputeConfig | None) -> ComputeConfig:
+    values = (
+        {}
+        if overrides is None
+        else {field.name: getattr(overrides, field.name) for field in fields(overrides)}
+    )
     known = {field.name for field in fields(ComputeConfig)}
     idle = [name for name, value in values.items() if value is not None and name not in known]
     if idle:
         log.info("%s: of nnScaler's reducers, and without meaning here.", ", ".join(idle))
     changed = {name: value for name, value in values.items() if value is not None and name in known}
-    return replace(config, use_end2end=False, **changed)
+    return replace(config, use_end2end=False, **changed)  # a part returns no loss
 
 
 def _collect_forward_args(
     args: TrainerArgs, chosen: Sequence[tuple[str, ModuleParallelizeConfig]], model: nn.Module, sample: Any
 ) -> dict[str, dict[str, Any]]:
-    """Arguments of each module's ``forward``: those of a function, or what the model gives it for a sample."""
-    seen: dict[str, dict[str, Any]] = {}
+    seen: dict[str, dict[str, Any]] = {}  # arguments of forward, by path
     watched = []
     for path, spec in chosen:
         if spec.forward_args_gen_fn is None:
@@ -168,7 +170,7 @@ def _collect_forward_args(
 
     def note(path: str, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         bound = inspect.signature(module.forward).bind(*positional, **keywords)
-        seen.setdefault(path, dict(bound.arguments))
+        seen.setdefault(path, dict(bound.arguments))  # the first call counts
 
     with ExitStack() as stack:
         for path in watched:

@@ -80,10 +80,10 @@ class Trainer:
         self.hook = HookChain(self, (), {})
         self._loggers: list[LoggerBase] = []
         self._progress: ProgressTracker | None = None
-        self._window = Window([], [])
-        self._epoch_rng: dict[str, torch.Tensor] = {}
-        self._validated_at: int | None = None
-        self._saved_at: int | None = None
+        self._window = Window([], [])  # the step under way, for hooks
+        self._epoch_rng: dict[str, torch.Tensor] = {}  # random states when the epoch began
+        self._validated_at: int | None = None  # finished_train_steps of the last validation
+        self._saved_at: int | None = None  # and of the last checkpoint: no step is saved twice
 
     def run(self) -> None:
         """Plans and trains, or plans alone. Collective.
@@ -113,13 +113,12 @@ class Trainer:
                 self._progress.close()
 
     def _seed_and_make_dataset(self) -> Any:
-        """Seeds, and the dataset, which may draw from them."""
         args = self.train_args
         if args.init_env_fn is not None:
             named(args.init_env_fn, what="init_env_fn")(self)
         check_names(args, known=BUILT_IN)  # after that function, which may make modules known
         if args.seed is not None:
-            seed_all(args.seed)
+            seed_all(args.seed)  # before the dataset, which may draw from it
         return make_dataset(args, "train")
 
     @classmethod
@@ -153,7 +152,7 @@ class Trainer:
         self._checkpoints = Checkpoints(args.checkpoint, self.result, as_plain(args))
         self._checkpoints.check_folder()
         if args.seed is not None:
-            seed_all(args.seed + job.data_rank)
+            seed_all(args.seed + job.data_rank)  # ranks with the same data draw the same dropout
 
     def _make_data(self, dataset: Any) -> None:
         args, job = self.train_args, self.result.job
@@ -185,7 +184,7 @@ class Trainer:
         args, step = self.train_args, self.result.train_step
         user_hook: Any = None
         if isinstance(args.hook, HookConfig):
-            user_hook = make(args.hook.type, given=args.hook.args, what="hook")
+            user_hook = make(args.hook.type, options=args.hook.args, what="hook")
             if not isinstance(user_hook, TrainHook):
                 raise InputError(f"hook.type must make a TrainHook; it made {with_article(user_hook)}.")
         functions = {name: named(value, what=f"hook.{name}") for name, value in args.hook_functions.items()}
@@ -204,7 +203,7 @@ class Trainer:
     def _call_zero_grad_hooks(self) -> None:
         self.hook.call("after_zero_grad")
         self.hook.call("on_train_step_start", batches=self._window.real)
-        if not self._waits:
+        if not self._waits:  # gradients are sent during the backward pass
             self.hook.call("before_sync_grad")
 
     def _make_loggers(self) -> None:
@@ -213,7 +212,7 @@ class Trainer:
             return
         for index, config in enumerate(args.log):
             kind = BUILT_IN.get(config.type, config.type) if isinstance(config.type, str) else config.type
-            logger = make(kind, given=config.args, what=f"log.{index}")
+            logger = make(kind, options=config.args, what=f"log.{index}")
             if not callable(getattr(logger, "log_metrics", None)):
                 raise InputError(f"log.{index}.type must make a LoggerBase; it made {with_article(logger)}.")
             logger.setup(as_plain(args))
@@ -222,11 +221,10 @@ class Trainer:
             self._progress = ProgressTracker(self._num_steps())
 
     def _num_steps(self) -> int | None:
-        """Steps of the whole run, as far as they are known."""
         args, per_epoch = self.train_args, self._train_data.num_steps
         by_epochs = None if args.max_epochs is None or per_epoch is None else args.max_epochs * per_epoch
         limits = [number for number in (args.max_train_steps, by_epochs) if number is not None]
-        return min(limits, default=None)
+        return min(limits, default=None)  # unknown without a limit
 
     def _resume_training(self, loaded: Loaded) -> None:
         size = self.train_status.global_batch_size
@@ -238,7 +236,7 @@ class Trainer:
         if not self._checkpoints.has_best:  # it is of another folder
             status.best_loss = float("inf")
         if status.global_batch_size not in (0, size):
-            samples = status.step_in_epoch * status.global_batch_size
+            samples = status.step_in_epoch * status.global_batch_size  # of the epoch that have been seen
             status.step_in_epoch, rest = divmod(samples, size)
             log.warning(
                 "The global batch was %d and is %d: the epoch goes on after %d of its steps%s.",
@@ -248,7 +246,7 @@ class Trainer:
                 f", and sees {rest} samples again" if rest else "",
             )
         status.global_batch_size = size
-        self._saved_at = self._validated_at = status.finished_train_steps
+        self._saved_at = self._validated_at = status.finished_train_steps  # nothing to validate or save yet
         self.hook.call("on_load_checkpoint", checkpoint={**loaded.custom, **self._checkpoint_fields()})
         if self.rank == 0:
             log.info(
@@ -271,7 +269,7 @@ class Trainer:
         while not self._is_over():
             last_epoch = status.epoch
             self._run_epoch(loaded)
-            loaded = None
+            loaded = None  # only its epoch begins in the middle
         if self.rank == 0:
             limit, number = (
                 ("epochs", args.max_epochs)
@@ -279,7 +277,7 @@ class Trainer:
                 else ("train steps", args.max_train_steps)
             )
             log.info("Reached max %s(%s): Training is done.", limit, number)
-        if status.train_loss is not None:
+        if status.train_loss is not None:  # a step has been taken
             self._save_checkpoint(last_epoch)
         self.hook.call("on_train_end")
 
@@ -318,19 +316,18 @@ class Trainer:
             self._save_checkpoint(epoch)
 
     def _remaining_windows(self, data: Data, loaded: Loaded | None) -> Iterator[Window]:
-        """The windows of the epoch that are left, with the random states that they would have seen in one run."""
         status, job = self.train_status, self.result.job
         data.set_epoch(status.epoch)
         skip = status.step_in_epoch
         now = capture_rng(job.device, job.step.randomness)
-        if loaded is not None and loaded.epoch_rng is not None and skip:
+        if loaded is not None and loaded.epoch_rng is not None and skip:  # shuffled as in the first run
             restore_rng(loaded.epoch_rng, job.device, job.step.randomness)
         self._epoch_rng = capture_rng(job.device, job.step.randomness)
         windows = data.windows()
         if skip:
-            for _ in islice(windows, skip):
+            for _ in islice(windows, skip):  # batches that were trained on already
                 pass
-            restore_rng(now, job.device, job.step.randomness)
+            restore_rng(now, job.device, job.step.randomness)  # states as they were at the save
         return windows
 
     def _after_step(self, epoch: int) -> None:
@@ -346,6 +343,7 @@ class Trainer:
         start, self._window = time.perf_counter(), window
         by_tokens = args.optimizer.grad_reduction == "per-token-mean"
         hook.call("on_step_start", epoch=epoch, idx=status.step_in_epoch)
+        # Passes of all micro-batches; then gradients are reduced, scaled and clipped, with hooks in between.
         output = step.micro_gradients(
             window.samples,
             dummies=window.dummies,
@@ -357,7 +355,7 @@ class Trainer:
         summed = args.optimizer.loss_reduction == "sum"
         loss = status.train_loss = aggregated.loss_sum if summed else aggregated.mean_loss
         hook.call("after_aggregate_train_step_outputs", aggregated_outputs=aggregated, train_loss=loss)
-        if self._waits:
+        if self._waits:  # the reducer was told to wait for this hook
             hook.call("before_sync_grad")
         step.reduce()
         hook.call("after_sync_grad")
@@ -366,7 +364,7 @@ class Trainer:
         step.clip()
         assert step.grad_norm is not None
         hook.call("after_gnorm_clip", gnorm=step.grad_norm)
-        rate = self.optimizer.param_groups[0]["lr"]
+        rate = self.optimizer.param_groups[0]["lr"]  # this step's: the scheduler comes after it
         hook.call("before_optimizer_step")
         step.update()
         hook.call("after_optimizer_step")
@@ -389,7 +387,7 @@ class Trainer:
         hook.call("on_step_end", epoch=epoch, idx=idx, step_metrics=metrics, aggregated_outputs=aggregated)
 
     def _step_scheduler(self) -> None:
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau):  # which takes a metric
             status = self.train_status
             loss = status.train_loss if status.val_loss is None else status.val_loss
             assert loss is not None
@@ -406,15 +404,17 @@ class Trainer:
         start, losses, batches = time.perf_counter(), 0.0, 0
         step = self.result.train_step
         hook.call("on_val_start")
-        with random_states_kept(self.result.device):
+        with random_states_kept(self.result.device):  # training draws the same numbers as without it
             for window in islice(data.windows(), self.train_args.max_val_steps):
                 hook.call("on_val_step_start", batches=window.real)
                 wants = self._aggregation.wants_outputs or hook.has("on_val_step_end")
                 output = step.infer(window.samples, dummies=window.dummies, outputs=wants)
                 hook.call("on_val_step_end", outputs=list(output.outputs))
-                one = self._aggregation.over_ranks(output, len(window.real))
-                hook.call("after_aggregate_val_step_outputs", aggregated_outputs=one, val_loss=one.mean_loss)
-                losses, batches = losses + one.loss_sum, batches + one.num_batches
+                totals = self._aggregation.over_ranks(output, len(window.real))
+                hook.call(
+                    "after_aggregate_val_step_outputs", aggregated_outputs=totals, val_loss=totals.mean_loss
+                )
+                losses, batches = losses + totals.loss_sum, batches + totals.num_batches
         if not batches:
             raise InputError("the validation data gives no batch.")
         metrics = ValMetrics(val_loss=losses / batches, val_wall=time.perf_counter() - start)
@@ -434,15 +434,14 @@ class Trainer:
         status = self.train_status
         if self.train_args.checkpoint.no_save or self._saved_at == status.finished_train_steps:
             return
-        self._run_validation()
-        document, fields = self._checkpoint_fields(), self._checkpoint_fields()
+        self._run_validation()  # its loss decides which checkpoint is best
+        document, fields = self._checkpoint_fields(), self._checkpoint_fields()  # hooks change the first
         self.hook.call("on_save_checkpoint", checkpoint=document)
         custom = {key: value for key, value in document.items() if key not in fields}
         self._checkpoints.save(epoch, status, custom, self._epoch_rng)
         self._saved_at = status.finished_train_steps
 
     def _checkpoint_fields(self) -> dict[str, Any]:
-        """What hooks of a checkpoint find in it beside what they have added."""
         return {
             "train_status": self.train_status.as_json(),
             "train_args": as_plain(self.train_args),
@@ -450,7 +449,7 @@ class Trainer:
         }
 
     def _log_metrics(self, metrics: Mapping[str, Any], tag: str) -> None:
-        numbers = {name: value for name, value in metrics.items() if value is not None}
+        numbers = {name: value for name, value in metrics.items() if value is not None}  # no memory on CPU
         for logger in self._loggers:
             logger.log_metrics(numbers, self.train_status.finished_train_steps, tag=tag)
 

@@ -68,6 +68,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._before_steps: dict[int, Callable[..., Any]] = OrderedDict()
         self._boundary = True
         self._reduced = False
+        # Each hook takes its parameter out: parameters left in the set got no gradient.
         self._unused = {p for parameters in self._zero.bit16_groups for p in parameters}
         self._watches = [p.register_post_accumulate_grad_hook(self._unused.discard) for p in self._unused]
 
@@ -78,6 +79,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
                 "backward() was called after the gradients were clipped and before step(): they are already "
                 "averaged over the ranks. Clip after the last micro-batch."
             )
+        # The caller has divided the loss: the engine may not divide it by its accumulation steps again.
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -126,6 +128,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
                 "step() was called although set_gradient_accumulation_boundary(False) said that more "
                 "micro-batches follow. Call set_gradient_accumulation_boundary(True) before the last one."
             )
+        # Hooks get torch's arguments, and run before gradients are averaged.
         for hook in self._before_steps.values():
             hook(self, (), {})
         self._reduce_gradients()
@@ -134,7 +137,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.skipped = self._skip_if_nonfinite and self._has_nonfinite_gradients()
         if self.skipped:
             self.num_skipped += 1
-        elif self._reduced:
+        elif self._reduced:  # without gradients there is nothing to step
             self._zero.step()
         self.zero_grad()
         return loss
@@ -148,6 +151,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, those already averaged included."""
         self._zero.zero_grad(set_to_none=True)
+        # The numbers of groups stay as keys; None is DeepSpeed's own mark of no gradients.
         for tensors in (self._zero.all_grad_tensors, self._zero.averaged_gradients):
             tensors.update(dict.fromkeys(tensors))
         self._reduced = False
@@ -185,9 +189,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return repr(self._zero.optimizer)
 
     def _reduce_gradients(self) -> None:
-        """Averages what has accumulated over the ranks, into partitions; once a step."""
+        # Once a step: clipping and the step both ask for it.
         if self._reduced or not self._has_gradients():
             return
+        # ZeRO 2 has reduced in every backward pass; ZeRO 1 reduces the accumulated ``grad`` now.
         if self._zero.partition_gradients:
             self._zero.finalize_gradient_accumulation_boundary()
         else:
@@ -196,11 +201,12 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._reduced = True
 
     def _require_use_of_all(self) -> None:
-        """A parameter without a gradient would be stepped with zero, and decay; seen in the first step."""
+        # The first step decides: later backward passes run without these hooks.
         for watch in self._watches:
             watch.remove()
         self._watches.clear()
         local = {self._names[parameter] for parameter in self._unused}
+        # A parameter that any data rank has used has a gradient once they are averaged.
         unused = set.intersection(*gathered(local, distributed=True, group=self._group))
         if self._pipeline:  # all stages must stop, or the others would wait for those that do
             unused = set.union(*gathered(unused, distributed=True, group=self._all))
@@ -219,6 +225,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def _gradient_parts(self, *, counted: bool = True) -> Iterator[torch.Tensor]:
         """This rank's parts that it counts in norms, or those that another rank counts."""
         for number, partition in self._zero.averaged_gradients.items():
+            # Padding at a partition's end is zero and adds nothing to a norm: it matters for pairing alone.
             if not self._uncounted:
                 yield from partition or () if counted else ()
                 continue
@@ -229,5 +236,6 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
                     yield part
 
     def _has_nonfinite_gradients(self) -> bool:
+        # One element that is infinite or NaN makes the norm so, and all ranks get the same norm.
         norm = norm_of_parts(self._gradient_parts(), 2.0, group=self._all, device=self._device)
         return not bool(torch.isfinite(norm))

@@ -56,7 +56,7 @@ class StageLayer(nn.Module):
         self._stage = [stage]  # in a list, so that it is not a child
         self._device = device
         self._count = 0
-        self._entries: tuple[Entry, ...] | None = None
+        self._entries: tuple[TensorHeader, ...] | None = None
 
     def begin(self, *, reset: bool) -> None:
         """The next forward pass is that of the first micro-batch of a batch.
@@ -74,8 +74,10 @@ class StageLayer(nn.Module):
         Args:
             arrived: packed inputs; ignored on the first stage.
         """
+        # The engine numbers micro-batches for the first and the last stage alone, so every stage counts.
         index = torch.tensor(self._count, device=self._device)
         self._count += 1
+        # A first stage is called with a tensor, the number of the micro-batch; later ones with a tuple.
         received = self._unpack_wire(arrived) if isinstance(arrived, tuple) else []
         output = self._stage[0](*received, index=index)
         with_grad = arrived[0] if isinstance(arrived, tuple) and arrived[0].requires_grad else None
@@ -83,6 +85,7 @@ class StageLayer(nn.Module):
             loss: torch.Tensor = output.reshape(())
             return loss if with_grad is None else anchor(loss, with_grad)
         wire = pack([output] if isinstance(output, torch.Tensor) else output)
+        # Under no_grad no gradient comes back, so the output need not depend on the received tensor.
         if with_grad is None or not wire[0].requires_grad:
             return wire
         return (anchor(wire[0], with_grad), *wire[1:])
@@ -96,11 +99,10 @@ class StageLayer(nn.Module):
 Wire = tuple[torch.Tensor, ...]
 """The tensor with gradients, if there is one, then the header, then the bytes, if there are any."""
 
-_ALIGNMENT = 16
-"""Bytes; a multiple of the size of every dtype, so that a piece can be read in its own."""
+_ALIGNMENT = 16  # bytes; a multiple of the size of every dtype, so that a piece can be read in its own
 
 
-class Entry(NamedTuple):
+class TensorHeader(NamedTuple):
     """One tensor: whether it needs a gradient, its dtype and its shape."""
 
     needs_grad: bool
@@ -110,7 +112,10 @@ class Entry(NamedTuple):
 
 def pack(tensors: Sequence[torch.Tensor]) -> Wire:
     """What a stage hands to the next one, in the form in which it travels."""
-    entries = [Entry(t.requires_grad and t.is_floating_point(), t.dtype, tuple(t.shape)) for t in tensors]
+    entries = [
+        TensorHeader(t.requires_grad and t.is_floating_point(), t.dtype, tuple(t.shape)) for t in tensors
+    ]
+    # The engine sends tensors alone: the header is JSON, one byte an element.
     text = json.dumps([(needs_grad, str(dtype), shape) for needs_grad, dtype, shape in entries])
     header = torch.tensor(list(text.encode()), dtype=torch.uint8, device=tensors[0].device)
     with_grad = [t for t, entry in zip(tensors, entries, strict=True) if entry.needs_grad]
@@ -123,16 +128,17 @@ def pack(tensors: Sequence[torch.Tensor]) -> Wire:
     return tuple(wire)
 
 
-def read_header(wire: Wire) -> tuple[Entry, ...]:
+def read_header(wire: Wire) -> tuple[TensorHeader, ...]:
     """The entries that a header names; waits for the device."""
+    # The header is uint8: a floating tensor in its place is the one with gradients.
     header = wire[0] if not wire[0].is_floating_point() else wire[1]
     return tuple(
-        Entry(needs_grad, getattr(torch, dtype.removeprefix("torch.")), tuple(shape))
+        TensorHeader(needs_grad, getattr(torch, dtype.removeprefix("torch.")), tuple(shape))
         for needs_grad, dtype, shape in json.loads(bytes(header.tolist()))
     )
 
 
-def unpack(wire: Wire, entries: Sequence[Entry]) -> list[torch.Tensor]:
+def unpack(wire: Wire, entries: Sequence[TensorHeader]) -> list[torch.Tensor]:
     """The tensors that :func:`pack` was given; those that need gradients are parts of one leaf."""
     joined = iter(_split_tensors([entry for entry in entries if entry.needs_grad], wire[0]))
     pieces = iter(_from_bytes([entry for entry in entries if not entry.needs_grad], wire[-1]))
@@ -154,7 +160,7 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         shape, dtype, device = ctx.like
-        return gradients[0], torch.zeros((), dtype=dtype, device=device).expand(shape)
+        return gradients[0], torch.zeros((), dtype=dtype, device=device).expand(shape)  # one element's memory
 
 
 def _join_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -164,7 +170,8 @@ def _join_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1).to(widest) for tensor in tensors])
 
 
-def _split_tensors(entries: Sequence[Entry], joined: torch.Tensor) -> list[torch.Tensor]:
+def _split_tensors(entries: Sequence[TensorHeader], joined: torch.Tensor) -> list[torch.Tensor]:
+    # One tensor travels as it is, in its own dtype; without any, ``joined`` is the header.
     if len(entries) < 2:
         return [joined][: len(entries)]
     pieces = joined.split([math.prod(entry.shape) for entry in entries])
@@ -176,17 +183,16 @@ def _padded_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % _ALIGNMENT))
 
 
-def _from_bytes(entries: Sequence[Entry], packed: torch.Tensor) -> list[torch.Tensor]:
+def _from_bytes(entries: Sequence[TensorHeader], packed: torch.Tensor) -> list[torch.Tensor]:
     tensors, start = [], 0
     for entry in entries:
         size = math.prod(entry.shape) * entry.dtype.itemsize
         tensors.append(packed[start : start + size].view(entry.dtype).view(entry.shape))
-        start += size + (-size % _ALIGNMENT)
+        start += size + (-size % _ALIGNMENT)  # past the padding
     return tensors
 
 
-_NEVER = 2**31
-"""Steps between two lines that DeepSpeed prints."""
+_NEVER = 2**31  # steps between two lines that DeepSpeed prints
 
 _PIPE, _DATA, _MODEL = ("pipeline",), ("data", "zero", "expert"), ("sequence", "tensor")
 """Axes of the mesh, outermost first, that are one axis of DeepSpeed's topology."""
@@ -205,6 +211,7 @@ def make_engine(
     deepspeed = zero_module.start(job.cluster.device_type)
     from deepspeed.runtime.pipe import PipelineModule
 
+    # PipelineModule wants a layer for each stage, and builds those of its own stage alone.
     stages = [_other_stage] * job.mesh.size("pipeline")
     stages[job.mesh.axis("pipeline").get_local_rank()] = layer
     # It prints its configuration.
@@ -224,15 +231,16 @@ def _other_stage(_: Any) -> Any:
 
 
 def _build_topology(mesh: Mesh) -> Any:
-    """DeepSpeed's axes pipe, data and model with the ranks as the mesh has them."""
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     device_mesh = mesh.device_mesh
     names = device_mesh.mesh_dim_names or ()
+    # The mesh's axes for each of DeepSpeed's: pipe, data, model.
     groups = [[name for name in names if name in axes] for axes in (_PIPE, _DATA, _MODEL)]
     order = [names.index(name) for group in groups for name in group]
-    sizes = [torch.Size([mesh.size(name) for name in group]).numel() for group in groups]
+    sizes = [torch.Size([mesh.size(name) for name in group]).numel() for group in groups]  # 1 for no axis
     num_pipe, num_data, num_model = sizes
+    # Row-major over (pipe, data, model), as positions in DeepSpeed's mapping are.
     ranks = device_mesh.mesh.permute(order).flatten().tolist()
     topology = PipeModelDataParallelTopology(num_pp=num_pipe, num_mp=num_model, num_dp=num_data)
     topology.mapping = {coordinates: ranks[position] for coordinates, position in topology.mapping.items()}
@@ -247,7 +255,7 @@ def _engine_config(num_micro_batches: int, zero_stage: int, settings: Mapping[st
     return {
         "steps_per_print": _NEVER,
         "timers": {"throughput": {"enabled": False}},
-        "zero_allow_untested_optimizer": True,
+        "zero_allow_untested_optimizer": True,  # an optimizer of the user's
         "zero_force_ds_cpu_optimizer": False,
         **settings,
         # Sizes of batches only count samples here.
@@ -287,6 +295,7 @@ class DsPipelineRunner:
         losses = self._begin_pass(work, training=True)
         # What it divides gradients by; a batch with other rows than the first has other micro-batches.
         self.engine.set_train_batch_size(num * self.engine.dp_world_size)
+        # Each rank keeps its share of gradients that are summed already, so that the next sum is right.
         self.job.gradients.sums.expect(self.job.module)
         self._run_schedule(_training_schedule(self.engine, num))
         self.job.gradients.sums.run(self.job.module)
@@ -308,7 +317,6 @@ class DsPipelineRunner:
         return self._broadcast_losses(torch.cat(losses))
 
     def _begin_pass(self, work: StepWork, *, training: bool) -> torch.Tensor:
-        """Prepares the engine; returns where the losses will be, on the rank of the last stage."""
         from deepspeed.runtime.pipe import p2p
 
         engine = self.engine
@@ -316,6 +324,7 @@ class DsPipelineRunner:
         if work.askers:
             raise StepError(f"{_BACKEND} gives no outputs. Use outputs=False, or pipeline_parallel.")
         micro_batches, num = work.micro_batches, len(work.micro_batches)
+        # [m], filled on the rank of the last stage; a broadcast gives it to the others.
         losses = torch.zeros(num, device=self.job.device)
 
         def share_of(number: int, micro_batch: Any, output: Any) -> torch.Tensor:
@@ -324,12 +333,14 @@ class DsPipelineRunner:
                 losses[number] = loss.detach()
             return work.share(number, loss) * num  # the engine divides by it
 
+        # Without gradients the wire has another form, so evaluation counts as other shapes.
         shapes = (training, [_leaf_signature(leaf) for _, leaf in leaves(micro_batches[0])])
         reset = shapes != self._shapes
         self._shapes = shapes
         if reset:
             engine.reset_activation_shape()
         engine.module.train(training)
+        # train_batch and eval_batch, which are not called here, begin with this.
         engine.total_loss = None
         engine._compute_loss = True
         engine.set_dataiterator(_micro_batch_indices(len(micro_batches), self.job.device))
@@ -345,17 +356,14 @@ class DsPipelineRunner:
 
     def _broadcast_losses(self, losses: torch.Tensor) -> Passed:
         group = self.job.stage_group
-        dist.broadcast(losses, group=group, group_src=dist.get_world_size(group) - 1)
+        dist.broadcast(losses, group=group, group_src=dist.get_world_size(group) - 1)  # the last stage
         return Passed(losses=losses)
 
 
 def _training_schedule(engine: Any, num_micro_batches: int) -> Any:
-    """DeepSpeed's training schedule with forward and backward passes and what they exchange, and nothing more.
-
-    Gradients are completed and the optimizer steps when ``train_step`` does so, in between which it may clip.
-    """
     from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceGrads, ReduceTiedGrads, TrainSchedule
 
+    # train_step reduces gradients and steps, and may clip in between.
     left_out = (OptimizerStep, ReduceGrads, ReduceTiedGrads)
 
     class WithoutStep(TrainSchedule):  # type: ignore[misc]
@@ -367,9 +375,9 @@ def _training_schedule(engine: Any, num_micro_batches: int) -> Any:
 
 
 def _micro_batch_indices(count: int, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What the engine takes for data on the first and for labels on the last stage."""
     for index in range(count):
         number = torch.tensor(index, device=device)
+        # The first stage takes it for data, the last for labels; both have the micro-batches themselves.
         yield number, number
 
 
@@ -396,6 +404,7 @@ def run_by_deepspeed(job: Job, stage_set: StageSet, *, zero_stage: int, settings
         raise InputError(f"{_BACKEND} runs only with an optimizer, so auto_accelerate needs optim_func.")
     if zero_stage:
         require_elementwise(job)
+    # The engine sends only the parameters that it knows, which may be a stand-in.
     broadcast_from_first(job, [t for root in job.parts.stages for t in (*root.parameters(), *root.buffers())])
 
     (stage,) = stage_set.stages
@@ -426,17 +435,14 @@ def _make_runner(
     )
 
 
-_Made = tuple[Any, StageLayer, torch.optim.Optimizer]
-"""Engine, layer, and what the user steps."""
+_Made = tuple[Any, StageLayer, torch.optim.Optimizer]  # engine, layer, and the optimizer that the user steps
 
 
 def _make_unsharded_engine(
     job: Job, stage: StageModule, groups: list[dict[str, Any]], settings: Mapping[str, Any]
 ) -> _Made:
-    """Every data rank has the optimizer states of its stage; DeepSpeed averages the gradients.
-
-    The engine knows one parameter that stands for them all, so that these may be anything, shards of layers included.
-    """
+    """Every data rank has the optimizer states of its stage; DeepSpeed averages the gradients."""
+    # It stands for all parameters, so that these may be anything, shards of layers included.
     stand_in = nn.Parameter(torch.zeros(1, device=job.device))
     layer = StageLayer(stage, parameters=[stand_in], device=job.device)
     engine = make_engine(job, layer, torch.optim.SGD([stand_in], lr=0.0), zero_stage=0, settings=settings)
@@ -446,7 +452,6 @@ def _make_unsharded_engine(
 def _make_sharded_engine(
     job: Job, stage: StageModule, groups: list[dict[str, Any]], settings: Mapping[str, Any]
 ) -> _Made:
-    """DeepSpeed's ZeRO 1 within each stage."""
     require_fp32(job)
     _require_all_groups(job, groups)
     layer = StageLayer(stage, parameters=list(stage.parameters()), device=job.device)
@@ -457,7 +462,7 @@ def _make_sharded_engine(
         engine,
         group=job.mesh.data_group,
         skip_if_nonfinite=job.precision.skip_if_nonfinite,
-        stages=dist.group.WORLD,
+        stages=dist.group.WORLD,  # norms are over all stages
         uncounted=[parameter for parameter, name in names.items() if name in job.gradients.remote_norm_names],
         names=names,
     )
@@ -467,8 +472,8 @@ def _make_sharded_engine(
 
 
 def _require_all_groups(job: Job, groups: list[dict[str, Any]]) -> None:
-    """DeepSpeed drops groups that are empty on a stage, after which ranks would number the others differently."""
-    counts = on_all_stages(job, [len(group["params"]) for group in groups])
+    # DeepSpeed drops groups that are empty on a stage, and would number the others differently there.
+    counts = on_all_stages(job, [len(group["params"]) for group in groups])  # [stage][group]
     for stage, sizes in enumerate(counts):
         if 0 in sizes:
             raise InputError(
@@ -479,11 +484,11 @@ def _require_all_groups(job: Job, groups: list[dict[str, Any]]) -> None:
 
 @torch.no_grad()
 def _average_gradients(job: Job, engine: Any) -> None:
-    """Averages gradients over the data ranks; a parameter that none of them used keeps none."""
     if job.num_data_ranks == 1:
         return
     assert job.mesh is not None
     trained = [p for root in job.parts.stages for p in root.parameters() if p.requires_grad]
+    # The ranks must reduce the same gradients; a parameter that none of them used keeps none.
     used = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=job.device)
     dist.all_reduce(used, op=dist.ReduceOp.MAX, group=job.mesh.data_group)
     grads = []
@@ -491,7 +496,8 @@ def _average_gradients(job: Job, engine: Any) -> None:
         if not seen:
             continue
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter)  # other ranks used it
         grad = parameter.grad
+        # Data ranks hold the same part of a divided layer; it is averaged as a plain tensor.
         grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
     engine.buffered_allreduce_fallback(grads=grads)

@@ -26,7 +26,7 @@ _OTHERWISE = (
 )
 
 
-class Piece(NamedTuple):
+class ParameterPiece(NamedTuple):
     """The part of one parameter that this rank updates.
 
     Attributes:
@@ -68,7 +68,7 @@ class FlatStates:
     """
 
     specs: Mapping[str, StateSpec]
-    pieces: Mapping[str, Piece]
+    pieces: Mapping[str, ParameterPiece]
     whole: Mapping[str, torch.Tensor]
     optimizer: torch.optim.Optimizer | None
     groups: Sequence[Sequence[str]]
@@ -79,6 +79,7 @@ class FlatStates:
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of what is in pieces, and the live tensors of what is whole."""
         parameters = {name: parameter.detach() for name, parameter in self.whole.items()}
+        # Collective for every name, in one order; ranks without a piece take part.
         for name, spec in self.specs.items():
             piece = self.pieces.get(name)
             parameters[name] = self._gather_tensor(name, None if piece is None else piece.weight, spec.dtype)
@@ -90,7 +91,7 @@ class FlatStates:
         for name, parameter in self.whole.items():
             parameter.copy_(weights[name])
         for name in self.specs:
-            flat = _full_tensor(weights[name]).flatten()
+            flat = _full_tensor(weights[name]).flatten()  # collective, also without a piece
             if (piece := self.pieces.get(name)) is not None:
                 piece.weight.copy_(flat[piece.start : piece.start + piece.weight.numel()])
         self.publish()
@@ -116,9 +117,9 @@ class FlatStates:
         for name, entry, value, piece in self._state_entries():
             if not isinstance(value, torch.Tensor):
                 values.setdefault(name, {})[entry] = value
-            elif piece is None or value.dim() == 0:
+            elif piece is None or value.dim() == 0:  # of a whole parameter, or a step counter
                 tensors.setdefault(name, {})[entry] = value.detach()
-            elif value.numel() == piece.size:
+            elif value.numel() == piece.size:  # one value an element: gathered below
                 dtypes[name, entry] = value.dtype
             else:
                 raise CheckpointError(
@@ -156,6 +157,7 @@ class FlatStates:
         """
         if self.optimizer is None:
             return
+        # The order is the same on all ranks, as the collectives below need.
         names = [name for name in (*self.whole, *self.specs) if name in {*states.tensors, *states.values}]
         self._drop_other_entries(states, names)
         self._agree_on_single_values(states, names)
@@ -173,9 +175,9 @@ class FlatStates:
                         f"this strategy updates in flat pieces; {_WHAT_PIECES_HAVE} can be loaded. {_OTHERWISE}"
                     )
 
-    def _state_entries(self) -> Iterator[tuple[str, str, Any, Piece | None]]:
+    def _state_entries(self) -> Iterator[tuple[str, str, Any, ParameterPiece | None]]:
         """``(name, entry, value, piece)`` of all states on this rank; no piece for whole parameters."""
-        holders: list[tuple[str, torch.Tensor, Piece | None]] = [
+        holders: list[tuple[str, torch.Tensor, ParameterPiece | None]] = [
             *((name, parameter, None) for name, parameter in self.whole.items()),
             *((name, piece.holder, piece) for name, piece in self.pieces.items()),
         ]
@@ -197,26 +199,26 @@ class FlatStates:
     def _known_anywhere(
         self, dtypes: Mapping[tuple[str, str], torch.dtype]
     ) -> list[tuple[tuple[str, str], torch.dtype]]:
-        """The entries that some rank has, in one order on all ranks."""
         of_ranks = gathered(dict(dtypes), distributed=True, group=self.mesh.get_group())
         merged = {key: dtype for mapping in of_ranks for key, dtype in mapping.items()}
-        return sorted(merged.items(), key=lambda item: item[0])
+        return sorted(merged.items(), key=lambda item: item[0])  # in one order, since each is collective
 
     @torch.no_grad()
     def _gather_tensor(self, name: str, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """The whole of which ``part`` is this rank's, as a DTensor; a view of nothing that lives."""
         shape = self.specs[name].shape
+        # Pieces do not overlap and are zero elsewhere: their sum is the whole parameter.
         flat = torch.zeros(math.prod(shape), dtype=dtype, device=self.device)
         if part is not None:
             start = self.pieces[name].start
             flat[start : start + part.numel()] = part.to(self.device, dtype)
         dist.all_reduce(flat, group=self.mesh.get_group())
+        # Every rank has the whole: each cuts out its own part, and nothing is sent.
         return distribute_tensor(flat.view(shape), self.mesh, _choose_placements(shape), src_data_rank=None)
 
     def _empty_state(self, name: str, entry: str, spec: StateSpec) -> torch.Tensor:
         elementwise = self._is_elementwise(name, entry, spec.shape)
         if not elementwise:
-            return torch.empty(spec.shape, dtype=spec.dtype)
+            return torch.empty(spec.shape, dtype=spec.dtype)  # such as a step counter
         if name in self.whole:
             return torch.empty_like(self.whole[name].detach(), dtype=spec.dtype)
         return empty_dtensor(
@@ -224,6 +226,7 @@ class FlatStates:
         )
 
     def _is_elementwise(self, name: str, entry: str, shape: Sequence[int]) -> bool:
+        # A 0-d state of a 0-d parameter may be a step counter, which goes by its name.
         full_shape = self.whole[name].shape if name in self.whole else self.specs[name].shape
         return tuple(shape) == tuple(full_shape) and (len(full_shape) > 0 or entry != "step")
 
@@ -234,13 +237,14 @@ class FlatStates:
         return None if piece is None else piece.holder
 
     def _drop_other_entries(self, states: OptimizerStates, names: Iterable[str]) -> None:
-        """Forgets what the new states do not have. What they have is overwritten in place, where it may be linked."""
         assert self.optimizer is not None
         wanted: dict[torch.Tensor, set[str]] = {}
         for name in names:
             if (holder := self._find_holder(name)) is not None:
                 entries = (*states.tensors.get(name, {}), *states.values.get(name, {}))
+                # Several parameters may share a holder, a flat partition: it keeps entries of all of them.
                 wanted.setdefault(holder, set()).update(entries)
+        # Entries of the new states are overwritten in place: other tensors may be linked to them.
         for holder in list(self.optimizer.state):
             kept = wanted.get(holder, set())
             for entry in [entry for entry in self.optimizer.state[holder] if entry not in kept]:
@@ -256,12 +260,14 @@ class FlatStates:
             holder = self._find_holder(name)
             if holder is None:
                 continue
+            # A state that is no DTensor, such as a step count, is one value for all parameters of a holder.
             single = {k: v for k, v in states.tensors.get(name, {}).items() if not isinstance(v, DTensor)}
             for entry, value in {**single, **states.values.get(name, {})}.items():
                 first, other = seen.setdefault((holder, entry), (name, value))
                 if not _is_equal(value, other):
                     problem = problem or f"{first} and {name} have different {entry!r}: {other} and {value}"
                 self.optimizer.state[holder][entry] = value
+        # All ranks raise, or some would wait in the collectives that follow.
         problems = gathered(problem, distributed=True, group=self.mesh.get_group())
         if conflict := next(filter(None, problems), ""):
             raise CheckpointError(
@@ -271,7 +277,7 @@ class FlatStates:
 
     @torch.no_grad()
     def _put_elements(self, name: str, entry: str, value: DTensor) -> None:
-        flat = _full_tensor(value).flatten()
+        flat = _full_tensor(value).flatten()  # collective: ranks without a piece take part
         piece = self.pieces.get(name)
         if piece is None:
             return
@@ -283,7 +289,7 @@ class FlatStates:
 
 
 def _choose_placements(shape: Sequence[int]) -> list[Placement]:
-    return [Shard(0)] if len(shape) else [Replicate()]
+    return [Shard(0)] if len(shape) else [Replicate()]  # a 0-d tensor cannot be sharded
 
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -291,7 +297,7 @@ def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
+def _is_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(value, other)
+    return bool(value == other)

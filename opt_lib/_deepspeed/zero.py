@@ -21,7 +21,7 @@ from atorch_ns.strategy import Plan
 from atorch_ns.text import error_text
 from opt_lib._config_checks import missing_problem, one_axis_only, require
 from opt_lib._deepspeed.optimizer import DeepSpeedOptimizer
-from opt_lib._deepspeed.states import FlatStates, Piece
+from opt_lib._deepspeed.states import FlatStates, ParameterPiece
 from opt_lib._sharded.units import broadcast_from_first
 
 INSTALL = "pip install --no-build-isolation 'atorch-ns[deepspeed]'"
@@ -35,11 +35,9 @@ _WHY_NOT_FP16 = (
     "DeepSpeed scales fp16 losses by a scheme of its own, and refuses fp16 on the CPU. Use bf16, or another "
     "backend."
 )
-_DEVICE = "DS_ACCELERATOR"
-"""The variable that names the device, which DeepSpeed reads when it is imported."""
-_BUCKET_ELEMENTS = 500_000_000
-_PIECE_MULTIPLE = 2
-"""DeepSpeed's ``nccl_start_alignment_factor``: each rank's piece begins at a multiple of so many elements."""
+_DEVICE = "DS_ACCELERATOR"  # names the device; DeepSpeed reads it when it is imported
+_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default reduce_bucket_size
+_PIECE_MULTIPLE = 2  # pieces begin at multiples of this many elements (nccl_start_alignment_factor)
 
 
 def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
@@ -57,6 +55,7 @@ def check(method: str, cluster: Cluster) -> list[Problem]:
         problems = missing_problem(method, "deepspeed", install=INSTALL)
     if problems:
         return problems
+    # It may have been imported before, for another device.
     device_name = _import_deepspeed(cluster.device_type).accelerator.get_accelerator().device_name()
     if device_name == cluster.device_type:
         return []
@@ -125,7 +124,7 @@ def require_fp32(job: Job) -> None:
             )
 
 
-_ROWS, _COLUMNS, _STEPS = 4, 6, 2
+_ROWS, _COLUMNS, _STEPS = 4, 6, 2  # for the trial of an optimizer: a matrix, and steps
 
 
 def require_elementwise(job: Job) -> None:
@@ -141,8 +140,9 @@ def require_elementwise(job: Job) -> None:
         return
     _warn_of_blocks(job)
     generator = torch.Generator().manual_seed(0)
+    # [rows, columns] each: the weights, and one gradient a step.
     start, *gradients = torch.randn(1 + _STEPS, _ROWS, _COLUMNS, generator=generator)
-    cut = _ROWS * _COLUMNS // 3
+    cut = _ROWS * _COLUMNS // 3  # inside a row: at 8 elements, where a row has 6
     try:
         whole = _apply_updates(job, [start], [[gradient] for gradient in gradients])
     except Exception:  # it does not work on such a parameter at all, so nothing can be learned from it
@@ -178,7 +178,7 @@ def _split_flat(matrix: torch.Tensor, position: int) -> list[torch.Tensor]:
 
 
 def _apply_updates(job: Job, start: list[torch.Tensor], gradients: list[list[torch.Tensor]]) -> torch.Tensor:
-    parameters = [nn.Parameter(piece.clone()) for piece in start]
+    parameters = [nn.Parameter(piece.clone()) for piece in start]  # optimizers write to their parameters
     optimizer = make_user_optimizer(job, [{"params": parameters}])
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
@@ -219,16 +219,18 @@ def states(zero: Any, job: Job, _: torch.optim.Optimizer | None) -> FlatStates:
     assert job.mesh is not None
     names = {parameter: aliases[0] for parameter, aliases in parameter_names(job.module).items()}
     specs: dict[str, StateSpec] = {}
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, ParameterPiece] = {}
     for parameters, partition in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
         for parameter in parameters:
+            # Names that are left over belong to no group: those parameters are whole on every rank.
             name, mapping = names.pop(parameter), parameter._hp_mapping
             specs[name] = StateSpec(tuple(parameter.shape), partition.dtype)
+            # A part is in this rank's partition: ``hp`` is its place there, ``lp`` in the parameter.
             if mapping is not None:
                 ours, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
                 weight = partition.detach()[ours.start : ours.start + ours.numel]
-                pieces[name] = Piece(weight, whole.start, partition, ours.start, partition.numel())
-    of_groups = iter(specs)
+                pieces[name] = ParameterPiece(weight, whole.start, partition, ours.start, partition.numel())
+    of_groups = iter(specs)  # in the order of the groups
     return FlatStates(
         specs=specs,
         pieces=pieces,
@@ -242,6 +244,7 @@ def states(zero: Any, job: Job, _: torch.optim.Optimizer | None) -> FlatStates:
 
 
 def _engine_config(stage: int, num_elements: int) -> dict[str, Any]:
+    # Buckets are allocated whole, so no larger than the model; DeepSpeed wants even sizes.
     bucket = min(_BUCKET_ELEMENTS, num_elements + num_elements % 2)
     return {
         # Sizes of batches only count samples here. Dividing by the number of micro-batches is the caller's,
@@ -291,11 +294,8 @@ def environment_default(name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def _without_shared_memory_build(deepspeed: ModuleType) -> Iterator[None]:
-    """Inside, DeepSpeed starts without compiling its shared-memory collectives.
-
-    The compilation takes minutes, and one that is killed leaves a lock on which every later run hangs. gloo
-    does the collectives instead. The table that says what can be compiled is put back afterwards.
-    """
+    """Inside, DeepSpeed starts without compiling its shared-memory collectives; gloo does them."""
+    # A build takes minutes, and a killed build leaves a lock on which every later run hangs.
     table, name = vars(deepspeed.ops), "__compatible_ops__"
     before = table.get(name)
     table[name] = {}

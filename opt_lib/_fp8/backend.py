@@ -54,10 +54,11 @@ def notices(config: Fp8Config, cluster: Cluster) -> Iterator[str]:
 def _in_order(config: Fp8Config, plan: Plan | None) -> tuple[Backend, ...]:
     if config.backend != "auto":
         return (config.backend,)
+    # Transformer Engine does not emulate, and takes no divided model.
     if config.emulate or (plan is not None and transformer_engine.why_not(plan) is not None):
         return ("torchao",)
     keys = set(config.as_json())
-    if keys.intersection(TORCHAO_KEYS) and not keys.intersection(TE_KEYS):
+    if keys.intersection(TORCHAO_KEYS) and not keys.intersection(TE_KEYS):  # only its settings are given
         return ("torchao", "te")
     return ("te", "torchao")
 

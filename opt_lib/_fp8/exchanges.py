@@ -74,10 +74,9 @@ def _gather_rounded(
     dim: int,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
-    """The pieces of all ranks along ``dim`` in ``dtype``, scaled by the largest value of all."""
-    scale = amax_to_scale(functional_maximum(x.abs().max(), group), dtype)
+    scale = amax_to_scale(functional_maximum(x.abs().max(), group), dtype)  # one scale for all ranks
     piece = hp_tensor_and_scale_to_float8(x, scale, dtype, settings, role)
-    bits = functional_all_gather(piece._data, dim, group)
+    bits = functional_all_gather(piece._data, dim, group)  # one byte an element
     whole: torch.Tensor = Float8TrainingTensor(bits, piece._scale, x.dtype, settings, role)
     return whole
 

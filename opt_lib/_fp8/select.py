@@ -31,7 +31,8 @@ class Heads:
 
     def __init__(self, model: nn.Module) -> None:
         self._tied = _weights_of_others(model)
-        self._said = {id(module) for module in _output_embeddings(model)}
+        self._said = {id(module) for module in _output_embeddings(model)}  # by the model itself
+        # A head has an output for each row of the vocabulary's embedding, the largest.
         rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
         self._rows = max(rows, default=None)
 
@@ -161,7 +162,7 @@ def find_linears(
                 if degree == 1 or _is_odd(module, DIM_MULTIPLE)
                 else f"{SIZES} on each of {degree} tensor ranks"
             )
-        if reason is None and include is None and heads.is_head(name, module):
+        if reason is None and include is None and heads.is_head(name, module):  # include may name it
             reason = HEAD
         if reason is None and id(module.weight) in shared:
             reason = TIED
@@ -207,8 +208,7 @@ def unmatched(model: nn.Module, parts: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _dotted_segments(names: Iterable[str], length: int) -> list[str]:
-    """All runs of so many parts in dotted names."""
-    segments: dict[str, None] = {}
+    segments: dict[str, None] = {}  # in order, each once
     for name in names:
         parts = name.split(".")
         for start in range(len(parts) - length + 1):
@@ -265,7 +265,7 @@ _TENSORS_AND_MODULES = ("_parameters", "_buffers", "_modules")
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether it has hooks of any kind: all that a module registers is in containers, empty in a new one."""
+    # Hooks of all kinds are in containers, which are empty in a new module.
     containers = (
         value
         for name, value in vars(module).items()
@@ -275,7 +275,6 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _more_than_a_linear(module: nn.Linear) -> list[str]:
-    """Names of attributes, parameters, buffers and children that a new ``nn.Linear`` does not have."""
     new = nn.Linear(1, 1, device="meta")
     names = set(vars(module)).difference(_MARKS, vars(new))
     for name in _TENSORS_AND_MODULES:

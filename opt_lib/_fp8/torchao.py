@@ -76,7 +76,7 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
         new = layers[id(module)]
         if path:
             job.module.set_submodule(path, new)
-        if not hasattr(new, "is_exact"):
+        if not hasattr(new, "is_exact"):  # a module of several names comes again
             kind: Any = type(new)
             new.__class__ = _switchable_class(kind)
         new.train(module.training)
@@ -85,8 +85,7 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
 
 @functools.cache
 def _switchable_class(kind: Any) -> type[nn.Module]:
-    """torchao's class, with a switch to the dtype of the weights, with autocast on CPUs as on GPUs, and as a
-    :class:`~atorch_ns.sharding.RoundingLinear`."""
+    """torchao's class with a switch to the dtype of the weights; a RoundingLinear."""
     from opt_lib._fp8 import exchanges
 
     def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -111,6 +110,7 @@ def _switchable_class(kind: Any) -> type[nn.Module]:
 
 
 def _cast_input(x: torch.Tensor) -> torch.Tensor:
+    # torchao's own module casts to autocast's dtype on GPUs alone.
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -124,11 +124,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _restore_precision(model: nn.Module) -> None:
-    """Lets the linears compute in the dtype of their weights, or of autocast.
-
-    In fp8 a divided layer differs from the whole one by the rounding of its scales, which hides what a test of the
-    division is to find.
-    """
+    """Lets the linears compute in the dtype of their weights, or of autocast."""
+    # In fp8 a divided layer rounds by other scales, which hides errors that a test looks for.
     modules: Iterator[Any] = model.modules()
     for module in modules:
         if hasattr(module, "is_exact"):
@@ -164,7 +161,6 @@ class _ScaledStates(ParameterStates):
 
 @contextmanager
 def _silence_loggers(names: Iterable[str]) -> Iterator[None]:
-    """Lets no record of these loggers through."""
     before = {name: logging.getLogger(name).disabled for name in names}
     try:
         for name in before:

@@ -79,7 +79,6 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
 
 
 def _leave_fp8(scope: ForwardScope, _: nn.Module) -> None:
-    """Ends computation in fp8."""
     scope.make = nullcontext
 
 
@@ -100,16 +99,14 @@ def _make_te_linear(kind: type[nn.Module], module: nn.Module) -> nn.Module:
 
 @functools.cache
 def _without_extra_state(linear: Any) -> type[nn.Module]:
-    """The class with no extra state in state dicts: their keys stay those of the user's model.
-
-    The history of amaxes is not in checkpoints then, and begins anew after a resume, as at the start.
-    """
+    """The class with no extra state in state dicts: their keys stay those of the user's model."""
     return type(
         "Fp8Linear",
         (linear,),
         {
             "__doc__": "``te.Linear`` with the state dict of ``nn.Linear``.",
             "__module__": __name__,
+            # So the history of amaxes is in no checkpoint, and begins anew after a resume.
             "get_extra_state": nn.Module.get_extra_state,
             "set_extra_state": nn.Module.set_extra_state,
         },
@@ -137,8 +134,8 @@ def _make_recipe(config: Fp8Config) -> Any:
 
 
 def _autocast_context(recipe: Any, distributed: bool) -> AbstractContextManager[None]:
-    """The package's context, with largest values from the ranks that see different data: all, since none holds a part."""
     te = load()
+    # The amax reduction is over all ranks: none holds a part of the model, so all see different data.
     group = dist.group.WORLD if distributed else None
     context: AbstractContextManager[None]
     if hasattr(te, "autocast"):  # since 2.9, where the older name is deprecated
@@ -149,11 +146,7 @@ def _autocast_context(recipe: Any, distributed: bool) -> AbstractContextManager[
 
 
 def _recompute_function(te: ModuleType) -> Callable[..., Any]:
-    """Transformer Engine's recomputation, which computes in fp8 again and records no amax twice.
-
-    Raises:
-        InputError: if this version has none that takes keywords.
-    """
+    """Transformer Engine's recomputation, which computes in fp8 again and records no amax twice."""
     if "use_reentrant" not in inspect.signature(te.checkpoint).parameters:
         raise InputError(
             "fp8 with checkpoint needs the recomputation of Transformer Engine 1.5 or later. Update it, use the "

@@ -76,13 +76,13 @@ def pipeline_groups(job: Job, wanted: Sequence[tuple[int, ...]]) -> dict[tuple[i
     dim = names.index("pipeline")
     # A rank that waits for others to make groups does not notice that one of them has ended.
     job.cluster.agree(lambda: None, what="reaching the groups of the pipeline")
-    lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()
+    lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()  # [pipelines][ranks]
     rank_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     timeout = group_timeout(job.device)
     for places in wanted:
         for line in lines:
             ranks = [line[position] for position in places]
-            group = dist.new_group(ranks, timeout=timeout)
+            group = dist.new_group(ranks, timeout=timeout)  # collective over all ranks
             if dist.get_rank() in ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 rank_groups[places] = group
@@ -102,12 +102,13 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
     plan = job.cluster.agree(lambda: plan_pipeline(job, config), what="cutting the model into stages")
     job.cluster.same_everywhere({"units, in the order of their calls": ", ".join(plan.graph.paths)})
     plan = _as_first_rank(job, plan)
-    find_thawed = _finding_thawed(job)
+    find_thawed = _finding_thawed(job)  # before the cut takes parameters away
     make_weights_equal(job, method)
     num_ranks = job.mesh.size("pipeline")
     rank_of = plan.rank_of(num_ranks)
     assignment = divide_parameters(job.module, plan.units, plan.graph, plan.cuts, rank_of)
     _place_what_lies_between(job, plan)
+    # Methods that divide layers look at the whole model, most of which this rank gives up.
     if any(job.mesh.size(axis) > 1 for axis in ("tensor", "sequence", "expert")):
         job.parts.full_structure = without_memory(job.module)
     share_parameters(job, assignment)
@@ -141,7 +142,7 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
 
 
 def _as_first_rank(job: Job, plan: PipelinePlan) -> PipelinePlan:
-    """What rank 0 has decided: estimates may differ between ranks, by the samples they have seen or by their nodes."""
+    # Estimates may differ between ranks, by the samples that they have seen or by their nodes.
     decided = (plan.info.name, plan.stages_per_rank, plan.num_micro_batches, plan.cuts)
     name, on_rank, num, cuts = job.cluster.from_first(decided)
     if (plan.info.name, plan.stages_per_rank, plan.cuts) == (name, on_rank, cuts):
@@ -152,11 +153,7 @@ def _as_first_rank(job: Job, plan: PipelinePlan) -> PipelinePlan:
 
 
 def _finding_thawed(job: Job) -> Callable[[], frozenset[str]]:
-    """Gives the names of parameters that are frozen now and trained by a stage of any rank later, which only that rank sees.
-
-    A model with nothing frozen needs no such question: what a stage sends back to parameters that were frozen later is
-    received and left.
-    """
+    """Gives the names of parameters that are frozen now and trained by a stage of any rank later."""
     assert job.mesh is not None
     frozen = {plain_name(name) for name, p in job.module.named_parameters() if not p.requires_grad}
     group = job.mesh.axis("pipeline").get_group()
@@ -166,10 +163,12 @@ def _finding_thawed(job: Job) -> Callable[[], frozenset[str]]:
         nonlocal known
         trained = {plain_name(name) for name, p in job.module.named_parameters() if p.requires_grad}
         mine = trained & frozen
+        # A flag first: names are sent where there are new ones.
         if any(gathered(not mine <= known, distributed=True, group=group)):
             known = known.union(*gathered(sorted(mine), distributed=True, group=group))
         return known
 
+    # If nothing is frozen, nobody asks: gradients of parameters frozen later are received and ignored.
     return find_thawed if frozen else frozenset
 
 
@@ -187,6 +186,7 @@ def _make_trace_function(job: Job, plan: PipelinePlan) -> Callable[[Any, bool, f
                 f"{first_few(sorted(thawed))} was frozen when the model was cut into stages, and the model does not run on tensors "
                 "without memory, which tells what stages have to exchange from now on. Thaw it before auto_accelerate."
             )
+        # The plan was traced without casts: under them tensors cross cuts in another dtype.
         as_planned = (
             not thawed and same and job.precision.autocast is None and job.precision.input_dtype is None
         )
@@ -209,16 +209,15 @@ def _format_shapes(traced: Signature) -> str:
 
 
 def _next_seed(job: Job) -> int:
-    """Seed of the next batch: it continues after a checkpoint is loaded, and differs between data ranks."""
     assert job.step.randomness is not None
-    return job.step.randomness.next_seed()
+    return job.step.randomness.next_seed()  # goes on after a checkpoint; differs between data ranks
 
 
 def _place_what_lies_between(job: Job, plan: PipelinePlan) -> None:
-    """Gives memory to buffers that belong to no unit: every stage computes with them."""
     if not is_on_meta(job.module):
         return
     inside = {id(child) for unit in plan.units for child in unit.module.modules()}
+    # Every stage computes with the buffers of modules that belong to no unit.
     between = [
         module
         for module in job.module.modules()
@@ -272,7 +271,7 @@ def make_weights_equal(job: Job, method: str) -> None:
     checksums = torch.stack(sums)
     gathered = [torch.empty_like(checksums) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, checksums, group=group)
-    differ = torch.stack([(row != gathered[0]) for row in gathered]).any(0)
+    differ = torch.stack([(row != gathered[0]) for row in gathered]).any(0)  # [tensors]
     if not differ.any():
         return
     broadcast_from_first(job, tensors, group=group)
@@ -285,7 +284,7 @@ def make_weights_equal(job: Job, method: str) -> None:
 
 def _tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
     value = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
-    return value.sum(dtype=torch.float64).nan_to_num()
+    return value.sum(dtype=torch.float64).nan_to_num()  # NaN would differ from itself
 
 
 class OutputsAlone(TorchFunctionMode):
@@ -300,6 +299,7 @@ class OutputsAlone(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        # Where nothing gets a gradient, as in a metric, parameters may be read.
         if any(output.requires_grad for output in tensors_of(result)):
             for argument in tensors_of((args, dict(kwargs))):
                 if isinstance(argument, nn.Parameter) and id(argument) in self._names:

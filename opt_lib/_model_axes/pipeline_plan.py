@@ -126,7 +126,7 @@ def requested_micro_batches(job: Job, config: PipelineParallelConfig) -> int | N
     if config.num_micro_batches is not None:
         return config.num_micro_batches
     counts = (job.inputs.gradient_accumulation_steps, job.plan.num_micro_batches)
-    return next((number for number in counts if number > 1), None)
+    return next((number for number in counts if number > 1), None)  # 1 is the default
 
 
 def fitting_micro_batches(info: ScheduleInfo, num_ranks: int, on_rank: int, rows: int) -> int:
@@ -247,14 +247,14 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
     """
     assert job.mesh is not None
     num_ranks = job.mesh.size("pipeline")
-    info = get_schedule(config.schedule if config.schedule != "auto" else "1F1B")
+    info = get_schedule(config.schedule if config.schedule != "auto" else "1F1B")  # auto: until one is chosen
     on_rank = config.stages_per_rank or info.usual_stages
     num = _num_micro_batches(job, config, info, num_ranks, on_rank)
     batch = sample_micro_batch(job, num)
     units, tracer, graph = _trace_units(job, config, num_ranks * on_rank, batch)
     refused = refused_cuts(graph)
     blocks = {block.name for block in repeated_blocks(job.module)}
-    shards = _find_shards(config, graph, units, refused, 2 * len(blocks))
+    shards = _find_shards(config, graph, units, refused, 2 * len(blocks))  # shard_count's default
     costs = call_costs(
         graph,
         units,
@@ -264,9 +264,11 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
         places=shards.starts,
         blocks=blocks,
     )
+    # Under schedule auto the number of stages per rank is still open; one is the least.
     _check_count(graph, num_ranks, 1 if config.schedule == "auto" else on_rank, info, shards)
     known = _find_fixed_cuts(config, graph, units, num_ranks * on_rank, refused, shards)
     choice, recompute = None, RecomputeShare.of(job.plan.recomputation)
+    # Simulate if the cuts, the schedule or the shares are open.
     if known is None or config.schedule == "auto" or recompute.depends_on_cuts:
         try:
             choice = (
@@ -288,7 +290,7 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
         info, on_rank, known = choice.best.schedule, choice.best.stages_per_rank, choice.best.cuts
         shares = choice.best.shares
     else:
-        live = live_micro_batches(info.orders(num_ranks, num, on_rank))
+        live = live_micro_batches(info.orders(num_ranks, num, on_rank))  # by stage
         shares = recompute.of_stages(live, costs.kept_share, keeps_last=info.keeps_last)
     return PipelinePlan(
         info=info,
@@ -311,7 +313,6 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
 def _trace_units(
     job: Job, config: PipelineParallelConfig, num_stages: int, batch: Any
 ) -> tuple[list[NamedModule], CallTracer | None, CallGraph]:
-    """The model's units, none of which the model takes apart, and their calls with a micro-batch."""
     units = find_units(
         job.module,
         at_least=max(num_stages * (1 if config.shards == "units" else 2), config.shard_count or 0),
@@ -319,6 +320,7 @@ def _trace_units(
         leaves=config.leaf_modules,
     )
     tracer, graph = _trace_model(job, units, batch)
+    # A unit whose parts are called from outside of it is no single call.
     while graph.taken_apart:
         units = split_units(units, graph.taken_apart, leaves=config.leaf_modules)
         tracer, graph = _trace_model(job, units, batch)
@@ -344,7 +346,7 @@ def _trace_model(job: Job, units: Sequence[NamedModule], batch: Any) -> tuple[Ca
     tracer = CallTracer(job.module, units, job.device)
     try:
         return tracer, tracer.trace(batch, how)
-    except InputError:
+    except InputError:  # it does not run without memory
         if is_on_meta(job.module):
             raise
         job.module.to(job.device)
@@ -364,6 +366,7 @@ def _num_micro_batches(
         info.check(num_ranks, asked, on_rank)
         return asked
     if size is None:
+        # The nearest number at or below twice the stages; two above it follow.
         return info.near_micro_batches(num_ranks, 2 * num_ranks * on_rank + 1, on_rank)[-3]
     return fitting_micro_batches(info, num_ranks, on_rank, size)
 
@@ -392,10 +395,10 @@ def _find_fixed_cuts(
     refused: Mapping[int, str],
     shards: Shards,
 ) -> tuple[int, ...] | None:
-    """Cuts that do not depend on time; ``None`` to look for the fastest."""
     starts, num = shards.starts, len(shards.starts) + 1
     begins = config.split_points if config.shards == "units" else ()
     points = begins or config.custom_partition
+    # With auto the points say how many stages there are; custom_partition has the end too.
     if config.schedule == "auto" and points:
         num_stages = len(points) + 1 if begins else len(points) - 1
     if points:
@@ -411,12 +414,13 @@ def _find_fixed_cuts(
                 f"{', '.join(config.split_points)}, and the model calls {_stage_start_names(graph)}."
             )
         try:
+            # Positions among shards. Where shards are single units they are calls, some of which are refused.
             at = custom_cuts(where, num, num_stages, refused={} if shards.text else refused)
         except InputError as error:
             raise InputError(
                 f"{error}{f' The blocks are here {shards.text}.' if shards.text else ''}"
             ) from error
-        return tuple(starts[cut - 1] for cut in at)
+        return tuple(starts[cut - 1] for cut in at)  # the calls that begin these shards
     even = {"uniform": uniform_cuts, "uniform_floor": uniform_floor_cuts}.get(config.split_method)
     try:
         if even is not None:
@@ -481,8 +485,9 @@ def call_costs(
     dtype = plan.precision.compute_dtype or plan.precision.parameter_dtype
     forward = tuple(float(counted_seconds(device, dtype, call.counts, "forward")) for call in graph.calls)
     able = [_is_recomputed(plan, call.path, blocks) for call in graph.calls]
+    # A backward pass has two products for each one of the forward pass.
     for_input, for_weight = split_backward([2 * seconds for seconds in forward])
-    sizes = _cut_bytes(graph, refused)
+    sizes = _cut_bytes(graph, refused)  # [calls - 1]
     return BlockCosts(
         forward=forward,
         backward_input=for_input,
@@ -516,7 +521,7 @@ def known_hardware(cluster: Cluster) -> Hardware:
 def parameter_bytes(units: Sequence[NamedModule], graph: CallGraph) -> list[int]:
     """Bytes of the parameters of each call's unit; of those that several calls use, with the first."""
     modules = {unit.name: unit.module for unit in units}
-    counted: set[int] = set()
+    counted: set[int] = set()  # by identity
     sizes = []
     for path in graph.paths:
         new = [p for p in modules[path].parameters() if id(p) not in counted]
@@ -539,6 +544,7 @@ def _is_recomputed(plan: Plan, path: str, blocks: Collection[str]) -> bool:
 
 
 def _argument_bytes(graph: CallGraph, number: int) -> int:
+    # A recomputed block keeps its inputs. Those that depend on no call are there in any case.
     arguments = set(graph.calls[number].arguments)
     return sum(
         graph.values[value].spec.num_bytes for value in arguments if graph.values[value].last_call >= 0

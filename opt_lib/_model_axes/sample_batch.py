@@ -22,6 +22,7 @@ def sample_batch(inputs: Inputs, rows: int = _NUM_SAMPLES) -> Any:
     Without data that can be looked at, a model of transformers gives its own inputs; ``None`` where there are none.
     """
     batch = first_batch(inputs, rows, torch.device("cpu"))
+    # Static, since ``dummy_inputs`` is a property.
     if batch is None and inspect.getattr_static(inputs.model, "dummy_inputs", None) is not None:
         with random_states_kept():
             return dict(inputs.model.dummy_inputs)  # type: ignore[arg-type]
@@ -75,6 +76,7 @@ def sample_micro_batch(job: Job, num_micro_batches: int) -> Any:
             else "the dataset is empty or can be iterated over only once, and a sample of it for pipeline_parallel "
             "would be lost to training. Give sample_batch, one collated batch, as well."
         )
+    # The user's own batch is whole; so is an item of a dataset that gives batches (batch_size=None).
     is_whole = (
         inputs.sample_batch is not None or dict(inputs.dataloader_args or {}).get("batch_size", 1) is None
     )

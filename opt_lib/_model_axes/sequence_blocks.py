@@ -29,7 +29,7 @@ def block_runs(job: Job, selectors: Sequence[str] | None) -> list[list[NamedModu
         )
     runs: list[list[NamedModule]] = []
     for root in job.roots:
-        ids = {id(module) for module in root.modules()}
+        ids = {id(module) for module in root.modules()}  # a run ends where a stage does
         mine = [block for block in blocks if id(block.module) in ids]
         runs += _group_neighbours(job.module, mine)
     return runs
@@ -80,7 +80,6 @@ class WholeModel:
 
 
 def _group_neighbours(model: nn.Module, blocks: Sequence[NamedModule]) -> list[list[NamedModule]]:
-    """Blocks in maximal runs of children that stand next to each other."""
     runs: list[list[NamedModule]] = []
     for block in blocks:
         if runs and _is_next_sibling(model, runs[-1][-1], block):
@@ -96,7 +95,7 @@ def _is_next_sibling(model: nn.Module, before: NamedModule, block: NamedModule) 
     if parent != other:
         return False
     container = model.get_submodule(parent)
-    if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+    if not isinstance(container, (nn.ModuleList, nn.Sequential)):  # others may call children in any order
         return False
     names = list(container._modules)
     return names.index(name) == names.index(other_name) + 1
@@ -177,9 +176,10 @@ def divide_tail(job: Job, tail: Tail, last: str, chains: Sequence[BlockChain]) -
         What was done, for the report.
     """
     stages = job.parts.stages
-    mine = bool(chains) and plain_name(chains[-1].blocks[-1].name) == last
+    mine = bool(chains) and plain_name(chains[-1].blocks[-1].name) == last  # this rank has the last block
     if stages:
         ends = isinstance(stages[-1], StageModule) and stages[-1].is_last
+        # Head and loss are in the last stage, and the last block must be there too.
         has_tail = ends and mine and chains[-1].blocks[-1].module in set(stages[-1].modules())
         if not any(job.cluster.gathered(has_tail)):
             return "head and loss see whole samples: the model is cut between them and the last block"

@@ -153,7 +153,7 @@ def why_not_asynchronous(plan: Plan, cluster: Cluster) -> Iterator[str]:
             "compile, or leave asynchronous out"
         )
     groups = layout(plan.axes, cluster.world_size, plan.rank_order)["tensor"]
-    per_node = max(1, cluster.local_world_size)
+    per_node = max(1, cluster.local_world_size)  # ranks are numbered node by node
     apart = next((group for group in groups if len({rank // per_node for rank in group}) > 1), None)
     if apart is not None:
         yield (
@@ -168,7 +168,7 @@ def users_plan(config: TensorParallelConfig, model: nn.Module) -> TensorPlan | N
     Raises:
         InputError: if attributes or parts are given without any layer, or a dimension does not exist.
     """
-    styles = {**_by_ratio(config, model), **_by_weight(config, model)}
+    styles = {**_by_ratio(config, model), **_by_weight(config, model)}  # lists and plan, added below, win
     styles |= dict.fromkeys(config.col_para_list, "colwise")
     styles |= dict.fromkeys(config.row_para_list, "rowwise")
     styles |= config.plan or {}
@@ -197,7 +197,7 @@ def _by_ratio(config: TensorParallelConfig, model: nn.Module) -> dict[str, str]:
             continue
         own_outputs, own_inputs = kind.sizes(module)
         for inputs, outputs, style in config.input_output_mapping:
-            if own_inputs * outputs == own_outputs * inputs:
+            if own_inputs * outputs == own_outputs * inputs:  # the ratios are equal
                 styles[path] = _MERAK_STYLES[style]
     return styles
 
@@ -217,7 +217,7 @@ def _by_weight(config: TensorParallelConfig, model: nn.Module) -> dict[str, str]
             if kind is not None and (path == layer or path.endswith(f".{layer}")):
                 embedding = isinstance(module, nn.Embedding)
                 column = "embedding_rowwise" if embedding else "colwise"
-                styles[path] = column if dim % 2 == kind.out_dim else "rowwise"
+                styles[path] = column if dim % 2 == kind.out_dim else "rowwise"  # -1 means 1
     return styles
 
 
@@ -253,6 +253,7 @@ def loss_on_parts(
     Raises:
         InputError: if the user wants it and it would be wrong.
     """
+    # Divided layers whose gathered outputs are the model's: those that give logits.
     heads = tuple(
         path
         for path, layer in chosen.layout.layers.items()
@@ -315,10 +316,10 @@ def loss_by_numbers(job: Job, study: LossStudy, degree: int) -> tuple[str, str]:
     return "", ""
 
 
-def divide_logits(job: Job, found: LossOnParts, layout: Layout) -> None:
+def divide_logits(job: Job, loss: LossOnParts, layout: Layout) -> None:
     """Lets the heads that are divided on this rank, by ``layout``, give divided logits in training steps."""
     modules = {plain_name(path): module for path, module in job.module.named_modules()}
-    heads = [modules[path] for path in found.heads if path in layout.layers]
+    heads = [modules[path] for path in loss.heads if path in layout.layers]
     if heads:
         leave_divided(job, heads)
 
@@ -330,7 +331,7 @@ def leave_divided(job: Job, heads: Sequence[nn.Module] = ()) -> None:
 
     @contextmanager
     def stay_divided() -> Iterator[None]:
-        with others(), outputs.stay_divided():
+        with others(), outputs.stay_divided():  # contexts of other methods stay around it
             yield
 
     job.step.context = stay_divided

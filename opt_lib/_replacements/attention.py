@@ -11,7 +11,7 @@ from torch import nn
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.profile import Profile
-from opt_lib._replacements.base import ANYWHERE, Outcome, Replacement, Requirements, classes_in
+from opt_lib._replacements.base import ANYWHERE, Replacement, ReplacementOutcome, Requirements, classes_in
 
 _FUSED: Final = "scaled_dot_product"
 
@@ -40,6 +40,7 @@ class AttentionSwitch(Replacement):
         if not self.requirements.usable_on(cluster) or not _holds_transformers(profile):
             return False
         ran = _operator_names(profile)
+        # Eager attention writes its softmax out; a fused operator holds it.
         eager = "aten._softmax" in ran and not any(_FUSED in name for name in ran)
         return ("eager" in self.switches and eager) or (
             "sdpa" in self.switches and any(_FUSED in name for name in ran)
@@ -49,12 +50,13 @@ class AttentionSwitch(Replacement):
         """Whether a model of transformers runs one of the implementations that it takes over from."""
         return any(_current_attention(part) in self.switches for part in _pretrained_models(model))
 
-    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
+    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
         """Switches every model of transformers in ``model``."""
-        outcome = Outcome(model=model)
+        outcome = ReplacementOutcome(model=model)
         for inner in _outermost_models(model):
             pairs = [(part, _current_attention(part)) for part in _one_a_config(inner)]
             old = [(part, was) for part, was in pairs if was in self.switches]
+            # transformers switches a model and all models inside it at once, so one reason is for all.
             reason = self._refusal_reason(inner, [part for part, _ in old]) or self._switch_attention(inner)
             for part, was in old:
                 if reason is None and _current_attention(part) == self.implementation:
@@ -80,6 +82,7 @@ class AttentionSwitch(Replacement):
         shared = _collect_configs(model)
         # Several models may have been built from one config, and this one alone is to be changed.
         copies = copy.deepcopy(shared)
+        # A part that somebody has chosen another implementation for may keep it.
         before = {_current_attention(part) for part in _pretrained_models(model)}
         _exchange_configs(model, dict(zip(map(id, shared), copies, strict=True)))
         try:
@@ -104,13 +107,11 @@ def _holds_transformers(profile: Profile) -> bool:
 
 
 def _operator_names(profile: Profile) -> set[str]:
-    """Names of the operators of a step; none where the model was not traced."""
     segments = () if profile.trace is None else profile.trace.segments
     return {each.name for segment in segments for cost in segment.costs.values() for each in cost.operators}
 
 
 def _outermost_models(model: nn.Module) -> Iterator[nn.Module]:
-    """The transformers models in ``model`` that lie in no other."""
     if is_pretrained(model):
         yield model
         return
@@ -127,15 +128,13 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def _pretrained_models(model: nn.Module) -> Iterator[Any]:
-    """The models of transformers in ``model``, which is one itself."""
     return (part for part in model.modules() if is_pretrained(part))
 
 
 def _one_a_config(model: nn.Module) -> list[Any]:
-    """The outermost model of each config: a head and its body share one."""
     parts: dict[int, Any] = {}
     for part in _pretrained_models(model):
-        parts.setdefault(id(part.config), part)
+        parts.setdefault(id(part.config), part)  # the outermost: a head and its body share one
     return list(parts.values())
 
 

@@ -45,6 +45,7 @@ class Requirements:
 
     def usable_on(self, cluster: Cluster) -> bool:
         """Whether some job on ``cluster`` can use it."""
+        # The strategy that decides the dtype is not known yet.
         dtypes = self.dtypes or {"float32"}
         return any(self.unmet(cluster, dtype) is None for dtype in dtypes)
 
@@ -72,20 +73,20 @@ ANYWHERE = Requirements()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ReplacementOutcome:
     """What a replacement did to a model.
 
     Attributes:
         model: the model, another object only if its root was replaced.
         replaced: what became what, and how often.
         kept: what was left as it is and why, as a clause, and how often.
-        made: the new modules, which later replacements leave as they are.
+        new_modules: the new modules, which later replacements leave as they are.
     """
 
     model: nn.Module
     replaced: Counter[str] = field(default_factory=Counter)
     kept: Counter[str] = field(default_factory=Counter)
-    made: set[nn.Module] = field(default_factory=set)
+    new_modules: set[nn.Module] = field(default_factory=set)
 
 
 class Replacement(ABC):
@@ -130,7 +131,7 @@ class Replacement(ABC):
         return {}
 
     @abstractmethod
-    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
+    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
         """Replaces what it can in ``model``, in place, keeping parameters, buffers and their names.
 
         Modules in ``spared``, which earlier replacements made, stay.
@@ -152,7 +153,7 @@ class ModuleReplacement(Replacement):
         """Whether the model holds a module of the kind."""
         return any(map(self.wants, model.modules()))
 
-    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
+    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
         """Replaces every module of the kind for which there is a new one."""
         return replace_modules(model, self.wants, self.make, spared)
 
@@ -185,7 +186,6 @@ def _has_hooks(module: nn.Module) -> bool:
 
 @functools.cache
 def _import_error(module: str) -> str | None:
-    """Why ``module`` cannot be imported in this process; ``None`` if it can."""
     try:
         importlib.import_module(module)
     except Exception as error:  # a broken wheel raises anything
@@ -240,6 +240,7 @@ class ClassPair(ModuleReplacement):
 
     def wants(self, module: nn.Module) -> bool:
         """Whether it is of the source class, or a subclass where these are included."""
+        # With subclasses included, a target that derives from the source would be replaced again.
         if self.target is not None and type(module) is self.target:
             return False
         return isinstance(module, self.source) if self.include_subclasses else type(module) is self.source
@@ -279,7 +280,7 @@ def replace_modules(
     wanted: Callable[[nn.Module], bool],
     make: Callable[[nn.Module], nn.Module | str],
     spared: Set[nn.Module] = frozenset(),
-) -> Outcome:
+) -> ReplacementOutcome:
     """Replaces modules of ``model`` in place, wherever each of them stands; inner ones first.
 
     Args:
@@ -289,23 +290,25 @@ def replace_modules(
         spared: modules that stay, since an earlier replacement made them; what is inside them does not.
     """
     places: defaultdict[nn.Module, list[str]] = defaultdict(list)
+    # A module that stands at several paths is made once.
     for path, module in model.named_modules(remove_duplicate=False):
         if module not in spared and wanted(module):
             places[module].append(path)
     replaced: Counter[str] = Counter()
     kept: Counter[str] = Counter()
-    made: set[nn.Module] = set()
+    new_modules: set[nn.Module] = set()
     root = model
+    # Paths list parents first; in reverse a new parent is made from new children.
     for module, paths in reversed(places.items()):
         new = why_untouchable(module) or make(module)
         if isinstance(new, str):
             kept[f"{type(module).__name__}: {new}"] += 1
             continue
         replaced[f"{type(module).__name__} → {type(new).__name__}"] += 1
-        made.add(new)
+        new_modules.add(new)
         for path in paths:
             if path:
                 root.set_submodule(path, new)
             else:
-                root = new
-    return Outcome(model=root, replaced=replaced, kept=kept, made=made)
+                root = new  # the model itself
+    return ReplacementOutcome(model=root, replaced=replaced, kept=kept, new_modules=new_modules)

@@ -25,7 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 from opt_lib._replacements import kernels
 from opt_lib._replacements.attention import is_pretrained
-from opt_lib._replacements.base import Outcome, Replacement, Requirements, replace_modules, why_untouchable
+from opt_lib._replacements.base import (
+    Replacement,
+    ReplacementOutcome,
+    Requirements,
+    replace_modules,
+    why_untouchable,
+)
 from opt_lib._replacements.making import Derived, Forward, derive
 
 CHUNK_BYTES: Final = 64 * 2**20
@@ -53,6 +59,7 @@ class DeferredLogits:
     def tensor(self) -> torch.Tensor:
         """The logits."""
         if self._computed is None:
+            # The head is called as the model calls it, with its hooks.
             deferring, self._head._deferring = self._head._deferring, False
             try:
                 self._computed = cast(torch.Tensor, self._head(self._x))
@@ -81,6 +88,7 @@ class DeferredLogits:
         return func(*map(computed, args), **{key: computed(value) for key, value in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
+        # copy and pickle ask for such names: that must not compute the logits.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.tensor(), name)
@@ -117,12 +125,12 @@ class DeferredLoss:
     """The loss of a causal language model from :class:`DeferredLogits`, or from a tensor by the model's own.
 
     Args:
-        own: the model's own loss function.
+        function: the model's own loss function.
         kernel: ``torch`` or ``liger``.
     """
 
-    def __init__(self, own: Callable[..., torch.Tensor], kernel: str) -> None:
-        self._own = own
+    def __init__(self, function: Callable[..., torch.Tensor], kernel: str) -> None:
+        self._function = function
         self._kernel = kernel
 
     def __call__(
@@ -138,7 +146,7 @@ class DeferredLoss:
         """The loss of transformers' ``ForCausalLMLoss``: label ``t + 1`` against the logits of token ``t``."""
         operands = logits.operands(vocab_size) if isinstance(logits, DeferredLogits) else None
         if operands is None:
-            return self._own(
+            return self._function(
                 computed(logits),
                 labels,
                 vocab_size,
@@ -150,8 +158,9 @@ class DeferredLoss:
         x, weight, bias = operands
         if shift_labels is None:
             assert labels is not None
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # the last token has none
         target = shift_labels.reshape(-1).to(x.device)
+        # num_items_in_batch counts all micro-batches of a step; transformers divides the sum by it.
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = self._select_loss_function(x, weight, bias)(x, weight, bias, target, ignore_index, reduction)
         if num_items_in_batch is None:
@@ -185,9 +194,10 @@ def chunked_cross_entropy(
         reduction: ``mean`` over the tokens that count, or ``sum``.
         chunk_bytes: bytes of a chunk's logits; a chunk has at least one token.
     """
-    rows = max(1, chunk_bytes // (4 * weight.shape[0]))
+    rows = max(1, chunk_bytes // (4 * weight.shape[0]))  # tokens; 4 bytes for each logit in fp32
     total = x.new_zeros((), dtype=torch.float32)
     for part, wanted in zip(x.split(rows), target.split(rows), strict=True):
+        # Nothing in a chunk is random, so no random state is kept for its recomputation.
         total = total + checkpoint(
             _loss_sum, part, weight, bias, wanted, ignore_index, use_reentrant=False, preserve_rng_state=False
         )
@@ -227,9 +237,9 @@ class LinearCrossEntropy(Replacement):
         """Whether a model computes a loss."""
         return any(map(_computes_a_loss, model.modules()))
 
-    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
+    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
         """Replaces the last layer, and the classes of the models that compute a loss with it."""
-        outcome = Outcome(model=model)
+        outcome = ReplacementOutcome(model=model)
         for part in [each for each in model.modules() if _computes_a_loss(each) and each not in spared]:
             reason = _why_not(part)
             if reason is None:
@@ -242,7 +252,7 @@ class LinearCrossEntropy(Replacement):
     def _fuse_head_and_loss(self, model: nn.Module, part: Any) -> nn.Module:
         old = part.get_output_embeddings()
         head: Any = derive(old, "Deferring", _head_forward)
-        head._deferring = False
+        head._deferring = False  # on only in a training pass with labels
         replace_modules(part, lambda module: module is old, lambda module: head)
         joined: Any = derive(part, "Chunked" if self.kernel == "torch" else "Liger", _model_forward)
         # Not a module of it: it stands in its place already, under its own name.
@@ -252,12 +262,11 @@ class LinearCrossEntropy(Replacement):
 
 
 def _swap_module(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
-    """The model with ``new`` wherever ``old`` stood; the two share their hooks."""
     if model is old:
         return new
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
-            if child is old:
+            if child is old:  # it may stand in several places
                 setattr(parent, name, new)
     return model
 
@@ -299,7 +308,7 @@ def _head_forward(source: Any) -> Forward:
 
 
 def _model_forward(source: Any) -> Forward:
-    position = list(inspect.signature(source.forward).parameters).index("labels") - 1
+    position = list(inspect.signature(source.forward).parameters).index("labels") - 1  # without self
 
     @functools.wraps(source.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -310,6 +319,7 @@ def _model_forward(source: Any) -> Forward:
         is_wrapped = self.get_output_embeddings() is not head
         if not trains or is_wrapped or torch.compiler.is_compiling():
             return source.forward(self, *args, **kwargs)
+        # For this pass alone: a call of the head by itself gives a tensor.
         head._deferring = True
         try:
             output = source.forward(self, *args, **kwargs)
@@ -323,7 +333,7 @@ def _model_forward(source: Any) -> Forward:
 def _without_logits(output: Any) -> Any:
     """A model's output with ``None`` for logits that were never computed."""
     if isinstance(output, tuple):
-        return tuple(computed(value) for value in output)
+        return tuple(computed(value) for value in output)  # callers read it by position
     if isinstance(output, Mapping):
         for name, value in output.items():
             if isinstance(value, DeferredLogits):

@@ -57,7 +57,7 @@ def runs_kernels(*tensors: torch.Tensor | None) -> bool:
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_cuda
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_cuda  # no DTensor, no fake tensor
 
 
 def liger() -> Any:
@@ -154,6 +154,7 @@ def rotate(
     sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary embedding of q and k [B, H, T, D], cos and sin [1 or B, T, D], by Liger where it can run."""
+    # cos and sin turn whole heads: partial rotary embeddings go to the model's own function.
     is_usual = cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
     if kernel == TRACED and is_usual:
         turned: tuple[torch.Tensor, torch.Tensor] = _TracedRotation.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
@@ -189,6 +190,7 @@ _SCHEMAS: Final = {
     "silu_mul_backward": "(Tensor gradient, Tensor(a!) gate, Tensor(b!) up) -> (Tensor(a!), Tensor(b!))",
     "rotate": "(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin) -> (Tensor(a!), Tensor(b!))",
 }
+# Results of each operator: new tensors, or those that it overwrites.
 _RESULTS: Final[dict[str, Callable[..., Any]]] = {
     "rms_norm": lambda x, _: (torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)),
     "rms_norm_backward": lambda _, x, weight, __: (torch.empty_like(x), torch.empty_like(weight)),
@@ -202,6 +204,7 @@ def _define_library() -> torch.library.Library:
     library = torch.library.Library("kernel", "FRAGMENT")
     for name, schema in _SCHEMAS.items():
         library.define(name + schema)
+        # For all devices, fake and meta included; gradients come from the functions below.
         library.impl(name, _RESULTS[name], "CompositeExplicitAutograd")
     return library
 
@@ -214,7 +217,7 @@ class _TracedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> Any:
         y, inverse_rms = _kernel.rms_norm(x, weight)
-        ctx.save_for_backward(x, weight, inverse_rms)
+        ctx.save_for_backward(x, weight, inverse_rms)  # as Liger: x, and one number a row
         return y
 
     @staticmethod
@@ -225,18 +228,18 @@ class _TracedRmsNorm(torch.autograd.Function):
 class _TracedSiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> Any:
-        ctx.save_for_backward(gate, up)
+        ctx.save_for_backward(gate, up)  # not the product, which is computed again
         return _kernel.silu_mul(gate, up)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _kernel.silu_mul_backward(gradient, *ctx.saved_tensors)
+        return _kernel.silu_mul_backward(gradient, *ctx.saved_tensors)  # into the memory of gate and up
 
 
 class _TracedRotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        ctx.save_for_backward(cos, sin)
+        ctx.save_for_backward(cos, sin)  # q and k are overwritten
         return _rotate_heads(q, k, cos, sin)
 
     @staticmethod
@@ -245,6 +248,6 @@ class _TracedRotation(torch.autograd.Function):
 
 
 def _rotate_heads(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-    """In place where heads [B, H, T, D] lie in memory behind tokens, as they do behind a linear layer."""
+    # The kernel works in place if heads [B, H, T, D] lie behind tokens in memory, as after a linear layer.
     turned = _kernel.rotate(q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous(), cos, sin)
     return tuple(each.transpose(1, 2) for each in turned)

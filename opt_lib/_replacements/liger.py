@@ -33,14 +33,10 @@ _FUNCTION: Final = "apply_rotary_pos_emb"
 
 @dataclass(frozen=True, kw_only=True)
 class _Liger(ModuleReplacement):
-    """A replacement that runs Liger's kernels.
-
-    Attributes:
-        kernel: ``liger``; ``traced`` in a copy of a model that is traced for its cost.
-    """
+    """A replacement that runs Liger's kernels."""
 
     requirements: Requirements = LIGER
-    kernel: str = "liger"
+    kernel: str = "liger"  # or ``traced`` in a copy of a model that is traced for its cost
 
     def traced(self, cluster: Cluster) -> Replacement | None:
         """With one operator for each kernel."""
@@ -73,8 +69,8 @@ class LigerRope(_Liger):
 
 
 def _rotation_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
-    """The function by which the forward pass of a class of transformers rotates; ``None`` if it has none."""
     forward = kind.forward
+    # Only a plain function has code and globals of its own; derived classes are replaced already.
     if issubclass(kind, Derived) or not isinstance(forward, types.FunctionType):
         return None
     if not kind.__module__.startswith("transformers.") or _FUNCTION not in forward.__code__.co_names:
@@ -85,12 +81,12 @@ def _rotation_of(kind: type[nn.Module]) -> Callable[..., Any] | None:
 
 @functools.cache
 def _why_not_rope(rotation: Callable[..., Any]) -> str | None:
-    """Why it is not the rotation that Liger computes, as tried on a small input; ``None`` if it is."""
     if list(inspect.signature(rotation).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return f"its {_FUNCTION} takes other arguments"
     generator = torch.Generator().manual_seed(0)
+    # q [2, 4, 3, 8] and k [2, 2, 3, 8]: with grouped queries k has fewer heads.
     q, k = torch.randn(2, 4, 3, 8, generator=generator), torch.randn(2, 2, 3, 8, generator=generator)
-    half = torch.randn(2, 3, 4, generator=generator)
+    half = torch.randn(2, 3, 4, generator=generator)  # angles [B, T, D / 2]: both halves of a head share them
     cos, sin = (torch.cat([f(half)] * 2, dim=-1) for f in (torch.cos, torch.sin))
     try:
         with torch.no_grad():
@@ -125,14 +121,13 @@ def _rope_forward(source: Any, kernel: str) -> Forward:
     new = types.FunctionType(
         old.__code__, {**others, _FUNCTION: rotation}, old.__name__, old.__defaults__, old.__closure__
     )
-    new.__kwdefaults__ = old.__kwdefaults__
+    new.__kwdefaults__ = old.__kwdefaults__  # no argument of FunctionType before Python 3.13
     return functools.wraps(old)(new)
 
 
-_LAYERS: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""How models name the three layers: gate, up, down."""
+_LAYERS: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # names of gate, up, down
 
-_D, _I = 4, 6
+_D, _I = 4, 6  # of the small module that is tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +158,11 @@ class LigerSwiglu(_Liger):
 
 
 def _layers_of(module: nn.Module) -> tuple[str, str, str] | None:
-    """The names of its gate, up and down layers, if it has the three, one argument and no parameter of its own."""
+    # A fused pass would not see a parameter of the module's own, such as a scale of its result.
     if isinstance(module, Derived) or any(True for _ in module.parameters(recurse=False)):
         return None
     arguments = list(inspect.signature(type(module).forward).parameters)
-    if len(arguments) != 2:
+    if len(arguments) != 2:  # self and x
         return None
     for names in _LAYERS:
         if all(type(getattr(module, name, None)) is nn.Linear for name in names):
@@ -176,7 +171,6 @@ def _layers_of(module: nn.Module) -> tuple[str, str, str] | None:
 
 
 def _why_not_swiglu(module: nn.Module, layers: tuple[str, str, str]) -> str | None:
-    """Why it does not compute ``down(silu(gate(x)) * up(x))``; ``None`` if it does."""
     generator = torch.Generator().manual_seed(0)
     weights = _small_weights(module, layers, generator)
     others = {name for name, _ in module.named_parameters()} - weights.keys()
@@ -195,6 +189,7 @@ def _why_not_swiglu(module: nn.Module, layers: tuple[str, str, str]) -> str | No
     wanted = _apply_linear(
         F.silu(_apply_linear(x, weights, gate)) * _apply_linear(x, weights, up), weights, down
     )
+    # Two calls must agree exactly, else something random is in it; the tolerance is for rounding.
     same = (
         isinstance(actual, torch.Tensor)
         and actual.shape == wanted.shape
@@ -207,8 +202,7 @@ def _why_not_swiglu(module: nn.Module, layers: tuple[str, str, str]) -> str | No
 def _small_weights(
     module: nn.Module, layers: tuple[str, str, str], generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Weights of a module of the same kind with D=4 and I=6."""
-    sizes = dict(zip(layers, ((_I, _D), (_I, _D), (_D, _I)), strict=True))
+    sizes = dict(zip(layers, ((_I, _D), (_I, _D), (_D, _I)), strict=True))  # gate, up, down
     weights = {}
     for name, size in sizes.items():
         weights[f"{name}.weight"] = torch.randn(size, generator=generator)

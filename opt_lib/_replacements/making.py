@@ -43,8 +43,10 @@ def derive(module: nn.Module, prefix: str, make: MakeForward, *settings: Any) ->
     return take_over(module, _make_class(source, prefix, make, settings))
 
 
+# Cached, so that modules of one class stay of one class: repeated blocks are found by that.
 @functools.cache
 def _make_class(source: Any, prefix: str, make: MakeForward, settings: tuple[Any, ...]) -> type[nn.Module]:
+    # pickle cannot find a class that is made at run time.
     def reduce(self: nn.Module) -> tuple[Any, ...]:
         return _rebuild_module, (source, prefix, make, settings), vars(self)
 
@@ -58,9 +60,8 @@ def _make_class(source: Any, prefix: str, make: MakeForward, settings: tuple[Any
 
 
 def _rebuild_module(source: Any, prefix: str, make: MakeForward, settings: tuple[Any, ...]) -> nn.Module:
-    """An empty module for pickle and copy, which cannot find a class that is made at run time."""
     kind = _make_class(source, prefix, make, settings)
-    return kind.__new__(kind)
+    return kind.__new__(kind)  # without __init__: pickle and copy fill it
 
 
 Convert = Callable[..., nn.Module]
@@ -120,7 +121,7 @@ def _take_over_with(target: type[nn.Module], module: nn.Module, **settings: Any)
 def take_over(module: nn.Module, target: type[nn.Module]) -> nn.Module:
     """A ``target`` with the attributes of ``module``; they share everything."""
     new: nn.Module = target.__new__(target)
-    vars(new).update(vars(module))
+    vars(new).update(vars(module))  # parameters, buffers, children and hooks too
     return new
 
 
@@ -143,6 +144,7 @@ def move_state(old: nn.Module, new: nn.Module) -> None:
         )
     for path, part in old.named_modules(remove_duplicate=False):
         _move_own(part, new, path)
+    # By path: inner modules take over the mode and the class names for selectors.
     olds = dict(old.named_modules(remove_duplicate=False))
     for path, part in new.named_modules():
         part.training = olds.get(path, old).training
@@ -151,9 +153,8 @@ def move_state(old: nn.Module, new: nn.Module) -> None:
 
 
 def _move_own(part: nn.Module, new: nn.Module, path: str) -> None:
-    """Moves what ``part``, found at ``path`` in the old module, owns itself."""
     for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-        if tensor is None:
+        if tensor is None:  # as the bias of Linear(bias=False)
             continue
         target = _find_submodule(new, path)
         there = getattr(target, name, None)
@@ -173,8 +174,8 @@ def _find_submodule(module: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
-def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return isinstance(one, nn.Parameter) == isinstance(other, nn.Parameter) and one.shape == other.shape
+def _same_kind(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) == isinstance(other, nn.Parameter) and tensor.shape == other.shape
 
 
 def _describe_value(value: object) -> str:
@@ -194,6 +195,7 @@ def _construct_module(target: type[nn.Module], module: nn.Module, **settings: An
         )
     tensor = next((t for t in (*module.parameters(), *module.buffers())), None)
     device = torch.device("cpu") if tensor is None else tensor.device
+    # Drawn initial values are thrown away, so the random states are kept as they were.
     with random_states_kept(device), device:
         return target(**arguments)
 
@@ -206,6 +208,7 @@ def _constructor_arguments(module: nn.Module, target: type[nn.Module]) -> tuple[
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         value = getattr(module, name, _ABSENT)
+        # ``bias`` of a constructor may ask whether there is one, and the attribute is the tensor.
         if _is_yes_or_no(parameter) and (value is None or isinstance(value, torch.Tensor)):
             value = value is not None
         if value is _ABSENT or inspect.isroutine(value) or isinstance(value, torch.Tensor):

@@ -24,8 +24,8 @@ from atorch_ns.cluster import Cluster
 from atorch_ns.profile import Profile
 from opt_lib._replacements.base import (
     ANYWHERE,
-    Outcome,
     Replacement,
+    ReplacementOutcome,
     Requirements,
     classes_in,
     replace_modules,
@@ -75,6 +75,7 @@ def form_of(module: nn.Module, num_features: int, eps: float) -> RmsNormForm | s
         num_features: D.
         eps: the number that it adds to the mean square.
     """
+    # Forms differ in the dtype of the result where those of input and weight differ.
     pairs = [(x, weight) for x in _PROBED_DTYPES for weight in _PROBED_DTYPES]
     probes = [(lead, *pair) for lead in _LEADING for pair in pairs]
     try:
@@ -93,6 +94,7 @@ def form_of(module: nn.Module, num_features: int, eps: float) -> RmsNormForm | s
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     if changed:
         return f"its forward pass changes {', '.join(changed)}"
+    # Weights of Gemma count from 0: it multiplies by 1 + weight.
     for offset in (0.0, 1.0):
         for result in get_args(ResultDtype):
             form = RmsNormForm(offset=offset, result=result)
@@ -143,7 +145,7 @@ def _is_size(value: object, size: int) -> bool:
 
 
 def _module_state(module: nn.Module) -> dict[str, object]:
-    """What a forward pass may have left in a module, by name; its mode is not."""
+    # Attributes that a forward pass may set; the mode, which is in ``_OWN``, is left out.
     plain = {name: repr(value) for name, value in vars(module).items() if name not in _OWN}
     return {**plain, **{name: id(value) for name, value in module._buffers.items()}}
 
@@ -160,15 +162,14 @@ def _run_probe(
     x_dtype: torch.dtype,
     weight_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result on a small input on the CPU, and the gradients of input and weight."""
     generator = torch.Generator().manual_seed(0)
     # No leading dimension has the size D, so a module that normalises another dimension is detected.
     shape = (*(size if size != num_features else size + 3 for size in leading), num_features)
-    rows = torch.arange(shape[0]) % len(_ROW_SCALES)
+    rows = torch.arange(shape[0]) % len(_ROW_SCALES)  # each row takes the next scale
     scale = torch.tensor(_ROW_SCALES)[rows].reshape(-1, *[1] * len(leading))
     x = (torch.randn(shape, generator=generator) * scale).to(x_dtype).requires_grad_()
     weight = (torch.rand(num_features, generator=generator) + 0.5).to(weight_dtype).requires_grad_()
-    towards = torch.randn(shape, generator=generator)
+    towards = torch.randn(shape, generator=generator)  # the incoming gradient
     with random_states_kept():
         result = run(x, weight)
     x_gradient, weight_gradient = torch.autograd.grad((result.float() * towards).sum(), (x, weight))
@@ -181,11 +182,9 @@ def _is_equivalent(
     fused: tuple[torch.Tensor, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> bool:
-    """Whether all tensors agree but for rounding; the original may round once more, in the lower dtype.
-
-    The original's are those in training and in evaluation.
-    """
+    """Whether all tensors agree but for rounding; the original's are of training and of evaluation."""
     reduced = min(dtypes, key=lambda dtype: dtype.itemsize)
+    # The original may round once more than the fused pass, in the lower dtype.
     tolerance = 1e-6 if reduced == torch.float32 else 4 * torch.finfo(reduced).eps
     return all(
         _is_close(each, output, tolerance)
@@ -194,13 +193,13 @@ def _is_equivalent(
     )
 
 
-def _is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+def _is_close(tensor: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     """Whether dtypes are equal, and values within ``tolerance`` of the largest in their row."""
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if tensor.dtype != other.dtype or tensor.shape != other.shape:
         return False
-    one, other = one.float(), other.float()
-    size = other.abs().amax(dim=-1, keepdim=True)
-    return bool(((one - other).abs() <= tolerance * (1 + size)).all())
+    tensor, other = tensor.float(), other.float()
+    size = other.abs().amax(dim=-1, keepdim=True)  # [..., 1]
+    return bool(((tensor - other).abs() <= tolerance * (1 + size)).all())
 
 
 _PREFIXES: Final = {"torch": "Fused", "liger": "Liger", "apex": "Apex", TRACED: "Traced"}
@@ -243,7 +242,7 @@ class FusedRmsNorm(Replacement):
             "norm" in type(module).__name__.lower() and _is_candidate(module) for module in model.modules()
         )
 
-    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
+    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
         """Replaces what computes the same."""
         forms: dict[Any, RmsNormForm | str] = {}
 
@@ -251,7 +250,7 @@ class FusedRmsNorm(Replacement):
             reason = why_not_plain(module, _EPS_NAMES)
             if reason is not None:
                 return reason
-            key = _module_key(module)
+            key = _module_key(module)  # equal modules are tried once
             eps_name = _eps_name(module)
             assert eps_name is not None
             if key not in forms:
@@ -290,7 +289,7 @@ class FusedLayerNorm(Replacement):
         """Whether there is one."""
         return any(type(module) is nn.LayerNorm for module in model.modules())
 
-    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> Outcome:
+    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
         """Replaces them, or counts them."""
         if self.kernel == "apex":
             return replace_modules(
@@ -299,12 +298,12 @@ class FusedLayerNorm(Replacement):
                 lambda module: derive(module, _PREFIXES[self.kernel], _layer_norm_forward),
                 spared,
             )
-        outcome = Outcome(model=model)
+        outcome = ReplacementOutcome(model=model)
         _count_fused(outcome, nn.LayerNorm)
         return outcome
 
 
-def _count_fused(outcome: Outcome, kind: type[nn.Module]) -> None:
+def _count_fused(outcome: ReplacementOutcome, kind: type[nn.Module]) -> None:
     count = sum(type(module) is kind for module in outcome.model.modules())
     if count:
         outcome.kept[f"{kind.__name__}: torch's fused kernel already"] += count
@@ -332,9 +331,8 @@ def _get_weight(module: nn.Module) -> torch.Tensor:
 
 
 def _module_key(module: nn.Module) -> Any:
-    """What decides what a module computes: its class, its plain attributes, its size."""
     plain = sorted((name, repr(value)) for name, value in vars(module).items() if not name.startswith("_"))
-    return type(module), tuple(plain), _get_weight(module).shape
+    return type(module), tuple(plain), _get_weight(module).shape  # modules with one key compute the same
 
 
 def _rms_norm_forward(source: Any, form: RmsNormForm, eps_name: str, kernel: str) -> Forward:

@@ -40,6 +40,7 @@ def _flash_requirements(package: str, capability: tuple[int, int], install: str)
 
 BUILT_IN: Final[tuple[Replacement, ...]] = (
     # Where several want the same modules, the preferred one stands first: each works on what is left to it.
+    # FlashAttention 3 is for Hopper (9.0), FlashAttention 2 from Ampere (8.0) on.
     AttentionSwitch(
         name="flash_attention_3",
         implementation="flash_attention_3",
@@ -61,7 +62,7 @@ BUILT_IN: Final[tuple[Replacement, ...]] = (
     LigerSwiglu(),
     FusedRmsNorm(name="liger_rms_norm", kernel="liger", requirements=LIGER),
     FusedRmsNorm(name="apex_rms_norm", kernel="apex", requirements=APEX),
-    FusedRmsNorm(),
+    FusedRmsNorm(),  # torch's kernel
     FusedLayerNorm(name="apex_layer_norm", kernel="apex", requirements=APEX),
     FusedLayerNorm(),
     LinearCrossEntropy(
@@ -163,7 +164,7 @@ def register_replace_pair(
     requirements = Requirements(dtypes=_dtype_names(name, supported_dtypes))
 
     def register(made_by: Any) -> Any:
-        kind = made_by if _is_module_class(made_by) else None
+        kind = made_by if _is_module_class(made_by) else None  # else a function that makes the new module
         if kind is None and (convert is not None or not callable(made_by) or isinstance(made_by, type)):
             raise RegistrationError(f"{name!r}: {made_by!r} is not a subclass of torch.nn.Module.")
         how = convert or (made_by if kind is None else converter(source, kind))

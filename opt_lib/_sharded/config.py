@@ -13,7 +13,7 @@ from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from opt_lib._config_checks import SyncBatchNorm, unmatched_problem
 
-_STRATEGIES = {"FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"}
+_STRATEGIES = {"FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"}  # of FSDP1
 
 
 class MixedPrecisionConfig(MethodConfig):
@@ -114,7 +114,7 @@ class ShardConfig(MethodConfig):
             is_given = isinstance(value, Mapping)
             return {k: v for k, v in value.items() if k != "auto_wrap_policy"} if is_given else value
         rest = {key: item for key, item in value.items() if key != "auto_wrap_policy"}
-        return {**_from_wrap_policy(value["auto_wrap_policy"]), **rest}
+        return {**_from_wrap_policy(value["auto_wrap_policy"]), **rest}  # explicit keys win
 
     @field_validator("cpu_offload", mode="before")
     @classmethod
@@ -193,7 +193,7 @@ def _from_wrap_policy(policy: Any) -> dict[str, Any]:
         if function == "size_based_auto_wrap_policy":
             return {"atorch_size_based_min_num_params": arguments.get("min_num_params", int(1e8))}
     if isinstance(policy, str) and policy.endswith("size_based_auto_wrap_policy"):
-        return {"atorch_size_based_min_num_params": int(1e8)}
+        return {"atorch_size_based_min_num_params": int(1e8)}  # torch's default
     raise ValueError(
         "auto_wrap_policy may be ModuleWrapPolicy, or a functools.partial of transformer_auto_wrap_policy or "
         "size_based_auto_wrap_policy; else use atorch_wrap_cls or atorch_size_based_min_num_params"
@@ -223,7 +223,7 @@ def plan_shards(plan: Plan, config: ShardConfig, *, keep_gathered: bool) -> Plan
     if config.sharding_strategy is None and plan.size("pipeline") > 1:
         keeps = True
     if config.reshard_after_forward is not None:
-        keeps = config.reshard_after_forward is False
+        keeps = config.reshard_after_forward is False  # a number frees them too, into smaller groups
     precision = config.mixed_precision
     explicit = precision if precision is not None and precision != "auto" else None
     return plan.changed(

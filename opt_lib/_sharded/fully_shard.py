@@ -56,6 +56,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     ignored = ignored_parameters(job.module, config, materialiser)
     options = _shard_options(job, config, ignored)
     units = [unit for unit in wrap_units(job.module, config) if unit not in expert_modules(job)]
+    # Before the rest, since experts are sharded over fewer ranks.
     shard_experts(job, options, sync=config.sync_module_states)
     options["ignored_params"] = ignored | expert_parameters(job) | parameters_kept_whole(job)
     norms = _full_precision_norms(job.module, units, options)
@@ -74,6 +75,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         fully_shard(root, **options)
     if keeps_input_dtypes(job, config):
         cast_inputs_where_refused(job, units)
+    # After fully_shard, so that its hooks come before torch's.
     passes = [ShardsBetweenPasses(root, is_written=not job.parts.stages) for root in job.roots]
     move_to_device(job, ignored)
     if config.forward_prefetch:
@@ -134,8 +136,6 @@ def _make_units(
 
 
 def _refuse_copies(model: nn.Module) -> None:
-    """Has ``copy.deepcopy``, and with it ``AveragedModel``, say what averages divided weights; torch cannot copy them."""
-
     def refuse(_: Any) -> None:
         raise InputError(
             "a model that fsdp or zero2 divides cannot be copied (torch: FSDP does not support deepcopy). For an average of "
@@ -145,11 +145,10 @@ def _refuse_copies(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.__dict__["__deepcopy__"] = refuse
+            module.__dict__["__deepcopy__"] = refuse  # copy.deepcopy looks here first
 
 
 def _reduces_each(job: Job) -> bool:
-    """Whether gradients are reduced after every micro-batch, as all ranks decide together; collective."""
     assert job.mesh is not None
     decision = job.plan.reduces_each(job.original.num_trainable, job.cluster.rank_memory_bytes)
     if job.plan.sharding.reduces_each is None and job.agreeing_group is not None:  # devices may differ
@@ -160,16 +159,16 @@ def _reduces_each(job: Job) -> bool:
 
 
 def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Results that are views, as tensors of their own: torch gathers a unit for its backward pass by hooks on its results,
-    and an operator in place on a view would lose them."""
+    # torch gathers a unit for its backward pass by hooks on its results, and an operator in place on a
+    # view would lose them.
     if not any(tensor.requires_grad and is_view(tensor) for tensor in tensors_of(output)):
         return None
     return map_tensors(lambda tensor: tensor.clone() if is_view(tensor) else tensor, output)
 
 
 def _gather_before_hidden(module: nn.Module, inputs: Any, output: Any) -> None:
-    """What hooks and attributes of a unit keep of its weights, such as a penalty, torch does not see: its backward pass must
-    come after that of the results, which gathers the unit, or would read memory that is freed."""
+    # torch does not see tensors that hooks or attributes keep, such as a penalty on a unit's weights. Their
+    # backward pass must come after that of the results, which gathers the unit, or would read freed memory.
     visit_first(tensors_of(output))
 
 
@@ -194,22 +193,22 @@ def _shard_options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) ->
 
 
 def _shard_placement(parameter: nn.Parameter, num_ranks: int) -> Shard | None:
-    """The dimension that a parameter is divided along: another than the first, where that one leaves ranks with nothing."""
     sizes = parameter.shape
     if isinstance(parameter, DTensor) or not sizes or sizes[0] >= num_ranks:
-        return None
+        return None  # torch divides the first
+    # The first would leave ranks with nothing: take another one that divides evenly.
     return next((Shard(dim) for dim, size in enumerate(sizes) if size and size % num_ranks == 0), None)
 
 
 def _full_precision_norms(
     model: nn.Module, units: Iterable[nn.Module], options: dict[str, Any]
 ) -> list[nn.Module]:
-    """Batch norms and parametrized modules that stay in full precision as units of their own: statistics and vectors of spectral
-    norms do, and torch wants weights of the same dtype. Inputs may be reduced."""
+    """Batch norms and parametrized modules that become units of their own in full precision."""
     policy = options.get("mp_policy")
     if policy is None or policy.param_dtype in (None, torch.float32):
         return []
     own_units = {id(unit) for unit in units}
+    # Running statistics and vectors of spectral norms stay fp32, and torch wants weights to match.
     return [
         module
         for module in model.modules()
@@ -241,25 +240,21 @@ def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecisionPolicy | No
 
 
 def _prepare_module(job: Job, config: ShardConfig, materialiser: Materialiser, module: nn.Module) -> None:
-    """Gives memory and equal values to what ``module`` holds and no unit inside it manages."""
     materialiser.materialise([module])
     if config.sync_module_states:
         broadcast_from_first(job, [p for p in module.parameters() if not _is_sharded(p)])
-        if module in job.roots:
+        if module in job.roots:  # buffers are sent once, with the root
             broadcast_from_first(job, list(module.buffers()))
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether a unit inside manages it: a parameter on the model's own axes alone is still to be sharded.
-
-    Experts are not: the ranks that share what is around them hold different ones.
-    """
+    """Whether a unit inside manages it: a parameter on the model's own axes alone is still to be sharded."""
+    # Experts differ between the ranks that share what is around them.
     names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
     return any(name == "expert" or name not in MODEL_AXES for name in names or ())
 
 
 def _trainable_modules(job: Job, method: str, norms: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that own trainable parameters, but for the root and ``norms``; none where nothing is frozen."""
     parameters = list(job.module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         raise InputError(
@@ -272,7 +267,7 @@ def _trainable_modules(job: Job, method: str, norms: Iterable[nn.Module]) -> lis
             "as without it",
         )
         return []
-    left_alone = {job.module, *norms, *expert_modules(job)}
+    left_alone = {job.module, *norms, *expert_modules(job)}  # the root is a unit in any case
     return [
         module
         for module in job.module.modules()
@@ -287,7 +282,7 @@ def skip_sync(roots: Iterable[nn.Module]) -> SkipSync:
     @contextmanager
     def skip() -> Iterator[None]:
         for root in sharded:
-            root.set_requires_gradient_sync(False)
+            root.set_requires_gradient_sync(False)  # goes down to all units inside
         try:
             yield
         finally:

@@ -51,7 +51,7 @@ class ReadsOutsideOfUnits(TorchFunctionMode):
         self._dtype = dtype
         self._names: dict[int, str] = {}
         self._depth = 0
-        self.found: dict[str, None] = {}
+        self.read_names: dict[str, None] = {}
         root.register_forward_pre_hook(self._begin_pass)
         root.register_forward_hook(self._end_pass, always_call=True)
 
@@ -60,6 +60,7 @@ class ReadsOutsideOfUnits(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        # Shapes, dtypes and hooks need no values, so nothing is gathered for them.
         describes = func in METADATA or (name == "__get__" and func not in _VIEWS) or name in _OF_GRADIENTS
         if not describes and any(id(tensor) in self._names for tensor in tensors_of((args, dict(kwargs)))):
             args, kwargs = map_tensors(self._note_read, (tuple(args), dict(kwargs)))
@@ -68,7 +69,7 @@ class ReadsOutsideOfUnits(TorchFunctionMode):
     def _begin_pass(self, root: nn.Module, _: Any) -> None:
         if not self._names:
             self._names = {id(p): plain_name(name) for name, p in root.named_parameters()}
-        elif not self.found:
+        elif not self.read_names:  # the first pass read none
             return
         self._depth += 1
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -81,7 +82,7 @@ class ReadsOutsideOfUnits(TorchFunctionMode):
     def _note_read(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor) or id(tensor) not in self._names:
             return tensor
-        self.found[self._names[id(tensor)]] = None
+        self.read_names[self._names[id(tensor)]] = None
         return tensor if self._dtype is None else tensor.to(self._dtype)
 
 
@@ -93,7 +94,7 @@ def gather_where_read(job: Job, method: str, options: Mapping[str, Any]) -> None
     reads = [ReadsOutsideOfUnits(root, None if policy is None else policy.param_dtype) for root in job.roots]
 
     def text() -> str:
-        names = [name for read in reads for name in read.found]
+        names = [name for read in reads for name in read.read_names]
         what = "gathered where the model reads them, outside of the units they belong to"
         return f"{first_few(names, 3)}: {what}" if names else ""
 
@@ -130,6 +131,7 @@ class ShardsBetweenPasses:
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
+            # Inside of a pass all is gathered; without tensors a rank may call it alone.
             if self._depth or not any(map(_has_tensors, (*args, *kwargs.values()))):
                 return method(*args, **kwargs)
             output, scope = None, self.autocast_outside(job)
@@ -169,6 +171,7 @@ class ShardsBetweenPasses:
 
     def _show_gathered(self, *_: Any) -> None:
         show_gathered(self.units)
+        # The user's code may have written to the shards, so the pass gathers anew.
         if self._is_shown and self._is_written:
             reshard(self._root)
         self._is_shown = False
@@ -187,7 +190,7 @@ class ShardsBetweenPasses:
 
 @contextmanager
 def _outside_of_inference_mode() -> Iterator[None]:
-    """Memory that a unit first gathers in inference mode could not be trained with."""
+    # Memory that a unit first gathers in inference mode could not be trained with.
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -207,6 +210,7 @@ def gather_for_methods(job: Job, passes: Sequence[ShardsBetweenPasses]) -> None:
     if job.parts.stages:  # a pipeline has no model to call
         return
     root = job.module
+    # torch gathers around methods that it knows by name: this one runs any function.
     setattr(root, _RUN, lambda function, *args, **kwargs: function(*args, **kwargs))
     register_fsdp_forward_method(root, _RUN)
     inside = {module for unit in passes[0].units if unit is not root for module in unit.modules()}
@@ -224,7 +228,7 @@ def _has_tensors(argument: Any) -> bool:
 
 
 def _public_methods(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The public methods that a user's class defines, without those of every module."""
+    # Methods that every module has stay as they are.
     kinds = [kind for kind in type(module).__mro__ if kind.__module__.partition(".")[0] != "torch"]
     names = dict.fromkeys(
         name for kind in kinds for name, value in vars(kind).items() if inspect.isfunction(value)

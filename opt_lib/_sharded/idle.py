@@ -46,10 +46,10 @@ class IdleParameters:
     def __init__(self, ignored: Collection[nn.Parameter]) -> None:
         self._ignored = ignored
         self._names: dict[nn.Module, str] = {}
-        self._idle: dict[nn.Module, None] = {}
-        self._late: dict[nn.Module, list[nn.Module]] = {}
+        self._idle: dict[nn.Module, None] = {}  # of the backward pass that runs
+        self._late: dict[nn.Module, list[nn.Module]] = {}  # units whose input has no gradient
         self._placeholders: set[nn.Parameter] = set()  # also in earlier passes of the same step
-        self._seen: dict[str, None] = {}
+        self._seen: dict[str, None] = {}  # names for the report
 
     def attach(self, root: nn.Module, *, calls: bool = True) -> None:
         """Watches the passes of the units in ``root``, and which modules they call where ``calls`` says so."""
@@ -80,12 +80,11 @@ class IdleParameters:
         self._placeholders = {parameter for parameter in self._placeholders if parameter.grad is not None}
 
     def _watch_unit_input(self, parts: list[nn.Module], unit: nn.Module, args: Any, kwargs: Any) -> None:
-        """Looks for unused parameters where a backward pass reaches the unit's input, behind which they are reduced; at
-        the end of it, where the input has no gradient."""
         if torch.is_grad_enabled():
+            # A backward pass that reaches a unit's input is through it, and reduces its gradients next.
             tensor = next((arg for arg in unique_tensors_of((args, kwargs)) if arg.requires_grad), None)
             if tensor is None:
-                self._late[unit] = parts
+                self._late[unit] = parts  # nothing reaches its input: looked at when the pass ends
             else:
                 tensor.register_hook(lambda _: self._handle_unused_parts(parts))
 
@@ -98,8 +97,7 @@ class IdleParameters:
             self._handle_unused_parts(parts)
 
     def _left_out(self, parts: list[nn.Module]) -> None:
-        """Gives the unused parameters of ``parts``, which are whole now, a gradient that adds nothing."""
-        if not self._idle:
+        if not self._idle:  # the first of this pass
             after_backward(self._remove_placeholders)
         self._idle.update(dict.fromkeys(parts))
         self._seen.update(dict.fromkeys(self._names[part] for part in parts))
@@ -111,12 +109,12 @@ class IdleParameters:
                     self._placeholders.add(parameter)
 
     def _handle_unused_parts(self, parts: list[nn.Module]) -> None:
-        """Ends the backward pass of a unit that has called ``parts``, some of whose parameters it may not have used."""
         idle = [part for part in parts if any(map(self._has_none, _trainable_parameters(part)))]
         if idle:
             self._left_out(idle)
 
     def _has_none(self, parameter: nn.Parameter) -> bool:
+        # A placeholder of an earlier micro-batch is no gradient either.
         is_none = parameter.grad is None or parameter in self._placeholders
         return is_none and parameter not in self._ignored and not awaits_gradient(parameter)
 
@@ -127,6 +125,7 @@ class IdleParameters:
             if parameter.grad is None:
                 continue
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            # -0.0 everywhere after the reduction: no rank has a gradient. An empty shard counts so too.
             if not local.any() and bool(local.signbit().all()):
                 parameter.grad = None
 
@@ -149,10 +148,7 @@ def _watch_unit(
     ignored: Collection[nn.Parameter],
     left_out: Callable[[list[nn.Module]], None],
 ) -> None:
-    """Calls ``left_out`` in each backward pass of ``unit`` with those of ``parts`` that its forward pass has not called.
-
-    Parameters that are ``ignored`` are whole at all times.
-    """
+    """Calls ``left_out`` in backward passes of ``unit`` with ``parts`` that its forward pass did not call."""
     called: set[nn.Module] = set()
     # As the user has named it, before torch has put its own class around it.
     class_name = type(unwrap_checkpoint(unit)).__name__.removeprefix("FSDP").removeprefix("Replicate")
@@ -165,6 +161,7 @@ def _watch_unit(
         if idle:
             call_in_backward(output, partial(left_out, idle))
 
+    # Ignored parameters are whole at all times.
     sharded = {id(p) for part in parts for p in _trainable_parameters(part) if p not in ignored}
 
     def note(part: nn.Module, _: Any) -> None:
@@ -184,7 +181,7 @@ def _watch_unit(
 
 def call_in_backward(output: Any, action: Callable[[], None]) -> None:
     """Calls ``action`` once, where a backward pass comes to a tensor of ``output``."""
-    actions = [action]
+    actions = [action]  # the first hook takes it
 
     def begin(_: torch.Tensor) -> None:
         if actions:

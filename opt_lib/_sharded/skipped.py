@@ -43,12 +43,11 @@ class SkippedUnits:
         self._names = {module: plain_name(name) for name, module in root.named_modules()}
         self._order = list(range(len(units)))
         self._is_agreed = False
-        self._called: dict[int, bool] = {}
-        """Whether the model itself has called a unit, in the order of first calls in this pass."""
+        self._called: dict[int, bool] = {}  # whether the model itself called it; in the order of first calls
+        # Whether the input that the model gives a unit has a gradient; units without one are reduced at the
+        # end. Until the ranks agree, and for units that they do not know, it counts as having one.
         self._has_gradient: dict[int, bool] = {}
-        """Whether what the model gives a unit has a gradient: those of others are reduced at the end. Until the ranks agree, and
-        for units that they do not know, it has one."""
-        self._due = 0
+        self._due = 0  # place in the order that comes next
         self._results: list[torch.Tensor] = []
         self._seen: dict[str, None] = {}
         root.register_forward_pre_hook(disable(self._begin_forward), with_kwargs=True)
@@ -66,21 +65,23 @@ class SkippedUnits:
         if not in_backward():
             self._called, self._results, self._due = {}, [], 0
 
-    def _before_unit(self, place: int, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_unit(self, index: int, unit: nn.Module, args: Any, kwargs: Any) -> Any:
         if in_backward() or isinstance(unit.forward, _Identity):
             return None
-        end = self._order.index(place)
+        # Units that this rank has left out come first: other ranks gather them now.
+        end = self._order.index(index)
         skipped = [due for due in self._order[self._due : end] if due not in self._called]
         self._due = max(self._due, end + 1)
         self._call_skipped(skipped)
-        if not self._called.get(place):
-            self._called.pop(place, None)  # if it was called as the identity, since it was expected before
-            self._called[place] = True
+        if not self._called.get(index):
+            self._called.pop(index, None)  # if it was called as the identity, since it was expected before
+            self._called[index] = True
         if not torch.is_grad_enabled():
             return None
+        # Ranks must agree where a unit is reduced: behind its input, or at the end of the backward pass.
         has_gradient = any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
-        is_known = self._is_agreed and place in self._has_gradient
-        wanted = self._has_gradient.setdefault(place, has_gradient or bool(skipped) or self._is_agreed)
+        is_known = self._is_agreed and index in self._has_gradient
+        wanted = self._has_gradient.setdefault(index, has_gradient or bool(skipped) or self._is_agreed)
         if has_gradient or (is_known and not wanted):
             return None
         return map_tensors(_with_gradient, (args, kwargs))
@@ -97,6 +98,7 @@ class SkippedUnits:
             for _, flags in passes:
                 for index, has_gradient in flags.items():
                     self._has_gradient[index] = has_gradient or self._has_gradient.get(index, False)
+            # The pass that called most units knows their order best.
             fullest = max(passes, key=lambda known: sum(known[0].values()))
             self._order = list(fullest[0])
         return _join_results(output, self._results) if self._results else None
@@ -108,7 +110,7 @@ class SkippedUnits:
             has_gradient = self._has_gradient.get(index, True)
             self._called[index] = False
             self._seen[self._names[unit]] = None
-            override = vars(unit).pop("forward", None)
+            override = vars(unit).pop("forward", None)  # one that is set on the object; put back below
             unit.forward = _Identity()
             try:
                 x = torch.zeros(1, device=self._job.device, requires_grad=has_gradient)
@@ -145,8 +147,7 @@ def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _join_results(values: Any, results: list[torch.Tensor]) -> Any:
-    """The values, whose backward pass goes through the results too."""
-
+    # A backward pass reaches the results only through outputs that require a gradient.
     def join(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor

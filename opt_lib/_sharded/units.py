@@ -34,6 +34,7 @@ def wrap_units(model: nn.Module, config: ShardConfig) -> list[nn.Module]:
         units = [block.module for block in repeated_blocks(model)]
     uses = _count_parameter_uses(model)
     places = Counter(id(child) for _, child in model.named_modules(remove_duplicate=False))
+    # A unit stays if it holds all places of its parameters; a unit in several places counts each.
     return [
         unit
         for unit in units
@@ -65,7 +66,7 @@ def units_of_other_dtypes(
             if (dtype := own_dtype(module, left_alone)) is not None
         }
         sizes: Counter[torch.dtype] = Counter()
-        holders: Counter[nn.Parameter] = Counter()
+        holders: Counter[nn.Parameter] = Counter()  # modules that own it: several, if tied
         for module, dtype in dtypes.items():
             sizes[dtype] += sum(parameter.numel() for parameter in _own_parameters(module))
             holders.update(_own_parameters(module))
@@ -114,28 +115,27 @@ def own_dtype(module: nn.Module, left_alone: Collection[nn.Parameter]) -> torch.
 
 
 def _count_parameter_uses(module: nn.Module) -> Counter[int]:
-    """The number of places in ``module`` that hold each parameter, by identity; a module may stand in several."""
     return Counter(
-        id(parameter)
+        id(parameter)  # a module may stand in several places
         for _, child in module.named_modules(remove_duplicate=False)
         for parameter in child.parameters(recurse=False)
     )
 
 
 def _large_modules(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Modules that have enough parameters left when the large ones inside them are taken out."""
     units: list[nn.Module] = []
 
     def remaining(module: nn.Module) -> int:
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
         total = size + sum(remaining(child) for child in module.children())
+        # A ModuleList is never called, so nothing would gather it.
         if module is not model and total >= min_num_params and not isinstance(module, nn.ModuleList):
             units.append(module)
-            return 0
+            return 0  # taken out: parents do not count it again
         return total
 
     remaining(model)
-    return list(reversed(units))
+    return list(reversed(units))  # parents first
 
 
 def ignored_parameters(
@@ -174,7 +174,7 @@ def parameters_kept_whole(job: Job) -> set[nn.Parameter]:
 def move_to_device(job: Job, parameters: Iterable[nn.Parameter]) -> None:
     """Moves replicated parameters to this rank's device."""
     for parameter in parameters:
-        parameter.data = parameter.data.to(job.device)
+        parameter.data = parameter.data.to(job.device)  # the object stays, as groups and hooks know it
 
 
 def average_ignored(job: Job, ignored: Collection[nn.Parameter]) -> None:
@@ -228,7 +228,7 @@ def broadcast_from_first(
             continue
         sent = data.to(job.device).contiguous()
         work = dist.broadcast(sent, group=group or job.mesh.data_group, group_src=0, async_op=True)
-        if sent is data:
+        if sent is data:  # nothing was copied, so sends may wait together
             under_way.append(work)
         else:  # one copy at a time
             work.wait()
@@ -251,7 +251,7 @@ def broadcast_together(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup
 
 
 def _copy_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """An expanded tensor, whose elements share memory, cannot be filled and is alike on all ranks."""
+    # Elements of an expanded tensor share memory: it cannot be filled, and is alike on all ranks.
     if not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         tensor.copy_(values)
 
@@ -318,9 +318,9 @@ def shard_experts(job: Job, options: dict[str, Any], *, sync: bool) -> None:
 
 
 def _expert_placement(job: Job, parameter: nn.Parameter) -> Shard:
-    """The dimension that is sharded: the first is divided over the expert axis already, so another if that is even."""
     assert job.mesh is not None
     ranks = job.mesh.copies.size()
+    # The first dimension is divided over the expert axis already: prefer another that divides evenly.
     for dim in range(1, parameter.dim()):
         if parameter.size(dim) % ranks == 0:
             return Shard(dim)

@@ -12,7 +12,7 @@ from atorch_ns.capture.blocks import fingerprints, repeated_blocks
 from atorch_ns.capture.structure import truncate
 from atorch_ns.profile import profile_model
 from atorch_ns.profile.record.fake_steps import FakeSteps
-from atorch_ns.profile.record.steps import Precision
+from atorch_ns.profile.record.steps import StepPrecision
 from atorch_ns.testing.networks import TiedLlama
 from tests.profile.subjects import Stack, attempts, differences, square, subject_of
 
@@ -100,7 +100,7 @@ def test_cost_of_tracing_is_constant_in_depth() -> None:
         model = Stack(depth)
         subject = subject_of(model, torch.randn(2, 8), square)
         containers = truncate(model, subject.blocks, subject.fingerprints)
-        step = FakeSteps(subject, containers, "cpu").record(Precision.parse("float32"), (101, 1))
+        step = FakeSteps(subject, containers, "cpu").record(StepPrecision.parse("float32"), (101, 1))
         events.append(len(step.recording.kinds))
     assert events[0] == events[1]
 

@@ -13,15 +13,15 @@ from torch import nn
 
 from atorch_ns import auto_accelerate
 from atorch_ns.cluster import process_memory
-from atorch_ns.cluster.process_memory import Growth, GrowthWatch, ProcessMemory
+from atorch_ns.cluster.process_memory import GrowthWatch, MemoryGrowth, ProcessMemory
 from atorch_ns.testing.workers import run_ranks
 
 CPU = torch.device("cpu")
 MIB = 2**20
 
 
-def growth(size: Callable[[int], float], num_steps: int) -> Growth:
-    found = Growth()
+def growth(size: Callable[[int], float], num_steps: int) -> MemoryGrowth:
+    found = MemoryGrowth()
     for step in range(1, num_steps + 1):
         found.add(step, int(size(step)))
     return found
@@ -45,7 +45,7 @@ def test_growth_is_judged_by_doublings() -> None:
 def test_too_few_steps_show_nothing() -> None:
     few = growth(lambda step: step * MIB, 7)
     assert (few.per_doubling, few.is_level, few.is_steady) == (0, False, False)
-    assert Growth().until(1000) == 0
+    assert MemoryGrowth().until(1000) == 0
 
 
 def _watched(size: Callable[[int], float], num_steps: int = 300) -> str:

@@ -14,7 +14,7 @@ from atorch_ns.cluster import Cluster, cluster_from_spec
 from atorch_ns.costs import host_seconds
 from atorch_ns.data import call_arguments
 from atorch_ns.operators import (
-    Prices,
+    OperatorPrices,
     States,
     assemble,
     batch_plan,
@@ -56,7 +56,9 @@ def test_an_estimate_and_an_operator_plan_agree(name: str) -> None:
             loss=case.loss_func,
             input_format=case.model_input_format or "auto",  # type: ignore[arg-type]
         )
-        assembled = assemble(graph, legal_rules(graph, 2), Prices.on(cluster, 2, "float32"), States(), CPU)
+        assembled = assemble(
+            graph, legal_rules(graph, 2), OperatorPrices.on(cluster, 2, "float32"), States(), CPU
+        )
         price = assembled.price(batch_plan(graph, 2))
         assert price.compute_seconds == pytest.approx(estimate.time.compute, rel=0.08), spec
 
@@ -73,7 +75,7 @@ def test_megatron_with_divided_sequences_is_one_price_too() -> None:
     batch = {"input_ids": ids, "labels": ids.clone()}
     cluster, degree = cluster_from_spec("8xH100-80GB"), 8
     graph = capture_shallow(model, (), batch, device=CPU).graph
-    prices = Prices.on(cluster, degree, "bfloat16")
+    prices = OperatorPrices.on(cluster, degree, "bfloat16")
     price = solved_plan(graph, degree, prices, States(), CPU, allow=by_heads).outcome.price
     axes = ("parallel_mode", ([("tensor", degree)], None))
     strategy = [axes, ("tensor_parallel", {"sequence": True}), ("half", "bf16")]
@@ -99,6 +101,8 @@ def test_a_step_takes_as_long_as_its_host() -> None:
     args, kwargs = call_arguments(model, batch, case.model_input_format)
     graph = capture_shallow(model, args, kwargs, device=CPU).graph
     cluster = cluster_from_spec("2xH100-80GB")
-    assembled = assemble(graph, legal_rules(graph, 2), Prices.on(cluster, 2, "float32"), States(), CPU)
+    assembled = assemble(
+        graph, legal_rules(graph, 2), OperatorPrices.on(cluster, 2, "float32"), States(), CPU
+    )
     price = assembled.price(batch_plan(graph, 2))
     assert price.seconds == price.host_seconds > price.compute_seconds + price.conversion_seconds

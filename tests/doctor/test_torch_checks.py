@@ -29,16 +29,16 @@ def test_dtypes_are_measured() -> None:
 @pytest.mark.parametrize(
     ("dtype", "measured", "verdict"),
     [
-        ("bfloat16", torch_checks.Measured(0.0, 0.0, "RuntimeError: not implemented"), "warn"),
-        ("float32", torch_checks.Measured(0.0, 0.0, "RuntimeError: no device"), "fail"),
-        ("bfloat16", torch_checks.Measured(0.1, 0.5), "fail"),
-        ("bfloat16", torch_checks.Measured(0.1, float("nan")), "fail"),
+        ("bfloat16", torch_checks.MatmulMeasurement(0.0, 0.0, "RuntimeError: not implemented"), "warn"),
+        ("float32", torch_checks.MatmulMeasurement(0.0, 0.0, "RuntimeError: no device"), "fail"),
+        ("bfloat16", torch_checks.MatmulMeasurement(0.1, 0.5), "fail"),
+        ("bfloat16", torch_checks.MatmulMeasurement(0.1, float("nan")), "fail"),
     ],
 )
 def test_a_dtype_that_does_not_work(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, measured: torch_checks.Measured, verdict: str
+    monkeypatch: pytest.MonkeyPatch, dtype: str, measured: torch_checks.MatmulMeasurement, verdict: str
 ) -> None:
-    fine = torch_checks.Measured(0.1, 0.0)
+    fine = torch_checks.MatmulMeasurement(0.1, 0.0)
     value = ("the CPU", {"float32": fine, "bfloat16": fine, "float16": fine, dtype: measured})
     monkeypatch.setattr(torch_checks, "isolated", lambda *_, **__: Isolated(value, ""))
     found = torch_checks.check_dtypes(HERE)

@@ -11,15 +11,15 @@ from atorch_ns.search import (
     Candidate,
     Row,
     SearchOutcome,
+    SearchSetting,
     SearchSettings,
-    Setting,
     StopRule,
     TrialOutcome,
     TrialStatus,
     TrialTask,
 )
 
-SETTING = Setting(
+SETTING = SearchSetting(
     model="Tiny",
     num_parameters=10,
     world_size=2,
@@ -39,7 +39,7 @@ def candidates(*keys: str) -> list[Candidate]:
 class FakeSearch:
     """Tries the given candidates in order, once each."""
 
-    def __init__(self, keys: Sequence[str] = ("a", "b", "c"), setting: Setting = SETTING) -> None:
+    def __init__(self, keys: Sequence[str] = ("a", "b", "c"), setting: SearchSetting = SETTING) -> None:
         self.candidates = candidates(*keys)
         self.setting = setting
         self.told: list[tuple[str, TrialOutcome]] = []

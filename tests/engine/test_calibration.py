@@ -19,9 +19,9 @@ from atorch_ns.engine.request import SearchRequest
 from atorch_ns.errors import InputError
 from atorch_ns.estimate import Estimate, MemoryParts, TimeParts
 from atorch_ns.method import load_registry
-from atorch_ns.search import Candidate, Row, SearchOutcome, SearchSettings, Setting, TrialOutcome
+from atorch_ns.search import Candidate, Row, SearchOutcome, SearchSetting, SearchSettings, TrialOutcome
 
-SETTING = Setting(
+SETTING = SearchSetting(
     model="tests.Model",
     num_parameters=1,
     world_size=4,

@@ -34,7 +34,7 @@ def test_ranks_lie_as_merak_lays_them_out() -> None:
     assert grid.get_axis_comm_lists("pipe") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert grid.get_axis_comm_lists("sequence") == [[rank] for rank in range(8)]
     assert grid.get_coord(5) == {"pipe": 1, "data": 0, "sequence": 0, "model": 1}
-    assert (grid.get_stage_id(), grid.get_data_parallel_id(), grid.place("model")) == (1, 0, 1)
+    assert (grid.get_stage_id(), grid.get_data_parallel_id(), grid.position("model")) == (1, 0, 1)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (4, 1, 2, 1), (2, 3, 2, 2)])
@@ -124,7 +124,7 @@ def _groups() -> dict[str, Any]:
         sums.append(int(mine))
     return {
         "sizes": [grid.get_dim(axis) for axis in AXES],
-        "places": [grid.place(axis) for axis in AXES],
+        "places": [grid.position(axis) for axis in AXES],
         "named": [
             mpu.get_model_parallel_rank(),
             mpu.get_model_parallel_world_size(),
@@ -153,7 +153,7 @@ def _jobs() -> list[Any]:
         init(**degrees)
         grid = get_grid()
         found.append(
-            ([grid.get_dim(axis) for axis in AXES], [mpu.get_pipe_parallel_rank(), grid.place("data")])
+            ([grid.get_dim(axis) for axis in AXES], [mpu.get_pipe_parallel_rank(), grid.position("data")])
         )
     reset()
     try:

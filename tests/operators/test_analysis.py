@@ -8,7 +8,7 @@ import torch
 from atorch_ns.cluster import cluster_from_spec
 from atorch_ns.operators import (
     OperatorPlan,
-    Prices,
+    OperatorPrices,
     States,
     assemble,
     batch_plan,
@@ -27,7 +27,7 @@ def test_rows_add_up_to_the_price_and_a_named_choice_is_priced_as_the_solver_pri
     case = get_case("hf_llama")
     batch = case.make_batch(4, seed=0)
     graph = capture_shallow(case.build().train(), (), batch, device=CPU).graph
-    prices = Prices.on(cluster_from_spec("2xcpu"), 2, "float32")
+    prices = OperatorPrices.on(cluster_from_spec("2xcpu"), 2, "float32")
     assembled = assemble(graph, legal_rules(graph, 2), prices, States(), CPU)
     whole = assembled.price(OperatorPlan(degree=2))
     assert whole.bytes_moved == 0

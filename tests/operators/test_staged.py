@@ -11,7 +11,7 @@ import torch
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.errors import InputError
-from atorch_ns.operators import PipelineTask, Prices, Shallow, States, capture_shallow, staged_plan
+from atorch_ns.operators import OperatorPrices, PipelineTask, Shallow, States, capture_shallow, staged_plan
 from atorch_ns.operators.staged import _solve_plans, _stage_cost
 from atorch_ns.pipeline import find_units
 from tests.operators.networks import network
@@ -28,8 +28,8 @@ def captured(name: str) -> tuple[Shallow, tuple[str, ...]]:
 
 
 @functools.cache
-def prices(degree: int) -> Prices:
-    return Prices.on(Cluster(world_size=4, local_world_size=4, distributed=True), degree, "float32")
+def prices(degree: int) -> OperatorPrices:
+    return OperatorPrices.on(Cluster(world_size=4, local_world_size=4, distributed=True), degree, "float32")
 
 
 def kinds(name: str) -> list[str]:

@@ -18,7 +18,7 @@ from atorch_ns.testing.parity import accelerate_case
 from opt_lib import _recompute as _recompute_module
 from opt_lib import checkpoint as module_under_test
 from opt_lib._recompute import offloaded
-from opt_lib.checkpoint import CheckpointConfig
+from opt_lib.checkpoint import ActivationCheckpointConfig
 
 GPU = torch.device("cuda")
 
@@ -49,7 +49,7 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_inputs_of_blocks_are_kept_and_nothing_else(reentrant: bool) -> None:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
-    config = CheckpointConfig(no_reentrant=not reentrant)
+    config = ActivationCheckpointConfig(no_reentrant=not reentrant)
     run = offloaded(module_under_test._make_recompute_function(config), GPU)
     gradients = []
     for call in (run, lambda block, x: checkpoint(block, x, use_reentrant=False)):
@@ -85,7 +85,7 @@ def test_a_compiled_block_offloads_its_input() -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
-    run = offloaded(module_under_test._make_recompute_function(CheckpointConfig()), GPU)
+    run = offloaded(module_under_test._make_recompute_function(ActivationCheckpointConfig()), GPU)
     compiled = torch.compile(lambda x: run(block, x), backend="aot_eager")
     found = []
     for call in (compiled, block):

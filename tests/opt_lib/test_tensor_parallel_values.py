@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch_ns.sharding import LayerGraph, Layout, choose_plan, trace_layers
-from atorch_ns.sharding.tensor.selftest import Failure, SelfTest
+from atorch_ns.sharding.tensor.selftest import SelfTest, UnitFailure
 from tests.opt_lib.tensor_cases import TENSOR, check, of_model
 from tests.sharding.tensor_models import VOCAB, WIDTH, make, tokens
 
@@ -63,9 +63,9 @@ def test_a_list_of_experts_trains_as_in_one_process() -> None:
 
 
 def test_a_unit_whose_layers_fail_together_stays_whole_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails_together(self: SelfTest, layout: Layout, *_: object) -> tuple[Failure | None, set[str]]:
+    def fails_together(self: SelfTest, layout: Layout, *_: object) -> tuple[UnitFailure | None, set[str]]:
         found = [path for path in layout.layers if path.startswith("blocks.0.")]
-        failed = Failure("blocks.0", "output 0 is off by 1 of its size", ("blocks.0", "blocks.1"))
+        failed = UnitFailure("blocks.0", "output 0 is off by 1 of its size", ("blocks.0", "blocks.1"))
         return (failed if found else None), set()
 
     monkeypatch.setattr(SelfTest, "plan", fails_together)

@@ -19,7 +19,7 @@ from atorch_ns import (
     merge_state_dicts,
 )
 from atorch_ns.errors import CheckpointError, InputError, RankError
-from atorch_ns.parallel.pieces import Place, assemble
+from atorch_ns.parallel.pieces import PieceLocation, assemble
 from atorch_ns.testing.workers import run_ranks
 from tests.parallel.training import adam, made, merged, module_of, sample_of
 
@@ -184,5 +184,5 @@ def test_deduped_ones_that_lack_something_are_refused_on_all_ranks() -> None:
 def test_diverged_weights_are_merged() -> None:
     nan = torch.full((2,), float("nan"))
     assert assemble("a", [(0, nan, None), (1, nan.clone(), None)]).isnan().all()
-    parts = [(rank, nan, Place((2,), (0,))) for rank in range(2)]
+    parts = [(rank, nan, PieceLocation((2,), (0,))) for rank in range(2)]
     assert assemble("a", parts).isnan().all()

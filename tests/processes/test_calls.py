@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from atorch_ns.errors import InputError
-from atorch_ns.processes.calls import Outcome, main, read_outcome, send_call
+from atorch_ns.processes.calls import CallOutcome, main, read_outcome, send_call
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def _rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def _run(folder: Path, function: Any, *arguments: Any, rank: int = 0) -> tuple[int, Outcome]:
+def _run(folder: Path, function: Any, *arguments: Any, rank: int = 0) -> tuple[int, CallOutcome]:
     send_call(folder, function, arguments)
     code, outcome = main(folder), read_outcome(folder, rank)
     assert outcome is not None

@@ -11,7 +11,7 @@ from torch import nn
 from atorch_ns.capture.blocks import fingerprints, repeated_blocks
 from atorch_ns.capture.nests import samples_and_tokens
 from atorch_ns.profile import Segment, SegmentCost
-from atorch_ns.profile.record.steps import ALL_PRECISIONS, ForwardLoss, Precision, Subject
+from atorch_ns.profile.record.steps import ALL_PRECISIONS, ForwardLoss, StepPrecision, TracedModel
 from atorch_ns.profile.tracing import TraceFallbacks
 from atorch_ns.testing.models import get_case
 
@@ -28,11 +28,11 @@ def case_inputs(name: str, num_samples: int = 8) -> tuple[nn.Module, Any, Forwar
 
 def subject_of(
     model: nn.Module, batch: Any, forward_loss: ForwardLoss, *, keeps_output: bool = False
-) -> Subject:
+) -> TracedModel:
     """What the tracing room passes around."""
     blocks = {block.name: block.module for block in repeated_blocks(model)}
     sizes = samples_and_tokens(batch)
-    return Subject(model, batch, forward_loss, sizes, sizes, blocks, fingerprints(blocks), keeps_output)
+    return TracedModel(model, batch, forward_loss, sizes, sizes, blocks, fingerprints(blocks), keeps_output)
 
 
 def attempts(
@@ -45,7 +45,7 @@ def attempts(
 ) -> TraceFallbacks:
     """Ready to trace."""
     subject = subject_of(model, batch, forward_loss, keeps_output=keeps_output)
-    return TraceFallbacks(subject, [Precision.parse(key) for key in keys], "cpu")
+    return TraceFallbacks(subject, [StepPrecision.parse(key) for key in keys], "cpu")
 
 
 def instances(segments: Sequence[Segment]) -> list[tuple[str, Segment]]:

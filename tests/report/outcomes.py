@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from atorch_ns.estimate import Estimate, MemoryParts, TimeParts
-from atorch_ns.search import Candidate, Fate, Row, SearchOutcome, SearchSettings, Setting, TrialOutcome
+from atorch_ns.search import Candidate, Fate, Row, SearchOutcome, SearchSetting, SearchSettings, TrialOutcome
 from atorch_ns.search.space.candidate import Pruned
 
 MIB = 2**20
@@ -49,7 +49,7 @@ FSDP: tuple[str, Any] = ("fsdp", None)
 AMP: tuple[str, Any] = ("amp_native", {"dtype": "bf16"})
 CHECKPOINT: tuple[str, Any] = ("checkpoint", None)
 
-SETTING = Setting(
+SETTING = SearchSetting(
     model="TinyLlama",
     num_parameters=5_000_000,
     world_size=2,

@@ -11,8 +11,8 @@ from atorch_ns.search import (
     Candidate,
     Search,
     SearchOutcome,
+    SearchSetting,
     SearchSettings,
-    Setting,
     TrialOutcome,
     TrialTask,
 )
@@ -39,7 +39,7 @@ def candidate(
     return Candidate(key=key, steps=steps, label=label, estimate=estimate, is_baseline=is_baseline, **more)  # type: ignore[arg-type]
 
 
-def setting(**changes: object) -> Setting:
+def setting(**changes: object) -> SearchSetting:
     """A setting of two CPU ranks."""
     given: dict[str, object] = {
         "model": "tests.Model",
@@ -53,7 +53,7 @@ def setting(**changes: object) -> Setting:
         "fingerprint": "f1",
         **changes,
     }
-    return Setting(**given)  # type: ignore[arg-type]
+    return SearchSetting(**given)  # type: ignore[arg-type]
 
 
 class Clock:
@@ -112,7 +112,7 @@ class World:
         *,
         on_task: Callable[[Search, TrialTask], None] | None = None,
         search: Search | None = None,
-        setting_: Setting | None = None,
+        setting_: SearchSetting | None = None,
         **settings: object,
     ) -> SearchOutcome:
         """The outcome of a whole search."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from atorch_ns.search import Candidate, Search, SearchOutcome, SearchSettings, TrialOutcome
-from tests.search.fakes import World, candidate, setting
+from atorch_ns.search.space.candidate import Pruned
+from tests.search.fakes import GIB, World, candidate, setting
 
 PLAIN = candidate("plain", "ddp", seconds=0.030, is_baseline=True)
 REFUSED = TrialOutcome(status="refused", reason="InputError: no layer divides", rank=1, refused_by="cut")
@@ -49,6 +50,23 @@ def test_one_refusal_prunes_what_would_be_refused_as_well() -> None:
         assert row.reason == (
             f"cut refuses it as {rows[failed].candidate.label}: InputError: no layer divides"
         )
+
+
+def test_a_candidate_that_amounts_to_another_leaves_corrections_on() -> None:
+    others = [candidate("other", "zero1", seconds=0.02), candidate("third", "zero2", seconds=0.04)]
+    twin = replace(
+        candidate("twin", "zero1", "fsdp"),
+        estimate=None,
+        pruned=Pruned(kind="same", reason="amounts to zero1"),
+    )
+    truth = {"plain": 0.03, "other": 0.02, "third": 0.04}
+    world = World(truth, peaks=dict.fromkeys(truth, int(1.5 * GIB)))
+    outcome = world.search([PLAIN, *others, twin], max_trials=2)
+    rows = {row.candidate.key: row for row in outcome.rows}
+    assert [key for key, row in rows.items() if row.trial is None] == ["third", "twin"]
+    assert rows["third"].corrected_bytes is not None
+    assert rows["third"].corrected_bytes > 1.2 * GIB  # its trials say so of the others
+    assert rows["twin"].corrected_bytes is None
 
 
 def test_other_refusal_keys_are_tried() -> None:

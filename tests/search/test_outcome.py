@@ -9,8 +9,8 @@ import pytest
 from atorch_ns.errors import InputError
 from atorch_ns.search import (
     Candidate,
+    SearchSetting,
     SearchSettings,
-    Setting,
     TrialOutcome,
     TrialTask,
     from_json,
@@ -32,7 +32,7 @@ def test_contracts_come_back_as_they_were() -> None:
     assert outcome_from_json(outcome_to_json(outcome)) == outcome
     for kind, value in (
         (Candidate, PAIR[0]),
-        (Setting, setting()),
+        (SearchSetting, setting()),
         (SearchSettings, SearchSettings(objective="memory")),
         (TrialTask, world.tasks[0]),
         (TrialOutcome, TrialOutcome(status="ok", collectives={"all_reduce": (3, 4096)}, peak_bytes=(1, 2))),

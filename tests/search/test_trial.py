@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from atorch_ns.search.trial import Entry, Ledger, TrialOutcome
+from atorch_ns.search.trial import CandidateTrials, Ledger, TrialOutcome
 
 
 def timed(*seconds: float, peaks: tuple[int, ...] = (), status: str = "ok") -> TrialOutcome:
@@ -14,7 +14,9 @@ def timed(*seconds: float, peaks: tuple[int, ...] = (), status: str = "ok") -> T
 
 
 def test_repeated_trials_are_one_with_all_steps_and_the_largest_peaks() -> None:
-    entry = Entry(1, [timed(0.1, 0.2, peaks=(5, 9)), timed(0.3, peaks=(7, 1), status="stopped early")])
+    entry = CandidateTrials(
+        1, [timed(0.1, 0.2, peaks=(5, 9)), timed(0.3, peaks=(7, 1), status="stopped early")]
+    )
     merged = entry.merged
     assert merged.status == "ok"
     assert merged.step_seconds == (0.1, 0.2, 0.3)
@@ -23,7 +25,7 @@ def test_repeated_trials_are_one_with_all_steps_and_the_largest_peaks() -> None:
 
 
 def test_a_failure_counts_above_a_success() -> None:
-    entry = Entry(1, [timed(0.1), TrialOutcome(status="raised", reason="KeyError"), timed(0.1)])
+    entry = CandidateTrials(1, [timed(0.1), TrialOutcome(status="raised", reason="KeyError"), timed(0.1)])
     assert entry.merged.reason == "KeyError"
 
 

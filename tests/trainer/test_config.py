@@ -289,7 +289,7 @@ def test_arguments_that_are_objects() -> None:
         "plain": {"a": 1},
     }
     with pytest.raises(InputError, match=r"model: Settings\(deep=\) failed"):
-        make(Settings, given={"deep": 1}, what="model")
+        make(Settings, options={"deep": 1}, what="model")
     with pytest.raises(InputError, match="must have value and nothing else"):
         arguments({"a": {"__value_type": "str"}}, what="x")
 

@@ -86,6 +86,7 @@ class Captured:
             if tensor.dtype != dtype or tensor.dim() != len(shape):
                 return False
             for size, guard in zip(tensor.shape, shape, strict=True):
+                # A name stands for one size everywhere. Export assumes that such a size is at least 2.
                 expected = guard if isinstance(guard, int) else sizes.setdefault(guard, size)
                 if expected != size or (isinstance(guard, str) and size < 2):
                     return False
@@ -193,7 +194,7 @@ def capture(
     results: list[Any] = []
     reads: set[tuple[str, str]] = set()
     with mode:
-        copied = copy_structure(model, fake, containers or {})
+        copied = copy_structure(model, fake, containers or {})  # every tensor becomes fake
         for hooks in (copied._forward_hooks, copied._forward_pre_hooks):
             hooks.clear()  # of the model, which is called as before
         flat = _Flat(copied, structure, results.append, reads)
@@ -206,10 +207,12 @@ def capture(
             try:
                 program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)
             except Exception as error:
-                changed = next((one for one in _iter_causes(error) if isinstance(one, ChangedError)), None)
+                changed = next(
+                    (cause for cause in _iter_causes(error) if isinstance(cause, ChangedError)), None
+                )
                 if changed is None:
                     raise
-                changed.settle()
+                changed.settle()  # keep what a first pass sets once
                 program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)  # if it has settled
     except Exception as error:  # of the model's code, or of what it meets in torch
         raise _make_capture_error(model, error) from error
@@ -221,7 +224,9 @@ def capture(
 def _make_capture_error(model: nn.Module, error: Exception) -> CaptureError:
     frame = user_frame(error)
     where = f" at {frame.filename}, line {frame.lineno}: {frame.line}" if frame is not None else ""
-    unrepeatable = next((one for one in _iter_causes(error) if isinstance(one, UnrepeatableError)), None)
+    unrepeatable = next(
+        (cause for cause in _iter_causes(error) if isinstance(cause, UnrepeatableError)), None
+    )
     by_values = "DataDependent" in type(error).__name__ or "data-dependent" in str(error)
     why = "its code decides by the values of tensors" if by_values else error_line(error)
     if unrepeatable is not None:
@@ -257,7 +262,6 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """By each name of a parameter its first one."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     return {name: first.setdefault(id(parameter), name) for name, parameter in named}
@@ -266,8 +270,8 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 def _one_for_each_parameter(
     graph: fx.Graph, origins: dict[fx.Node, Origin], first_names: Mapping[str, str]
 ) -> None:
-    """Leaves one placeholder of a tied parameter, under its first name: export makes one for each name, and reads any."""
     alike: dict[str, list[fx.Node]] = {}
+    # Export makes a placeholder for each name of a tied parameter, and reads any of them.
     for node, origin in origins.items():
         if origin.kind == "parameter":
             alike.setdefault(first_names.get(origin.name, origin.name), []).append(node)
@@ -293,16 +297,18 @@ def _clean_program(
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            made = graph.node_copy(node)
-            origins[made] = _origin_of(specs[node.name], sum(one.kind == "input" for one in origins.values()))
-            known[node] = made
+            clone = graph.node_copy(node)
+            origins[clone] = _origin_of(
+                specs[node.name], sum(entry.kind == "input" for entry in origins.values())
+            )
+            known[node] = clone
         elif node.op == "output":
             graph.output(tuple(known[value] for value in node.args[0]))
         else:
             _copy_node(module, node, graph, known, ())
     pinned = _functionalize_graph(graph, {node for node, origin in origins.items() if origin.kind == "input"})
     _one_item_each(graph)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code()  # fx keeps operators that write in place
     _one_for_each_parameter(graph, origins, first_names)
     constants = {name.removeprefix("inner."): value for name, value in program.tensor_constants.items()}
     inputs = [node for node, origin in origins.items() if origin.kind == "input"]
@@ -328,9 +334,8 @@ _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "
 def _copy_node(
     module: fx.GraphModule, node: fx.Node, graph: fx.Graph, known: dict[fx.Node, Any], modes: Modes
 ) -> None:
-    """Copies a node, or in place of a region with its own modes the nodes inside it."""
     if node.op == "get_attr":
-        known[node] = getattr(module, str(node.target))
+        known[node] = getattr(module, str(node.target))  # the body of a region
         return
     name = getattr(node.target, "__name__", "")
     if any(check in str(node.target) for check in _CHECKS):
@@ -339,11 +344,13 @@ def _copy_node(
         raise CaptureError(
             "the operators cannot be captured: the model's code transforms functions, as torch.vmap does."
         )
+    # The nodes of a region with its own modes, such as no_grad, take the place of the call.
     region = _match_mode_region(node, name)
     if region is not None:
         mode, body, inputs = region
         known[node] = _inline_region(known[body], [known[value] for value in inputs], graph, (*modes, mode))
         return
+    # The results of an inlined region are a tuple of nodes, and the item is one of them.
     if node.target is operator.getitem and not isinstance(known.get(node.args[0]), fx.Node):  # type: ignore[arg-type]
         known[node] = known[node.args[0]][node.args[1]]  # type: ignore[index]
         return
@@ -362,9 +369,9 @@ def _match_mode_region(node: fx.Node, name: str) -> tuple[tuple[Any, ...], Any, 
     return None
 
 
-def _inline_region(body: fx.GraphModule, given: Sequence[Any], graph: fx.Graph, modes: Modes) -> Any:
+def _inline_region(body: fx.GraphModule, inputs: Sequence[Any], graph: fx.Graph, modes: Modes) -> Any:
     known: dict[fx.Node, Any] = {}
-    values = iter(given)
+    values = iter(inputs)
     for node in body.graph.nodes:
         if node.op == "placeholder":
             known[node] = next(values)
@@ -376,23 +383,20 @@ def _inline_region(body: fx.GraphModule, given: Sequence[Any], graph: fx.Graph, 
 
 
 def _functionalize_graph(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
-    """Replaces operators that write by those that return; what shares memory with the rest is returned.
-
-    Raises:
-        CaptureError: if one writes to an input, which the caller would see.
-    """
+    """Replaces operators that write by those that return; gives what shares memory with other writes."""
     shares = _Shares()
     written: list[fx.Node] = []
     for node in list(graph.nodes):
         targets = list(_written_inputs(node))
+        # Nothing else can see the write where the graph has made the target and nothing shares its memory.
         plain = _functional_variant(node) if len(targets) == 1 and shares.alone(targets[0]) else None
         if plain is not None:
-            later = [user for user in targets[0].users if node < user]
+            later = [user for user in targets[0].users if node < user]  # these must read the new value
             node.target = plain
             for user in later:
                 user.replace_input_with(targets[0], node)
             continue
-        if any(not inputs.isdisjoint(shares.group(target)) for target in targets):
+        if any(not inputs.isdisjoint(shares.group(target)) for target in targets):  # the caller would see it
             frames = re.findall(
                 r'File "(.+?)", line (\d+), in .+\n\s*(.*)', node.meta.get("stack_trace") or ""
             )
@@ -416,8 +420,8 @@ class _Shares:
     def group(self, node: fx.Node) -> set[fx.Node]:
         return self._groups.setdefault(node, {node})
 
-    def join(self, one: fx.Node, other: fx.Node) -> None:
-        together = self.group(one) | self.group(other)
+    def join(self, first: fx.Node, other: fx.Node) -> None:
+        together = self.group(first) | self.group(other)
         for node in together:
             self._groups[node] = together
 
@@ -427,7 +431,6 @@ class _Shares:
 
 
 def _shared_with(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments whose memory a node's results may share."""
     if node.op != "call_function":
         return
     if node.target is operator.getitem:
@@ -436,7 +439,7 @@ def _shared_with(node: fx.Node) -> Iterator[fx.Node]:
     if schema is None or not _returns_alias(node):
         return
     for declared, argument in zip(schema.arguments, node.args, strict=False):
-        if declared.alias_info is not None:
+        if declared.alias_info is not None:  # the result may be a view of it
             yield from (value for value in _iter_leaves(argument) if isinstance(value, fx.Node))
 
 
@@ -462,7 +465,7 @@ def _iter_leaves(value: Any) -> Iterator[Any]:
 
 
 def _functional_variant(node: fx.Node) -> Callable[..., Any] | None:
-    """The operator that returns what this one writes: ``aten.add`` for ``aten.add_``."""
+    # "aten.add_.Tensor" has the variant aten.add.Tensor.
     namespace, _, rest = str(node.target).partition(".")
     name, _, overload = rest.partition(".")
     if not name.endswith("_") or name.endswith("__") or name == "copy_" or not hasattr(torch.ops, namespace):
@@ -472,8 +475,7 @@ def _functional_variant(node: fx.Node) -> Callable[..., Any] | None:
 
 
 def _one_item_each(graph: fx.Graph) -> None:
-    """Each result of an operator with several is taken by one node."""
-    seen: dict[tuple[Any, Any], fx.Node] = {}
+    seen: dict[tuple[Any, Any], fx.Node] = {}  # by operator and number of the result
     for node in list(graph.nodes):
         if node.target is operator.getitem:
             first = seen.setdefault((node.args[0], node.args[1]), node)

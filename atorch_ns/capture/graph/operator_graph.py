@@ -69,7 +69,7 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class Segment:
+class OperatorSegment:
     """Operators that run one after the other in one call of a block, or between two blocks.
 
     Attributes:
@@ -154,12 +154,11 @@ class OperatorGraph:
         return self._shared_key(name)
 
     def _shared_key(self, path: str) -> str:
-        """The key of what lies between blocks."""
         return ".".join(filter(None, (self.within, path)))
 
-    def is_between(self, one: Operator) -> bool:
+    def is_between(self, op: Operator) -> bool:
         """Whether an operator lies between the units, which is whole wherever it runs."""
-        return self.in_units and not self.segments[one.segment].path
+        return self.in_units and not self.segments[op.segment].path
 
     def _iter_operators(self) -> Iterator[Operator]:
         between: Counter[tuple[str, str]] = Counter()
@@ -193,9 +192,8 @@ class OperatorGraph:
 
 
 def _find_learnt_values(captured: Captured) -> frozenset[fx.Node]:
-    """The values that gradients may flow to: trainable parameters, floating inputs, and what follows from them."""
     nodes: set[fx.Node] = set()
-    for node in captured.graph.nodes:
+    for node in captured.graph.nodes:  # in topological order
         origin = captured.origins.get(node)
         if origin is not None:
             value = node.meta["val"]
@@ -205,6 +203,7 @@ def _find_learnt_values(captured: Captured) -> frozenset[fx.Node]:
                 else origin.kind == "input" and value.is_floating_point()
             )
         else:
+            # Gradients stop under no_grad, and at detach().
             stopped = ("grad", False) in node.meta.get("modes", ()) or short_name(node) == "detach"
             needs_grad = not stopped and any(value in nodes for value in node.all_input_nodes)
         if needs_grad:
@@ -226,8 +225,8 @@ def module_path(node: fx.Node) -> str:
     """Path of the module that calls a node."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if not path.startswith("_empty")]
-    path = re.sub(r"@\d+", "", paths[-1]) if paths else ""
-    return "" if path == "inner" else path.removeprefix("inner.")
+    path = re.sub(r"@\d+", "", paths[-1]) if paths else ""  # export appends the number of a further call
+    return "" if path == "inner" else path.removeprefix("inner.")  # "inner" is the model inside _Flat
 
 
 def _class_path(node: fx.Node) -> str:
@@ -237,25 +236,24 @@ def _class_path(node: fx.Node) -> str:
 
 def short_name(node: fx.Node) -> str:
     """The name of a node's operator without namespace and overload."""
-    parts = str(node.target).split(".")
+    parts = str(node.target).split(".")  # such as "aten.linear.default"
     return parts[1] if len(parts) >= 3 else parts[-1]
 
 
 def source_line(node: fx.Node) -> str:
     """``file:line: text`` of the line of the user's code that calls a node."""
     frames = re.findall(r'File "(.+?)", line (\d+), in .+\n\s*(.*)', node.meta.get("stack_trace") or "")
-    for file, line, text in reversed(frames):
+    for file, line, text in reversed(frames):  # from the innermost frame
         if not is_library(file):
             return f"{Path(file).name}:{line}: {text.strip()}"
     return ""
 
 
 def _is_operator(node: fx.Node) -> bool:
-    """Whether a node computes tensors, rather than sizes or one of several results."""
     return (
         node.op == "call_function"
-        and node.target is not operator.getitem
-        and any(True for _ in _iter_tensors(node.meta.get("val")))
+        and node.target is not operator.getitem  # it picks one of several results
+        and any(True for _ in _iter_tensors(node.meta.get("val")))  # sizes are not tensors
     )
 
 
@@ -293,8 +291,9 @@ def _result_nodes(node: fx.Node) -> tuple[fx.Node | None, ...]:
     return tuple(items.get(number) for number, value in enumerate(output) if isinstance(value, torch.Tensor))
 
 
-def _cut_segments(graph: fx.Graph, blocks: frozenset[str], units: frozenset[str]) -> tuple[Segment, ...]:
-    """Cuts the nodes where calls of blocks or units begin and end; nodes without a module stay where they are."""
+def _cut_segments(
+    graph: fx.Graph, blocks: frozenset[str], units: frozenset[str]
+) -> tuple[OperatorSegment, ...]:
     roots = blocks | units
     placed: list[tuple[str, str, fx.Node]] = []
     before = ("", "")
@@ -303,20 +302,19 @@ def _cut_segments(graph: fx.Graph, blocks: frozenset[str], units: frozenset[str]
             continue
         stack = node.meta.get("nn_module_stack") or {}
         paths = [path for path, _ in stack.values() if not path.startswith("_empty")]
+        # Nodes without a module, and items of results, stay with the nodes before them.
         if paths and node.target is not operator.getitem:
             plain = ((re.sub(r"@\d+", "", path).removeprefix("inner."), path) for path in paths)
-            before = next((pair for pair in plain if pair[0] in roots), ("", ""))
+            before = next((pair for pair in plain if pair[0] in roots), ("", ""))  # the outermost match
         placed.append((*before, node))
     runs = [
         (path, tuple(node for *_, node in run)) for (path, _), run in groupby(placed, lambda item: item[:2])
     ]
     kinds = _segment_kinds(runs, units - blocks)
-    return tuple(Segment(path, nodes, kind) for (path, nodes), kind in zip(runs, kinds, strict=True))
+    return tuple(OperatorSegment(path, nodes, kind) for (path, nodes), kind in zip(runs, kinds, strict=True))
 
 
 def _segment_kinds(runs: Sequence[tuple[str, tuple[fx.Node, ...]]], single: frozenset[str]) -> list[str]:
-    """The paths of blocks with ``*`` for their numbers, and a mark where blocks of one container, or calls of
-    another unit, differ."""
     seen: dict[str, list[Any]] = {}
     kinds = []
     for path, nodes in runs:
@@ -326,6 +324,7 @@ def _segment_kinds(runs: Sequence[tuple[str, tuple[fx.Node, ...]]], single: froz
         container, _, _ = path.rpartition(".")
         base = path if path in single else f"{container}.*".removeprefix(".")
         alike = tuple(_operator_signature(path, node) for node in nodes if _is_operator(node))
+        # Blocks of one container, or calls of a unit, whose operators differ get marks: *, *~1, *~2.
         known = seen.setdefault(base, [])
         if alike not in known:
             known.append(alike)
@@ -385,6 +384,7 @@ def capture_shallow(
     containers = truncate(model, blocks, fingerprints(blocks))
     with torch.enable_grad():
         captured = capture(model, args, kwargs, containers=containers, dtypes=dtypes, device=device)
+    # How many blocks of the model each captured block stands for.
     paths: dict[str, int] = {}
     for path in blocks:
         container = containers.get(path.rpartition(".")[0])

@@ -44,10 +44,10 @@ class ChangedError(UnrepeatableError):
             setattr(owner, name, value)
 
 
-def _attribute_facts(owner: Mapping[str, Any], own: bool = True) -> Iterator[tuple[str, Any]]:
-    """Attributes and what stands for their values; of torch's modules, not ``own``, those that are public."""
+def _attribute_facts(owner: Mapping[str, Any], is_custom: bool = True) -> Iterator[tuple[str, Any]]:
+    """Attributes and what stands for their values; of torch's modules, not ``is_custom``, those that are public."""
     for name, value in owner.items():
-        if name in _OF_MODULES or (name[:1] == "_" and not own):
+        if name in _OF_MODULES or (name[:1] == "_" and not is_custom):
             continue
         snapshot = _value_snapshot(value)
         if snapshot is not _MISSING:
@@ -59,13 +59,14 @@ def _value_snapshot(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, (list, tuple, set, frozenset, deque)):
+        # Long lists and dictionaries count by their lengths alone.
         items = [_value_snapshot(item) for item in value] if len(value) <= 64 else []
         return (type(value), len(value), [item for item in items if item is not _MISSING])
     if isinstance(value, dict):
         kept = {key: _value_snapshot(item) for key, item in value.items()} if len(value) <= 64 else {}
         return (dict, len(value), {key: item for key, item in kept.items() if item is not _MISSING})
     if isinstance(value, torch.Tensor):
-        return ("tensor", id(value))
+        return ("tensor", id(value))  # its identity, not its values
     if isinstance(value, random.Random):
         return hash(value.getstate())
     if isinstance(value, np.random.Generator):
@@ -132,7 +133,7 @@ def reads_recorded(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
     kinds: dict[type, type] = {}
     owners = [(owner, type(owner)) for _, owner, _ in _iter_owners(model)]
 
-    def recording(kind: Any) -> type:
+    def recording(kind: Any) -> type:  # a subclass that records reads
         def __getattribute__(self: Any, name: str) -> Any:
             if name[:2] != "__":
                 reads.add((paths.get(id(self), ""), name))
@@ -183,7 +184,7 @@ def repeatable(model: nn.Module) -> Iterator[None]:
         UnrepeatableError: naming it.
     """
     state, registered = PythonState(model), _registered_tensor_ids(model)
-    drawn = random.getstate(), _numpy_state()
+    drawn = random.getstate(), _numpy_state()  # not torch's, so a graph would not repeat the draws
     with _Watch(), refusing_autograd_functions(_refuse_function):
         yield
     changed, now = state.changed(), _registered_tensor_ids(model)

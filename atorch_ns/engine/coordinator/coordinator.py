@@ -18,14 +18,14 @@ from atorch_ns.engine.coordinator.events import EventQueue
 from atorch_ns.engine.coordinator.trial import Heartbeat, NotJoinedError, Over, TrialUnderWay, Verdict
 from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.errors import CoordinatorError
-from atorch_ns.search import Candidate, Ended, Event, Note, Search, TrialTask
+from atorch_ns.search import Candidate, Ended, Event, Search, SearchNote, TrialTask
 from atorch_ns.text import error_text
 
 
 @dataclass(kw_only=True)
 class _Member:
-    session: str
-    last_seen: float
+    session: str  # of its process: a rank that was started again has another
+    last_seen: float  # on the coordinator's clock
     left: bool = False
 
 
@@ -93,8 +93,8 @@ def since(seconds: float) -> str:
     return (datetime.now() - timedelta(seconds=seconds)).strftime("%H:%M:%S")
 
 
-_NOTE_EVERY_S = 10.0
-_LOOK_EVERY_S = 0.25
+_NOTE_EVERY_S = 10.0  # between notes on ranks that have not joined
+_LOOK_EVERY_S = 0.25  # between two looks of a call that waits for a task
 
 
 class Coordinator:
@@ -172,7 +172,8 @@ class Coordinator:
         with self._changed:
             self._members.join(rank, session, last_task_id, self._clock())
             self._advance_search()
-        self.events.deliver()
+        self.events.deliver()  # without the lock, here and below: the observer is the user's code
+        # At most 200 heartbeats a second of all ranks, and at least four of each within its time-out.
         return min(max(0.2, self.world_size / 200), 2.0, self._members.timeout_s / 4)
 
     def next_task(
@@ -192,14 +193,14 @@ class Coordinator:
         Raises:
             NotJoinedError: the rank has not joined.
         """
-        until = time.monotonic() + wait_s
+        until = time.monotonic() + wait_s  # real time, also where clock is a test's
         with self._changed:
             self._record_contact(rank)
             answer = self._pending_answer(rank, done_id)
         self.events.deliver()
         while answer is None and (left := until - time.monotonic()) > 0 and wanted():
             with self._changed:
-                self._changed.wait(min(left, _LOOK_EVERY_S))
+                self._changed.wait(min(left, _LOOK_EVERY_S))  # gives the lock to other ranks meanwhile
                 self._advance_search()
                 answer = self._pending_answer(rank, done_id)
             self.events.deliver()
@@ -254,7 +255,7 @@ class Coordinator:
             if self._over is None:
                 self._cancelled = True
                 self._search.cancel(reason)
-                if self._trial is not None:
+                if self._trial is not None:  # the end comes when all ranks have left its collectives
                     self._trial.cancel(self._clock())
                 else:
                     self._finish_search()
@@ -281,13 +282,14 @@ class Coordinator:
         if self._over is not None or self._trial is None:
             return self._over
         task = self._trial.task
+        # A rank that has reported waits until the others have.
         return None if task.id <= done_id or self._trial.has_reported(rank) else task
 
     def _advance_search(self) -> None:
-        """Everything that follows from what is known now."""
         if self._over is not None:
             return
         now = self._clock()
+        # This process was suspended or starved: that the ranks were silent meanwhile says nothing.
         if now - self._last_move > self._members.timeout_s / 2:
             self._members.restart_clocks(now)
         self._last_move = now
@@ -307,7 +309,7 @@ class Coordinator:
         if not trial.missing:
             self._conclude_trial(trial)
         elif stuck := trial.stuck(now):
-            if self._cancelled:
+            if self._cancelled:  # the best so far is known without the ranks that are stuck
                 self._finish_search()
             else:
                 self._end_with_failures(stuck)
@@ -321,12 +323,12 @@ class Coordinator:
         elif now - self._last_note >= _NOTE_EVERY_S:
             self._last_note = now
             names = ", ".join(str(rank) for rank in self._members.absent)
-            self.events.put(Note(f"waiting for rank {names} to join the search, {waited:.0f} s so far"))
+            self.events.put(SearchNote(f"waiting for rank {names} to join the search, {waited:.0f} s so far"))
 
     def _start_next_trial(self) -> None:
         try:
             task = self._search.ask()
-        except Exception as error:
+        except Exception as error:  # an error of the search ends it on all ranks, which would wait
             self._fail_search(error)
             return
         if task is None:
@@ -348,7 +350,7 @@ class Coordinator:
     def _conclude_trial(self, trial: TrialUnderWay) -> None:
         outcome = trial.outcome()
         self._trial = None
-        try:
+        try:  # by the search's own id, which the coordinator's numbers replace for the ranks
             self._search.tell(trial.search_id, outcome)
             best = self._search.best
         except Exception as error:
@@ -380,5 +382,5 @@ class Coordinator:
 
     def _stop_with_error(self, over: Over) -> None:
         self._trial, self._over = None, over
-        self.events.put(Note(over.error))
+        self.events.put(SearchNote(over.error))
         self._changed.notify_all()

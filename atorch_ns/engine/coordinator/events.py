@@ -14,9 +14,9 @@ from atorch_ns.search import (
     Candidate,
     Ended,
     Event,
-    Note,
     Priced,
     Profiling,
+    SearchNote,
     TrialEnded,
     TrialOutcome,
     TrialStarted,
@@ -27,7 +27,7 @@ from atorch_ns.search import (
 from atorch_ns.text import error_text
 
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Profiling, Priced, TrialStarted, TrialEnded, Note, Ended)
+    kind.__name__: kind for kind in (Profiling, Priced, TrialStarted, TrialEnded, SearchNote, Ended)
 }
 
 
@@ -51,8 +51,8 @@ def event_from_json(data: bytes) -> Event:
     return event
 
 
-_MAX_LOGGED = 10_000
-_MAX_AT_ONCE = 20
+_MAX_LOGGED = 10_000  # events that observers in other processes can fetch
+_MAX_AT_ONCE = 20  # in the answer to one heartbeat
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -109,6 +109,7 @@ class EventQueue:
 
     def deliver(self) -> None:
         """Gives the observer all that waits, unless another thread is doing so already."""
+        # An event may be put between the last look and the release, so it looks once more.
         while self._observer is not None and self._waiting and self._delivering.acquire(blocking=False):
             try:
                 while self._waiting:
@@ -118,6 +119,7 @@ class EventQueue:
 
     def _find_candidate(self, task: TrialTask) -> Candidate:
         known = self._candidates.get(task.key)
+        # A candidate that is not in the table is shown by its key.
         return known or Candidate(key=task.key, steps=task.steps, label=task.key)
 
 
@@ -137,6 +139,7 @@ class EventStream:
     def take(self, events: Iterable[bytes], number: int) -> int:
         """Delivers those of the events after the first ``number`` that are new; returns how many."""
         with self._lock:
+            # Two heartbeats at the same time may have asked for the same events.
             new = list(events)[max(0, self.num_events - number) :]
             for data in new:
                 self._observer(data)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from atorch_ns.engine.coordinator.coordinator import Coordinator
 from atorch_ns.errors import CoordinatorError, InputError
-from atorch_ns.search import Candidate, History, SearchSettings, Setting, from_json, to_json
+from atorch_ns.search import Candidate, History, SearchSetting, SearchSettings, from_json, to_json
 from atorch_ns.system import write_whole
 
 _LOGGER = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class JobRecord:
 
     job: str
     world_size: int
-    setting: Setting
+    setting: SearchSetting
     settings: SearchSettings
     candidates: tuple[Candidate, ...]
 
@@ -88,7 +88,7 @@ class JobStore:
                 f"the history folder {folder} cannot be written: {error.strerror}"
             ) from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, even when killed
         except OSError as error:
             self._lock.close()
             raise CoordinatorError(
@@ -126,14 +126,14 @@ class JobStore:
         return self._jobs / f"{hashlib.sha256(job.encode()).hexdigest()[:32]}.json"
 
 
-_MAX_JOBS = 64
+_MAX_JOBS = 64  # under way at once
 
 
 @dataclass(kw_only=True)
 class _Served:
     record: JobRecord
     coordinator: Coordinator
-    ended: float | None = None
+    ended: float | None = None  # on the clock of EngineJobs
 
 
 class EngineJobs:
@@ -208,11 +208,15 @@ class EngineJobs:
             if (served := self._served.get(record.job)) is not None:
                 if served.record != record:
                     raise CoordinatorError(f"another job is called '{record.job}'; choose another name")
-                return 0
+                return 0  # the same call again: its answer was lost
             if len(self.names) >= _MAX_JOBS:
                 raise CoordinatorError(f"this engine serves {_MAX_JOBS} jobs already; try again later")
-            self._store.save(record)
-            taken_over = self._start_coordinator(record, self._join_timeout_s)
+            self._store.save(record)  # first: no rank may join a job that a restart forgets
+            try:
+                taken_over = self._start_coordinator(record, self._join_timeout_s)
+            except Exception:
+                self._store.forget(record.job)  # or no engine could start on this folder again
+                raise
         _LOGGER.info("job %s: %d ranks, %d candidates", record.job, record.world_size, len(record.candidates))
         return taken_over
 
@@ -221,7 +225,7 @@ class EngineJobs:
         with self._lock:
             served = list(self._served.items())
         now = self._clock()
-        for name, job in served:
+        for name, job in served:  # without the lock, so that calls of other jobs are answered meanwhile
             job.coordinator.tick()
             if job.ended is None and job.coordinator.over is not None:
                 self._conclude_job(job, now)
@@ -237,7 +241,7 @@ class EngineJobs:
         for job in served:
             if job.coordinator.over is not None:
                 job.coordinator.wait_until_left(max(0.0, limit - time.monotonic()))
-        self.tick()
+        self.tick()  # writes the ends that have come meanwhile into the history
         self._store.close()
 
     def _start_coordinator(self, record: JobRecord, join_timeout_s: float) -> int:
@@ -252,11 +256,11 @@ class EngineJobs:
         self._served[record.job] = _Served(record=record, coordinator=coordinator)
         return taken_over
 
-    def _conclude_job(self, one: _Served, now: float) -> None:
-        one.ended = now
-        over = one.coordinator.over
+    def _conclude_job(self, job: _Served, now: float) -> None:
+        job.ended = now
+        over = job.coordinator.over
         # A search that somebody ended goes on from its trials when the job comes again.
-        if over is not None and over.outcome is not None and not one.coordinator.cancelled:
+        if over is not None and over.outcome is not None and not job.coordinator.cancelled:
             self._history.conclude(over.outcome)
-        self._store.forget(one.record.job)
-        _LOGGER.info("job %s is over%s", one.record.job, f": {over.error}" if over and over.error else "")
+        self._store.forget(job.record.job)
+        _LOGGER.info("job %s is over%s", job.record.job, f": {over.error}" if over and over.error else "")

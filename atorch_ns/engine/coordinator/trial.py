@@ -56,7 +56,7 @@ _COLLATERAL = re.compile(
 _CAUSES: tuple[TrialStatus, ...] = (
     "out of memory", "died", "non-finite", "wrong", "refused", "raised", "hung", "cancelled", "stopped early", "ok",
 )  # fmt: skip
-_COLLATERAL_PLACE = _CAUSES.index("hung") + 0.5
+_COLLATERAL_PLACE = _CAUSES.index("hung") + 0.5  # behind every real cause, before a cancelled rank
 
 
 def failed(report: RankReport) -> bool:
@@ -106,14 +106,14 @@ def _cause_priority(report: RankReport) -> float:
 
 
 def _slowest_steps(steps: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Step by step the maximum; the steps that all ranks timed. Ranks that timed none do not count."""
-    timed = [times for times in steps if times]
+    timed = [times for times in steps if times]  # a task of one rank is timed there alone
+    # A step takes as long as on its slowest rank; steps that only some ranks timed are left out.
     return tuple(max(times) for times in zip(*timed, strict=False))
 
 
 def _of_all(values: Sequence[int | None]) -> tuple[int, ...]:
     known = tuple(value for value in values if value is not None)
-    return known if len(known) == len(values) else ()
+    return known if len(known) == len(values) else ()  # a maximum of some ranks would mislead
 
 
 Verdict = Literal["taken", "duplicate", "stale"]
@@ -148,6 +148,7 @@ class TrialUnderWay:
             return "stale"
         if report.rank in self._reports:
             return "duplicate"
+        # It was cancelled for being late, so its lateness is the cause, not the cancelling.
         if report.rank in self._late and report.status == "cancelled":
             report = replace(report, status="hung", reason=self._late_reason(report.rank))
         self._reports[report.rank] = report

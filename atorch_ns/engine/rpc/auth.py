@@ -11,7 +11,7 @@ from pathlib import Path
 
 from atorch_ns.errors import InputError
 
-_MIN_TOKEN_CHARACTERS = 16
+_MIN_TOKEN_CHARACTERS = 16  # 64 bits, if they are hexadecimal digits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,9 @@ def bearer(token: str) -> tuple[str, str]:
     return "authorization", f"Bearer {token}"
 
 
-def same_token(given: str | bytes | None, token: str) -> bool:
+def same_token(header: str | bytes | None, token: str) -> bool:
     """Whether the metadata's value is this token's; takes the same time wherever they differ."""
-    text = given.encode() if isinstance(given, str) else given or b""
+    text = header.encode() if isinstance(header, str) else header or b""
     return hmac.compare_digest(text, bearer(token)[1].encode())
 
 
@@ -90,5 +90,5 @@ def is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(bare).is_loopback
-    except ValueError:
+    except ValueError:  # a name: it may stand for any address
         return False

@@ -18,11 +18,10 @@ from atorch_ns.errors import CoordinatorError
 from atorch_ns.text import bytes_text
 
 _MIB = 1024**2
-_PAUSE_S = 0.2
+_PAUSE_S = 0.2  # between attempts
+# Who has never answered is more likely at another address than away; a process that starts takes less.
 _FIRST_CONTACT_S = 10.0
-"""Whoever has never answered is more likely at another address, or not started, than away for a moment. It is
-enough for a process that was started or restarted at the same time."""
-_NOTE_AFTER_S = 10.0
+_NOTE_AFTER_S = 10.0  # of silence
 # https://grpc.io/docs/guides/retry: the first line of defence, within one call's deadline.
 _RETRY_POLICY = {
     "maxAttempts": 4,
@@ -32,7 +31,7 @@ _RETRY_POLICY = {
     "retryableStatusCodes": ["UNAVAILABLE"],
 }
 _SERVICE_CONFIG = {"methodConfig": [{"name": [{}], "retryPolicy": _RETRY_POLICY}]}
-_PASSING = (
+_PASSING = (  # of the network, or of a server whose threads are all taken: to be tried again
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -162,7 +161,7 @@ class CoordinatorChannel:
         if code in _PASSING or (code == grpc.StatusCode.CANCELLED):
             text = f"{name}: {code.name.lower().replace('_', ' ')}: {details}"
             return UnreachableError(text, connected=code != grpc.StatusCode.UNAVAILABLE)
-        self._heard = True
+        self._heard = True  # a refusal is an answer, too
         if code == grpc.StatusCode.FAILED_PRECONDITION:
             return NotJoinedError(details)
         if code == grpc.StatusCode.UNAUTHENTICATED:
@@ -177,8 +176,8 @@ def _channel_options(max_bytes: int) -> list[tuple[str, Any]]:
     return [
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
         ("grpc.enable_retries", 1),
-        ("grpc.max_receive_message_length", 4 * max_bytes),
-        ("grpc.max_send_message_length", 2 * max_bytes),
+        ("grpc.max_receive_message_length", 4 * max_bytes),  # what the server may send
+        ("grpc.max_send_message_length", 2 * max_bytes),  # never reached: call checks before
         # A proxy for the web is no way to a rank.
         ("grpc.enable_http_proxy", 0),
         # A connection of its own, so that closing it ends it.

@@ -19,10 +19,10 @@ from atorch_ns.errors import AtorchError, CoordinatorError, InputError
 from atorch_ns.search import (
     Candidate,
     Event,
-    Note,
+    SearchNote,
     SearchOutcome,
+    SearchSetting,
     SearchSettings,
-    Setting,
     TrialTask,
     from_json,
     to_json,
@@ -30,7 +30,7 @@ from atorch_ns.search import (
 
 T = TypeVar("T")
 
-_MIN_BEAT_TIMEOUT_S = 2.0
+_MIN_BEAT_TIMEOUT_S = 2.0  # of one heartbeat; small jobs send them every 0.2 s
 
 
 class CoordinatorClient:
@@ -81,7 +81,11 @@ class CoordinatorClient:
         self._beats: threading.Thread | None = None
 
     def create_job(
-        self, world_size: int, setting: Setting, settings: SearchSettings, candidates: Sequence[Candidate]
+        self,
+        world_size: int,
+        setting: SearchSetting,
+        settings: SearchSettings,
+        candidates: Sequence[Candidate],
     ) -> int:
         """Makes this job on a standalone engine; rank 0 does it before the others join.
 
@@ -112,7 +116,7 @@ class CoordinatorClient:
         reply = self._call_with_retries("Join", request)
         self._heartbeat_s = max(reply.heartbeat_s, 0.05)
         if self._events is not None and self._incarnation not in ("", reply.incarnation):
-            self._events.start_again()
+            self._events.start_again()  # the new coordinator counts its events from 0
             self._publish_note("the coordinator was started again; the search goes on")
         self._incarnation = reply.incarnation
         if self._beats is None:
@@ -180,7 +184,7 @@ class CoordinatorClient:
     def leave(self, reason: str = "") -> None:
         """Leaves the search; with a reason, it ends on all ranks."""
         if self._incarnation:
-            if not reason:
+            if not reason:  # the end of the search may be an event that no heartbeat has brought yet
                 self._take_last_events()
             request = pb.LeaveRequest(caller=self._make_caller(), reason=reason)
             self._channel.call("Leave", request, timeout_s=self._call_timeout_s)
@@ -188,7 +192,7 @@ class CoordinatorClient:
     def close(self) -> None:
         """Ends the heartbeat and the connection; may be called twice."""
         self._closing.set()
-        self._channel.close()
+        self._channel.close()  # first: it ends a heartbeat that waits for an answer
         if self._beats is not None:
             self._beats.join()
 
@@ -206,7 +210,7 @@ class CoordinatorClient:
 
     def _publish_note(self, text: str) -> None:
         if self._events is not None:
-            self._events.note(Note(text))
+            self._events.note(SearchNote(text))
 
     def _call_heartbeat(self, caller: pb.Caller) -> pb.HeartbeatReply:
         events = self._events
@@ -226,7 +230,7 @@ class CoordinatorClient:
     def _send_heartbeats(self) -> None:
         heard = time.monotonic()
         while not self._closing.wait(self._heartbeat_s):
-            caller = self._make_caller()
+            caller = self._make_caller()  # before the call, as the main thread may join anew meanwhile
             try:
                 reply = self._call_heartbeat(caller)
             except UnreachableError:

@@ -17,7 +17,7 @@ from atorch_ns.engine.rpc.client import CoordinatorClient
 from atorch_ns.engine.rpc.server import CoordinatorServer
 from atorch_ns.engine.trial.report import RankReport, Worker
 from atorch_ns.errors import RankError
-from atorch_ns.search import History, Note, Search, SearchOutcome, TrialTask
+from atorch_ns.search import History, Search, SearchNote, SearchOutcome, TrialTask
 from atorch_ns.text import error_text
 
 
@@ -48,7 +48,7 @@ class LocalClient:
 
     def cancelled(self, task_id: int) -> bool:
         """Whether a running task is to be ended."""
-        beat = self._coordinator.heartbeat(self._rank)
+        beat = self._coordinator.heartbeat(self._rank)  # the only signs of life while a trial runs
         return beat.over or task_id in beat.cancel
 
     def cancel(self, reason: str) -> None:
@@ -81,11 +81,11 @@ def run_agent(client: Client, worker: Worker, *, rank: int) -> SearchOutcome:
     """
     try:
         over = _take_part(client, worker, rank)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the outcome is here already
             client.leave()
     except BaseException as error:
         with contextlib.suppress(Exception):
-            client.leave(error_text(error))
+            client.leave(error_text(error))  # ends the search on the other ranks, which would wait
         raise
     finally:
         try:
@@ -113,12 +113,11 @@ def _take_part(client: Client, worker: Worker, rank: int) -> Over:
                 raise
             interrupted = True
             client.cancel(f"Ctrl-C on rank {rank}")
-            if task is not None:
+            if task is not None:  # the worker has killed the trial, and the others wait for a report
                 client.report(RankReport(task_id=task.id, rank=rank, status="cancelled", reason="Ctrl-C"))
 
 
-_GONE_S = 8.0
-"""A coordinator in rank 0's process that is silent for this long is gone."""
+_GONE_S = 8.0  # a coordinator in rank 0's process that is silent for this long is gone
 
 
 class Address(NamedTuple):
@@ -153,7 +152,9 @@ class Meeting:
             self.address = _create_job(cluster, request, problem)
             return
         if request.search_history is not None:
-            self._history = History(request.search_history, on_note=lambda text: request.observer(Note(text)))
+            self._history = History(
+                request.search_history, on_note=lambda text: request.observer(SearchNote(text))
+            )
         self._coordinator = _make_coordinator(request, problem, self._history)
         self.address = self._start_server(cluster, self._coordinator) if cluster.distributed else Address()
 
@@ -213,7 +214,7 @@ def _make_coordinator(request: SearchRequest, problem: SearchProblem, history: H
 def _create_job(cluster: Cluster, request: SearchRequest, problem: SearchProblem) -> Address:
     engine = request.engine
     assert engine is not None
-    job = f"{problem.setting.fingerprint}-{new_token()[:8]}"
+    job = f"{problem.setting.fingerprint}-{new_token()[:8]}"  # jobs of one setting may run at once
     client = CoordinatorClient(engine.address, engine.token, 0, job=job, tls=engine.tls)
     with contextlib.closing(client):
         client.create_job(cluster.world_size, problem.setting, request.settings, problem.candidates)

@@ -28,11 +28,11 @@ from atorch_ns.text import bytes_text, error_text
 
 _LOGGER = logging.getLogger(__name__)
 _MIB = 1024**2
-_TICK_S = 0.5
+_TICK_S = 0.5  # between two looks at the clock, which find ranks that are silent or late
 _HEALTH = "grpc.health.v1.Health"
 # One thread each; ranks beyond that call again in half a second.
 _MAX_WAITING = 32
-_MAX_BRIEF = 8
+_MAX_BRIEF = 8  # threads that no waiting call takes, for heartbeats and reports
 
 
 class CoordinatorServer:
@@ -111,7 +111,7 @@ class CoordinatorServer:
         """
         if self._closing.is_set():
             return
-        self._jobs.close(timeout_s)
+        self._jobs.close(timeout_s)  # while calls are still answered: ranks ask for the end
         self._closing.set()
         # With a grace, a thread of gRPC's own would outlive the server by that long.
         self._server.stop(grace=None).wait(timeout_s)
@@ -155,7 +155,7 @@ class CoordinatorServer:
         def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
             request = self._read_request(kind, data, context)
             calls = Calls(self._jobs, self._room, lambda: context.is_active() and not self._closing.is_set())
-            code, why = grpc.StatusCode.INTERNAL, ""
+            code, why = grpc.StatusCode.INTERNAL, ""  # for errors that are none of this package's
             try:
                 reply: bytes = method(calls, request).SerializeToString()
                 return reply
@@ -189,9 +189,8 @@ class CoordinatorServer:
             self._abort_call(context, grpc.StatusCode.INVALID_ARGUMENT, f"these bytes are no {kind.__name__}")
 
     def _abort_call(self, context: grpc.ServicerContext, code: grpc.StatusCode, why: str) -> None:
-        """Counts and raises."""
         self.counts[code.name.lower()] += 1
-        context.abort(code, why[:2000])
+        context.abort(code, why[:2000])  # raises; the text travels in a header, whose size is limited
 
     def _health_handler(self) -> Any:
         def check(request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext) -> Any:
@@ -259,7 +258,7 @@ def serve_engine(
         InputError, CoordinatorError: as :class:`CoordinatorServer` and :class:`EngineJobs`.
     """
     with _ended_by_signals() as end:
-        jobs = EngineJobs(folder)
+        jobs = EngineJobs(folder)  # locks the folder before anything else is written in it
         try:
             token = read_token(token_file) if token_file else _own_token(folder / "token")
 
@@ -297,7 +296,7 @@ def _ended_by_signals() -> Iterator[threading.Event]:
 
 def _own_token(path: Path) -> str:
     with (
-        contextlib.suppress(FileExistsError),
+        contextlib.suppress(FileExistsError),  # an engine that ran here before has made it
         os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
     ):
         file.write(new_token() + "\n")
@@ -306,11 +305,10 @@ def _own_token(path: Path) -> str:
 
 
 def _at_last_port(listen: Callable[[int], CoordinatorServer], note: Path) -> CoordinatorServer:
-    """Listens on the port where jobs of an engine that was killed look for it; on another if that is taken."""
     server = None
     with contextlib.suppress(OSError, ValueError, CoordinatorError):
-        server = listen(int(note.read_text()))
-    server = server or listen(0)
+        server = listen(int(note.read_text()))  # where the ranks of jobs under way look for it
+    server = server or listen(0)  # that port is taken, or none was noted
     with contextlib.suppress(OSError):
         note.write_text(f"{server.port}\n")
     return server

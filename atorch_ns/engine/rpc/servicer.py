@@ -13,11 +13,11 @@ from atorch_ns.engine.coordinator.trial import NotJoinedError, Over
 from atorch_ns.engine.proto import coordinator_pb2 as pb
 from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.errors import InputError
-from atorch_ns.search import Candidate, SearchSettings, Setting, from_json, to_json
+from atorch_ns.search import Candidate, SearchSetting, SearchSettings, from_json, to_json
 
 SERVICE = "atorch_ns.engine.v1.Coordinator"
-_MAX_WAIT_S = 10.0
-_ASK_AGAIN_S = 0.5
+_MAX_WAIT_S = 10.0  # of one call for a task; then the rank calls again
+_ASK_AGAIN_S = 0.5  # where as many calls wait as may
 _MAX_NAME_CHARACTERS = 200
 
 
@@ -42,7 +42,7 @@ class Calls:
         record = JobRecord(
             job=request.job,
             world_size=request.world_size,
-            setting=from_json(Setting, request.setting),
+            setting=from_json(SearchSetting, request.setting),
             settings=from_json(SearchSettings, request.settings),
             candidates=from_json(tuple[Candidate, ...], request.candidates),
         )
@@ -59,7 +59,7 @@ class Calls:
     def next_task(self, request: pb.NextTaskRequest) -> pb.NextTaskReply:
         """Waits for a task, where there is room for one that waits."""
         coordinator = self._find_coordinator(request.caller)
-        room = self._room.acquire(blocking=False)
+        room = self._room.acquire(blocking=False)  # a call that waits keeps one of the server's threads
         try:
             answer = coordinator.next_task(
                 request.caller.rank,

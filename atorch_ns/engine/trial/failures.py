@@ -82,7 +82,7 @@ def explain(error: BaseException, *, applying: bool) -> Failure:
         return Failure("non-finite", str(error))
     if isinstance(error, Interrupted):
         return Failure(error.status, str(error))
-    if isinstance(error, RankError):
+    if isinstance(error, RankError):  # of another rank, told by an agreement
         return Failure("raised", text, secondary=True)
     if is_out_of_memory(error):
         return Failure("out of memory", text)
@@ -95,6 +95,5 @@ def explain(error: BaseException, *, applying: bool) -> Failure:
 
 
 def _error_location(error: BaseException) -> str:
-    """The innermost line of the user's code, as `` (in forward, model.py:12)``."""
     frame = user_frame(error)
     return "" if frame is None else f" (in {frame.name}, {Path(frame.filename).name}:{frame.lineno})"

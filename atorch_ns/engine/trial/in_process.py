@@ -28,7 +28,7 @@ from atorch_ns.engine.trial.worker import TrialWorker
 from atorch_ns.job import Inputs
 from atorch_ns.method import Registry, load_registry
 from atorch_ns.numerics.setup import structure_of
-from atorch_ns.search import Note, TrialTask, memory_limit
+from atorch_ns.search import SearchNote, TrialTask, memory_limit
 from atorch_ns.text import error_text
 from atorch_ns.torch_compat import process_groups
 
@@ -87,7 +87,7 @@ class InProcessWorker:
             except Exception as error:
                 reason = f"the model's structure cannot be copied: {error_text(error)}"
                 return RankReport(task_id=task.id, rank=self._cluster.rank, status="refused", reason=reason)
-            torch.manual_seed(0)
+            torch.manual_seed(0)  # as trial processes begin
             run = run_trial(
                 inputs,
                 self._cluster,
@@ -116,12 +116,11 @@ def _kept_settings() -> Iterator[None]:
 
 @contextmanager
 def _kept_groups() -> Iterator[None]:
-    """Ends the process groups that are made inside the block, once what used them is gone."""
     before = process_groups()
     try:
         yield
     finally:
-        gc.collect()
+        gc.collect()  # meshes and wrappers in reference cycles use the groups until they are freed
         for group in process_groups():
             if all(group is not known for known in before):
                 _destroy_group(group)
@@ -166,7 +165,7 @@ def make_worker(
         worker = InProcessWorker(inputs, cluster, memory_limit_bytes=limit)
         if cluster.rank == 0:
             request.observer(
-                Note(
+                SearchNote(
                     f"trials run in this process, since {obstacle}: a trial that crashes or hangs ends the "
                     "search, and its memory is measured together with what this process holds."
                 )

@@ -29,8 +29,8 @@ from atorch_ns.errors import InputError
 from atorch_ns.job import Inputs, is_poisoned
 from atorch_ns.text import error_text
 
-_SAMPLES: Final = 65536
-_UNKNOWN_STD: Final = 0.02
+_SAMPLES: Final = 65536  # values of a tensor that its moments are taken from
+_UNKNOWN_STD: Final = 0.02  # initializer_range of most transformers of Hugging Face
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def moments_of(tensor: torch.Tensor) -> Moments:
         return Moments(0.0, 0.0, 0.0, 0.0)
     flat = tensor.detach()
     flat = flat.reshape(-1) if flat.is_contiguous() else flat.flatten(0, -1)
-    step = max(1, flat.numel() // _SAMPLES)
+    step = -(-flat.numel() // _SAMPLES)
     sample = flat[::step].to(device="cpu", dtype=torch.float64)
     sample = sample[torch.isfinite(sample)]
     if sample.numel() == 0:
@@ -118,6 +118,7 @@ def _draw_values(tensor: torch.Tensor, moments: Moments) -> None:
         else:
             tensor.normal_(moments.mean, moments.std)
     elif tensor.dtype != torch.bool:
+        # Indices stay within their table; random_ excludes its upper bound.
         low, high = math.floor(moments.low), math.floor(moments.high)
         tensor.random_(low, high + 1)
 
@@ -168,7 +169,7 @@ def pack(
     with _sent_whole(by_value):
         try:
             return _pickle_value((_for_trials(inputs), dict(carried or {})), inputs.model)
-        except Exception as error:
+        except Exception as error:  # names some inner object; which argument holds it is found next
             reason = _unpicklable_argument(inputs, carried)
             reason = reason or f"the arguments cannot be pickled: {error_text(error, 200)}"
             raise InputError(f"{reason}. Trials of it cannot run in processes of their own.") from error
@@ -275,6 +276,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
         return _REBUILD if value is self._rebuild else None
 
     def reducer_override(self, value: Any) -> Any:
+        # Subclasses (DTensor, quantized weights) and sparse tensors have ways of their own.
         if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
             return super().reducer_override(value)
         if value.is_quantized:
@@ -294,6 +296,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
         )
         if tensor.is_meta:
             return record
+        # Moments of complex values are not known, so they are sent.
         if without_values and not tensor.is_complex():
             return replace(record, moments=moments_of(tensor))
         return replace(record, data=_bytes_of(tensor))
@@ -331,6 +334,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
+    # Lazy views (conj, neg) hold other bits than their values; numpy has no bfloat16, so bytes are viewed.
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if plain.numel() == 0:
         return b""
@@ -341,4 +345,5 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 def _from_bytes(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if not data:
         return torch.empty(shape, dtype=dtype)
+    # A copy: the bytes of a pickle are read-only, and torch would write to them.
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

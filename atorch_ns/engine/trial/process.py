@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch leaves it out of __all__
 
 _LOOPBACK: Final = "127.0.0.1"
-_BACKLOG: Final = 4096
+_BACKLOG: Final = 4096  # ranks that connect at the same time
 _TIMEOUT: Final = timedelta(seconds=60)
 
 
@@ -88,14 +88,14 @@ REPORT: Final = TypeAdapter(RankReport)
 TASK: Final = TypeAdapter(TrialTask)
 
 _SEED: Final = 0
-_LINGER_S: Final = 2.0
+_LINGER_S: Final = 2.0  # for the other ranks to finish their last collective
 _POLL_S: Final = 0.002
 # The parent ends a trial at its deadline; this is for one whose parent is gone or stuck.
 _ORPHAN_GRACE_S: Final = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class TrialSetting:
     """Settings that all trials of a worker share. Plain values, sent with the user's objects.
 
     Attributes:
@@ -121,7 +121,7 @@ class Setting:
 
 def be_trial(
     job: Unpacked,
-    setting: Setting,
+    setting: TrialSetting,
     registry: Registry,
     task: TrialTask,
     *,
@@ -142,7 +142,7 @@ def be_trial(
         _prepare_process(setting, task, log)
         group = _Group()
         run = _join_and_run(group, job, setting, registry, task, report_fd, started, loading_bytes)
-        sys.stdout.flush()
+        sys.stdout.flush()  # os._exit flushes nothing
         sys.stderr.flush()
         report = REPORT.dump_python(run.report, mode="json")
         send(report_fd, {"is": "report", "report": report, "secondary": run.secondary})
@@ -166,7 +166,7 @@ def be_trial(
 def _join_and_run(
     group: _Group,
     job: Unpacked,
-    setting: Setting,
+    setting: TrialSetting,
     registry: Registry,
     task: TrialTask,
     report_fd: int,
@@ -185,7 +185,7 @@ def _join_and_run(
         report = RankReport(task_id=task.id, rank=setting.cluster.rank, status="raised", reason=reason)
         return TrialRun(report, secondary=True)
     for tensor in job.on_device:
-        tensor.data = tensor.data.to(setting.cluster.device)
+        tensor.data = tensor.data.to(setting.cluster.device)  # modules and closures hold this tensor
     return run_trial(
         job.inputs,
         setting.cluster,
@@ -207,7 +207,7 @@ class _Group:
         self._store: Any = None
         self._world_size = 1
 
-    def join(self, setting: Setting, task: TrialTask) -> None:
+    def join(self, setting: TrialSetting, task: TrialTask) -> None:
         """Waits for the other ranks, where there is a process group."""
         cluster, endpoint = setting.cluster, setting.rendezvous
         if not cluster.distributed:
@@ -237,11 +237,12 @@ class _Group:
         limit = time.monotonic() + _LINGER_S
         with contextlib.suppress(RuntimeError):
             self._store.add("through", 1)
+            # Adding 0 reads the count.
             while self._store.add("through", 0) < self._world_size and time.monotonic() < limit:
                 time.sleep(_POLL_S)
 
 
-def _prepare_process(setting: Setting, task: TrialTask, log: Path) -> None:
+def _prepare_process(setting: TrialSetting, task: TrialTask, log: Path) -> None:
     os.environ[TRIAL_VARIABLE] = str(task.id)
     redirect_output(log)
     arm_stack_dumps(task.deadline_s + _ORPHAN_GRACE_S)
@@ -255,6 +256,6 @@ def _prepare_process(setting: Setting, task: TrialTask, log: Path) -> None:
 
 
 def _prefer_as_oom_victim() -> None:
-    """Has Linux choose this process, not the user's, when the machine runs out of memory."""
     with contextlib.suppress(OSError):
+        # The highest score: where memory runs out, Linux kills this process and not the user's.
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from atorch_ns.apply import apply_strategy
 from atorch_ns.cluster import Cluster
 from atorch_ns.cluster.memory_limit import lowered_limit
-from atorch_ns.cluster.process_memory import LONG_RUN, Growth, ProcessMemory, track_memory
+from atorch_ns.cluster.process_memory import LONG_RUN, MemoryGrowth, ProcessMemory, track_memory
 from atorch_ns.engine.trial.failures import Failure, Interrupted, NonFiniteLoss, explain
 from atorch_ns.engine.trial.report import CollectiveCount, RankReport, record_entries
 from atorch_ns.errors import BackendError, InputError, RankError, StrategyError
@@ -73,18 +73,17 @@ def half_width(times: Sequence[float], confidence: float) -> float:
 
 
 def _mean_half_width(times: Sequence[float], confidence: float) -> float:
-    """The same from the standard deviation, which outliers widen."""
+    # √(π/2) standard errors of the mean; outliers widen it, which the median absolute deviation ignores.
     error = 1.2533 * statistics.stdev(times) / math.sqrt(len(times))
     return _t_quantile((1 + confidence) / 2, len(times) - 1) * error
 
 
 def _t_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t: exact for 1 and 2 degrees of freedom, else the expansion in the normal's
-    (Abramowitz and Stegun 26.7.5), good to 1% from 3 degrees on at the usual levels."""
-    if freedom == 1:
+    if freedom == 1:  # exact, as for 2
         return math.tan(math.pi * (probability - 0.5))
     if freedom == 2:
         return (2 * probability - 1) / math.sqrt(2 * probability * (1 - probability))
+    # The expansion in the normal's quantile (Abramowitz and Stegun 26.7.5): good to 1% at the usual levels.
     z = statistics.NormalDist().inv_cdf(probability)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
@@ -92,11 +91,9 @@ def _t_quantile(probability: float, freedom: int) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-_SETTLING_STEPS: Final = 2
-"""The first step makes the optimizer's states, and after it DDP arranges its buckets anew."""
+_SETTLING_STEPS: Final = 2  # the first makes the optimizer's states, after it DDP arranges its buckets anew
 _NUM_BATCHES: Final = 4
-_MOST_LEVEL_STEPS: Final = 64
-"""Steps at most until the memory of a process is level; what it adds after that is predicted from its growth."""
+_MOST_LEVEL_STEPS: Final = 64  # until memory is level; what more steps add is predicted from its growth
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ def run_trial(
         failure = explain(error, applying=trial.applying)
         report = replace(report, status=failure.status, reason=failure.reason, refused_by=failure.refused_by)
         report = replace(report, process_bytes=trial.process_bytes, while_applying=trial.applying)
-        traceback.clear_frames(error.__traceback__)
+        traceback.clear_frames(error.__traceback__)  # their locals hold the tensors of the failed step
     report = replace(
         report, setup_seconds=trial.setup_seconds, total_seconds=time.monotonic() - trial.started
     )
@@ -166,17 +163,7 @@ def run_trial(
 
 @dataclass
 class _Trial:
-    """A task under way on one rank; the fields are those of :func:`run_trial`.
-
-    Attributes:
-        enforced_bytes: the limit that the system enforces; ``None`` for none.
-        held_bytes: what counts towards the limit and is there before the trial begins.
-        begins_whole: whether a process that trains begins with the whole model.
-        applying: whether the strategy is still being applied.
-        enforced: whether the system enforces the limit.
-        process_bytes: what the process has taken, when the steps have ended or failed; ``None`` if that is not known.
-        setup_seconds: time to the first timed step; 0 before it.
-    """
+    """A task under way on one rank; the fields are those of :func:`run_trial`."""
 
     inputs: Inputs
     cluster: Cluster
@@ -185,13 +172,13 @@ class _Trial:
     enter: Callable[[str], None]
     interrupt: Callable[[], Interrupted | None]
     started: float
-    enforced_bytes: int | None
-    held_bytes: int
-    begins_whole: bool
-    applying: bool = True
-    enforced: bool = False
-    process_bytes: int | None = None
-    setup_seconds: float = 0.0
+    enforced_bytes: int | None  # the limit that the system is to enforce
+    held_bytes: int  # counts towards the limit and is there before the trial begins
+    begins_whole: bool  # whether a process that trains begins with the whole model
+    applying: bool = True  # until the strategy is applied
+    enforced: bool = False  # whether the system does enforce the limit
+    process_bytes: int | None = None  # once the steps have ended or failed
+    setup_seconds: float = 0.0  # from the start to the first timed step
 
     def probe(self, report: RankReport) -> RankReport:
         """The report with the comparison of numerics."""
@@ -230,14 +217,13 @@ class _Trial:
             process_bytes=ran.process_bytes,
             further_bytes=further_bytes,
             state_bytes=states,
-            collectives=executed.found,
+            collectives=executed.totals,
             enforced=self.enforced,
             loss=ran.loss,
         )
 
     @contextlib.contextmanager
     def _memory_limit(self, device: torch.device) -> Iterator[None]:
-        """The limit, where it is to be enforced and the system can."""
         with contextlib.ExitStack() as stack:
             if self.enforced_bytes is not None:
                 try:
@@ -248,7 +234,7 @@ class _Trial:
             yield
 
     def _run_with_less(self, ran: _Steps, further_bytes: int, device: torch.device) -> None:
-        """Two steps under the limit less what a long run adds: a measurement misses memory that is not touched."""
+        # A measurement misses memory that is not touched, which a limit counts.
         (further,) = _max_over_ranks([float(further_bytes)], self.cluster)
         self.enter(f"steps with {bytes_text(further)} less, which a long run adds")
         try:
@@ -275,7 +261,7 @@ class _Trial:
                 self.enter(f"warm-up step {step}")
                 _finite_loss(result.train_step(next(batches)), step)
                 growth.step()
-            gc.collect()
+            gc.collect()  # garbage so far would be collected in a timed step
             self.setup_seconds = time.monotonic() - self.started
             seconds, verdict, loss = self._time_steps(result, batches, growth)
             if verdict == "enough" and self.enforced_bytes is not None:
@@ -289,10 +275,8 @@ class _Trial:
     def _until_level(
         self, result: Result, batches: Iterator[Any], growth: _GrowthOverSteps, step_seconds: float
     ) -> None:
-        """Further steps, until the memory of every rank is level: a strategy that may win must hold the limit for long.
-
-        They end in any case with half of the time that the trial has, so that none is late because of them.
-        """
+        # A strategy that may win must hold the limit for long, so steps go on until memory is level. They may
+        # take half of the trial's time, so that no trial is late because of them.
         while growth.num_steps < _MOST_LEVEL_STEPS:
             self.enter(f"step {growth.num_steps + 1}, until memory is level")
             number = growth.num_steps  # a doubling
@@ -338,20 +322,19 @@ class _Trial:
     def _time_steps(
         self, result: Result, batches: Iterator[Any], growth: _GrowthOverSteps
     ) -> tuple[list[float], Decision, float]:
-        """Seconds of each step, in blocks that all ranks begin together, until the rule is satisfied."""
         rule = self.task.rule
         times: list[float] = []
         verdict: Decision = "go on"
         while verdict == "go on":
             self.enter(f"timed step {len(times) + 1}")
-            _max_over_ranks([0.0], self.cluster)
+            _max_over_ranks([0.0], self.cluster)  # a barrier: all ranks begin the block together
             block = []
             for _ in range(max(1, min(rule.block_steps, rule.max_steps - len(times)))):
                 batch = next(batches)
                 begun = time.perf_counter()
                 loss = result.train_step(batch)
                 if self.cluster.device_type == "cuda":
-                    torch.cuda.synchronize()
+                    torch.cuda.synchronize()  # train_step returns while its kernels run
                 block.append(time.perf_counter() - begun)
             interruption = self.interrupt()
             *block, interrupted = _max_over_ranks([*block, float(interruption is not None)], self.cluster)
@@ -359,7 +342,7 @@ class _Trial:
                 raise interruption or Interrupted("cancelled", "another rank ended the trial")
             times += block
             growth.step(len(block))
-            value = _finite_loss(loss, growth.num_steps)
+            value = _finite_loss(loss, growth.num_steps)  # once a block, outside of the timed steps
             verdict = decide(rule, times)
         return times, verdict, value
 
@@ -378,16 +361,12 @@ class _Steps:
 
 
 class _GrowthOverSteps:
-    """Growth of this process over the steps of a trial.
-
-    Args:
-        process: the memory of the process.
-    """
+    """Growth of this process over the steps of a trial."""
 
     def __init__(self, process: ProcessMemory) -> None:
         self.num_steps = 0
         self._process = process
-        self._growth = Growth()
+        self._growth = MemoryGrowth()
 
     def step(self, number: int = 1) -> None:
         """``number`` further steps were run."""
@@ -409,21 +388,20 @@ class _GrowthOverSteps:
                 rate of a few entries a step, more slowly than a trial can see.
         """
         growth = self._growth.until(LONG_RUN)
-        if collectives is None or not collectives.found:
+        if collectives is None or not collectives.totals:
             return growth
-        calls, entries = sum(number for number, _ in collectives.found.values()), record_entries()
+        calls, entries = sum(number for number, _ in collectives.totals.values()), record_entries()
         left = min(entries, LONG_RUN * calls) - min(entries, self.num_steps * calls)
         return growth + left * collectives.record_bytes // calls
 
 
 def _cycle_batches(result: Result) -> Iterator[Any]:
-    """The loader's first few batches, over and over; at most one that is not in use is held at first."""
     assert result.dataloader is not None
     batches: list[Any] = []
     loader = iter(result.dataloader)
     for batch in itertools.islice(loader, _NUM_BATCHES):
         batches.append(batch)
-        yield batch
+        yield batch  # before the next is loaded: the first steps hold no batches of later ones
     del loader
     if not batches:
         raise InputError("the data loader gives no batch: the dataset is smaller than one global batch.")
@@ -438,17 +416,15 @@ def _finite_loss(loss: torch.Tensor, step: int) -> float:
 
 
 def _max_over_ranks(values: Sequence[float], cluster: Cluster) -> list[float]:
-    """The maximum over ranks of each value; a barrier, too."""
     if not cluster.distributed:
         return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64)
+    tensor = torch.tensor(values, dtype=torch.float64)  # on the CPU: gloo reduces it, in CUDA jobs too
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     maxima: list[float] = tensor.tolist()
     return maxima
 
 
 def _held_to(limit: int | None, report: RankReport) -> RankReport:
-    """The report, as one of a trial without memory where it needs more than the limit."""
     process, further, tensors = report.process_bytes, report.further_bytes, report.peak_bytes
     # A process that had kept memory free grows by less than its tensors take.
     needed = max(0 if process is None else process + further, tensors or 0)

@@ -19,8 +19,8 @@ from atorch_ns.search import TrialStatus, TrialTask
 from atorch_ns.text import signal_text
 
 _POLL_S: Final = 0.05
-_KILL_LIMIT_S: Final = 2.0
-_STACKS_LIMIT_S: Final = 1.0
+_KILL_LIMIT_S: Final = 2.0  # for a killed trial to be gone
+_STACKS_LIMIT_S: Final = 1.0  # for the stacks of all threads to be written
 # A rank that lost its peers waits this long to hear from the coordinator that one of them failed.
 _PEER_GRACE_S: Final = 5.0
 
@@ -52,7 +52,7 @@ class TrialWatch:
     def follow(self, cancelled: Callable[[], bool]) -> RankReport:
         """Waits until the trial has ended, whatever ends it; its report."""
         started = time.monotonic()
-        kills = oom_kills()
+        kills = oom_kills()  # compared when the trial dies
         self.process.command(
             {"do": "trial", "task": TASK.dump_python(self.task, mode="json"), "log": str(self.log)}
         )
@@ -72,7 +72,7 @@ class TrialWatch:
             return self._make_report("cancelled", started, f"lost another rank: {self.report.reason}")
         total = time.monotonic() - started
         setup = self.report.setup_seconds
-        late = max(0.0, total - self.report.total_seconds)
+        late = max(0.0, total - self.report.total_seconds)  # forking and, without sound forks, importing
         return replace(self.report, setup_seconds=setup + late if setup else 0.0, total_seconds=total)
 
     def kill(self) -> None:
@@ -82,7 +82,7 @@ class TrialWatch:
         while self.exit_code is None and self.process.alive and time.monotonic() < limit:
             self._receive_event(_POLL_S)
         if self.exit_code is None:
-            self.process.close()
+            self.process.close()  # the zygote hangs as well; the worker starts another
 
     def _receive_event(self, timeout_s: float) -> None:
         event = self.process.event(timeout_s)
@@ -101,6 +101,7 @@ class TrialWatch:
         self.process.command({"do": "stacks"})
         limit = time.monotonic() + _STACKS_LIMIT_S
         size = before
+        # The dump is complete once the file has grown and grows no more.
         while time.monotonic() < limit and not (size > before and size == _file_size(self.log)):
             size = _file_size(self.log)
             self._receive_event(_POLL_S)
@@ -116,6 +117,7 @@ class TrialWatch:
             how = f"the trial left with exit code {self.exit_code}"
         else:
             how = f"the trial was ended by {signal_text(-self.exit_code)}"
+        # Anybody may send SIGKILL; the system's count of kills for memory tells whether it did.
         by_system = self.exit_code in (None, -signal.SIGKILL) and oom_kills() != kills
         if by_system:
             how += ", as the system ran out of memory"
@@ -149,10 +151,9 @@ def _file_size(path: Path) -> int:
 
 
 def _innermost_frame(log: Path, start: int) -> str:
-    """The innermost frame of the main thread, from a dump of stacks (innermost call first) behind byte ``start``."""
     if not log.exists():
         return ""
-    dump = log.read_bytes()[start:].decode(errors="replace")
+    dump = log.read_bytes()[start:].decode(errors="replace")  # by faulthandler, innermost call first
     current = dump.partition("Current thread")[2] or dump
     match = re.search(r'File "([^"]+)", line (\d+) in (\S+)', current)
     return "" if match is None else f" (in {match[3]}, {Path(match[1]).name}:{match[2]})"

@@ -16,7 +16,7 @@ import torch
 
 from atorch_ns.cluster import Cluster
 from atorch_ns.engine.trial.pickling import pack
-from atorch_ns.engine.trial.process import Rendezvous, Setting
+from atorch_ns.engine.trial.process import Rendezvous, TrialSetting
 from atorch_ns.engine.trial.report import RankReport
 from atorch_ns.engine.trial.watch import TrialWatch
 from atorch_ns.engine.trial.worker_process import WorkerProcess
@@ -24,24 +24,24 @@ from atorch_ns.job import Inputs, is_on_meta
 from atorch_ns.search import TrialStatus, TrialTask
 
 
-def new_log_folder(place: Path | None) -> tuple[Path, str]:
+def new_log_folder(path: Path | None) -> tuple[Path, str]:
     """A folder for the logs of one search, on its first rank.
 
     It belongs to this search alone: reports of earlier ones name the files of theirs.
 
     Args:
-        place: the folder to make, with a number behind its name where that is taken; ``None`` for a temporary
+        path: the folder to make, with a number behind its name where that is taken; ``None`` for a temporary
             one.
 
     Returns:
-        The folder, and why it is a temporary one although ``place`` was given; else an empty text.
+        The folder, and why it is a temporary one although ``path`` was given; else an empty text.
     """
     problem = ""
-    if place is not None:
+    if path is not None:
         try:
-            return _make_numbered_folder(place), ""
+            return _make_numbered_folder(path), ""
         except OSError as error:
-            problem = f"logs of trials cannot be kept in {place}: {error}"
+            problem = f"logs of trials cannot be kept in {path}: {error}"
     folder = Path(tempfile.mkdtemp(prefix="atorch_ns_trials_"))
     return folder, f"{problem}; they are in {folder}" if problem else ""
 
@@ -67,9 +67,9 @@ def log_folder(shared: Path) -> Iterator[Path]:
             folder.rmdir()
 
 
-def _make_numbered_folder(place: Path) -> Path:
+def _make_numbered_folder(path: Path) -> Path:
     for number in itertools.count(1):
-        folder = place if number == 1 else place.with_name(f"{place.name}-{number}")
+        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             return folder
@@ -77,7 +77,7 @@ def _make_numbered_folder(place: Path) -> Path:
 
 
 _POLL_S: Final = 0.05
-_START_LIMIT_S: Final = 300.0
+_START_LIMIT_S: Final = 300.0  # for importing torch, methods and the user's modules from a slow disk
 _NO_FAILURE: Final = ("ok", "stopped early", "cancelled")
 
 
@@ -122,7 +122,7 @@ class TrialWorker:
         self._log_dir = Path(log_dir)
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._by_value: tuple[str, ...] = ()
-        self._setting = Setting(
+        self._setting = TrialSetting(
             cluster=cluster,
             rendezvous=rendezvous,
             num_threads=torch.get_num_threads(),
@@ -141,7 +141,7 @@ class TrialWorker:
         The deadline counts from when the helper is ready. A trial that is cancelled, hangs or overruns is
         killed with everything it started.
         """
-        if task.kind == "single" and self._rank:
+        if task.kind == "single" and self._rank:  # rank 0 runs it alone
             return RankReport(task_id=task.id, rank=self._rank, status="ok")
         process = self._ready_process(task, cancelled)
         if isinstance(process, RankReport):
@@ -154,7 +154,7 @@ class TrialWorker:
             watch.kill()
             raise
         finally:
-            if not process.alive:
+            if not process.alive:  # the next trial starts another
                 process.close()
                 self._process = None
         self._keep_own_log |= self._process is None and report.status not in _NO_FAILURE
@@ -183,7 +183,6 @@ class TrialWorker:
         return WorkerProcess(self._setting, self._job, self._own_log)
 
     def _ready_process(self, task: TrialTask, cancelled: Callable[[], bool]) -> WorkerProcess | RankReport:
-        """The helper, waited for; or why there is none."""
         limit = time.monotonic() + _START_LIMIT_S
         while True:
             if self._process is None:
@@ -203,9 +202,9 @@ class TrialWorker:
                 return RankReport(task_id=task.id, rank=self._rank, status="cancelled", reason=reason)
 
     def _find_obstacle(self, process: WorkerProcess, limit: float) -> tuple[TrialStatus, str]:
-        """Why the helper will not become ready, if that is so; packs anew what it could not import."""
         if process.broken is not None:
             missing = process.broken["missing"]
+            # A module that the helper cannot import: its classes and functions are sent by value instead.
             if missing in sys.modules and missing not in self._by_value:
                 self._by_value += (missing,)
                 self._job = pack(self._inputs, by_value=self._by_value, carried=self._carried)
@@ -227,7 +226,7 @@ class TrialWorker:
         return "ok", ""
 
     def _with_log(self, report: RankReport, log: Path, *, overran: bool) -> RankReport:
-        """The report with its log, where that is kept: a rank that was late may yet be found to be the cause."""
+        # The log of a rank that was late is kept, as the coordinator may find it to be the cause.
         if not self._keep_logs and report.status in _NO_FAILURE and not overran:
             log.unlink(missing_ok=True)
         _remove_if_empty(log)

@@ -19,8 +19,8 @@ from typing import Any, Final
 from atorch_ns.system import kill_group
 from atorch_ns.text import signal_text
 
-_LENGTH: Final = struct.Struct("!I")
-_CHUNK: Final = 65536
+_LENGTH: Final = struct.Struct("!I")  # number of bytes of the JSON that follows
+_CHUNK: Final = 65536  # what a pipe of Linux holds
 
 
 def send(fd: int, message: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ def send(fd: int, message: Mapping[str, Any]) -> None:
     body = json.dumps(message).encode()
     data = memoryview(_LENGTH.pack(len(body)) + body)
     while data:
-        data = data[os.write(fd, data) :]
+        data = data[os.write(fd, data) :]  # a pipe may take a part
 
 
 class Receiver:
@@ -91,8 +91,8 @@ _BOOT: Final = (
 )
 # Asking CUDA whether it is there would initialise it, and forks could no longer use it.
 _NO_CUDA_CONTEXT: Final = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-_EXIT_S: Final = 2.0
-_ENDING_S: Final = 0.5
+_EXIT_S: Final = 2.0  # for a zygote whose pipe was closed
+_ENDING_S: Final = 0.5  # between the end of its pipe and its own
 
 
 class WorkerProcess:
@@ -103,7 +103,7 @@ class WorkerProcess:
     ends and whatever it is loading: Linux kills it; elsewhere its pipe closes.
 
     Args:
-        setting: a :class:`~atorch_ns.engine.trial.process.Setting`.
+        setting: a :class:`~atorch_ns.engine.trial.process.TrialSetting`.
         job: the user's objects, packed.
         log: file for the output of the zygote itself.
     """
@@ -116,6 +116,7 @@ class WorkerProcess:
         self._open = [self._commands, events_read]
         self.ready = False
         self.broken: Mapping[str, Any] | None = None
+        # A file, not a pipe: it can be of any size and is read again by trials that load everything anew.
         with tempfile.TemporaryFile() as packed, log.open("ab") as output:
             pickle.dump((setting, job), packed)
             packed.seek(0)

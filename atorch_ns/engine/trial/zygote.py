@@ -36,7 +36,7 @@ from torch import nn
 from atorch_ns.cluster import Cluster
 from atorch_ns.cluster.process_memory import private_bytes
 from atorch_ns.engine.trial.pickling import Unpacked, unpack
-from atorch_ns.engine.trial.process import TASK, Setting, be_trial
+from atorch_ns.engine.trial.process import TASK, TrialSetting, be_trial
 from atorch_ns.engine.trial.worker_process import Receiver, send
 from atorch_ns.method import Registry, load_registry
 from atorch_ns.search import TrialTask
@@ -44,13 +44,13 @@ from atorch_ns.system import kill_group, parent_tie
 from atorch_ns.text import error_text
 from atorch_ns.torch_compat import gpu_described, join_fake_group
 
-_PARENT_CHECK_S: Final = 0.5
+_PARENT_CHECK_S: Final = 0.5  # between two looks whether the parent is gone
 _CPU: Final = torch.device("cpu")
 _FRESH: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from atorch_ns.engine.trial.zygote import fresh_trial; "
     "fresh_trial(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])"
 )
-_WARM: Final = (
+_WARM: Final = (  # imported once, here, instead of by every trial that needs them
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -82,7 +82,7 @@ def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
         send(events_fd, {"is": "broken", "reason": reason, "missing": missing})
         return
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # collections in forks write to no object that is here now, so its pages stay shared
     with contextlib.suppress(BrokenPipeError):
         send(events_fd, {"is": "ready", "seconds": time.monotonic() - started})
         _Zygote(loaded, commands_fd, events_fd, job_fd=None if forks else job_fd).serve()
@@ -113,7 +113,7 @@ def fresh_trial(job_fd: int, report_fd: int, log: str, task: str) -> NoReturn:
 class _Loaded:
     """What trials share: the setting, the user's objects, the methods, and the bytes that loading these took."""
 
-    setting: Setting
+    setting: TrialSetting
     job: Unpacked
     registry: Registry
     loading_bytes: int
@@ -138,10 +138,8 @@ class _Loaded:
 
 @contextlib.contextmanager
 def _process_groups_pretended(cluster: Cluster) -> Iterator[None]:
-    """Lets modules that start the process group when they are imported have one that communicates nothing.
-
-    Each trial starts its own; here a real one would wait for other ranks, or be in the way of the trials'.
-    """
+    # A user's module may start the process group when it is imported. A real one would wait here for other
+    # ranks, or be in the way of the groups of trials.
     real = dist.init_process_group
 
     def pretend(*_: Any, **__: Any) -> None:
@@ -158,7 +156,6 @@ def _process_groups_pretended(cluster: Cluster) -> Iterator[None]:
 
 
 def _warm_up() -> None:
-    """Imports what trials would import one by one."""
     for module in _WARM:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
@@ -170,19 +167,18 @@ def _warm_up() -> None:
 
 
 def _gpu_described(cluster: Cluster) -> contextlib.AbstractContextManager[None]:
-    """What is loaded inside learns of the GPU by its description: a fork of a process that has used CUDA cannot use it."""
     if cluster.device_type != "cuda":
         return contextlib.nullcontext()
+    # Packages that ask for the GPU get a description: a fork of a process that has used CUDA cannot use it.
     facts = cluster.device_name, cluster.device_memory_bytes, cluster.capability or (0, 0)
     return gpu_described(cluster.local_rank, *facts)
 
 
 def _forks_are_sound(cluster: Cluster) -> bool:
-    """Whether a fork of this process can use its device, as one finds that tries; not where an import has used CUDA here."""
     if cluster.device_type != "cuda":
         return True
     pid = os.fork()
-    if pid == 0:
+    if pid == 0:  # tries: torch does not tell whether an import has used CUDA in a way that spoils forks
         code = 1
         try:
             torch.zeros(1, device=cluster.device)
@@ -218,8 +214,7 @@ class _Zygote:
 
     def __init__(self, loaded: _Loaded, commands_fd: int, events_fd: int, *, job_fd: int | None) -> None:
         self._loaded = loaded
-        self._job_fd = job_fd
-        """For trials that load everything anew; ``None`` where forks can be trials."""
+        self._job_fd = job_fd  # for trials that load everything anew; None where forks can be trials
         self._commands = Receiver(commands_fd)
         self._commands_fd = commands_fd
         self._events_fd = events_fd
@@ -230,6 +225,7 @@ class _Zygote:
     def serve(self) -> None:
         """Serves until the parent closes the pipe or is gone."""
         os.set_blocking(self._wake, False)
+        # SIGCHLD writes a byte into the pipe that select watches, but only if it has a handler.
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         try:
@@ -271,7 +267,7 @@ class _Zygote:
             try:
                 tie()
                 os.setpgid(0, 0)
-                signal.set_wakeup_fd(-1)
+                signal.set_wakeup_fd(-1)  # signals of the trial must not wake the zygote
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for fd in (reading, self._commands_fd, self._events_fd, self._woken, self._wake):
                     os.close(fd)
@@ -312,7 +308,7 @@ class _Zygote:
         pid, status = os.waitpid(trial.pid, os.WNOHANG)
         if not pid:
             return
-        self._pass_on()
+        self._pass_on()  # its report may still be in the pipe
         kill_group(trial.pid)
         os.close(trial.receiver.fileno())
         self._trial = None

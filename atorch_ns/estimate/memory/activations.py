@@ -62,6 +62,7 @@ class SegmentBytes:
         return tuple(
             self.value(cost.saved, s)
             - self._let_go(s)
+            # Megatron's sequence parallelism keeps the gathered inputs of column layers.
             + self.parts.gathered_inputs(s) * cost.output.at(self.num_samples, self.num_tokens)
             for s, cost in enumerate(self.costs)
         )
@@ -71,11 +72,12 @@ class SegmentBytes:
         segments = self.parts.trace.segments
         if segments[s].is_block or s + 1 == len(segments) or not segments[s + 1].is_block:
             return 0.0
+        # Each rank goes on with its part of the sample; bytes that do not grow with it stay.
         handed = replace(self.costs[s].output, constant=0.0)
         return self.value(handed, s) * (1.0 - 1.0 / np.asarray(self.parts.positions(s + 1)))
 
     @cached_property
-    def held(self) -> np.ndarray:
+    def until_return(self) -> np.ndarray:
         """[R] what a rank's segments hold that is gone before their backward pass."""
         each = (
             count * self.value(cost.held, s)
@@ -120,7 +122,7 @@ COMPILED_SAVED = 0.78
 ``inductor`` alike, recomputes element-wise operators whose results no matrix product reads. It is that of Llama's
 and GPT-2's blocks; a block without products of activations (an MLP with one GELU) keeps all."""
 
-_COMPILERS = ("inductor", "aot_eager")
+_COMPILERS = ("inductor", "aot_eager")  # backends that run AOTAutograd's partitioner
 
 RNG_STATE_BYTES = 5056
 """``torch.get_rng_state()`` of the CPU: recomputation keeps one for each block, and one more while it runs."""
@@ -166,14 +168,16 @@ class Activations:
         if not self.parts.is_cut:
             return self._zero_bytes
         first = last = self._zero_bytes
+        # From the last segment to the first: the first one that the rank has decides what it receives.
         for s in reversed(range(len(self.costs))):
             before = self.bytes.outputs[s - 1] if s else self._zero_bytes
+            # A rank that has only some of a run's blocks may begin inside the run.
             is_inside = self.parts.counts[s] < self.trace.segments[s].count
             inner = self.bytes.outputs[s] if self.trace.segments[s].is_block else before
             first = np.where(
                 self.parts.has(s), np.where(is_inside & (s > 0), np.maximum(before, inner), before), first
             )
-        for s in range(len(self.costs)):
+        for s in range(len(self.costs)):  # the last segment that it has decides what it sends
             last = np.where(self.parts.has(s), self.bytes.outputs[s], last)
         buffers = np.minimum(micro_batches, BUFFERS)
         return np.asarray(buffers * (first * self.parts.receives + last * self.parts.sends))
@@ -204,7 +208,7 @@ class Activations:
         if recomputes is False:
             return np.asarray(alive + peak)
         kept = self.bytes.outputs[s] + self._kept_inside(s)
-        again = self.bytes.saved[s] - kept
+        again = self.bytes.saved[s] - kept  # saved anew before the backward pass of the block
         # Recomputation stops as soon as everything saved is there again, so its output is not made.
         running = self.bytes.forward_peaks[s] - kept
         # Of blocks that are recomputed as one, those before this one keep all that they have saved again.
@@ -226,6 +230,7 @@ class Activations:
             if np.any(np.asarray(j) > 0):
                 return self.entering_backward(s, j - 1)
             return self.entering_backward(s - 1, self.parts.counts[s - 1] - 1) if s else self._zero_bytes
+        # In a stage, the block before may be of any earlier segment that the rank has, or on another rank.
         within = self.entering_backward(s, j - 1) if np.any(np.asarray(j) > 0) else self._zero_bytes
         before = self._zero_bytes
         for index in range(s):
@@ -263,6 +268,7 @@ class Activations:
         again = self._num_recomputed(s, count)
         kept = (count - again) * self._share_saved(s) * self.bytes.saved[s]
         if np.any(again):
+            # A chunk of recomputed blocks keeps a random state, and its input unless that is in host memory.
             output = 0.0 if self.offloads else self.bytes.outputs[s]
             chunks = np.ceil(again / self.plan.recomputation.chunk)
             kept = kept + chunks * (output + RNG_STATE_BYTES) + again * self._kept_inside(s)
@@ -270,16 +276,17 @@ class Activations:
 
     def _share_saved(self, s: int) -> float:
         segments = self.trace.segments
+        # Blocks alone are compiled, or the whole model where it has none.
         compiled = segments[s].is_block or not any(segment.is_block for segment in segments)
         if not compiled or self.plan.compiler not in _COMPILERS:
             return 1.0
         return COMPILED_SAVED if any(each.name == "aten.mul" for each in self.costs[s].operators) else 1.0
 
     def _kept_inside(self, s: int) -> np.ndarray | float:
-        """Bytes of a block that selective recomputation keeps beside its output: results of operators. A compiled graph
-        keeps those that the backward pass needs."""
+        """Bytes of a block that selective recomputation keeps beside its output: results of operators."""
         saved = saved_results(self.plan, self.costs[s])
         is_compiled = self.plan.compiler in _COMPILERS and self.trace.segments[s].is_block
+        # A compiled graph keeps only those results that its backward pass reads.
         kept = (each.read_again if is_compiled else each.size for each in saved)
         return sum((self.bytes.value(growth, s) for growth in kept), 0.0)
 
@@ -289,6 +296,7 @@ class Activations:
         every, start = self.plan.recomputation.every, self._start_positions[s]
         if self._recomputed_prefix_length is not None:
             return np.asarray(np.clip(self._recomputed_prefix_length - start, 0, count))
+        # Multiples of n among the positions [start, start + count).
         return -(-(start + count) // every) - (-(-start // every))
 
     @cached_property
@@ -298,15 +306,14 @@ class Activations:
         if share is None:
             return None
         able = sum(c for c, chosen in zip(self.parts.counts, self._is_recomputable, strict=True) if chosen)
-        return np.asarray(np.floor(share * able + 0.5))
+        return np.asarray(np.floor(share * able + 0.5))  # rounded as the pipeline does (num_recomputed)
 
     @cached_property
     def _zero_bytes(self) -> np.ndarray:
         return np.zeros(self.bytes.num_samples.shape)
 
     @cached_property
-    def _cast_bytes(self) -> tuple[np.ndarray | float, ...]:
-        """Bytes of the copies of one block's parameters in autocast's dtype, by segment."""
+    def _cast_bytes(self) -> tuple[np.ndarray | float, ...]:  # autocast's copies of one block's parameters
         return tuple(
             cost.cast_parameters * (self.parts.of_parameters(s) if cost.cast_parameters else 1.0)
             for s, cost in enumerate(self.costs)
@@ -314,8 +321,7 @@ class Activations:
 
     @cached_property
     def _before_segment(self) -> tuple[np.ndarray, ...]:
-        """Bytes that everything before each segment keeps."""
-        before = [self._zero_bytes]
+        before = [self._zero_bytes]  # one more than there are segments: the last is of all
         for s, count in enumerate(self.parts.counts):
             before.append(before[-1] + self._kept_bytes(s, count))
         return tuple(before)
@@ -326,10 +332,9 @@ class Activations:
 
     @cached_property
     def _start_positions(self) -> tuple[Place, ...]:
-        """The number of recomputable blocks before each segment."""
         positions: list[Place] = []
         total: Place = 0
         for count, chosen in zip(self.parts.counts, self._is_recomputable, strict=True):
-            positions.append(total)
+            positions.append(total)  # recomputable blocks before the segment
             total = total + (count if chosen else 0)
         return tuple(positions)

@@ -54,8 +54,9 @@ def places(kind: PlanGroup) -> Iterator[tuple[int, Place, int, int]]:
 
     Where plans have different numbers of blocks, ``j`` is [R]; it means nothing where a rank has none.
     """
+    # Names of a segment, from 4 s on: forward of its first and its last block, then backward of both.
     for s, count in enumerate(kind.parts.counts):
-        if isinstance(count, np.ndarray):
+        if isinstance(count, np.ndarray):  # stages of a pipeline
             if not count.any():
                 continue
             yield s, np.zeros_like(count), 4 * s, 4 * s + 2
@@ -63,7 +64,7 @@ def places(kind: PlanGroup) -> Iterator[tuple[int, Place, int, int]]:
                 yield s, count - 1, 4 * s + 1, 4 * s + 3
             continue
         for which, j in enumerate(sorted({0, count - 1})):
-            end = which if count > 1 else 1
+            end = which if count > 1 else 1  # a single block is the last one
             yield s, j, 4 * s + end, 4 * s + 2 + end
 
 
@@ -125,9 +126,8 @@ class PlanGroup:
         return np.asarray((share.stored * (sizes * mine)).sum(axis=-1)[self.row] / self.expanded[s])
 
     def _segment_mask(self, s: int, trainable: bool) -> np.ndarray:
-        """[P] or [K, P] whether a parameter is one of the segment's."""
         mine = (self.parameters.segment == s) & (self.parameters.copies > 0)
-        return np.asarray(mine & self.parameters.trainable if trainable else mine)
+        return np.asarray(mine & self.parameters.trainable if trainable else mine)  # [P] or [K, P]
 
     def later(self, s: int, j: Place, of: Sequence[np.ndarray | float]) -> np.ndarray | float:
         """The sum of ``of`` (a value for a block of each segment) over all that runs forward after a place."""
@@ -142,7 +142,7 @@ class PlanGroup:
     def step_temporaries(self) -> np.ndarray:
         """[R] what the optimizer needs while it steps."""
         spec = self.trace.optimizer
-        if spec is None or self.offloads_optimizer:
+        if spec is None or self.offloads_optimizer:  # the host updates
             return np.zeros(len(self.row))
         updated = self.parameters.itemsize
         if self.plan.precision.master_dtype is not None:
@@ -150,7 +150,7 @@ class PlanGroup:
         num_bytes = self.shares.optimizer.elements * (updated * self.parameters.trainable)
         copies = self.parameters.copies
         everything = (num_bytes * copies).sum(axis=-1)
-        num_bytes = num_bytes * (copies > 0)
+        num_bytes = num_bytes * (copies > 0)  # of one copy, where the rank has any
         if self.plan.sharding.updates_copy:  # the optimizer sees one vector
             largest = everything
         elif self.plan.sharding.layout == "parameters":
@@ -195,7 +195,7 @@ def flattened_moments(kind: PlanGroup) -> Iterator[Moment]:
     everything = kind.parts.total(sizes)
     many = kind.parts.accumulates
     stage2 = bool(kind.plan.sharding.gradients_over)
-    part = everything / kind.degree * many
+    part = everything / kind.degree * many  # a rank's part, which stage 2 adds to over micro-batches
     for s, j, forward, backward in places(kind):
         later = kind.later(s, j, sizes)
         waiting = part if stage2 else everything * many
@@ -221,13 +221,13 @@ def _summed_at_once(kind: PlanGroup, sizes: Sequence[np.ndarray | float]) -> np.
     divided = [np.asarray(kind.parts.positions(s)) > 1 for s in range(len(sizes))]
     summed = kind.parts.total([size * mask for size, mask in zip(sizes, divided, strict=True)])
     num_bytes = kind.parameters.elements * kind.parameters.itemsize * kind.parameters.trainable
-    largest = np.asarray(num_bytes.max(axis=-1, initial=0))
+    largest = np.asarray(num_bytes.max(axis=-1, initial=0))  # a number, or [K] where the model is divided
     largest = largest[kind.row] if largest.ndim else largest
     return np.asarray(np.minimum(summed, np.maximum(DEFAULT_BUCKET_BYTES, largest)))
 
 
 def _alive_backward(kind: PlanGroup, s: int, j: Place, passing: np.ndarray) -> np.ndarray:
-    """[R] activations at the worst moment of a backward pass, where gradients are handed on at once or kept."""
+    # Gradients are handed on at once, as into a bucket or onto earlier ones, or are kept as they come.
     alive = [kind.activations.backward(s, j, life) for life in ("passing", "keeping")]
     return np.where(passing, *alive)
 
@@ -245,6 +245,8 @@ def replicated_moments(kind: PlanGroup) -> Iterator[Moment]:
     """
     sizes = [kind.whole(s) for s in range(len(kind.trace.segments))]
     everything = kind.parts.total(sizes)
+    # [R] masks. ``syncs``: gradients are reduced; ``parted``: by ``replicate``; ``reduces``: in buckets;
+    # ``copies``: gradients are views of buckets.
     syncs = (kind.num_ranks > 1) & (kind.plan.gradient_sync == "all_reduce")
     parted = kind.parts.sizes.divides_model
     reduces = syncs & ~parted
@@ -252,7 +254,7 @@ def replicated_moments(kind: PlanGroup) -> Iterator[Moment]:
     copies = reduces & (views != "never")
     reported = reported_bytes(kind.plan, kind.trace) * (reduces & (views == "always"))
     buckets = everything * reduces + reported
-    many = kind.parts.accumulates & ~(reduces & (views == "always"))
+    many = kind.parts.accumulates & ~(reduces & (views == "always"))  # earlier gradients outside of buckets
     gathered = kind.parts.total([kind.whole(s, trainable=False) for s in range(len(sizes))]) * (
         syncs & parted
     )
@@ -262,13 +264,15 @@ def replicated_moments(kind: PlanGroup) -> Iterator[Moment]:
         for alive, casts in kind.activations.forward_moments(s, j):
             yield Moment(forward, waiting, alive, gathered + casts)
         alive = _alive_backward(kind, s, j, copies | many)
+        # Beside the buckets: all gradients but those that views replaced, or those made so far without views.
         grads = np.where(many, everything - later * copies, later * ~copies)
         yield Moment(backward, buckets + grads, alive, gathered + kind.activations.casts_saved(s, j))
     if parted.any():
-        reducing = everything * (syncs & parted) * (1 + kind.is_cpu)
+        reducing = everything * (syncs & parted) * (1 + kind.is_cpu)  # the one buffer, and gloo's copy
         yield Moment(kind.last_moment(), np.where(parted, everything + reducing, 0.0), 0.0, 0.0)
     if (kind.parts.sizes.sequence > 1).any():
         yield Moment(kind.last_moment(), everything, 0.0, _summed_at_once(kind, sizes))
     kept = kind.kept.gradients[kind.row]
+    # ``kept`` counts gradients that are views of buckets; of these only the reported numbers are left to add.
     hidden = np.where(copies & (kind.plan.precision.master_dtype is None), reported, buckets)
     yield Moment(kind.last_moment(), kept + hidden, 0.0, kind.step_temporaries())

@@ -70,12 +70,12 @@ def price_memory(
     return memory, worst, moment_names(trace)
 
 
-def _add_device_reserve(found: np.ndarray, sizes: Sizes, capability: tuple[int, int] | None) -> None:
-    """Adds to [R, 7] parts what a CUDA device needs beyond tensors."""
+def _add_device_reserve(parts: np.ndarray, sizes: Sizes, capability: tuple[int, int] | None) -> None:
+    # In this order: torch's allocator gives the workspaces too, so that its share is taken of them as well.
     temporaries, reserve, outside = map(MemoryParts._fields.index, ("temporaries", "reserve", "outside"))
-    found[:, temporaries] += workspace_bytes(capability)
-    found[:, reserve] += CACHED_SHARE * found[:, :reserve].sum(axis=1)
-    found[:, outside] = outside_bytes(sizes)
+    parts[:, temporaries] += workspace_bytes(capability)
+    parts[:, reserve] += CACHED_SHARE * parts[:, :reserve].sum(axis=1)
+    parts[:, outside] = outside_bytes(sizes)
 
 
 def _build_plan_group(
@@ -85,7 +85,7 @@ def _build_plan_group(
     degree = sizes.shards(plan.sharding.layout)
     parameters = parameters_of(trace, plan, tied=parts.is_cut)
     expanded = _count_expanded(parameters, trace)
-    if parts.divides:
+    if parts.divides:  # columns of keys: degree, degree of experts, tensor, expert, blocks of each segment
         keys, row = memo.get(("held", parts, plan.sharding.layout), lambda: _distinct_states(parts, degree))
         parameters = parameters.part(keys[:, 2], keys[:, 3], keys[:, 4:])
         degrees = keys[:, 0]
@@ -128,13 +128,12 @@ def _distinct_states(parts: ModelShard, degree: np.ndarray) -> tuple[np.ndarray,
 
 def _segment_bytes(plan: Plan, trace: Trace, workload: Workload, parts: ModelShard) -> SegmentBytes:
     costs = tuple(cost_of(plan, segment) for segment in trace.segments)
-    num_samples = np.ceil(parts.sizes.num_samples(workload.global_batch))
+    num_samples = np.ceil(parts.sizes.num_samples(workload.global_batch))  # those of the fullest rank
     return SegmentBytes(costs, parts, num_samples, workload.num_tokens)
 
 
 def _count_expanded(parameters: Parameters, trace: Trace) -> tuple[int, ...]:
-    """The number of blocks of each segment that stand in ``parameters`` one by one."""
-    counts = []
+    counts = []  # blocks of each segment that stand in ``parameters`` one by one
     for s, segment in enumerate(trace.segments):
         copies = parameters.copies[(parameters.segment == s) & (parameters.owner < 0)]
         counts.append(segment.count // int(copies[0]) if len(copies) else 1)
@@ -142,16 +141,16 @@ def _count_expanded(parameters: Parameters, trace: Trace) -> tuple[int, ...]:
 
 
 def _price_peak(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
-    """[R, 7] parts of the peak, and [R] the moment of the peak."""
     moments = list(_iterate_moments(kind))
     names = np.asarray([moment.name for moment in moments])
-    usage = np.empty((len(moments), 3, len(kind.row)))
+    usage = np.empty((len(moments), 3, len(kind.row)))  # [M, gradients | activations | temporaries, R]
     for index, moment in enumerate(moments):
         usage[index, 0], usage[index, 1], usage[index, 2] = moment[1:]
     rows = np.arange(len(kind.row))
     chosen = _mask_absent(kind, names, usage.sum(axis=1)).argmax(axis=0)
-    gradients, activations, temporaries = usage[chosen, :, rows].T
+    gradients, activations, temporaries = usage[chosen, :, rows].T  # [R] each, at the worst moment
     trace, plan, acts, parts = kind.trace, kind.plan, kind.activations, kind.parts
+    # A rank's batch of the whole step is on the device throughout.
     batch = trace.batch_bytes.at(acts.bytes.num_samples * kind.micro_batches, acts.bytes.num_tokens)
     buffers = parts.total([float(segment.buffer_bytes) for segment in trace.segments])
     weights = (kind.parameters.elements * kind.parameters.itemsize * kind.parameters.copies).sum(axis=-1)
@@ -169,7 +168,7 @@ def _price_peak(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
     priced = np.empty((len(rows), len(MemoryParts._fields)))
     for index, name in enumerate(MemoryParts._fields):
         priced[:, index] = columns[name]
-    return priced, names[chosen]
+    return priced, names[chosen]  # [R, 7] parts, [R] the moment
 
 
 def _mask_absent(kind: PlanGroup, names: np.ndarray, totals: np.ndarray) -> np.ndarray:
@@ -179,7 +178,7 @@ def _mask_absent(kind: PlanGroup, names: np.ndarray, totals: np.ndarray) -> np.n
     has = np.stack(
         [np.asarray(count) > 0 for count in kind.parts.counts] + [np.ones(totals.shape[1], dtype=bool)]
     )
-    return np.where(has[names // 4], totals, -1.0)
+    return np.where(has[names // 4], totals, -1.0)  # four moments a segment; the optimizer's step is last
 
 
 def _iterate_moments(kind: PlanGroup) -> Iterator[Moment]:
@@ -187,11 +186,12 @@ def _iterate_moments(kind: PlanGroup) -> Iterator[Moment]:
     if not kind.parts.is_cut:
         yield from _of_passes(kind)
         return
-    transient = kind.activations.bytes.held
+    # A stage returns before another pass runs: local variables of the model's code are gone by then.
+    transient = kind.activations.bytes.until_return
     others = (kind.parts.live - 1) * (kind.activations.everything() - transient) - transient
     received = kind.activations.received(kind.micro_batches)
     for moment in _of_passes(kind):
-        if moment.name == kind.last_moment():
+        if moment.name == kind.last_moment():  # all micro-batches have ended
             yield moment._replace(temporaries=moment.temporaries + received)
         else:
             yield moment._replace(

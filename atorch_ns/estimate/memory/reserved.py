@@ -18,9 +18,9 @@ from atorch_ns.system import table_rows
 _MIB: Final = 2**20
 
 
+# Runs of torch's allocator without options: ``max_memory_allocated`` (or active bytes) and
+# ``max_memory_reserved``, both in GB or both in GiB. Runs that predictions are compared with are left out.
 _PUBLISHED: Final = table_rows(Path(__file__).with_name("reserved.csv"))
-"""Runs of torch's allocator without options, in GB or GiB alike: ``max_memory_allocated`` (or active bytes), ``max_memory_reserved``.
-The runs that predictions are compared with are not among them."""
 
 CACHED_SHARE: Final = statistics.median(float(r["reserved"]) / float(r["allocated"]) for r in _PUBLISHED) - 1
 """What torch's allocator has reserved beyond what is allocated at the peak, as a share of that: free memory between blocks
@@ -35,16 +35,17 @@ NCCL_BYTES: Final[Mapping[bool, int]] = {False: 544 * _MIB, True: 688 * _MIB}
 """A communicator's buffers by whether it has more than two ranks: NVIDIA/nccl#964, A100 with NVLink. They grow with the
 channels and the connections of one rank, not with the number of ranks (NVIDIA/nccl#986)."""
 
+# cuBLAS's workspace in torch, by whether the device is of capability 9 or more: ``:4096:2:16:8`` (KiB and
+# numbers of buffers), or the size that cuBLAS recommends for Hopper.
 _CUBLAS_BYTES: Final[Mapping[bool, int]] = {False: 8_519_680, True: 32 * _MIB}
-"""cuBLAS's workspace in torch by whether the device is of capability 9 or more: ``:4096:2:16:8``, or what cuBLAS recommends
-for Hopper. There is one for each thread that computes, and torch has one for forward, one for backward passes."""
+# cuBLASLt's workspace: pytorch/pytorch#120925.
 _CUBLASLT_BYTES: Final[Mapping[bool, int]] = {False: 4 * _MIB, True: 32 * _MIB}
-"""cuBLASLt's workspace: pytorch/pytorch#120925."""
 
 
 def workspace_bytes(capability: tuple[int, int] | None) -> int:
     """Bytes of the workspaces that cuBLAS is given by torch's allocator, of a device of this CUDA capability."""
     is_recent = capability is not None and capability >= (9, 0)
+    # Each thread that computes has a workspace, and torch runs forward and backward passes in a thread each.
     return 2 * _CUBLAS_BYTES[is_recent] + _CUBLASLT_BYTES[is_recent]
 
 

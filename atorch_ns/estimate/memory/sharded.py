@@ -96,6 +96,7 @@ class UnitBytes:
             return total
         stays = self._kind.parts.sizes.pipeline > 1
         for index in self.units:
+            # ``upto``: this unit's blocks up to the place, all of earlier units, none of later ones.
             count, upto = self._counts[index], j + 1 if index == s else self._counts[index] * (index < s)
             total = total + self.gathered[index] * np.where(stays, count, upto)
         return total
@@ -107,12 +108,13 @@ class UnitBytes:
     def of_neighbour(self, of: Sequence[np.ndarray], s: int, j: Place, way: int) -> np.ndarray:
         """[R] ``of`` the unit that runs forward next (``way`` is 1) or ran before (-1); 0 without one."""
         value = self._none
+        # The farthest first, so that the nearest unit with a block on the rank is written last and wins.
         ahead = sorted(
             (index for index in self.units if (index - s) * way > 0), key=lambda index: -abs(index - s)
         )
         for index in ahead:
             value = np.where(np.asarray(self._counts[index]) > 0, of[index], value)
-        if s in self.units:
+        if s in self.units:  # nearest of all is the neighbour in the same run of blocks
             position = np.asarray(j) + way
             value = np.where((position >= 0) & (position < self._counts[s]), of[s], value)
         return np.asarray(value)
@@ -123,13 +125,14 @@ def sharded_moments(kind: PlanGroup) -> Iterator[Moment]:
     sizes = UnitBytes(kind)
     yield from _forward_moments(kind, sizes)
     for s, j, _, name in places(kind):
+        # Reduced parts of later units, the root's whole gradients so far, and those of earlier micro-batches.
         gradients = (
             sizes.reduced_after(s, j) + sizes.of_root(sizes.gradients, after=s) + sizes.waiting_upto(s, j)
         )
         if s in sizes.units:
             yield from _unit_backward(kind, sizes, (s, j, name), gradients)
             yield from _unit_reduction(kind, sizes, (s, j, name), gradients)
-        else:
+        else:  # the root's: gathered throughout, beside the reduction of the unit that ran before
             temporaries = sizes.root + sizes.kept_gathered(s, j) + sizes.of_neighbour(sizes.reduced, s, j, 1)
             alive = kind.activations.backward(s, j, "keeping")
             yield Moment(name, gradients, alive, temporaries)
@@ -141,6 +144,7 @@ def _forward_moments(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
     counts = kind.parts.counts
     end = (len(counts) - 1, counts[-1] - 1)
     waiting = sizes.waiting_upto(*end) + sizes.reduced_after(*end)
+    # ``before`` is the buffer of the gather before, which is released when the next unit has arrived.
     before = np.where(sizes.alone, 0.0, sizes.root)
     for s, j, name, _ in places(kind):
         kept = sizes.kept_gathered(s, j)
@@ -148,35 +152,37 @@ def _forward_moments(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
             yield Moment(name, waiting, acts.forward(s, j), sizes.root + kept + before)
             continue
         weights, buffer = sizes.gathered[s], sizes.buffer(s)
+        # ``kept`` counts this unit, whose parameters are added below.
         base = sizes.root + (kept - weights if kind.plan.sharding.keeps_gathered else 0.0)
         fetching = np.where(np.asarray(j) == 0, before, buffer) + buffer
         before = np.where(kind.parts.has(s), buffer, before)
-        yield Moment(name, waiting, acts.before(s, j), base + fetching + gloo * buffer)
-        yield Moment(name, waiting, acts.forward(s, j), base + buffer + weights)
+        yield Moment(name, waiting, acts.before(s, j), base + fetching + gloo * buffer)  # it is gathered
+        yield Moment(name, waiting, acts.forward(s, j), base + buffer + weights)  # it computes
 
 
 def _unit_backward(
-    kind: PlanGroup, sizes: UnitBytes, place: tuple[int, Place, int], gradients: np.ndarray
+    kind: PlanGroup, sizes: UnitBytes, position: tuple[int, Place, int], gradients: np.ndarray
 ) -> Iterator[Moment]:
-    s, j, name = place
+    s, j, name = position
     acts, keeps = kind.activations, kind.plan.sharding.keeps_gathered
     base = sizes.root + sizes.of_neighbour(sizes.reduced, s, j, 1)
     present = sizes.kept_gathered(s, j) if keeps else sizes.gathered[s]
     ahead = _prefetched_bytes(kind, sizes, s, j)
-    if not keeps:
+    if not keeps:  # its own gather
         yield Moment(name, gradients, acts.entering_backward(s, j), base + present + sizes.buffer(s))
-    copied = ahead * (1 + kind.is_cpu)
+    copied = ahead * (1 + kind.is_cpu)  # the next unit's gather starts before this one computes
     yield Moment(name, gradients, acts.entering_backward(s, j), base + present + copied)
     yield Moment(name, gradients, acts.backward(s, j, "keeping"), base + present + ahead)
 
 
 def _unit_reduction(
-    kind: PlanGroup, sizes: UnitBytes, place: tuple[int, Place, int], gradients: np.ndarray
+    kind: PlanGroup, sizes: UnitBytes, position: tuple[int, Place, int], gradients: np.ndarray
 ) -> Iterator[Moment]:
-    s, j, name = place
+    s, j, name = position
     after = kind.activations.leaving_backward(s, j)
     kept = sizes.kept_gathered(s, j) - sizes.gathered[s] * kind.plan.sharding.keeps_gathered
     base = sizes.root + kept + _prefetched_bytes(kind, sizes, s, j)
+    # Gradients are copied into the buffer, then the buffer is reduced.
     yield Moment(name, gradients + sizes.gradients[s] + sizes.reduced[s], after, base)
     yield Moment(name, gradients + _reduction_bytes(kind, sizes, s), after, base)
 
@@ -188,12 +194,12 @@ def _reduction_bytes(kind: PlanGroup, sizes: UnitBytes, s: int) -> np.ndarray:
 
 
 def _final_moments(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
-    """The root's reduction, and the optimizer's step."""
-    reduced = sizes.reduced_after(-1, 0)
+    reduced = sizes.reduced_after(-1, 0)  # those of all units
     name = next(backward for _, _, _, backward in places(kind))
     every = range(len(kind.trace.segments))
     joined = [sizes.gradients[s] + sizes.reduced[s] for s in every]
     reducing = [_reduction_bytes(kind, sizes, s) for s in every]
+    # The root is reduced last, in the same two moments as a unit.
     yield Moment(name, reduced + sizes.of_root(joined), 0.0, 0.0)
     yield Moment(name, reduced + sizes.of_root(reducing), 0.0, 0.0)
     gradients = kind.kept.gradients[kind.row] * (not kind.offloads)
@@ -201,7 +207,7 @@ def _final_moments(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
 
 
 def _prefetched_bytes(kind: PlanGroup, sizes: UnitBytes, s: int, j: Place) -> np.ndarray:
-    """[R] the unit that the backward pass comes to next, on its way."""
+    # The unit that the backward pass comes to next is on its way.
     if kind.plan.sharding.keeps_gathered:
         return np.zeros(len(kind.row))
     return np.where(sizes.alone, 0.0, sizes.of_neighbour(sizes.gathered, s, j, -1))

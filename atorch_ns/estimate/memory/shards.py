@@ -96,7 +96,7 @@ def row_share(parameters: Parameters, degrees: np.ndarray) -> Share:
     """
     rows = np.maximum(parameters.rows, 1)
     per_row = parameters.elements // rows
-    kept = -(-rows // degrees.reshape(len(degrees), -1))
+    kept = -(-rows // degrees.reshape(len(degrees), -1))  # the first rank's rows, rounded up
     stored = np.where(parameters.rows > 0, kept * per_row, parameters.elements)
     return Share(stored, stored, num_trainable(parameters, len(degrees)))
 
@@ -122,6 +122,7 @@ def flat_share(parameters: Parameters, degrees: np.ndarray, *, multiple: int = 1
     stored, elements = np.zeros((len(degrees), num)), np.zeros((len(degrees), num))
     counts = np.zeros(len(degrees), dtype=np.int64)
     for index, degree in enumerate(degrees):
+        # Pieces differ: the rank with the most trainable elements is priced.
         lengths, padding = _flat_pieces(parameters, int(degree), multiple)
         parts = (lengths > 0) @ (parameters.copies * parameters.trainable)
         rank = int(np.argmax(lengths @ (parameters.copies * parameters.trainable) + fixed * parts))
@@ -139,8 +140,8 @@ def _flat_pieces(parameters: Parameters, degree: int, multiple: int) -> tuple[np
         members = np.flatnonzero(parameters.unit == unit)
         ends = np.cumsum(parameters.elements[members])
         starts = ends - parameters.elements[members]
-        piece = -(-int(ends[-1]) // (degree * multiple)) * multiple
-        first = np.arange(degree)[:, None] * piece
+        piece = -(-int(ends[-1]) // (degree * multiple)) * multiple  # elements of a rank, padding included
+        first = np.arange(degree)[:, None] * piece  # [degree, 1] where the pieces begin in the unit's vector
         lengths[:, members] = np.clip(np.minimum(ends, first + piece) - np.maximum(starts, first), 0, None)
         padding[:, members[-1]] = piece - lengths[:, members].sum(axis=1)
     return lengths, padding
@@ -163,19 +164,19 @@ def whole_share(parameters: Parameters, degrees: np.ndarray, costs: np.ndarray) 
     shares = np.zeros(shape)
     counts = np.zeros(len(degrees), dtype=np.int64)
     for index, degree in enumerate(degrees):
-        expanded = np.repeat(indices, copies[index, indices])
+        expanded = np.repeat(indices, copies[index, indices])  # copies may go to different ranks
         order = expanded[np.argsort(-elements[index, expanded], kind="stable")]
         owner = _assign_owners(elements[index, order].tolist(), int(degree))
         total = np.bincount(owner, weights=costs[index, order], minlength=int(degree))
         mine = order[owner == int(np.argmax(total))]
         number = np.bincount(mine, minlength=shape[1])
-        shares[index] = number * elements[index] / np.maximum(copies[index], 1)
+        shares[index] = number * elements[index] / np.maximum(copies[index], 1)  # the mean over copies
         counts[index] = len(mine)
     return Share(shares, shares, counts)
 
 
 def _assign_owners(sizes: list[int], num_ranks: int) -> np.ndarray:
-    """The rank that gets each of ``sizes``, in their order."""
+    # A heap of (elements, rank): of ranks with equally many the first, as ZeroRedundancyOptimizer takes it.
     waiting = [(0, rank) for rank in range(num_ranks)]
     owners = []
     for size in sizes:

@@ -54,7 +54,7 @@ def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters
     for index, segment in enumerate(trace.segments):
         specs = [spec for spec in segment.parameters if spec.tied_to is None]
         separate = index in units or plan.sharding.layout != "flat"
-        location = (segment.count if separate else 1, units.get(index, 0), index, -1)
+        location = (segment.count if separate else 1, units.get(index, 0), index, -1)  # copies, unit, …
         for _ in range(1 if separate else segment.count):
             columns += [(*_spec_columns(spec, plan), *location) for spec in specs]
     if tied:
@@ -97,7 +97,6 @@ def _spec_columns(spec: ParameterSpec, plan: Plan) -> tuple[int, ...]:
 
 
 def _home_segments(trace: Trace) -> dict[str | None, tuple[int, ParameterSpec]]:
-    """The segment of each parameter, with its spec there, by full name."""
     homes: dict[str | None, tuple[int, ParameterSpec]] = {}
     for index, segment in enumerate(trace.segments):
         for name, spec in segment.parameter_names.items():
@@ -160,31 +159,29 @@ def _divided_share(
 
 
 def state_bytes_of(
-    plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, held: np.ndarray
+    plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, elements: np.ndarray
 ) -> np.ndarray:
     """[P] or [K, P] bytes of the states of one copy of each parameter, of which the optimizer sees so many elements.
 
     States of a size of their own are not among them.
     """
-    plain = held * _state_itemsizes(plan, parameters, spec)
+    plain = elements * _state_itemsizes(plan, parameters, spec)
     if spec is None or spec.compact is None:
         return np.asarray(plain)
-    small = spec.compact.num_bytes(held) * parameters.trainable
-    return np.asarray(np.where(spec.compact.has(held), small, plain))
+    small = spec.compact.num_bytes(elements) * parameters.trainable
+    return np.asarray(np.where(spec.compact.has(elements), small, plain))
 
 
 def _state_itemsizes(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None) -> np.ndarray:
-    """[P] bytes of optimizer states for each element of each parameter."""
     updated = _updated_itemsizes(plan, parameters)
     total = np.zeros(len(updated))
     for dtype in spec.state_dtypes if spec else ():
-        total += updated if dtype == "same" else DTYPE_BYTES.get(dtype, 4)
-    return np.asarray(total * parameters.trainable)
+        total += updated if dtype == "same" else DTYPE_BYTES.get(dtype, 4)  # as the updated tensor
+    return np.asarray(total * parameters.trainable)  # [P] bytes for each element
 
 
 def _updated_itemsizes(plan: Plan, parameters: Parameters) -> np.ndarray:
-    """[P] bytes of an element of what the optimizer updates."""
-    if plan.precision.master_dtype is None:
+    if plan.precision.master_dtype is None:  # [P] bytes of an element
         return parameters.itemsize
     return np.where(
         has_master(plan, parameters), DTYPE_BYTES[plan.precision.master_dtype], parameters.itemsize
@@ -212,7 +209,7 @@ def kept_of(plan: Plan, parameters: Parameters, shares: Shares, spec: OptimizerS
         optimizer = optimizer + shares.optimizer.parameters * spec.fixed_bytes
     # Masters are made of every parameter that the rank holds, whoever updates it.
     optimizer = optimizer + _weighted_sum(shares.parameters.elements, copies * masters * updated)
-    if plan.sharding.updates_copy:
+    if plan.sharding.updates_copy:  # DeepSpeed's flat copy of the rank's share
         optimizer = optimizer + _weighted_sum(elements, copies * trains * updated)
     if plan.sharding.frees_gradients:
         gradients = np.zeros_like(gradients)
@@ -220,37 +217,38 @@ def kept_of(plan: Plan, parameters: Parameters, shares: Shares, spec: OptimizerS
 
 
 def _all_states(
-    plan: Plan, parameters: Parameters, held: np.ndarray, spec: OptimizerSpec | None
+    plan: Plan, parameters: Parameters, elements: np.ndarray, spec: OptimizerSpec | None
 ) -> np.ndarray:
-    """[K] bytes of states of the parameters' sizes, of ``held`` [K, P] elements."""
     copies = parameters.copies
     if spec is None or spec.compact is None:
-        return _weighted_sum(held, copies * _state_itemsizes(plan, parameters, spec))
+        return _weighted_sum(elements, copies * _state_itemsizes(plan, parameters, spec))
     shared = spec.compact.shared_bytes
-    # ``held`` is a mean over whole copies.
+    # Compact states depend on the size of the tensor that the optimizer sees: a whole parameter, of which
+    # ``elements`` is a mean over copies; a unit's vector; or else the rank's part of the parameter.
     if plan.sharding.layout == "parameters" and plan.sharding.optimizer_over:
-        share = held / np.maximum(parameters.elements, 1)
+        share = elements / np.maximum(parameters.elements, 1)
         whole = state_bytes_of(plan, parameters, spec, parameters.elements)
         return np.asarray((share * copies * whole).sum(axis=-1) + shared)
     if plan.sharding.layout == "flat" and plan.sharding.optimizer_over:
-        return _states_of_units(plan, parameters, held, spec) + shared
-    return np.asarray((copies * state_bytes_of(plan, parameters, spec, held)).sum(axis=-1) + shared)
+        return _states_of_units(plan, parameters, elements, spec) + shared
+    return np.asarray((copies * state_bytes_of(plan, parameters, spec, elements)).sum(axis=-1) + shared)
 
 
-def _states_of_units(plan: Plan, parameters: Parameters, held: np.ndarray, spec: OptimizerSpec) -> np.ndarray:
-    """[K] bytes where the optimizer sees one vector for each unit."""
+def _states_of_units(
+    plan: Plan, parameters: Parameters, elements: np.ndarray, spec: OptimizerSpec
+) -> np.ndarray:
     assert spec.compact is not None
-    total = np.zeros(len(held))
-    plain = held * _state_itemsizes(plan, parameters, spec)
+    total = np.zeros(len(elements))  # [K] bytes of states of the units' vectors
+    plain = elements * _state_itemsizes(plan, parameters, spec)
     for unit in np.unique(parameters.unit):
         members = np.flatnonzero((parameters.unit == unit) & parameters.trainable)
         if members.size:
-            n = held[:, members].sum(axis=1)
+            n = elements[:, members].sum(axis=1)  # [K] length of the vector
             each = np.where(spec.compact.has(n), spec.compact.num_bytes(n), plain[:, members].sum(axis=1))
             total += each * int(parameters.copies[members[0]])
     return total
 
 
-def _weighted_sum(held: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """[K] of [K, P] elements and [P] or [K, P] weights."""
-    return held @ weights if weights.ndim == 1 else np.asarray((held * weights).sum(axis=-1))
+def _weighted_sum(elements: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    # [K] from [K, P] elements and [P] or [K, P] weights.
+    return elements @ weights if weights.ndim == 1 else np.asarray((elements * weights).sum(axis=-1))

@@ -11,7 +11,7 @@ import numpy as np
 from atorch_ns.cluster import Cluster, Hardware
 from atorch_ns.costs.collectives import Groups, groups_along
 from atorch_ns.estimate.estimate import Workload
-from atorch_ns.estimate.model_shard import Memo, ModelShard, Sizes, Unit, units_of
+from atorch_ns.estimate.model_shard import Memo, ModelShard, ShardUnit, Sizes, units_of
 from atorch_ns.profile import Trace
 from atorch_ns.strategy import Plan
 
@@ -81,7 +81,7 @@ class PricingContext:
         return self.cluster.hardware
 
     @cached_property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[ShardUnit, ...]:
         """The units of parameters that are gathered together."""
         return units_of(self.plan, self.trace)
 
@@ -110,21 +110,22 @@ class PricingContext:
         return self.groups(DATA_AXES)
 
     def _choose_groups(self, with_zero: Groups, without: Groups) -> Groups:
-        has = self.sizes.zero > 1
+        has = self.sizes.zero > 1  # states are then divided over ``zero`` alone
         return Groups(
             np.where(has, with_zero.size, without.size), np.where(has, with_zero.within, without.within)
         )
 
-    def count(self, unit: Unit) -> np.ndarray | int:
+    def count(self, unit: ShardUnit) -> np.ndarray | int:
         """[R] how many of a unit the rank has."""
         return 1 if unit.is_root else self.parts.counts[unit.segment]
 
-    def share_of(self, unit: Unit) -> np.ndarray | float:
+    def share_of(self, unit: ShardUnit) -> np.ndarray | float:
         """[R] of one unit's parameters the share that the rank has before data parallelism divides them."""
         if not self.parts.divides:
             return 1.0
         if not unit.is_root:
             return self.parts.of_parameters(unit.segment)
+        # The root has the parameters of no other unit: its share is their mean, weighted by elements.
         gathered = {member.segment for member in self.units}
         total, local = 0, np.zeros(len(self.sizes))
         for s, segment in enumerate(self.trace.segments):
@@ -156,6 +157,7 @@ class PricingContext:
         return self.memo.get(("groups", wanted, self.order, self.sizes), lambda: self._build_groups(wanted))
 
     def _build_groups(self, wanted: frozenset[str]) -> Groups:
+        # Ranks inside the first wanted axis: the distance between neighbours of a group, in rank numbers.
         inner = np.ones(len(self.sizes), dtype=np.int64)
         for name in self.order:
             size = getattr(self.sizes, name)

@@ -17,13 +17,12 @@ import numpy as np
 from atorch_ns.cluster import AttentionKind, Device
 from atorch_ns.costs.count import is_attention
 from atorch_ns.costs.price import kernel_seconds
-from atorch_ns.estimate.model_shard import Unit, computed_in, cost_of, is_recomputed, saved_results
+from atorch_ns.estimate.model_shard import ShardUnit, computed_in, cost_of, is_recomputed, saved_results
 from atorch_ns.estimate.time.context import PricingContext
 from atorch_ns.profile import Growth, ParameterSpec, PhaseCost, Segment, precision_key
 from atorch_ns.strategy import NarrowProducts, Plan
 
-_PRODUCTS = ("aten.mm", "aten.addmm")
-"""Operators of linear layers; products of activations are batched ones."""
+_PRODUCTS = ("aten.mm", "aten.addmm")  # of linear layers; products of activations are batched ones
 
 
 class LowBitShare(NamedTuple):
@@ -60,11 +59,11 @@ def low_bit_share(plan: Plan, segment: Segment, num_samples: float, num_tokens: 
     return LowBitShare(flops, moved * max(0.0, casts - _SMALLER_OPERANDS))
 
 
+# Share of the casts' bytes that is left under a compiler. A cast reads two bytes twice and writes one; the
+# kernel that makes the tensor finds its largest value, which saves the first read.
 _FUSED_CASTS: Final = 3 / 5
-"""Share of the casts' bytes that is left where a compiler finds the largest value in the kernel that makes a tensor: of two
-reads in 16 bits and a write in 8, one read."""
+# Share of its bytes that a product saves: of three tensors it reads two in half the bytes.
 _SMALLER_OPERANDS: Final = 1 / 3
-"""Share of its bytes that a product saves: of three tensors it reads two in half the bytes."""
 
 
 def low_bit_rate(plan: Plan, device: Device) -> float:
@@ -81,7 +80,6 @@ def _sum_growths(values: Iterable[Growth], num_samples: float, num_tokens: float
 
 
 def _eligible_share(narrow: NarrowProducts, segment: Segment) -> float:
-    """Share of the elements of a segment's matrices that belong to such layers."""
     matrices = [each for each in segment.parameters if len(each.shape) == 2]
     total = sum(each.num_elements for each in matrices)
     chosen = sum(each.num_elements for each in matrices if is_chosen(narrow, segment, each))
@@ -99,32 +97,22 @@ def is_chosen(narrow: NarrowProducts, segment: Segment, matrix: ParameterSpec) -
     return matrix.tied_to is None
 
 
-_GATHER: Final = (24.0, 1.0)
-"""Operators per unit and per parameter of it, at every gather: hooks, buffers, views."""
-_REDUCE: Final = (32.0, 3.0)
-"""The same at every reduction, with the sharded gradients made."""
-_PASS: Final = (8.0, 1.0)
-"""The same at every backward pass that only accumulates."""
-_BUCKETED: Final = 1.0
-"""Operators per parameter whose gradient is copied to a bucket."""
-_BROADCAST: Final = 2.0
-"""Operators per updated parameter that is broadcast."""
-_RECOMPUTED: Final = 40.0
-"""Operators per recomputed block: saved-tensor hooks, random states, the error checks of the second pass."""
+_GATHER: Final = (24.0, 1.0)  # operators per unit, and per parameter, at every gather: hooks, buffers, views
+_REDUCE: Final = (32.0, 3.0)  # the same at every reduction, with the sharded gradients made
+_PASS: Final = (8.0, 1.0)  # the same at every backward pass that only accumulates
+_BUCKETED: Final = 1.0  # operators per parameter whose gradient is copied to a bucket
+_BROADCAST: Final = 2.0  # operators per updated parameter that is broadcast
+_RECOMPUTED: Final = 40.0  # operators per recomputed block: saved-tensor hooks, random states, error checks
+# Operators per operator of a selectively recomputed block: both of its forward passes ask a policy in Python.
 _DISPATCHED: Final = 2.0
-"""Operators per operator of a selectively recomputed block: both of its forward passes ask a policy in Python."""
-_GUARDED: Final = 16.0
-"""Operators per compiled block, forward and backward: guards and the calls around the graph."""
+_GUARDED: Final = 16.0  # operators per compiled block, both passes: guards and the calls around the graph
+# Operators per parameter of an optimizer with 0, 1, 2 states, one by one, with Adam's step counter.
 _UPDATE: Final = (0.5, 1.2, 4.0)
-"""Operators per parameter of an optimizer with 0, 1, 2 states, without foreach or fusion; Adam's step counter included."""
-_UPDATE_FUSED: Final = 0.65
-"""The same where one call updates all: lists of tensors are unpacked, and step counters added to."""
-_DTENSOR: Final = 5.0
-"""Host time of an operator on a DTensor (parameters sharded by rows), relative to one on a plain tensor."""
+_UPDATE_FUSED: Final = 0.65  # the same where one call updates all: lists are unpacked, step counters added to
+_DTENSOR: Final = 5.0  # host time of an operator on a DTensor (layout ``rows``), over one on a plain tensor
+# The same of a parameter in a fused call, which unpacks it: 1.4 and 0.44 operators (200 parameters, a CPU).
 _DTENSOR_FUSED: Final = 3.0
-"""The same of a parameter in a fused call, which unpacks it: 1.4 and 0.44 operators' time, of 200 parameters on a CPU."""
-_FOREACH_GPU: Final = 0.1
-"""Share of these operators that remains where a few foreach kernels update all parameters, as on GPUs."""
+_FOREACH_GPU: Final = 0.1  # share of these operators that is left where foreach kernels update all (GPUs)
 
 
 def communication_operators(context: PricingContext) -> np.ndarray:
@@ -140,7 +128,7 @@ def communication_operators(context: PricingContext) -> np.ndarray:
         total = total + _BUCKETED * trainable
         return total + (_BROADCAST * trainable if plan.sharding.optimizer_over else 0.0)
     for unit in units:
-        gathers = 1 if unit.is_root or plan.sharding.keeps_gathered else 2
+        gathers = 1 if unit.is_root or plan.sharding.keeps_gathered else 2  # again for the backward pass
         each = (
             gathers * passes * _unit_cost(_GATHER, unit)
             + _unit_cost(_REDUCE, unit)
@@ -150,7 +138,7 @@ def communication_operators(context: PricingContext) -> np.ndarray:
     return np.asarray(total)
 
 
-def _unit_cost(figures: tuple[float, float], unit: Unit) -> float:
+def _unit_cost(figures: tuple[float, float], unit: ShardUnit) -> float:
     constant, per_parameter = figures
     return constant + per_parameter * len(unit.parameters)
 
@@ -163,7 +151,7 @@ def update_operators(
     if plan.sharding.layout == "rows" and plan.sharding.optimizer_over:
         each *= _DTENSOR_FUSED if fused else _DTENSOR
     if plan.precision.master_dtype is not None:
-        each += 2.0
+        each += 2.0  # the gradient's cast to fp32, and the copy of the master into the weight
     if device != "cpu" and not fused:
         each *= _FOREACH_GPU
     return num_parameters * each
@@ -260,6 +248,7 @@ def _kept_share(context: PricingContext, segment: Segment) -> np.ndarray | float
     attention = sum((each.flops for each in saved if is_attention(each.name)), Growth())
     at = context.trace.num_samples, context.trace.num_tokens
     products = forward.flops.at(*at) - forward.attention.at(*at)
+    # A pass of the kept operators alone; operands and fused bytes are taken in proportion.
     kept = replace(
         forward,
         flops=flops,
@@ -276,7 +265,7 @@ def _kept_share(context: PricingContext, segment: Segment) -> np.ndarray | float
 
 
 def _is_fused(context: PricingContext, segment: Segment) -> bool:
-    """Whether a compiler makes few kernels of the segment: only blocks are compiled, where there are any."""
+    # Only blocks are compiled, where there are any.
     if context.plan.compiler != "inductor":
         return False
     return segment.is_block or not any(each.is_block for each in context.trace.segments)
@@ -295,6 +284,7 @@ def phase_seconds(context: PricingContext, segment: Segment, phase: PhaseCost, w
         return seconds
     # On a CPU the time of a block holds that of starting its operators, which is counted by itself.
     started = phase.num_operators * device.launch_s if device.type == "cpu" else 0.0
+    # The measured time replaces the priced one at the traced size; the price gives its growth with the batch.
     traced = running.seconds(context.trace.num_samples, context.trace.num_tokens)
     return np.asarray(seconds * np.maximum(0.1 * measured, measured - started) / traced)
 
@@ -312,19 +302,18 @@ class _Running:
         self,
         num_samples: np.ndarray | float,
         num_tokens: int,
-        place: int | None = None,
+        index: int | None = None,
         narrow: LowBitShare | None = None,
     ) -> np.ndarray:
         """[R] seconds: operations at the rates of their kernels, and bytes at that of memory.
 
-        They are of a rank's part where the segment's ``place`` is given. Measured times are in the precision of the weights
-        or of autocast, so they are held against a pass without ``narrow`` products.
+        They are of a rank's part where the segment's ``index`` is given.
         """
 
         def on_rank(growth: Growth) -> np.ndarray:
             value = np.asarray(growth.at(num_samples, num_tokens), dtype=float)
-            if place is not None:
-                value = value * self.context.parts.share(place, growth.divided, growth.words)
+            if index is not None:
+                value = value * self.context.parts.share(index, growth.divided, growth.words)
             return np.asarray(np.maximum(value, 0.0))
 
         device, segment = self.context.hardware.device, self.segment
@@ -338,7 +327,7 @@ class _Running:
         is_fused = _is_fused(self.context, segment)
         narrowed = rounded = np.zeros_like(flops)
         if narrow is not None and low_bit is not None:
-            narrowed = np.minimum(narrow.flops * flops, flops - attention)
+            narrowed = np.minimum(narrow.flops * flops, flops - attention)  # attention is never narrow
             rounded = flops * narrow.bytes_per_flop
         seconds = kernel_seconds(
             device,
@@ -365,6 +354,7 @@ def recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:
             shares.append(0.0)
             continue
         last, every = position + segment.count, plan.recomputation.every
+        # Multiples of n among the segment's positions, counted over all modules that are selected.
         shares.append((-(-last // every) - -(-position // every)) / segment.count)
         position = last
     return shares
@@ -382,5 +372,5 @@ def offloaded_activations(context: PricingContext) -> np.ndarray:
         context.trace.segments, recomputed_shares(plan, context.trace.segments), strict=True
     ):
         num_bytes = cost_of(plan, segment).output.at(context.num_samples, context.num_tokens)
-        each.append(share * 2 * (rate.latency_s + num_bytes / rate.bytes_per_s))
+        each.append(share * 2 * (rate.latency_s + num_bytes / rate.bytes_per_s))  # there and back
     return np.asarray((1.0 if ratio is None else ratio) * context.micro_batches * context.parts.total(each))

@@ -49,6 +49,7 @@ def as_pipeline(
     if not (context.sizes.pipeline > 1).any():
         return context, Waiting(none, none, none)
     launch = context.hardware.device.launch_s
+    # Of one micro-batch, forward and backward: seconds on the device, then seconds of starting operators.
     of_pass = [
         part.forward + part.backward + other.seconds for part, other in zip(segments, exchanges, strict=True)
     ]
@@ -74,10 +75,12 @@ def as_pipeline(
             stages.on_rank @ first[:, rows] + shares[:, None] * (stages.on_rank @ more[:, rows])
             for first, more in ((seconds, recompute), (started, restarted))
         )
+        # A CPU is its own host; a GPU runs behind its host, so the longer of both counts.
         of_rank = of_rank + host if context.hardware.device.type == "cpu" else np.maximum(of_rank, host)
         slowest = of_rank.argmax(axis=0)
         counts[rows] = stages.on_rank[slowest]
         recomputed[rows] = shares[slowest]
+        # Before and after its own work, a rank waits for one micro-batch on each of the others.
         others = of_rank.sum(axis=0) - of_rank[slowest, np.arange(len(rows))]
         waiting.bubble[rows] = others * _bubble_shares(
             context, rows, stages, again * round(2 * shares.mean()) / 2
@@ -87,7 +90,7 @@ def as_pipeline(
         deferred = _DEFERRED_OPERATORS * (counts[rows] @ matrices) if splits else 0.0
         num_stages = stages.numbers.shape[1]
         waiting.operators[rows] = context.micro_batches[rows] * (_STAGE_OPERATORS * num_stages + deferred)
-    ones = np.ones(len(none), dtype=bool)
+    ones = np.ones(len(none), dtype=bool)  # whether a rank is first or last matters to memory only
     staged = context.parts.staged(
         counts, context.parts.live, context.parts.accumulates, ones, ones, recomputed
     )
@@ -95,17 +98,16 @@ def as_pipeline(
 
 
 def _broadcast_rows(values: Sequence[np.ndarray | float], none: np.ndarray) -> np.ndarray:
-    """[S, R] a value of each segment, for all plans or for each."""
     return np.stack([np.broadcast_to(value, none.shape) for value in values])
 
 
+# Host time of passing a micro-batch through a stage and back, in operators: messages, the stage's call, the
+# engine's. 34 to 59 of stages of four and two layers on a CPU (benchmark ``schedules``).
 _STAGE_OPERATORS: Final = 45.0
-"""Operators that the host could start while it passes a micro-batch through a stage and back, beside those of its layers:
-messages, the stage's call, the engine's. 34 to 59 of stages of four and of two layers on a CPU (benchmark ``schedules``)."""
 
+# More operators for each matrix whose gradient is computed later, since its layer is Python in both passes:
+# 4.4, 2.6 and 3.2 of tiny blocks of GPT-2, Llama and BERT on a CPU, by time (benchmark ``schedules``).
 _DEFERRED_OPERATORS: Final = 3.4
-"""More operators for each matrix whose gradient is computed later, as its layer is Python in both passes: by the time that
-starting one takes, 4.4, 2.6 and 3.2 of tiny blocks of GPT-2, Llama and BERT on a CPU (benchmark ``schedules``)."""
 
 
 def _num_matrices(segment: Segment) -> int:
@@ -113,14 +115,13 @@ def _num_matrices(segment: Segment) -> int:
 
 
 def _recompute_ratio(segments: Sequence[SegmentSeconds]) -> float:
-    """Seconds of recomputation for each second of the forward pass, in halves."""
     forward = sum(float(np.mean(segment.forward)) for segment in segments)
     again = sum(float(np.mean(segment.recompute)) for segment in segments)
-    return round(2 * again / forward) / 2 if forward else 0.0
+    return round(2 * again / forward) / 2 if forward else 0.0  # in halves: few pipelines are simulated
 
 
 def _bubble_shares(context: PricingContext, rows: np.ndarray, stages: Stages, again: float) -> np.ndarray:
-    """[R] what is left of the bubble: 1 with one stage on each rank; simulated for all other schedules."""
+    """[R] the share of the bubble that is left: 1 with one stage on each rank, else as it is simulated."""
     micro_batches = context.micro_batches[rows]
     if stages.info.is_single:
         return np.ones(len(rows))
@@ -135,8 +136,8 @@ def _bubble_shares(context: PricingContext, rows: np.ndarray, stages: Stages, ag
 
 
 def _as_small(num_ranks: int, micro_batches: int) -> tuple[int, int]:
-    """A pipeline with the same share of idle time: it depends on the micro-batches for each rank alone, where these
-    are a whole number, and not on that from two on."""
+    # A small pipeline stands for a large one. The share of idle time depends on the micro-batches for each
+    # rank, where these are a whole number, and does not change from two on.
     each, rest = divmod(micro_batches, num_ranks)
     if rest or not each:
         return num_ranks, micro_batches
@@ -145,17 +146,11 @@ def _as_small(num_ranks: int, micro_batches: int) -> tuple[int, int]:
 
 
 def _simulate_bubble(info: ScheduleInfo, numbers: tuple[int, int, int], again: float, whole: bool) -> float:
-    """Idle seconds of a rank for each second of the others' passes, where all stages are equal.
-
-    Args:
-        info: the schedule.
-        numbers: p, m and v.
-        again: seconds of recomputation for each second of the forward pass.
-        whole: whether backward passes are never split.
-    """
+    """Idle seconds of a rank for each second of the others' passes, where all stages are equal; ``numbers`` are p, m, v."""
     p, micro_batches, v = numbers
-    if info.problem(p, micro_batches, v):
+    if info.problem(p, micro_batches, v):  # the schedule does not run it: as with one stage on a rank
         return 1.0
+    # A forward pass takes 1 and a backward pass 2; a whole one (``whole``) is never split.
     (first,), (second,) = ((2.0,), (0.0,)) if whole else split_backward([2.0])
     costs = StageCosts.equal(
         p * v, backward_input=first + again, backward_weight=second, backward=2.0 + again, recompute=again
@@ -166,23 +161,20 @@ def _simulate_bubble(info: ScheduleInfo, numbers: tuple[int, int, int], again: f
 
 
 def _seconds_of_a_send(context: PricingContext) -> np.ndarray:
-    """[R] seconds in which one micro-batch is sent to the next stage."""
+    # The segment with the most blocks: stages are mostly cut inside it.
     inner = max(range(len(context.trace.segments)), key=lambda s: context.trace.segments[s].count)
     output = cost_of(context.plan, context.trace.segments[inner]).output
     num_bytes = np.asarray(output.at(context.num_samples, context.num_tokens), dtype=float)
     num_bytes = num_bytes * context.parts.share(inner, output.divided, output.words)
     near, far = context.hardware.within_node, context.hardware.between_nodes
-    inside = context.groups(("pipeline",)).within > 1
+    inside = context.groups(("pipeline",)).within > 1  # whether neighbours share a node
     return np.where(inside, near.message_seconds("send", num_bytes), far.message_seconds("send", num_bytes))
 
 
 def _unhidden_sends(context: PricingContext, rows: np.ndarray, stages: Stages) -> np.ndarray:
-    """[R] sends, of a pass each way, that nothing hides: those of the first and the last micro-batch; on GPUs all of a rank.
-
-    There the sends and receives of two ranks run in the order in which they are started, each when both have come to it,
-    and with passes in alternation what is received was sent last.
-    """
     p, v = stages.numbers.shape
+    # On GPUs, messages of two ranks run in the order in which they are started, each once both are there.
+    # As passes alternate, a rank receives the message that was sent last: nothing hides it.
     all_sent = context.hardware.device.type != "cpu"
     steady = context.micro_batches[rows] * v if all_sent else 0
-    return np.asarray(steady + p - 1)
+    return np.asarray(steady + p - 1)  # the first micro-batch goes down all ranks, the last comes back

@@ -15,7 +15,7 @@ from atorch_ns.estimate.model_shard import (
     DTYPE_BYTES,
     LOSS_CALLS,
     LOSS_NUMBERS,
-    Unit,
+    ShardUnit,
     bucket_sizes,
     computed_in,
     cost_of,
@@ -28,7 +28,7 @@ from atorch_ns.estimate.time.passes import recomputed_shares
 from atorch_ns.profile import ParameterSpec, Segment, Trace
 from atorch_ns.strategy import MODEL_AXES, Plan
 
-_SCALAR_BYTES = 4
+_SCALAR_BYTES = 4  # an fp32 number
 
 
 def collectives(plan: Plan, trace: Trace, workload: Workload) -> tuple[Collective, ...]:
@@ -58,7 +58,6 @@ def collectives(plan: Plan, trace: Trace, workload: Workload) -> tuple[Collectiv
 
 
 def _of_data(plan: Plan, trace: Trace, divides: bool) -> list[Collective]:
-    """The collectives that combine gradients of different data."""
     if plan.gradient_sync == "reduce_scatter":
         return _of_owners(plan, trace) if plan.sharding.layout == "parameters" else _of_units(plan, trace)
     if plan.gradient_sync == "all_reduce":
@@ -67,14 +66,13 @@ def _of_data(plan: Plan, trace: Trace, divides: bool) -> list[Collective]:
 
 
 def _of_parts(plan: Plan, trace: Trace) -> list[Collective]:
-    """torch's ``replicate``: all gradients of a part of the model in one tensor."""
+    # torch's ``replicate``: all gradients of a part of the model in one tensor.
     sizes = _trainable_bytes(plan, trace, plan.sharding.reduce_dtype)
     updates = _broadcast_updates(plan, trace) if plan.size(plan.sharding.optimizer_over) > 1 else []
     return [Collective("all_reduce", "data", 1, sum(sizes)), *updates]
 
 
 def _of_replicas(plan: Plan, trace: Trace) -> list[Collective]:
-    """The reducer of ddp, with the optimizer sharded or not."""
     buckets = bucket_sizes(plan, trace)
     return [
         Collective("all_reduce", "data", len(buckets), sum(buckets) + reported_bytes(plan, trace)),
@@ -84,7 +82,7 @@ def _of_replicas(plan: Plan, trace: Trace) -> list[Collective]:
 
 
 def _of_owners(plan: Plan, trace: Trace) -> list[Collective]:
-    """Gradients reduced one by one to the rank that updates the parameter."""
+    # Gradients are reduced one by one to the rank that updates the parameter.
     sizes = _trainable_bytes(plan, trace, plan.sharding.reduce_dtype)
     return [
         Collective("reduce", "data", len(sizes), sum(sizes)),
@@ -94,7 +92,6 @@ def _of_owners(plan: Plan, trace: Trace) -> list[Collective]:
 
 
 def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
-    """fully_shard, with parameters kept gathered or not."""
     result = []
     axis = plan.sharding.gradients_over[0]
     shards = plan.size(plan.sharding.gradients_over)
@@ -111,16 +108,13 @@ def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
             result.append(Collective("all_gather", axis, calls, calls * gathered))
             if reduced:
                 result.append(Collective("reduce_scatter", axis, reductions, reductions * reduced))
-        if replicas > 1 and reduced:
+        if replicas > 1 and reduced:  # reduced shards are summed over the replicas
             result.append(Collective("all_reduce", "data", reductions, reductions * reduced // shards))
     return result
 
 
-def _count_gathers(plan: Plan, unit: Unit) -> int:
-    """Gathers of a unit in a step: the root stays gathered until its backward pass.
-
-    In a pipeline, torch keeps what a backward pass gathered for the next pass, and the root for the whole step.
-    """
+def _count_gathers(plan: Plan, unit: ShardUnit) -> int:
+    # The root stays gathered until its backward pass; in a pipeline for the whole step.
     once = unit.is_root or plan.sharding.keeps_gathered or not plan.sharding.parameters_over
     if plan.size("pipeline") == 1:
         return plan.num_micro_batches * (1 if once else 2)
@@ -128,7 +122,6 @@ def _count_gathers(plan: Plan, unit: Unit) -> int:
 
 
 def _gathers_of_stage(plan: Plan) -> int:
-    """Gathers of a block in the first stage, in the order of its passes."""
     info = schedule_of(plan.pipeline)
     order = info.orders(plan.size("pipeline"), plan.num_micro_batches, plan.pipeline.stages_per_rank or None)[
         0
@@ -136,29 +129,29 @@ def _gathers_of_stage(plan: Plan) -> int:
     gathered, calls = False, 0
     for kind, stage, _ in order:
         if stage == 0:
+            # torch keeps parameters that a backward pass has gathered for the pass that comes next.
             calls += not gathered
             gathered = kind != "F"
     return calls
 
 
 def _padded_bytes(plan: Plan, parameters: Iterable[ParameterSpec], wanted: str | None, shards: int) -> int:
-    """Bytes of tensors that are divided by rows, each padded to a multiple of the shards."""
     total = 0
     for parameter in parameters:
         rows = parameter.shape[0] if parameter.shape else 1
-        padded = -(-rows // shards) * shards
+        padded = -(-rows // shards) * shards  # torch pads rows to a multiple of the shards
         total += parameter.num_elements // max(1, rows) * padded * _stored_itemsize(plan, parameter, wanted)
     return total
 
 
 def _broadcast_buffers(trace: Trace) -> list[Collective]:
-    """Buffers follow the first rank at the start of a step's first forward pass, as one flat tensor."""
+    # Buffers follow the first rank at the start of a step's first forward pass, as one flat tensor.
     num_bytes = sum(segment.buffer_bytes * segment.count for segment in trace.segments)
     return [Collective("broadcast", "data", 1, num_bytes)] if num_bytes else []
 
 
 def _broadcast_updates(plan: Plan, trace: Trace) -> list[Collective]:
-    """Updated parameters go from their owner to all: one by one, or those of each owner as one tensor."""
+    # Updated parameters go from their owner to all: one by one, or (flat) those of each owner as one tensor.
     axis = "zero" if plan.sharding.optimizer_over == ("zero",) else "data"
     sizes = _trainable_bytes(plan, trace, plan.precision.master_dtype)
     count = plan.size(plan.sharding.optimizer_over) if plan.sharding.layout == "flat" else len(sizes)
@@ -166,7 +159,6 @@ def _broadcast_updates(plan: Plan, trace: Trace) -> list[Collective]:
 
 
 def _trainable_bytes(plan: Plan, trace: Trace, wanted: str | None) -> list[int]:
-    """Bytes of each parameter that trains, in the dtype ``wanted`` or its own."""
     parameters = (p for unit in units_of(plan, trace) for p in unit.parameters * unit.count if p.trainable)
     return [p.num_elements * _stored_itemsize(plan, p, wanted) for p in parameters]
 
@@ -175,9 +167,9 @@ def _stored_itemsize(plan: Plan, parameter: ParameterSpec, wanted: str | None) -
     return DTYPE_BYTES[stored_dtype(plan, parameter, wanted)]
 
 
-def _merge_collectives(found: Iterable[Collective]) -> tuple[Collective, ...]:
+def _merge_collectives(calls: Iterable[Collective]) -> tuple[Collective, ...]:
     sums: dict[tuple[str, str], tuple[int, int]] = {}
-    for each in found:
+    for each in calls:
         count, num_bytes = sums.get((each.kind, each.axis), (0, 0))
         sums[each.kind, each.axis] = (count + each.count, num_bytes + each.num_bytes)
     return tuple(Collective(kind, axis, *both) for (kind, axis), both in sums.items() if both[0])
@@ -207,7 +199,7 @@ def first_part(plan: Plan, trace: Trace) -> Trace:
     segments = []
     names: set[str | None] = set()
     for segment, count in zip(trace.segments, counts, strict=True):
-        if not count:
+        if not count:  # on other stages
             continue
         paths = segment.paths[:count]
         specs = [_local_spec(spec, plan) for spec in segment.parameters]
@@ -266,14 +258,12 @@ def exchanged(plan: Plan, trace: Trace, workload: Workload) -> Iterator[Collecti
 def _of_segment(
     plan: Plan, trace: Trace, segment: Segment, again: float, samples: float
 ) -> Iterator[tuple[str, int, float]]:
-    """Kind, calls and bytes of a segment in one micro-batch.
-
-    Each row layer's results are summed in the compute dtype, the gradients of what column layers read in the
-    dtype of the residual stream. Recomputation stops before its last sum.
-    """
+    """Kind, calls and bytes of a segment in one micro-batch."""
     residual, computed = _computed_itemsizes(plan)
-    width = _residual_bytes(plan, trace, samples) / residual
+    width = _residual_bytes(plan, trace, samples) / residual  # B T D elements
     if segment.is_block:
+        # Results of row layers are summed in the compute dtype, gradients of inputs of column layers in that
+        # of the residual stream. Recomputation stops before its last sum.
         forward = segment.count * (segment.num_rows + again * (segment.num_rows - 1))
         backward = segment.count * segment.num_rows
         yield "all_reduce", round(forward), forward * width * computed
@@ -282,7 +272,7 @@ def _of_segment(
     words = [spec for spec in segment.parameters if spec.tensor_dim == 0 and len(spec.shape) == 2]
     if not words:
         return
-    if segment.name != trace.segments[-1].name:
+    if segment.name != trace.segments[-1].name:  # the embedding, divided along the vocabulary
         yield "all_reduce", 1, width * residual
         return
     tokens = samples * trace.num_tokens
@@ -299,22 +289,21 @@ def _computed_itemsizes(plan: Plan) -> tuple[int, int]:
 
 
 def _residual_bytes(plan: Plan, trace: Trace, samples: float) -> float:
-    """Bytes of the residual stream, [B, T, D]."""
     blocks = [segment for segment in trace.segments if segment.is_block]
     cost = cost_of(plan, max(blocks or trace.segments, key=lambda block: block.count))
-    return float(cost.output.at(samples, trace.num_tokens))
+    return float(cost.output.at(samples, trace.num_tokens))  # of [B, T, D]
 
 
 def _of_stages(plan: Plan, trace: Trace, samples: float) -> Iterator[Collective]:
-    """Activations to the next stage and gradients to the one before, unless that is on the same rank."""
     stages = stages_of(plan.pipeline, trace, plan.size("pipeline"))
     num_ranks, last = len(stages.numbers), int(stages.numbers.max())
+    # The cuts on both sides of the first rank's stages. Neighbours on one rank, as in a V, send nothing.
     cuts = [stage for stage in stages.numbers[0].tolist() if stage < last]
     cuts += [stage - 1 for stage in stages.numbers[0].tolist() if stage > 0]
     crossing = [
         cut for cut in cuts if stages.info.rank_of(cut, num_ranks) != stages.info.rank_of(cut + 1, num_ranks)
     ]
-    calls = plan.num_micro_batches * len(crossing)
+    calls = plan.num_micro_batches * len(crossing)  # activations one way, gradients the other
     num_bytes = int(np.ceil(calls * _residual_bytes(plan, trace, samples)))
     for kind in ("send", "recv"):
         yield Collective(kind, "pipeline", calls, num_bytes)

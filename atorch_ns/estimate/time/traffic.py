@@ -15,7 +15,7 @@ from atorch_ns.estimate.model_shard import (
     DTYPE_BYTES,
     LOSS_CALLS,
     LOSS_NUMBERS,
-    Unit,
+    ShardUnit,
     bucket_sizes,
     computed_in,
     cost_of,
@@ -38,7 +38,7 @@ def gather_and_reduce(context: PricingContext, passes: Passes) -> tuple[np.ndarr
 
 
 def _of_replicas(context: PricingContext, passes: Passes) -> np.ndarray:
-    """Reduction by DistributedDataParallel, or at the end of the backward pass where ranks hold parts of the model."""
+    # By DistributedDataParallel, or at the end of the backward pass where ranks hold parts of the model.
     if not context.parts.divides:
         return _by_buckets(context, passes)
     num_bytes = sum(
@@ -47,17 +47,17 @@ def _of_replicas(context: PricingContext, passes: Passes) -> np.ndarray:
     )
     groups = context.data_groups
     seconds = collective_seconds("all_reduce", num_bytes, groups, context.hardware)
+    # Gradients are read and written on their way into one tensor, and on their way out of it.
     moved = num_bytes * np.where(groups.size > 1, 4, 0) + 3 * num_bytes * (context.micro_batches - 1)
     at_end = seconds + moved / context.hardware.device.update_bytes_per_s
     return np.where(context.sizes.divides_model, at_end, _by_buckets(context, passes))
 
 
 def _by_buckets(context: PricingContext, passes: Passes) -> np.ndarray:
-    """Gradients all-reduced in buckets while the backward pass goes on."""
     device, num_bytes = context.hardware.device, float(sum(bucket_sizes(context.plan, context.trace)))
     count = len(bucket_sizes(context.plan, context.trace))
     seconds = collective_seconds("all_reduce", num_bytes, context.data_groups, context.hardware, count)
-    last = seconds / max(1, count)
+    last = seconds / max(1, count)  # the last bucket has no backward pass left to hide behind
     backward = context.parts.total([each.backward for each in passes.segments])
     exposed = _exposed_seconds(seconds, backward, context.hardware.within_node.overlap)
     # Each gradient goes into its bucket, which reads one tensor and writes one; further passes add to it.
@@ -66,18 +66,17 @@ def _by_buckets(context: PricingContext, passes: Passes) -> np.ndarray:
 
 
 def _exposed_seconds(seconds: np.ndarray, computing: np.ndarray | float, overlap: float) -> np.ndarray:
-    """[R] what is left of collectives beside a computation, which hides a share ``overlap`` of what runs beside it."""
+    """[R] seconds of collectives that a computation beside them, which hides a share ``overlap``, does not hide."""
     return np.asarray(seconds - overlap * np.minimum(seconds, computing))
 
 
 def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.ndarray]:
-    """Parameters gathered and gradients reduced unit by unit, each behind its neighbour's computation."""
     plan, micro_batches = context.plan, context.micro_batches
     gather, reduce = np.zeros(len(micro_batches)), np.zeros(len(micro_batches))
     # On a CPU, fully_shard waits for each collective where it starts it.
     overlap = 0.0 if context.hardware.device.type == "cpu" else context.hardware.within_node.overlap
-    # A pipeline keeps what a backward pass gathered for the pass that comes next, and its root for the step; or
-    # all of it for the step.
+    # A pipeline keeps what a backward pass gathered for the pass that comes next, and its root for the step;
+    # or all of it for the step.
     is_cut = context.sizes.pipeline > 1
     in_pipeline = 1 if plan.sharding.keeps_gathered else (micro_batches + 1) / 2
     passes_gathered = np.where(is_cut, in_pipeline, micro_batches)
@@ -101,16 +100,17 @@ def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.n
         behind = each.backward + each.recompute
         if not plan.sharding.keeps_gathered:
             gather = gather + passes_gathered * count * _exposed_seconds(gathered, behind, overlap)
-            behind = np.maximum(0.0, behind - gathered)
+            behind = np.maximum(0.0, behind - gathered)  # the time left to hide the reduction
         exposed = _exposed_seconds(reduced, behind, overlap)
         reduce = reduce + passes_reduced * (count * exposed + is_first * (reduced - exposed))
         is_first = False
     return gather, reduce
 
 
-def _unit_seconds(context: PricingContext, unit: Unit) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
-    """Seconds of one gather and one reduction of a unit, with the copies to and from their buffers, and of
-    adding the gradients of one more micro-batch."""
+def _unit_seconds(
+    context: PricingContext, unit: ShardUnit
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
+    """[R] seconds of one gather and of one reduction of a unit, and of adding one more micro-batch's gradients."""
     plan, hardware = context.plan, context.hardware
     shard, device = context.shard_groups, hardware.device
     share = context.share_of(unit)
@@ -130,9 +130,8 @@ def _unit_seconds(context: PricingContext, unit: Unit) -> tuple[np.ndarray, np.n
 
 
 def _broadcast_of_updates(context: PricingContext) -> np.ndarray:
-    """Updated parameters sent from their owners to all, where only the optimizer is sharded."""
     plan = context.plan
-    if not plan.sharding.optimizer_over:
+    if not plan.sharding.optimizer_over:  # else owners send updated parameters to all
         return np.zeros(len(context.micro_batches))
     num_bytes = number = np.zeros(len(context.micro_batches))
     for unit in context.units:
@@ -142,8 +141,7 @@ def _broadcast_of_updates(context: PricingContext) -> np.ndarray:
     return collective_seconds("broadcast", num_bytes, context.shard_groups, context.hardware, number)
 
 
-_OPERATORS = 4.0
-"""Operators that one exchange starts on the host: an autograd node, a buffer, the collective, its wait."""
+_OPERATORS = 4.0  # of one exchange, on the host: an autograd node, a buffer, the collective, its wait
 
 
 class Exchange(NamedTuple):
@@ -201,16 +199,11 @@ def partial_sums(context: PricingContext) -> np.ndarray:
 def _tensor_exchanges(
     context: PricingContext, groups: Groups, s: int, again: float
 ) -> tuple[np.ndarray, np.ndarray | float]:
-    """Megatron's exchanges: one sum for each row layer forward, one for each group of column layers backward.
-
-    With the residual stream divided, a gather and a scattered sum take the place of each sum, which is as many
-    bytes. Around the blocks the embedding's rows are summed, and the logits gathered; a loss on parts of the logits
-    sums three numbers for each token instead.
-    """
+    # Megatron's sums. A divided residual stream has a gather and a scattered sum for each: as many bytes.
     segment, positions = context.trace.segments[s], context.parts.positions(s)
     output = _output_bytes(context, s) / positions
     if segment.is_block:
-        # Recomputation stops before its last sum.
+        # Of row layers forward, of groups of column layers backward; recomputation stops before its last one.
         count = 2 * segment.num_rows + again * max(0, segment.num_rows - 1)
         seconds = collective_seconds("all_reduce", output * count, groups, context.hardware, count)
         if context.sizes.asynchronous.any():
@@ -220,8 +213,9 @@ def _tensor_exchanges(
     words = [p for p in segment.parameters if p.tensor_dim == 0 and len(p.shape) == 2]
     if not words:
         return np.zeros(len(context.sizes)), 0.0
-    if s < len(context.trace.segments) - 1:
+    if s < len(context.trace.segments) - 1:  # the embedding's rows are summed
         return collective_seconds("all_reduce", output, groups, context.hardware), 1.0
+    # The head: logits are gathered, or a loss on parts of them sums three numbers for each token.
     weights, autocast = computed_in(context.plan)
     tokens = context.num_samples * context.num_tokens / positions
     num_bytes = tokens * DTYPE_BYTES.get(autocast or weights, 4)
@@ -234,19 +228,9 @@ def _tensor_exchanges(
 
 
 def _hidden_seconds(context: PricingContext, groups: Groups, s: int, again: float) -> np.ndarray:
-    """[R] seconds of gathers and scattered sums that asynchronous exchange hides in a block of segment ``s``.
-
-    torch cuts a product and the exchange beside it into a piece for each of n ranks; copies of n - 1 pieces go on while
-    others are multiplied, by copy engines, which take no multiprocessor from the products. So at most 1 - 1/n of a
-    product's time hides an exchange. Each piece reads the weight anew, and the partial sums that ranks have sent are read and
-    added by a kernel of their own. Joined are both exchanges forward, the gather backward, and the scattered sum backward
-    where one layer reads what was gathered: gradients of several are added in between.
-
-    Of layers in fewer bits with one scale a tensor, gathers move a byte an element, after an exchange of the largest value;
-    with one scale a row, gathers are waited for. Backward their scattered sum is joined where there is one sample.
-    """
+    """[R] seconds of gathers and scattered sums that asynchronous exchange hides in a block of segment ``s``."""
     plan, device = context.plan, context.hardware.device
-    if plan.compiler != "inductor":
+    if plan.compiler != "inductor":  # inductor alone joins a product with the exchange beside it
         return np.zeros(len(context.sizes))
     segment, n = context.trace.segments[s], groups.size
     weights, autocast = computed_in(plan)
@@ -265,32 +249,35 @@ def _hidden_seconds(context: PricingContext, groups: Groups, s: int, again: floa
         if narrow is not None and True in in_fewer:
             rate, num_bytes = low_bit_rate(plan, device), 1
             if not is_scattered:
+                # With one scale a tensor, gathers move a byte an element, after an exchange of the largest
+                # value; with one scale a row they are waited for.
                 if not narrow.gathered or len(in_fewer) > 1:
                     return np.zeros(len(context.sizes))
                 hidden, apart = rounded, rounded + largest - exchange
         product = 2 * tokens * elements / rate
-        moved = (n - 1) * elements * num_bytes
-        if is_scattered:
+        moved = (n - 1) * elements * num_bytes  # each of n pieces of the product reads the weight anew
+        if is_scattered:  # a kernel of its own reads and adds the partial sums that ranks have sent
             moved = moved + output * (1 + 1 / n)
+        # Copy engines move n - 1 pieces while others are multiplied, and take no multiprocessor from the
+        # products: at most 1 - 1/n of a product's time hides an exchange.
         joined = np.minimum(hidden, product * (1 - 1 / n)) - moved / device.memory_bytes_per_s
         return np.asarray(joined - apart)
 
     total = np.zeros(len(context.sizes))
     for index, (columns, row) in enumerate(regions := _column_row_regions(segment)):
         gathered, scattered = saved(columns, is_scattered=False), saved([row], is_scattered=True)
-        # Recomputation stops before its last sum.
+        # Forward, both exchanges are joined. Recomputation stops before its last sum.
         total = total + (1 + again) * gathered + (1 + again * (index < len(regions) - 1)) * scattered
-        total = total + saved([row], is_scattered=False)
-        if len(columns) == 1:
+        total = total + saved([row], is_scattered=False)  # the gather backward
+        if len(columns) == 1:  # gradients of several columns are added before the scattered sum backward
             is_joined = np.full(len(context.sizes), True)
             if narrow is not None and is_chosen(narrow, segment, columns[0]):
-                is_joined = narrow.gathered & np.equal(context.num_samples, 1)
+                is_joined = narrow.gathered & np.equal(context.num_samples, 1)  # fewer bits: one sample
             total = total + np.where(is_joined, saved(columns, is_scattered=True), 0.0)
     return total
 
 
 def _column_row_regions(segment: Segment) -> list[tuple[list[ParameterSpec], ParameterSpec]]:
-    """The matrices of column layers with that of the row layer behind them."""
     matrices = [each for each in segment.parameters if len(each.shape) == 2 and each.tensor_dim is not None]
     regions: list[tuple[list[ParameterSpec], ParameterSpec]] = []
     columns: list[ParameterSpec] = []
@@ -298,7 +285,7 @@ def _column_row_regions(segment: Segment) -> list[tuple[list[ParameterSpec], Par
         if each.tensor_dim == matrices[0].tensor_dim:  # a block begins with one of columns
             columns.append(each)
         elif columns:
-            regions.append((columns, each))
+            regions.append((columns, each))  # the row layer behind them
             columns = []
     return regions
 
@@ -306,25 +293,25 @@ def _column_row_regions(segment: Segment) -> list[tuple[list[ParameterSpec], Par
 def _sequence_exchanges(
     context: PricingContext, groups: Groups, s: int, again: float
 ) -> tuple[np.ndarray, np.ndarray | float]:
-    """Ulysses: queries, keys, values and results change between tokens and heads in each attention; a ring: keys
-    and values pass every rank, forward, and with their gradients backward. Keys and values have fewer heads. Attention
-    that is written out, of which the trace has seen no call, gathers them, and scatters the sums of their gradients."""
     trace, segment = context.trace, context.trace.segments[s]
     if not segment.is_block:
         return np.zeros(len(context.sizes)), 0.0
+    # Keys and values may have fewer heads than queries.
     heads = trace.num_key_value_heads / trace.num_heads if trace.num_heads else 1.0
     width = _output_bytes(context, s) / context.sizes.tensor
-    if not segment.num_attentions:
+    if not segment.num_attentions:  # written out: keys and values are gathered, gradients' sums scattered
         gathers = 2 * (2 + again)
         num_bytes = width * heads * gathers
         return collective_seconds("all_gather", num_bytes, groups, context.hardware, gathers), gathers
     passes = segment.num_attentions * (2 + again)
     is_ring = context.sizes.is_ring
+    # Ulysses: queries, keys, values and results each change between tokens and heads.
     count = 4 * passes
     num_bytes = width * (2 + 2 * heads) * passes / context.sizes.sequence
     seconds = collective_seconds("all_to_all", num_bytes, groups, context.hardware, count)
     if not is_ring.any():
         return seconds, count
+    # A ring: keys and values pass every rank forward, and backward with their gradients.
     turns = segment.num_attentions * (1 + again + 2)
     around = collective_seconds("all_gather", width * 2 * heads * turns, groups, context.hardware, turns)
     return np.where(is_ring, around, seconds), np.where(is_ring, turns, count)
@@ -333,13 +320,12 @@ def _sequence_exchanges(
 def _expert_exchanges(
     context: PricingContext, groups: Groups, s: int, again: float
 ) -> tuple[np.ndarray, float]:
-    """Tokens go to the ranks that hold their experts, and results come back, in both passes."""
+    # Tokens go to the ranks that hold their experts, and results come back, in both passes.
     count = 2 * context.trace.segments[s].num_routed * (2 + again)
     routed = _output_bytes(context, s) * max(1, context.trace.experts_per_token)
     return collective_seconds("all_to_all", routed * count, groups, context.hardware, count), count
 
 
 def _output_bytes(context: PricingContext, s: int) -> np.ndarray:
-    """[R] bytes of a segment's output [B, T, D]."""
     cost = cost_of(context.plan, context.trace.segments[s])
-    return np.asarray(cost.output.at(context.num_samples, context.num_tokens), dtype=float)
+    return np.asarray(cost.output.at(context.num_samples, context.num_tokens), dtype=float)  # [B, T, D]

@@ -98,9 +98,8 @@ def _group_by_options(job: Job, options_of: Callable[[str], Mapping[str, Any]]) 
 
 
 def _refuse_misspelt(groups: Iterable[NamedGroup], known: Collection[str]) -> None:
-    """Torch takes any key in a group, also one that is nearly an option of the optimizer."""
     for option in {option for group in groups for option in group.options}:
-        if option not in known and (meant := did_you_mean(option, known)):
+        if option not in known and (meant := did_you_mean(option, known)):  # torch accepts any key
             raise InputError(f"options_of gave {option!r}, which the optimizer does not know.{meant}")
 
 
@@ -155,22 +154,18 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
 
 
 def _ranks_together(job: Job) -> list[int]:
-    """The ranks whose every pass through the model is one of this rank too: those that gather its parameters for each, or that
-    divide its samples."""
     assert job.mesh is not None
     sharding = job.plan.sharding
-    if sharding.parameters_over and not sharding.keeps_gathered:
+    if sharding.parameters_over and not sharding.keeps_gathered:  # every pass gathers from all ranks
         return list(range(job.cluster.world_size))
-    axes = [name for name in ("tensor", "sequence") if job.mesh.size(name) > 1]
+    axes = [name for name in ("tensor", "sequence") if job.mesh.size(name) > 1]  # they share samples
     return dist.get_process_group_ranks(job.mesh.axis(axes[0]).get_group()) if axes else []
 
 
 def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
-    """Has ranks compare the weights that they hold copies of, and where they are when none goes on; backends hold weights
-    where they like."""
     is_known = bool(job.name) and job.optimizer.take_over is None and has_step_hooks(optimizer)
     if job.mesh is None or not is_known:
-        return
+        return  # the optimizer's steps cannot be seen, or its weights are elsewhere
     if job.num_data_ranks > 1 and job.plan.sharding.layout != "flat":
         roots, sends = [job.module, *job.parts.stages], job.plan.sharding.layout == "parameters"
         job.step.same_weights = SameWeights(job.mesh, roots, job.name, gradients=sends)
@@ -189,7 +184,6 @@ def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
 def _refuse_foreign_parameters(
     job: Job, optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Has a step look at the gradients of parameters that are not of the model, as of a later ``add_param_group``."""
     known = {id(parameter) for group in groups for parameter in group["params"]}
     counted, foreign = 0, list[torch.Tensor]()
 
@@ -199,7 +193,7 @@ def _refuse_foreign_parameters(
             ours = known | {id(p) for part in (job.module, *job.parts.stages) for p in part.parameters()}
             members = (parameter for group in optimizer.param_groups for parameter in group["params"])
             counted, foreign = number, [parameter for parameter in members if id(parameter) not in ours]
-        for parameter in foreign:
+        for parameter in foreign:  # such as by a later add_param_group
             if parameter.grad is not None:
                 raise StepError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's: each rank would "
@@ -217,7 +211,6 @@ def _frozen_tensors(job: Job) -> list[tuple[str, torch.Tensor]]:
 
 
 def _without_frozen(job: Job, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What an optimizer gets that takes no further parameters later; once one of the others is thawed, a step says so."""
     left_out = _frozen_tensors(job)
 
     def require_frozen(*_: Any) -> None:
@@ -229,27 +222,25 @@ def _without_frozen(job: Job, groups: list[dict[str, Any]]) -> list[dict[str, An
                     "ddp, zero2 or fsdp of torch, without fp32 masters beside zero1."
                 )
 
-    if left_out:
+    if left_out:  # the optimizer takes none later, so a step reports thawed ones
         job.module.register_forward_pre_hook(require_frozen)
     return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
 
 
 def _make_master_weights(job: Job) -> MasterWeights | None:
-    """fp32 copies that the optimizer updates; ``None`` where it updates the weights themselves."""
     if job.plan.offload_optimizer:
         return MasterWeights(job.module.parameters(), on_host=True, pinned=job.device.type == "cuda")
     return MasterWeights(job.module.parameters()) if job.plan.precision.master_dtype else None
 
 
 def _count_once(job: Job, masters: MasterWeights | None) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    """Norms of gradients over all stages of a pipeline, with the job's clipping made to use them."""
     stages = job.stage_group
     if stages is None:
         return gradient_norm
     uncounted = [
         parameter if masters is None else masters.master_of(parameter)
         for name, parameter in job.module.named_parameters(remove_duplicate=False)
-        if plain_name(name) in job.gradients.remote_norm_names
+        if plain_name(name) in job.gradients.remote_norm_names  # another stage counts them
     ]
     job.gradients.clip = partial(clip_gradients, stages=stages, uncounted=uncounted)
     return partial(gradient_norm, stages=stages, uncounted=uncounted)

@@ -20,8 +20,8 @@ from atorch_ns.job.job import Job, ParameterGroups
 from atorch_ns.text import counted, error_text
 from atorch_ns.torch_compat import TorchDispatchMode
 
-_SHAPES: Final = ((4, 6), (6, 4))
-_STEPS: Final = 6
+_SHAPES: Final = ((4, 6), (6, 4))  # of the two trial parameters
+_STEPS: Final = 6  # per trial
 _LARGE: Final = 1e4
 """Factor of the last gradients: norms that nothing else reaches are clipped there."""
 _TOLERANCES: Final = {torch.float64: 1e-4, torch.float32: 1e-3}
@@ -58,7 +58,7 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
         return ""
     if _is_divided(job):
         _refuse_choice(job, groups)
-    for options in _distinct_options(groups):
+    for options in _distinct_options(groups):  # a flag may turn a coupling on
         make = partial(_new_optim, job, options)
         with random_states_kept(job.device), warnings.catch_warnings(action="ignore"):
             try:
@@ -85,19 +85,21 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
 
 
 def _refuse_choice(job: Job, groups: ParameterGroups) -> None:
-    """Refuses a function that chooses among the parameters: of the groups that it is given here it would take all."""
-    function, given = job.inputs.optim_func, [p for group in groups for p in group["params"]]
+    function, params = job.inputs.optim_func, [p for group in groups for p in group["params"]]
     if job.inputs.optim_param_func is not None or not isinstance(function, FunctionType):
         return
-    shapes = [nn.Parameter(torch.empty(p.shape, device="meta"), requires_grad=p.requires_grad) for p in given]
+    shapes = [
+        nn.Parameter(torch.empty(p.shape, device="meta"), requires_grad=p.requires_grad) for p in params
+    ]
+    # Called with meta parameters, a function that filters shows it. Given groups, it would take all.
     try:
         chosen = function(shapes, **_copy_arguments(job)).param_groups
     except Exception:  # what is wrong with the real call tells it better
         return
-    if len(chosen) > 1 or len(chosen[0]["params"]) < len(given):
+    if len(chosen) > 1 or len(chosen[0]["params"]) < len(params):
         raise InputError(
             f"optim_func makes {counted(len(chosen), 'group')} of {sum(len(group['params']) for group in chosen)} of the "
-            f"{counted(len(given), 'parameter')}. Under this strategy it is given groups, [{{'params': [...]}}], of which ranks hold "
+            f"{counted(len(params), 'parameter')}. Under this strategy it is given groups, [{{'params': [...]}}], of which ranks hold "
             "parts: split groups by optim_param_func=lambda model: groups, or train under ddp, fsdp or zero2."
         )
 
@@ -117,8 +119,8 @@ def _is_divided(job: Job) -> bool:
 
 
 def _require_tensors(job: Job, make: _Make) -> None:
-    """Refuses what reads numbers out of gradients or weights: of a DTensor's sum, a rank reads its own part."""
     try:
+        # Other values change any number that is read. From a DTensor, item() reads only this rank's part.
         numbers, other = (_numbers_read(make, factor) for factor in (1.0, 3.0))
     except Exception:  # what fails on plain tensors is not judged here; with DTensors it is used as it is
         return
@@ -155,7 +157,7 @@ class _Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default:  # item(), float(), bool()
             self.numbers.append(result)
         return result
 
@@ -166,12 +168,11 @@ def _is_known(kind: Any) -> bool:
 
 
 def _distinct_options(groups: ParameterGroups) -> list[dict[str, Any]]:
-    """Options of groups that an optimizer may treat differently: not those that differ in numbers alone."""
     variants: dict[Any, dict[str, Any]] = {}
     for group in groups:
         options = {key: value for key, value in group.items() if key != "params"}
         choices = {key: value if isinstance(value, (bool, str)) else None for key, value in options.items()}
-        variants.setdefault(tuple(sorted(choices.items(), key=str)), options)
+        variants.setdefault(tuple(sorted(choices.items(), key=str)), options)  # numbers make no variant
     return list(variants.values())
 
 
@@ -187,11 +188,10 @@ def _new_optim(job: Job, options: Mapping[str, Any], parameters: list[nn.Paramet
 
 
 def _try_coupling(make: _Make, device: torch.device) -> tuple[bool, Exception | None]:
-    """Whether it couples parameters, and why it could not be found out; the first kind of trial that works decides."""
     why: Exception | None = None
     places = dict.fromkeys((torch.device("cpu"), device))
     for target, dtype, with_closure in itertools.product(places, _TOLERANCES, (False, True)):
-        try:
+        try:  # the first trial that works decides
             return _is_coupled(
                 partial(_run_updates, make, dtype, target, with_closure), _TOLERANCES[dtype]
             ), None
@@ -207,6 +207,7 @@ def _is_coupled(run: Callable[..., _Updates], tolerance: float) -> bool:
     alone = [[*first, *second] for first, second in zip(run((0,)), run((1,)), strict=True)]
     if not _has_difference(together, alone, tolerance):
         return False
+    # Updates that change with the seed show nothing about coupling.
     if _has_difference(together, run((0, 1), seed=1), tolerance):
         raise ValueError("its updates are random")
     return True
@@ -229,14 +230,13 @@ def _make_parameters(dtype: torch.dtype, device: torch.device) -> list[nn.Parame
 
 
 def _make_gradients() -> list[list[torch.Tensor]]:
-    """Gradients of each step, mostly along one direction, along which estimated step sizes grow."""
     generator = torch.Generator().manual_seed(1)
     main = [torch.randn(shape, generator=generator, device="cpu") for shape in _SHAPES]
     return [
         [
             (_LARGE if step == _STEPS - 1 else 1.0)
             * (each + 0.3 * torch.randn(each.shape, generator=generator, device="cpu"))
-            for each in main
+            for each in main  # one direction, so that estimated step sizes grow
         ]
         for step in range(_STEPS)
     ]
@@ -251,7 +251,6 @@ def _run_updates(
     *,
     seed: int = 0,
 ) -> _Updates:
-    """What each step adds to the chosen parameters, of which alone the optimizer knows."""
     torch.manual_seed(seed)
     random.seed(seed)
     parameters = [_make_parameters(dtype, device)[index] for index in chosen]
@@ -268,10 +267,9 @@ def _run_updates(
 
 
 def _set_gradients(parameters: list[nn.Parameter], gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Sets gradients; the closure of optimizers that want one, with a loss that stays."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.to(parameter.device, parameter.dtype)
-    return torch.ones((), device=parameters[0].device)
+    return torch.ones((), device=parameters[0].device)  # as a closure's loss
 
 
 def _optimizer_name(job: Job) -> str:

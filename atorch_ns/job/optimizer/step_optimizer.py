@@ -37,12 +37,12 @@ class MasterWeights:
     ) -> None:
         self._on_host = on_host
         self._pinned = pinned
-        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # host buffers by parameter
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
-        self._marks: dict[torch.Tensor, tuple[int, int]] = {}
-        self._versions: dict[torch.Tensor, int] = {}
+        self._marks: dict[torch.Tensor, tuple[int, int]] = {}  # of parameters, at the last update
+        self._versions: dict[torch.Tensor, int] = {}  # of masters, at the last update
         self._num_updates = 0
-        self._is_written = False
+        self._is_written = False  # the loop writes through .data
         for parameter in parameters:
             if parameter.requires_grad:
                 self._add_master(parameter)
@@ -68,7 +68,7 @@ class MasterWeights:
         for group in groups:
             for index, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and parameter not in masters:
-                    self._add_master(parameter)
+                    self._add_master(parameter)  # thawed since
                     group["params"][index] = self.master_of(parameter)
 
     def _add_master(self, parameter: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ class MasterWeights:
         elif not self._on_host and parameter.dtype in (torch.float16, torch.bfloat16):
             master = parameter.detach().to(torch.float32)
         else:
-            return
+            return  # fp32 or integers need no master
         self._masters[parameter] = torch.nn.Parameter(master)
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class MasterWeights:
             if adds and master.grad is not None:
                 master.grad.add_(parameter.grad.to(master.device, torch.float32))
             elif self._on_host:
-                if parameter not in self._gradients:
+                if parameter not in self._gradients:  # allocated once and reused
                     self._gradients[parameter] = self._host_tensor(parameter)
                 gradient = self._gradients[parameter]
                 master.grad = gradient.copy_(parameter.grad, non_blocking=self._pinned)
@@ -118,9 +118,10 @@ class MasterWeights:
                 kept = local_part(master)  # each rank looks at its own part
                 here = local_part(parameter).to(device=kept.device)
                 is_same = here == kept.to(here.dtype)
+                # The master was written since the last update, while the model computed with other values.
                 if not is_same.all() and self._versions.get(master, master._version) != master._version:
                     raise StepError(_WRITTEN_MASTERS)
-                self._is_written |= not is_marked and not bool(is_same.all())
+                self._is_written |= not is_marked and not bool(is_same.all())  # written through .data
                 kept.copy_(torch.where(is_same, kept, here.to(kept.dtype)))
 
     @torch.no_grad()
@@ -144,8 +145,7 @@ _NUM_LOOKS: Final = 3
 
 
 def _version_mark(tensor: torch.Tensor) -> tuple[int, int]:
-    """What changes where a tensor is written to, or given other memory."""
-    return tensor._version, local_part(tensor).data_ptr()
+    return tensor._version, local_part(tensor).data_ptr()  # changes with a write or a move
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -220,14 +220,15 @@ class StepOptimizer(torch.optim.Optimizer):
         self._group = group
         self._finish = finish
         self._norm = norm
-        self._prepared = False
-        self._overflow = False
+        self._prepared = False  # gradients are fp32 and unscaled
+        self._overflow = False  # on any rank
         self._scaled: dict[torch.Tensor, tuple[int, int, int]] = {}
+        # Mixed: some have no scale. Late: a pass after preparing. Cleared: zeros that zero_grad has left.
         self._is_mixed = self._is_late = self._is_cleared = self._is_in_hooks = False
         self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         if scaler is not None:
             scaler.at_backward = self._begin_backward
-            refuse = WeakMethod(self._refuse_other)
+            refuse = WeakMethod(self._refuse_other)  # torch's global hooks outlive this object
             handle = register_optimizer_step_pre_hook(lambda *args: (method := refuse()) and method(*args))
             finalize(self, handle.remove)
 
@@ -246,7 +247,7 @@ class StepOptimizer(torch.optim.Optimizer):
                 "a backward pass came after the gradients had been clipped or prepared in the same step. Under fp16 add up all "
                 "passes of a step first; bf16 has no scale."
             )
-        is_again = self._prepared
+        is_again = self._prepared  # a further pass in the same step
         if is_again and (self.masters is None or self.scaler is not None):
             return
         if self._scaled and (self._is_mixed or self._is_changed()):
@@ -260,7 +261,7 @@ class StepOptimizer(torch.optim.Optimizer):
         if self._finish is not None:
             self._finish()
         if self.masters is not None:
-            self.masters.adopt(self.inner.param_groups)
+            self.masters.adopt(self.inner.param_groups)  # of thawed parameters
             self.masters.take_writes()
             self.masters.take_gradients(keeps=self._is_cleared, adds=is_again)
         if self.scaler is None:
@@ -279,7 +280,7 @@ class StepOptimizer(torch.optim.Optimizer):
         is_mixed = self._is_mixed or self._is_changed()
         yield
         self._note_gradients()
-        self._is_mixed = is_mixed
+        self._is_mixed = is_mixed  # changes of the block count as scaled
 
     def _refuse_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(p in self._scaled for group in optimizer.param_groups for p in group["params"]):
@@ -298,7 +299,7 @@ class StepOptimizer(torch.optim.Optimizer):
         self._scaled = gradient_versions(self._with_scale())
 
     def _is_changed(self, *, zeros: bool = True) -> bool:
-        """Whether there are gradients that no backward pass of a scaled loss has left as they are, ``zeros`` among them."""
+        # Zeros are right under any scale.
         return any(
             version != self._scaled.get(parameter)
             and ((zeros and parameter in self._scaled) or bool(local_part(parameter.grad).any()))
@@ -306,7 +307,7 @@ class StepOptimizer(torch.optim.Optimizer):
         )
 
     def _with_scale(self) -> list[torch.Tensor]:
-        """The model's parameters, whose gradients have the scale; none once they are prepared."""
+        # After preparation the masters hold the gradients, unscaled.
         models = {} if self.masters is None else {master: p for p, master in self.masters.pairs()}
         groups = [] if self.scaler is None or self._prepared else self.inner.param_groups
         return [models.get(updated, updated) for group in groups for updated in group["params"]]
@@ -318,18 +319,18 @@ class StepOptimizer(torch.optim.Optimizer):
                 "a closure evaluates the model inside the step, and the loss scale must not change there. Use "
                 "bf16 with optimizers that need a closure."
             )
-        self._is_in_hooks = True
+        self._is_in_hooks = True  # hooks see prepared gradients in param_groups
         try:
             for hook in tuple(self._hooks.values()):
                 hook(self, (), {})
         finally:
             self._is_in_hooks = False
         if closure is not None and self.masters is not None and not self._skip_if_nonfinite:
-            result = self.inner.step(partial(self._evaluate_closure, closure))
+            result = self.inner.step(partial(self._evaluate_closure, closure))  # may call it several times
             self.masters.copy_to_parameters()
             self._forget_gradients()
             return result
-        loss = None if closure is None else torch.enable_grad()(closure)()
+        loss = None if closure is None else torch.enable_grad()(closure)()  # the step may be skipped
         self.prepare_gradients()
         self.skipped = self._overflow or (self._skip_if_nonfinite and self._has_nonfinite())
         if not self.skipped:
@@ -344,9 +345,8 @@ class StepOptimizer(torch.optim.Optimizer):
         return loss
 
     def _evaluate_closure(self, closure: Callable[[], float]) -> float:
-        """A closure's loss where the optimizer has moved the masters, which gets its gradients."""
         assert self.masters is not None
-        self.masters.copy_to_parameters()
+        self.masters.copy_to_parameters()  # the optimizer may have moved masters
         self._forget_gradients()
         with torch.enable_grad():
             loss = closure()
@@ -414,14 +414,14 @@ class StepOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":
+        if name == "inner":  # not set yet, as in a copy
             raise AttributeError(name)
         attribute = getattr(self.inner, name)
         is_method = callable(attribute) and not hasattr(torch.optim.Optimizer, name)
         return partial(self._call_method, attribute) if is_method else attribute
 
     def _call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a method that the user's optimizer has beside ``step``, which may read gradients and write weights."""
+        # Methods such as SAM's first_step read gradients, so they must be prepared.
         if not {"grad", "step"}.isdisjoint(_names_in(method, type(self.inner))):
             self.prepare_gradients()
         if self._overflow:
@@ -434,7 +434,7 @@ class StepOptimizer(torch.optim.Optimizer):
         self.masters.take_writes()
         before = [master._version for _, master in self.masters.pairs()]
         result = method(*args, **kwargs)
-        if [master._version for _, master in self.masters.pairs()] != before:
+        if [master._version for _, master in self.masters.pairs()] != before:  # it has written weights
             self.masters.copy_to_parameters()
         return result
 
@@ -447,8 +447,8 @@ class StepOptimizer(torch.optim.Optimizer):
         )
 
     def _has_nonfinite(self) -> bool:
-        """Whether any rank sees a bad gradient: a rank may hold only a part of them."""
         parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        # The norm is finite only if all elements are; a rank may hold a part, so all ranks decide.
         flag = (~torch.isfinite(self._norm(parameters))).float()
         if self._group is not None:
             flag = flag.to(parameters[0].device)
@@ -457,9 +457,8 @@ class StepOptimizer(torch.optim.Optimizer):
 
 
 def _names_in(method: Callable[..., Any], kind: type) -> set[str]:
-    """What the code of a method names, and that of other methods of its class that it calls."""
     names, methods = set[str](), [method]
-    for function in methods:
+    for function in methods:  # grows by methods that the code names
         for code in nested_codes(getattr(unwrap(function), "__code__", None)):
             new = set(code.co_names) - names
             names |= new

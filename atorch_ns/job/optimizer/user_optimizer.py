@@ -40,7 +40,7 @@ def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
 
 
 @contextmanager
-def explained_groups(job: Job, given: list[Any]) -> Iterator[None]:
+def explained_groups(job: Job, entries: list[Any]) -> Iterator[None]:
     """Translates what a call of ``optim_func`` raises that takes groups for parameters, or for which a rank has too few.
 
     Raises:
@@ -59,7 +59,7 @@ def explained_groups(job: Job, given: list[Any]) -> Iterator[None]:
             "of them, choose zero2, fsdp or ddp."
         ) from error
     except (AttributeError, TypeError) as error:
-        in_groups = any(isinstance(entry, dict) for entry in given)
+        in_groups = any(isinstance(entry, dict) for entry in entries)
         if isinstance(error, AttributeError) and not in_groups:
             raise
         hint = (
@@ -111,24 +111,24 @@ def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _average_whole_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Divides gradients that a loop has put into divided parameters: each rank's, of its samples, or all ranks' own mean."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             whole, mesh = parameter.grad, getattr(parameter, "device_mesh", None)
             if whole is not None and mesh is not None and not isinstance(whole, DTensor):
+                # A plain gradient in a divided parameter is this rank's own, or already the mean of all.
                 summands = DTensor.from_local(whole / mesh.size(), mesh, [Partial()] * mesh.ndim)
                 parameter.grad = summands.redistribute(placements=parameter.placements)
 
 
 @torch.no_grad()  # where parts of divided tensors are at hand
 def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Gives gradients that a loop wrote (``p.grad = g.t()``) the strides of their parameters: fused kernels read memory in order."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad, is_divided = parameter.grad, isinstance(parameter, DTensor)
             if grad is None or grad.layout != torch.strided or isinstance(grad, DTensor) != is_divided:
                 continue
             gradient, weight = local_part(grad), local_part(parameter)
+            # After p.grad = g.t() strides differ, and fused kernels read memory in order.
             if gradient.stride() != weight.stride() and gradient.shape == weight.shape:
                 laid = torch.empty_like(weight).copy_(gradient)
                 parameter.grad = laid_out(laid, grad) if is_divided else laid
@@ -153,8 +153,7 @@ class _OnLocalParts(torch.optim.Optimizer):
 
 
 class _LocalParts(TorchDispatchMode):
-    """Runs fused kernels of optimizers on local parts, laid out as those of the parameters, and takes complex numbers for
-    pairs in their places."""
+    """Runs fused kernels of optimizers on local parts, and takes complex numbers for pairs in their places."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -177,7 +176,7 @@ class _LocalParts(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.view_as_real.default and isinstance(args[0], DTensor):
-            return _view_as_pairs(args[0])
+            return _view_as_pairs(args[0])  # torch would copy uneven parts
         if getattr(func, "overloadpacket", None) in _KERNELS:
             parameters, *_ = args
             args = [list(map(_local_part, values, parameters)) for values in args]
@@ -186,13 +185,13 @@ class _LocalParts(TorchDispatchMode):
 
 def _view_as_pairs(value: DTensor) -> DTensor:
     pairs = torch.view_as_real(value.to_local())
-    shape = torch.Size((*value.shape, 2))
+    shape = torch.Size((*value.shape, 2))  # [..., 2]
     stride = (*(2 * step for step in value.stride()), 1)
     return DTensor.from_local(pairs, value.device_mesh, value.placements, shape=shape, stride=stride)
 
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it updates as one of torch's optimizers, which call their closure once, before that."""
+    # torch's optimizers call the closure once, before the update; LBFGS calls it during the update.
     kinds = set(type(optimizer).__mro__) - {torch.optim.Optimizer}
     return torch.optim.LBFGS not in kinds and any(
         kind.__module__.startswith("torch.optim.") for kind in kinds
@@ -210,8 +209,8 @@ def _local_part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 _KERNELS: Final = (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_, torch.ops.aten._fused_sgd_)
 _FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with fused kernels for CPUs and for CUDA. Adagrad has one for CPUs only."""
-_DEVICES: Final = ("cpu", "cuda")
-_DECIDES: Final = ("fused", "foreach", "differentiable")
+_DEVICES: Final = ("cpu", "cuda")  # with fused kernels
+_DECIDES: Final = ("fused", "foreach", "differentiable")  # options with which the user decides
 
 
 def choose_fused(
@@ -249,12 +248,11 @@ def choose_fused(
     return True, f"{kind.__name__}: {what}"
 
 
-def _unwrap_partials(function: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The class behind partials, and all keywords that it will be called with."""
+def _unwrap_partials(function: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     while isinstance(function, partial):
-        given = {**function.keywords, **given}
+        keywords = {**function.keywords, **keywords}  # outer keywords win, as in the call
         function = function.func
-    return function, given
+    return function, keywords
 
 
 def optimizer_arguments(
@@ -284,7 +282,6 @@ def optimizer_arguments(
 
 
 def _find_sparse_module(models: Iterable[nn.Module]) -> str | None:
-    """The module whose gradient is sparse, which fused kernels refuse in the first step."""
     for model in models:
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
@@ -294,29 +291,27 @@ def _find_sparse_module(models: Iterable[nn.Module]) -> str | None:
 
 
 def _find_fused_fault(
-    kind: type[torch.optim.Optimizer], given: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
+    kind: type[torch.optim.Optimizer], keywords: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
 ) -> str | None:
-    """Why a fused kernel that was asked for cannot be right."""
     for group in groups:
         if any(parameter.is_complex() for parameter in group["params"]):
             return "no fused kernel updates complex parameters, which the model has"
-        has_momentum = kind is torch.optim.SGD and {**given, **group}.get("momentum")
+        has_momentum = kind is torch.optim.SGD and {**keywords, **group}.get("momentum")
         if has_momentum and any(p.device.type == "cpu" and p.itemsize < 4 for p in group["params"]):
             return "torch's fused SGD for CPUs loses the momentum of parameters in 16 bits"
     return None
 
 
 def _find_late_fault(
-    kind: type[torch.optim.Optimizer], given: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
+    kind: type[torch.optim.Optimizer], keywords: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]
 ) -> str | None:
-    """SGD's kernel takes momenta of all parameters or of none (torch 2.13)."""
-    if kind is torch.optim.SGD and any({**given, **group}.get("momentum") for group in groups):
+    # The kernel takes momenta of all parameters or of none (torch 2.13).
+    if kind is torch.optim.SGD and any({**keywords, **group}.get("momentum") for group in groups):
         return "torch's fused SGD with momentum fails where a parameter gets its first gradient after the first step"
     return None
 
 
 def _find_obstacle(parameters: Iterable[torch.Tensor]) -> str | None:
-    """Why one fused call cannot update these parameters; ``None`` if it can."""
     for parameter in parameters:
         if not parameter.is_floating_point():
             return f"a parameter is {parameter.dtype}"

@@ -17,40 +17,40 @@ from atorch_ns.sharding.rank_context import RankRandomness
 Target = Callable[..., Any]
 
 
-def runnable(one: Operator, rule: Rule) -> tuple[Target, bool]:
+def runnable(op: Operator, rule: Rule) -> tuple[Target, bool]:
     """What runs an operator under a rule, and whether it takes the group before the other arguments."""
-    target: Target = one.call.operator
+    target: Target = op.call.operator
     needs_group = False
-    like: tuple[Any, ...] = (target,)
+    like: tuple[Any, ...] = (target,)  # equal for targets that compute alike: their graphs share one body
     if rule.divides:
         target = RUN_AS.get(target, target)
         if rule.kernel:
             target, needs_group = _bind_kernel(rule, target), True
-        elif is_random(one):
+        elif is_random(op):
             target, needs_group = _own_randomness(target, rule), True
-        like = (target if not needs_group else one.call.operator, str(rule), rule.kernel)
-    if one.modes:
-        target = _in_modes(target, one.modes)
-        like = (*like, one.modes)
-    if target is not one.call.operator and target not in RUN_AS.values():
-        target.__name__ = one.name
+        like = (target if not needs_group else op.call.operator, str(rule), rule.kernel)
+    if op.modes:
+        target = _in_modes(target, op.modes)
+        like = (*like, op.modes)
+    if target is not op.call.operator and target not in RUN_AS.values():  # not one of torch's own
+        target.__name__ = op.name  # as generated code shows it
         target.__module__ = __name__
         target.like = like  # type: ignore[attr-defined]
     return target, needs_group
 
 
-def is_random(one: Operator) -> bool:
+def is_random(op: Operator) -> bool:
     """Whether a call draws random numbers."""
-    tags = getattr(one.call.operator, "tags", ())
+    tags = getattr(op.call.operator, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags:
         return False
-    names = {declared.name for declared in one.call.operator._schema.arguments}  # type: ignore[attr-defined]
-    if "dropout_p" in names:
-        return bool(one.call.argument("dropout_p"))
+    names = {declared.name for declared in op.call.operator._schema.arguments}  # type: ignore[attr-defined]
+    if "dropout_p" in names:  # attention, whose rate may be 0
+        return bool(op.call.argument("dropout_p"))
     for rate in ("p", "dropout"):
-        if names >= {rate, "train"}:
-            return bool(one.call.argument(rate)) and bool(one.call.argument("train"))
-    return True
+        if names >= {rate, "train"}:  # dropout, and recurrent layers
+            return bool(op.call.argument(rate)) and bool(op.call.argument("train"))
+    return True  # rand, bernoulli and the like
 
 
 def _bind_kernel(rule: Rule, target: Target) -> Target:
@@ -64,7 +64,7 @@ def _bind_kernel(rule: Rule, target: Target) -> Target:
 
 def _own_randomness(target: Target, rule: Rule) -> Target:
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        return with_own_randomness(target, rule, group, *args, **kwargs)
+        return with_own_randomness(target, rule, group, *args, **kwargs)  # looked up here: tests replace it
 
     return call
 
@@ -87,15 +87,15 @@ def _in_modes(target: Target, modes: tuple[tuple[Any, ...], ...]) -> Target:
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for kind, *settings in modes:
-                if kind == "grad":
+                if kind == "grad":  # never on where the caller has it off
                     stack.enter_context(torch.set_grad_enabled(settings[0] and torch.is_grad_enabled()))
                 else:
-                    device, dtype, enabled, cache = settings
+                    device, dtype, enabled, cache = settings  # an autocast region
                     stack.enter_context(torch.autocast(device, dtype, enabled=enabled, cache_enabled=cache))
             return target(*args, **kwargs)
 
     kept = tuple(mode for mode in modes if mode[0] == "grad")
-    if kept != modes:
+    if kept != modes:  # for the check of a division, which runs in full precision
         call.without_autocast = _in_modes(target, kept)  # type: ignore[attr-defined]
     return call
 

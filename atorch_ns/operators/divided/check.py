@@ -20,8 +20,8 @@ from atorch_ns.capture.graph.operator_graph import Operator
 from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.errors import InputError
 from atorch_ns.operators.divided.calls import is_random, runnable, without_autocast
-from atorch_ns.operators.divided.conversions import Need, converted, local_shape
-from atorch_ns.operators.divided.divide import Division, Piece, pieces
+from atorch_ns.operators.divided.conversions import ArgumentNeed, converted, local_shape
+from atorch_ns.operators.divided.divide import OperatorDivision, Piece, pieces
 from atorch_ns.operators.rules.rule import WHOLE, Placement, whole_rule
 from atorch_ns.sharding.collectives import simulate, total
 from atorch_ns.sharding.compare import gradient_floor, relative_error
@@ -32,7 +32,7 @@ TOLERANCE = 1e-4
 
 
 def check_division(
-    division: Division,
+    division: OperatorDivision,
     model: nn.Module,
     tensors: Sequence[torch.Tensor],
     device: torch.device,
@@ -61,21 +61,21 @@ def check_division(
 
 def _check_in(
     dtype: torch.dtype,
-    division: Division,
+    division: OperatorDivision,
     model: nn.Module,
     tensors: Sequence[torch.Tensor],
     device: torch.device,
-    made: Sequence[Piece],
+    all_pieces: Sequence[Piece],
 ) -> None:
     with random_states_kept(device):
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # equal parameters and cotangents in every check
         states = _make_states(division, model, device, dtype)
         inputs = [_as_float(tensor.to(device), dtype) for tensor in tensors]
         whole = _run_whole(division, states, inputs, dtype)
         ranks = [_Record(dtype) for _ in range(division.degree)]
 
         def run_rank(group: Any) -> None:
-            _run_rank(division, made, states, inputs, whole.cotangents, group, ranks[group.rank()])
+            _run_rank(division, all_pieces, states, inputs, whole.cotangents, group, ranks[group.rank()])
 
         try:
             simulate(division.degree, run_rank, device)
@@ -102,23 +102,22 @@ class _Record:
     def keep(self, node: fx.Node, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             if value.requires_grad:
-                value.retain_grad()
+                value.retain_grad()  # autograd keeps those of leaves alone
             self.values[node] = value
 
 
 def _make_states(
-    division: Division, model: nn.Module, device: torch.device, dtype: torch.dtype
+    division: OperatorDivision, model: nn.Module, device: torch.device, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Values for parameters, buffers and constants, by the names of their placeholders."""
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))  # a shared one under each name
     states = {}
     for node, origin in division.graph.origins.items():
         shape = node.meta["val"].shape
         if origin.kind == "parameter":
             value = (
-                torch.rand(shape, device=device) + 0.5
+                torch.rand(shape, device=device) + 0.5  # in [0.5, 1.5): neither zeros nor ones
                 if len(shape) < 2
-                else torch.randn(shape, device=device)
+                else torch.randn(shape, device=device)  # scaled below: products keep the size of their inputs
             )
             states[node.name] = _as_float(value / shape[-1] ** 0.5 if len(shape) > 1 else value, dtype)
         elif origin.kind == "buffer":
@@ -147,14 +146,14 @@ class _Quiet(fx.Interpreter):
         except InputError:
             raise
         except Exception as error:
-            users = [
+            users = [  # a conversion is no operator: name the one that it is for
                 self._calls[number] for user in n.users if (number := self._numbers[user]) in self._calls
             ]
             where = op or next(iter(users), None)
             raise InputError(
                 f"{where} is divided wrongly: it fails on pieces with {error_line(error)}."
             ) from error
-        # A gradient of its own.
+        # An operator may return its argument: its result needs a gradient of its own.
         if op is not None and not op.pinned and any(result is argument for argument in args):
             result = result.view_as(result)
         value = self._values.get(self._numbers[n])
@@ -162,45 +161,49 @@ class _Quiet(fx.Interpreter):
             self._record.keep(value, result)
         return result
 
-    def _compute_result(self, n: fx.Node, one: Operator | None, args: Any, kwargs: Any) -> Any:
-        if one is not None and is_random(one) and n.target is not operator.getitem:
-            return _without_chance(one, [value for value in args if not _is_group(value)], kwargs)
-        if one is not None and n.target is one.call.operator:
-            return without_autocast(runnable(one, whole_rule(one.call))[0])(*args, **kwargs)
+    def _compute_result(self, n: fx.Node, op: Operator | None, args: Any, kwargs: Any) -> Any:
+        if op is not None and is_random(op) and n.target is not operator.getitem:  # draws nothing
+            return _without_chance(op, [value for value in args if not _is_group(value)], kwargs)
+        if op is not None and n.target is op.call.operator:  # with its grad modes, in full precision
+            return without_autocast(runnable(op, whole_rule(op.call))[0])(*args, **kwargs)
         return getattr(self, n.op)(without_autocast(n.target), args, kwargs)
 
 
 def _as_float(value: Any, dtype: torch.dtype) -> Any:
-    """A tensor, or a dtype, in ``dtype`` if it is a floating-point one: rounding of a lower one would hide what differs."""
+    # Rounding of a lower precision would hide what differs; dtype arguments are those of casts.
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
 def _is_group(value: Any) -> bool:
-    return hasattr(value, "rank") and not isinstance(value, torch.Tensor)
+    return hasattr(value, "rank") and not isinstance(value, torch.Tensor)  # of processes or simulated
 
 
-def _without_chance(one: Operator, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    declared = [argument.name for argument in one.call.operator._schema.arguments]  # type: ignore[attr-defined]
-    for name in ("dropout_p", "p"):
+def _without_chance(op: Operator, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    declared = [argument.name for argument in op.call.operator._schema.arguments]  # type: ignore[attr-defined]
+    for name in ("dropout_p", "p"):  # dropout at a rate of 0
         if name in declared:
             named = dict(zip(declared, args, strict=False)) | dict(kwargs) | {name: 0.0}
-            return one.call.operator(**{key: value for key, value in named.items() if key in declared})
-    results = one.call.operator(*args, **kwargs)
+            return op.call.operator(**{key: value for key, value in named.items() if key in declared})
+    results = op.call.operator(*args, **kwargs)
     if isinstance(results, torch.Tensor):
-        return results.zero_()
+        return results.zero_()  # in place of random numbers, which differ by rank
     return type(results)(result.zero_() if isinstance(result, torch.Tensor) else result for result in results)
 
 
 def _run_whole(
-    division: Division, states: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], dtype: torch.dtype
+    division: OperatorDivision,
+    states: Mapping[str, torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    dtype: torch.dtype,
 ) -> _Record:
     graph, record = division.graph, _Record(dtype)
     nodes = list(graph.captured.graph.nodes)
     calls = {
         number: producer[0] for number, node in enumerate(nodes) if (producer := graph.producers.get(node))
     }
+    # A node with several results is not the producer of any: its getitem nodes are.
     calls |= {nodes.index(op.node): op for op in graph.operators if len(op.results) > 1}
     known = {number: node for number, node in enumerate(nodes) if node in graph.producers}
     arguments, parameters = [], {}
@@ -211,7 +214,7 @@ def _run_whole(
         value = states[node.name]
         if origin.kind == "parameter":
             value = parameters[origin.name] = value.clone().requires_grad_(graph.spec(node).requires_grad)
-        arguments.append(value.clone() if origin.kind == "buffer" else value)
+        arguments.append(value.clone() if origin.kind == "buffer" else value)  # the run may write to it
     results = _Quiet(graph.captured.graph, calls, known, record).run(*arguments)
     record.cotangents = _run_backward(results, None)
     record.parameters = {name: value.grad for name, value in parameters.items() if value.grad is not None}
@@ -221,9 +224,8 @@ def _run_whole(
 def _run_backward(
     results: Sequence[Any], cotangents: Sequence[torch.Tensor | None] | None
 ) -> list[torch.Tensor | None]:
-    """Runs the backward pass from all results that have one; returns the gradients that it began from."""
     if cotangents is None:
-        cotangents = [
+        cotangents = [  # random; the divided run takes those of the whole one
             torch.randn_like(result) if isinstance(result, torch.Tensor) and result.requires_grad else None
             for result in results
         ]
@@ -234,8 +236,8 @@ def _run_backward(
 
 
 def _run_rank(
-    division: Division,
-    made: Sequence[Piece],
+    division: OperatorDivision,
+    all_pieces: Sequence[Piece],
     states: Mapping[str, torch.Tensor],
     inputs: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor | None],
@@ -255,7 +257,7 @@ def _run_rank(
                 value = value.chunk(group.size(), placement.dim)[group.rank()].clone()
             value.requires_grad_(division.graph.spec(node).requires_grad)
         values[node.name] = named[origin.name] = value
-    for piece in made:
+    for piece in all_pieces:
         under = f"{piece.path}." if piece.path else ""
         arguments = [
             group,
@@ -264,7 +266,7 @@ def _run_rank(
         ]
         results = _Quiet(piece.body.graph, piece.calls, piece.values, record).run(*arguments)
         values.update(zip(piece.gives, results, strict=True))
-    need = Need(WHOLE, False)
+    need = ArgumentNeed(WHOLE, False)  # every rank uses the results in the same way
     outputs = [
         converted(values[node.name], division.placement(node), need, group) for node in division.graph.outputs
     ]
@@ -274,24 +276,24 @@ def _run_rank(
             record.parameters[name] = total(value.grad, group) if name in division.summed else value.grad
 
 
-def _compare_records(division: Division, whole: _Record, ranks: Sequence[_Record]) -> None:
-    _compare_results(division, whole, ranks)
+def _compare_records(division: OperatorDivision, whole: _Record, ranks: Sequence[_Record]) -> None:
+    _compare_results(division, whole, ranks)  # a wrong result makes wrong gradients, so results come first
     gradients = [
         value.grad for value in whole.values.values() if value.requires_grad and value.grad is not None
     ]
     floor = gradient_floor(gradients)
-    for op, node, placement in reversed(list(_operator_results(division))):
+    for op, node, placement in reversed(list(_operator_results(division))):  # as the backward pass goes
         value = whole.values.get(node)
         if value is not None and value.requires_grad and value.grad is not None:
             parts = [_read_gradient(rank.values.get(node)) for rank in ranks]
-            layout = WHOLE if isinstance(placement, Partial) else placement
+            layout = WHOLE if isinstance(placement, Partial) else placement  # whole on every rank
             _require_close(op, "gradient of the result", value.grad, parts, layout, floor)
     _compare_parameters(division, whole, ranks, floor)
 
 
-def _compare_results(division: Division, whole: _Record, ranks: Sequence[_Record]) -> None:
+def _compare_results(division: OperatorDivision, whole: _Record, ranks: Sequence[_Record]) -> None:
     for op, node, placement in _operator_results(division):
-        parts = [rank.values.get(node) for rank in ranks]
+        parts = [rank.values.get(node) for rank in ranks]  # None where a rank failed before it
         known = [part for part in parts if part is not None]
         if node not in whole.values or not known:
             continue
@@ -305,7 +307,9 @@ def _compare_results(division: Division, whole: _Record, ranks: Sequence[_Record
             _require_close(op, "result", whole.values[node].detach(), known, placement, 0.0)
 
 
-def _compare_parameters(division: Division, whole: _Record, ranks: Sequence[_Record], floor: float) -> None:
+def _compare_parameters(
+    division: OperatorDivision, whole: _Record, ranks: Sequence[_Record], floor: float
+) -> None:
     users: dict[str, Operator] = {}
     for value, op, _ in division.uses():
         origin = division.graph.origins.get(value)
@@ -317,10 +321,10 @@ def _compare_parameters(division: Division, whole: _Record, ranks: Sequence[_Rec
         _require_close(users[name], f"gradient of {name}", gradient, parts, placement, floor)
 
 
-def _operator_results(division: Division) -> Iterator[tuple[Operator, fx.Node, Placement]]:
+def _operator_results(division: OperatorDivision) -> Iterator[tuple[Operator, fx.Node, Placement]]:
     for op in division.graph.operators:
         for number, node in enumerate(op.results):
-            # Whose values are those of old memory.
+            # Elements of an empty tensor are whatever its memory held.
             if node is not None and not op.name.startswith(("empty", "new_empty")):
                 yield op, node, division.rules[op].outputs[number]
 
@@ -330,7 +334,7 @@ def _read_gradient(value: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _require_close(
-    one: Operator,
+    op: Operator,
     what: str,
     whole: torch.Tensor,
     parts: Sequence[torch.Tensor | None],
@@ -341,12 +345,12 @@ def _require_close(
     if not known:
         return  # of a value that the divided graph does not compute
     if len(known) < len(parts):
-        raise InputError(f"{one} is divided wrongly: some ranks have no {what}.")
+        raise InputError(f"{op} is divided wrongly: some ranks have no {what}.")
     joined = [torch.cat(known, placement.dim)] if isinstance(placement, Shard) else known
     joined = [torch.stack(known).sum(0)] if isinstance(placement, Partial) else joined
     for tensor in joined:
         error = relative_error(tensor, whole, floor=floor)
         if error > TOLERANCE:
             raise InputError(
-                f"{one} is divided wrongly: its {what} differs by {error:.1e} of its largest value."
+                f"{op} is divided wrongly: its {what} differs by {error:.1e} of its largest value."
             )

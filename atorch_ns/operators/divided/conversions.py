@@ -1,7 +1,7 @@
 """Conversions of a tensor from one placement to another, with their adjoints.
 
 A value's gradient is placed as the value is, but for partial sums, whose gradient is whole on every rank. What a call takes
-replicated it may use for a part of its work (:attr:`Need.divides`): then each rank has a part of the gradient, and the
+replicated it may use for a part of its work (:attr:`ArgumentNeed.divides`): then each rank has a part of the gradient, and the
 conversion sums it. A conversion is a chain of collectives, each of which knows its adjoint.
 
 =============  =======================  =================================  ==============================
@@ -38,7 +38,7 @@ from atorch_ns.sharding.collectives import (
 Collective = Callable[..., torch.Tensor]
 
 
-class Need(NamedTuple):
+class ArgumentNeed(NamedTuple):
     """How a call needs an argument.
 
     Attributes:
@@ -54,14 +54,14 @@ class Need(NamedTuple):
         return placement_text(self.placement) + mark
 
 
-def need_of(rule: Rule, number: int) -> Need:
+def need_of(rule: Rule, number: int) -> ArgumentNeed:
     """How a call under ``rule`` needs its tensor argument of that number."""
     placement = rule.inputs[number]
-    return Need(placement, rule.divides and isinstance(placement, Replicate))
+    return ArgumentNeed(placement, rule.divides and isinstance(placement, Replicate))
 
 
 @dataclass(frozen=True)
-class Step:
+class ConversionStep:
     """One collective of a conversion: called as ``collective(x, *dims, group)``.
 
     Attributes:
@@ -75,7 +75,7 @@ class Step:
     backward: str = ""
 
 
-def steps(source: Placement, need: Need) -> tuple[Step, ...]:
+def steps(source: Placement, need: ArgumentNeed) -> tuple[ConversionStep, ...]:
     """The collectives that bring a value placed at ``source`` to where it is needed, first to last."""
     target, divides = need
     if isinstance(source, Replicate):
@@ -84,25 +84,29 @@ def steps(source: Placement, need: Need) -> tuple[Step, ...]:
         if source == target:
             return ()
         if isinstance(target, Shard):
-            both = (target.dim, source.dim)
-            return (Step(all_to_all, both, forward="all_to_all", backward="all_to_all"),)
-        if isinstance(target, Replicate) and divides:
-            return (Step(all_gather, (source.dim,), forward="all_gather", backward="reduce_scatter"),)
-        whole = Step(gather_from, (source.dim,), forward="all_gather")
+            both = (target.dim, source.dim)  # split along the first, join along the second
+            return (ConversionStep(all_to_all, both, forward="all_to_all", backward="all_to_all"),)
+        if isinstance(target, Replicate) and divides:  # each rank has a part of the gradient: sum them
+            return (
+                ConversionStep(all_gather, (source.dim,), forward="all_gather", backward="reduce_scatter"),
+            )
+        whole = ConversionStep(gather_from, (source.dim,), forward="all_gather")  # equal gradients
         return (whole, *_from_whole(target, divides))
-    if isinstance(target, Partial):
+    if isinstance(target, Partial):  # summands stay where they are
         return ()
     if isinstance(target, Shard):
-        return (Step(reduce_scatter, (target.dim,), forward="reduce_scatter", backward="all_gather"),)
-    return (Step(reduce_from, forward="all_reduce"), *_from_whole(target, divides))
+        return (
+            ConversionStep(reduce_scatter, (target.dim,), forward="reduce_scatter", backward="all_gather"),
+        )
+    return (ConversionStep(reduce_from, forward="all_reduce"), *_from_whole(target, divides))
 
 
-def _from_whole(target: Placement, divides: bool) -> tuple[Step, ...]:
+def _from_whole(target: Placement, divides: bool) -> tuple[ConversionStep, ...]:
     if isinstance(target, Shard):
-        return (Step(scatter_to, (target.dim,), backward="all_gather"),)
+        return (ConversionStep(scatter_to, (target.dim,), backward="all_gather"),)
     if isinstance(target, Partial):
-        return (Step(summand_of),)
-    return (Step(copy_to, backward="all_reduce"),) if divides else ()
+        return (ConversionStep(summand_of),)
+    return (ConversionStep(copy_to, backward="all_reduce"),) if divides else ()
 
 
 def local_shape(shape: tuple[int, ...], placement: Placement, degree: int) -> tuple[int, ...]:
@@ -112,7 +116,7 @@ def local_shape(shape: tuple[int, ...], placement: Placement, degree: int) -> tu
     return tuple(size // degree if dim == placement.dim else size for dim, size in enumerate(shape))
 
 
-def converted(x: Any, source: Placement, need: Need, group: Any) -> Any:
+def converted(x: Any, source: Placement, need: ArgumentNeed, group: Any) -> Any:
     """``x``, placed at ``source``, brought to where it is needed."""
     for step in steps(source, need):
         x = step.collective(x, *step.dims, group)

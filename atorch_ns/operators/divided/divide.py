@@ -16,17 +16,17 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from atorch_ns.capture.graph.operator_graph import Operator, OperatorGraph, Segment
+from atorch_ns.capture.graph.operator_graph import Operator, OperatorGraph, OperatorSegment
 from atorch_ns.errors import InputError
 from atorch_ns.operators.divided.calls import runnable
-from atorch_ns.operators.divided.conversions import Need, need_of, steps
+from atorch_ns.operators.divided.conversions import ArgumentNeed, need_of, steps
 from atorch_ns.operators.rules.rule import WHOLE, Placement, Rule
 from atorch_ns.operators.rules.views import size_argument
 from atorch_ns.sharding.collectives import scale_gradient
 
 
 @dataclass(frozen=True, eq=False)
-class Division:
+class OperatorDivision:
     """The rules of all operators of a graph, and the placements of its parameters.
 
     Attributes:
@@ -53,7 +53,7 @@ class Division:
             return self.parameters.get(origin.name, WHOLE)
         return WHOLE
 
-    def uses(self) -> Iterator[tuple[fx.Node, Operator, Need]]:
+    def uses(self) -> Iterator[tuple[fx.Node, Operator, ArgumentNeed]]:
         """Each value that an operator takes, and how it is needed."""
         for op, rule in self.rules.items():
             for number, value in enumerate(op.inputs):
@@ -61,12 +61,12 @@ class Division:
 
     def partly_used(self) -> frozenset[str]:
         """Names of whole parameters of which every use is divided: no rank has more than a part of their gradients."""
-        needs: dict[str, list[Need]] = {}
+        needs: dict[str, list[ArgumentNeed]] = {}
         for value, _, need in self.uses():
             origin = self.graph.origins.get(value)
             if origin is not None and origin.kind == "parameter" and origin.name not in self.parameters:
                 needs.setdefault(origin.name, []).append(need)
-        whole = Need(WHOLE, True)
+        whole = ArgumentNeed(WHOLE, True)  # replicated, for a part of the work
         return frozenset(name for name, uses in needs.items() if all(need == whole for need in uses))
 
 
@@ -98,7 +98,7 @@ class Piece:
         return self.body.graph.python_code("self", verbose=True).src
 
 
-def pieces(division: Division) -> tuple[Piece, ...]:
+def pieces(division: OperatorDivision) -> tuple[Piece, ...]:
     """The segments of a divided graph, in the order in which they run.
 
     Raises:
@@ -113,7 +113,7 @@ def pieces(division: Division) -> tuple[Piece, ...]:
 
 
 def _needed_outside(graph: OperatorGraph) -> list[list[fx.Node]]:
-    """For each segment the values, numbers included, that later segments or the model's results need."""
+    # For each segment the values, numbers included, that later segments or the results need.
     outputs = set(graph.outputs)
     return [
         [
@@ -129,17 +129,17 @@ def _needed_outside(graph: OperatorGraph) -> list[list[fx.Node]]:
 class _Builder:
     """Builds the graph of one segment."""
 
-    def __init__(self, division: Division, segment: Segment) -> None:
+    def __init__(self, division: OperatorDivision, segment: OperatorSegment) -> None:
         self._division = division
         self._segment = segment
         self._graph = fx.Graph()
         self._group = self._graph.placeholder("group")
-        self._raw: dict[fx.Node, fx.Node] = {}
-        self._converted: dict[tuple[fx.Node, Need], fx.Node] = {}
-        self._divided_numbers: dict[fx.Node, fx.Node] = {}
+        self._raw: dict[fx.Node, fx.Node] = {}  # new node by captured node, placed as its producer gives it
+        self._converted: dict[tuple[fx.Node, ArgumentNeed], fx.Node] = {}  # one for all its readers
+        self._divided_numbers: dict[fx.Node, fx.Node] = {}  # sizes over the degree
         self._calls: dict[fx.Node, Operator] = {}
         inside = set(segment.nodes)
-        self._outer = dict.fromkeys(
+        self._outer = dict.fromkeys(  # values from outside of the segment, in order of use
             value for node in segment.nodes for value in node.all_input_nodes if value not in inside
         )
         self._operators = {
@@ -153,15 +153,15 @@ class _Builder:
         for node in self._segment.nodes:
             if node in self._operators:
                 self._add_operator(*self._operators[node])
-            elif node not in self._raw and node.target is not operator.getitem:
+            elif node not in self._raw and node.target is not operator.getitem:  # added with its operator
                 self._add_number(node)
         gives = [value for value in gives if value in self._raw]
         self._graph.output(tuple(self._raw[value] for value in gives))
         self._graph.eliminate_dead_code()
         key = (states, _graph_key(self._graph))
-        if key not in shared:
+        if key not in shared:  # equal blocks share one module
             shared[key] = fx.GraphModule(torch.nn.Module(), self._graph)
-        numbers = {node: number for number, node in enumerate(self._graph.nodes)}
+        numbers = {node: number for number, node in enumerate(self._graph.nodes)}  # once dead code is gone
         ran = {numbers[node]: op for node, op in self._calls.items() if node in numbers}
         computed = {
             numbers[node]: old
@@ -182,48 +182,48 @@ class _Builder:
         return tuple(states.values()), takes
 
     def _own_state(self, value: fx.Node) -> str | None:
-        """The name of a parameter or buffer below the segment's block; ``None`` for other values."""
         origin = self._division.graph.origins.get(value)
         if origin is None or origin.kind not in ("parameter", "buffer"):
             return None
         path = self._segment.path
-        if not path:
+        if not path:  # between blocks, names are those of the model
             return origin.name
         return origin.name.removeprefix(f"{path}.") if origin.name.startswith(f"{path}.") else None
 
-    def _add_operator(self, one: Operator, rule: Rule) -> None:
-        inputs = iter([self._value_for(v, need_of(rule, number), one) for number, v in enumerate(one.inputs)])
+    def _add_operator(self, op: Operator, rule: Rule) -> None:
+        inputs = iter([self._value_for(v, need_of(rule, number), op) for number, v in enumerate(op.inputs)])
 
+        # map_arg visits arguments in the order of op.inputs.
         def put(value: fx.Node) -> Any:
             return next(inputs) if isinstance(value.meta["val"], torch.Tensor) else self._raw[value]
 
-        args = list(fx.node.map_arg(one.node.args, put))
-        kwargs = dict(fx.node.map_arg(one.node.kwargs, put))
+        args = list(fx.node.map_arg(op.node.args, put))
+        kwargs = dict(fx.node.map_arg(op.node.kwargs, put))
         if rule.divides:
-            self._divide_sizes(one, rule, args, kwargs)
-        target, needs_group = runnable(one, rule)
+            self._divide_sizes(op, rule, args, kwargs)
+        target, needs_group = runnable(op, rule)
         first = (self._group,) if needs_group else ()
         call = self._graph.call_function(target, (*first, *args), kwargs)
-        call.meta = {key: one.node.meta[key] for key in ("stack_trace",) if key in one.node.meta}
-        self._calls[call] = one
-        if isinstance(one.node.meta["val"], torch.Tensor):
-            self._raw[one.node] = call
+        call.meta = {key: op.node.meta[key] for key in ("stack_trace",) if key in op.node.meta}
+        self._calls[call] = op
+        if isinstance(op.node.meta["val"], torch.Tensor):
+            self._raw[op.node] = call
             return
-        for number, result in enumerate(one.results):
+        for number, result in enumerate(op.results):
             if result is not None:
                 self._raw[result] = self._graph.call_function(operator.getitem, (call, number))
 
-    def _value_for(self, value: fx.Node, need: Need, user: Operator) -> fx.Node:
+    def _value_for(self, value: fx.Node, need: ArgumentNeed, user: Operator) -> fx.Node:
         raw = self._raw[value]
         source = self._division.placement(value)
         origin = self._division.graph.origins.get(value)
         summed = origin is not None and origin.kind == "parameter" and origin.name in self._division.summed
         learns = self._division.graph.spec(value).requires_grad
         # Every rank has all of the gradient, which is summed later.
-        if summed and learns and need != Need(WHOLE, True):
+        if summed and learns and need != ArgumentNeed(WHOLE, True):
             raw = self._graph.call_function(scale_gradient, (raw, 1 / self._division.degree))
         if summed or not learns:  # no gradient to sum, or not here
-            need = Need(need.placement, False)
+            need = ArgumentNeed(need.placement, False)
         if (value, need) not in self._converted:
             node = raw
             for step in steps(source, need):
@@ -234,18 +234,17 @@ class _Builder:
         return self._converted[value, need]
 
     def _add_number(self, node: fx.Node) -> None:
-        """A number that is computed from sizes or values; those of divided tensors are made whole."""
-
+        # A size is read off the piece and multiplied below; other numbers need the whole tensor.
         def whole(value: fx.Node) -> fx.Node:
             if node.target is torch.ops.aten.sym_size.int or not isinstance(value.meta["val"], torch.Tensor):
                 return self._raw[value]
             result = self._raw[value]
-            for step in steps(self._division.placement(value), Need(WHOLE, False)):
+            for step in steps(self._division.placement(value), ArgumentNeed(WHOLE, False)):
                 result = self._graph.call_function(step.collective, (result, *step.dims, self._group))
             return result
 
         result = self._graph.node_copy(node, whole)
-        result.meta = {}
+        result.meta = {}  # that of the captured node describes whole tensors
         if node.target is torch.ops.aten.sym_size.int:
             value, dim = node.args
             placement = self._division.placement(value)  # type: ignore[arg-type]
@@ -253,10 +252,10 @@ class _Builder:
                 result = self._graph.call_function(operator.mul, (result, self._division.degree))
         self._raw[node] = result
 
-    def _divide_sizes(self, one: Operator, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Divides the size, among the arguments, of a result's divided dimension."""
+    def _divide_sizes(self, op: Operator, rule: Rule, args: list[Any], kwargs: dict[str, Any]) -> None:
+        # An argument of sizes describes the whole result: the divided size becomes that of a piece.
         placement = rule.outputs[0]
-        argument = size_argument(one.call) if isinstance(placement, Shard) else None
+        argument = size_argument(op.call) if isinstance(placement, Shard) else None
         if argument is None:
             return
         assert isinstance(placement, Shard)
@@ -266,24 +265,24 @@ class _Builder:
         sizes = list(holder[where])
         if not 0 <= placement.dim - offset < len(sizes):  # a dim that the argument says nothing of
             return
-        sizes[placement.dim - offset] = self._local_size(sizes[placement.dim - offset], one)
+        sizes[placement.dim - offset] = self._local_size(sizes[placement.dim - offset], op)
         holder[where] = sizes
 
-    def _local_size(self, size: Any, one: Operator) -> Any:
+    def _local_size(self, size: Any, op: Operator) -> Any:
         if isinstance(size, fx.Node):
             if size not in self._divided_numbers:
                 quotient = self._graph.call_function(operator.floordiv, (size, self._division.degree))
                 self._divided_numbers[size] = quotient
             return self._divided_numbers[size]
-        if size == -1:
+        if size == -1:  # inferred from the piece
             return size
         if size % self._division.degree:
-            raise InputError(f"{one} has size {size}, which {self._division.degree} ranks do not divide.")
+            raise InputError(f"{op} has size {size}, which {self._division.degree} ranks do not divide.")
         return size // self._division.degree
 
 
 def _graph_key(graph: fx.Graph) -> Any:
-    """What two graphs that compute alike have in common: all but the names of their nodes."""
+    # Equal for graphs that compute alike: all but the names of their nodes.
     numbers = {node: number for number, node in enumerate(graph.nodes)}
 
     def plain(value: Any) -> Any:
@@ -293,7 +292,7 @@ def _graph_key(graph: fx.Graph) -> Any:
             return tuple(plain(item) for item in value)
         if isinstance(value, slice):
             return ("slice", plain(value.start), plain(value.stop), plain(value.step))
-        return (type(value), value if isinstance(value, _HASHED) else repr(value))
+        return (type(value), value if isinstance(value, _HASHED) else repr(value))  # 1 == True == 1.0
 
     return tuple(
         (

@@ -31,17 +31,17 @@ def embedding_rows(
     *_: Any,
 ) -> torch.Tensor:
     """This rank's summand of […, D]: rows of its [V / n, D], zeros for ids of other ranks."""
-    first = group.rank() * weight.size(0)
+    first = group.rank() * weight.size(0)  # index of this rank's first row in the whole table
     local = ids - first
     foreign = (local < 0) | (local >= weight.size(0))
     padding = padding_idx - first if first <= padding_idx < first + weight.size(0) else -1
-    rows: torch.Tensor = operator(weight, local.masked_fill(foreign, 0), padding)
-    return rows.masked_fill(foreign.unsqueeze(-1), 0)
+    rows: torch.Tensor = operator(weight, local.masked_fill(foreign, 0), padding)  # row 0 for foreign ids
+    return rows.masked_fill(foreign.unsqueeze(-1), 0)  # zeros for foreign ids, in the gradient too
 
 
 def mean_of_parts(group: Group, rule: Rule, operator: Operator, *args: Any, **kwargs: Any) -> torch.Tensor:
     """This rank's summand of a mean over all ranks' equal parts."""
-    summand: torch.Tensor = operator(*args, **kwargs) / group.size()
+    summand: torch.Tensor = operator(*args, **kwargs) / group.size()  # parts are equally large
     return summand
 
 
@@ -59,9 +59,9 @@ def loss_over_samples(
     """The mean loss over the samples of all ranks whose targets are not ignored, by the weights of their classes."""
     summed = operator(scores, target, weight, _REDUCTIONS.index("sum"), ignore_index, *smoothing)
     counted = target != ignore_index
-    counts = counted if weight is None else weight[target.where(counted, 0)] * counted
+    counts = counted if weight is None else weight[target.where(counted, 0)] * counted  # -100 is no class
     exact = torch.promote_types(summed.dtype, torch.float32)  # half precision cannot count tokens
-    both = reduce_from(torch.stack([summed.to(exact), counts.sum().to(exact)]), group)
+    both = reduce_from(torch.stack([summed.to(exact), counts.sum().to(exact)]), group)  # one all-reduce
     return (both[0] / both[1].detach()).to(summed.dtype)
 
 
@@ -77,7 +77,7 @@ def loss_over_classes(
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """Cross-entropy of scores whose classes are divided."""
-    dim = 0 if scores.dim() == 1 else 1
+    dim = 0 if scores.dim() == 1 else 1  # scores are [C] or [N, C, …]
     shape = [size * group.size() if axis == dim else size for axis, size in enumerate(scores.shape)]
     call = LossCall(
         tuple(shape), dim, ignore_index, _REDUCTIONS[reduction], weight is not None, label_smoothing

@@ -18,21 +18,20 @@ from atorch_ns.capture.graph.operator_graph import OperatorGraph
 from atorch_ns.capture.graph.python_state import PythonState, UnrepeatableError, carry_state, refuse_hooks
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
-from atorch_ns.operators.divided.conversions import Need, converted
-from atorch_ns.operators.divided.divide import Division, Piece, pieces
+from atorch_ns.operators.divided.conversions import ArgumentNeed, converted
+from atorch_ns.operators.divided.divide import OperatorDivision, Piece, pieces
 from atorch_ns.operators.rules.rule import WHOLE, Placement
 from atorch_ns.sharding.rank_context import isolated, local_part
 from atorch_ns.text import first_few
 from atorch_ns.torch_compat import plain_name, sample_size, unwrap_checkpoint
 
-Divide = Callable[[OperatorGraph], Division]
+Divide = Callable[[OperatorGraph], OperatorDivision]
 """Gives every operator of a captured graph its rule."""
 
-_OPERATORS = "_divided_operators"
+_OPERATORS = "_divided_operators"  # attribute of a divided model that holds its DividedForward
 
 
-_MANY = 8
-"""Captures of calls that differ in attributes alone, after which there is a warning, and which are kept."""
+_MANY = 8  # captures kept of calls that differ in attributes alone; one more warns and drops the oldest
 
 
 class CallError(RuntimeError):
@@ -61,13 +60,13 @@ class DividedForward:
         *,
         within: str = "",
     ) -> None:
-        self._structure = copy_structure(model, _without_memory, {})
+        self._structure = copy_structure(model, _without_memory, {})  # parameters are on the meta device
         self._blocks = tuple(blocks)
         self._within = within
         self._divide = divide
         self._group = group
         self._device = device
-        self._passes: list[tuple[Any, PythonState, _Pass]] = []
+        self._passes: list[tuple[Any, PythonState, _Pass]] = []  # oldest first
 
     def attach(self, model: nn.Module) -> None:
         """Makes ``model``, or another of equal structure, run by pieces; its parameters have been divided."""
@@ -77,7 +76,7 @@ class DividedForward:
             _replace_forward(model.get_submodule(path), _DividedBlock)
 
     def __deepcopy__(self, memo: Any) -> DividedForward:
-        return self
+        return self  # a copied model shares its captures
 
     @property
     def code(self) -> str:
@@ -89,7 +88,7 @@ class DividedForward:
 
         Raises:
             CallError: if this kind of call cannot be captured.
-        InputError: if it cannot be divided.
+            InputError: if it cannot be divided.
         """
         tensors, structure = flat_arguments(args, kwargs)
         return filled(
@@ -104,6 +103,7 @@ class DividedForward:
         tensors: Sequence[torch.Tensor],
         structure: Any,
     ) -> _Pass:
+        # Graphs do not call submodules, so hooks of those would not run; hooks of the model itself do.
         try:
             refuse_hooks((plain_name(path), part) for path, part in model.named_modules() if path)
         except UnrepeatableError as error:
@@ -113,12 +113,12 @@ class DividedForward:
             ) from None
         states = self._mode_states(model)
         stale: list[tuple[PythonState, _Pass]] = []
-        for known, attributes, found in self._passes:
-            if known == states and found.captured.fits(tensors, structure) and found.divides(tensors):
+        for known, attributes, candidate in self._passes:
+            if known == states and candidate.captured.fits(tensors, structure) and candidate.divides(tensors):
                 if attributes.holds():
-                    return found
-                stale.append((attributes, found))
-        carry_state(model, self._structure)
+                    return candidate
+                stale.append((attributes, candidate))  # fits but for changed attributes
+        carry_state(model, self._structure)  # attributes as they are now
         modules = {plain_name(path): module for path, module in model.named_modules()}
         for path, module in self._structure.named_modules():
             module.training = modules[path].training
@@ -141,7 +141,7 @@ class DividedForward:
                 "each time costs a capture. Keep what changes from step to step in a buffer, and write to it in place.",
                 stacklevel=2,
             )
-        if len(stale) >= _MANY:
+        if len(stale) >= _MANY:  # the oldest of them goes
             self._passes = [entry for entry in self._passes if entry[2] is not stale[0][1]]
         division = self._divide(OperatorGraph(captured, self._blocks, within=self._within))
         new_pass = _Pass(captured, division, pieces(division))
@@ -149,7 +149,7 @@ class DividedForward:
         return new_pass
 
     def _mode_states(self, model: nn.Module) -> Any:
-        """What code may read beside arguments and attributes: training modes, autocast, and whether gradients are on."""
+        # Code may read these beside arguments and attributes, so each combination is a capture of its own.
         kind = self._device.type
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         return tuple(module.training for module in model.modules()), casts, torch.is_grad_enabled()
@@ -164,7 +164,7 @@ class _Pass:
     """One captured and divided forward pass."""
 
     captured: Captured
-    division: Division
+    division: OperatorDivision
     pieces: tuple[Piece, ...]
 
     @property
@@ -181,25 +181,23 @@ class _Pass:
         return not any(each * samples % self.division.degree for each in self._sizes_per_sample)
 
     def _count_samples(self, tensors: Sequence[torch.Tensor]) -> int:
-        """The first size that may vary."""
         rows = zip(tensors, self.captured.guards, strict=True)
         sizes = (
             size
             for x, (shape, _) in rows
             for size, guard in zip(x.shape, shape, strict=True)
-            if isinstance(guard, str)
+            if isinstance(guard, str)  # a symbol: the size may vary
         )
         return next(sizes, 1)
 
     @functools.cached_property
     def _sizes_per_sample(self) -> frozenset[Fraction]:
-        """The sizes that vary and are divided, in units of the number of samples."""
         inputs = [
             node.meta["val"] for node, origin in self.captured.origins.items() if origin.kind == "input"
         ]
         varying = (size for value in inputs for size in value.shape if not isinstance(size, int))
         samples = next((sample_size(size, 1) for size in varying), 1)
-        ratios: set[Fraction] = set()
+        ratios: set[Fraction] = set()  # of divided sizes to the number of samples
         for op, rule in self.division.rules.items():
             for value, placement in zip(
                 (*op.inputs, *op.results), (*rule.inputs, *rule.outputs), strict=True
@@ -216,8 +214,7 @@ class _Pass:
 
     @functools.cached_property
     def _dead_values(self) -> tuple[tuple[str, ...], ...]:
-        """For each piece the values that nothing later needs."""
-        needed = {name for name, _ in self._output_placements}
+        needed = {name for name, _ in self._output_placements}  # by later pieces and the results
         ends: list[tuple[str, ...]] = []
         for piece in reversed(self.pieces):
             ends.append(tuple(name for name in (*piece.takes, *piece.gives) if name not in needed))
@@ -235,15 +232,14 @@ class _Pass:
                 outputs = run_piece(model, piece, group, taken)
             values.update(zip(piece.gives, outputs, strict=True))
             for name in ends:
-                values.pop(name, None)
-        whole = Need(WHOLE, False)
+                values.pop(name, None)  # frees memory, unless autograd keeps it
+        whole = ArgumentNeed(WHOLE, False)
         results = [
             converted(values[name], placement, whole, group) for name, placement in self._output_placements
         ]
         return self.captured.outputs, results
 
     def _initial_values(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """The inputs, constants, and the states that pieces take from outside of their blocks."""
         wanted = {name for piece in self.pieces for name in piece.takes} | {
             name for name, _ in self._output_placements
         }
@@ -256,7 +252,7 @@ class _Pass:
             elif origin.kind == "constant":
                 values[node.name] = self.captured.constants[origin.name]
             else:
-                values[node.name] = _read_state(model, origin.name)
+                values[node.name] = _read_state(model, origin.name)  # read by pieces outside of its block
         return values
 
 
@@ -279,13 +275,12 @@ def run_piece(module: nn.Module, piece: Piece, group: Any, values: Sequence[Any]
 
 def _read_state(module: nn.Module, name: str) -> torch.Tensor:
     path, _, attribute = name.rpartition(".")
-    return local_part(getattr(_find_submodule(module, path), attribute))
+    return local_part(getattr(_find_submodule(module, path), attribute))  # this rank's piece of a DTensor
 
 
 def _find_submodule(module: nn.Module, path: str) -> nn.Module:
-    """The module at a path of the user's model, through wrappers that methods have put in between."""
     for name in filter(None, path.split(".")):
-        module = getattr(unwrap_checkpoint(module), name)
+        module = getattr(unwrap_checkpoint(module), name)  # checkpoint wrappers are not part of the path
     return module
 
 
@@ -310,9 +305,8 @@ class _DividedBlock:
 
 
 def _replace_forward(module: nn.Module, style: Any) -> None:
-    """Makes a module run by ``style``, in a class of its own that keeps the signature of the user's ``forward``."""
     whole: Any = type(module)
-    module.__class__ = _make_subclass(style, whole)
+    module.__class__ = _make_subclass(style, whole)  # still an instance of the user's class
 
 
 @functools.cache
@@ -320,6 +314,6 @@ def _make_subclass(style: Any, whole: Any) -> Any:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return style.forward(self, *args, **kwargs)
 
-    functools.update_wrapper(forward, whole.forward)
+    functools.update_wrapper(forward, whole.forward)  # trainers read forward's signature
     body = {"forward": torch.compiler.disable(forward), "__doc__": f"{whole.__name__}: {style.__doc__}"}
     return type(f"{style.__name__.removeprefix('_')}{whole.__name__}", (whole,), body)

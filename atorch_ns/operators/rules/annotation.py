@@ -29,7 +29,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.operators.rules.rule import SUM, WHOLE, Placement, Rule
 
 
-class Part(NamedTuple):
+class AnnotationPart(NamedTuple):
     """A name or fixed size; ``mark`` is ``+``, ``^`` or nothing."""
 
     name: str
@@ -39,7 +39,7 @@ class Part(NamedTuple):
         return self.name + self.mark
 
 
-Dimension = tuple[Part, ...]
+Dimension = tuple[AnnotationPart, ...]
 """The parts of a dimension, more than one in brackets."""
 
 Dimensions = tuple[Dimension, ...] | None
@@ -51,30 +51,30 @@ def has_star(dims: Dimensions) -> bool:
     return any(dim[0].name == "*" for dim in dims or ())
 
 
-def refuse(text: str, place: int, problem: str) -> NoReturn:
+def refuse(text: str, position: int, problem: str) -> NoReturn:
     """Raises an InputError that points at a place of an annotation."""
-    raise InputError(f"the annotation cannot be read: {problem}.\n  {text}\n  {' ' * place}^")
+    raise InputError(f"the annotation cannot be read: {problem}.\n  {text}\n  {' ' * position}^")
 
 
 _TOKEN = re.compile(r"(?P<sign>->|[(),?])|(?P<name>\*|[^\W\d]\w*|\d+)(?P<mark>[+^]?)")
 
 
-class Reader:
+class AnnotationReader:
     """Reads an annotation from left to right."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._tokens = list(self._split_tokens())
-        self._next = 0
+        self._next = 0  # index of the token to read
 
     def sides(self) -> tuple[tuple[Dimensions, ...], tuple[Dimensions, ...]]:
         """The arguments and the results."""
         inputs = self._read_tensors("->")
-        self._next += 1
+        self._next += 1  # the arrow, for which _read_tensors has looked
         return inputs, self._read_tensors("")
 
     def _split_tokens(self) -> Iterator[tuple[int, str, str, str]]:
-        """Start, sign, name and mark of each token, one of sign and name empty; an empty one ends them."""
+        # (start, sign, name, mark) of each token; one of sign and name is empty.
         position = 0
         while position < len(self._text):
             if self._text[position].isspace():
@@ -85,7 +85,7 @@ class Reader:
                 refuse(self._text, position, f"{self._text[position]!r} has no meaning here")
             yield position, token["sign"] or "", token["name"] or "", token["mark"] or ""
             position = token.end()
-        yield len(self._text), "", "", ""
+        yield len(self._text), "", "", ""  # the end: neither sign nor name
 
     def _refuse_token(self, problem: str) -> NoReturn:
         refuse(self._text, self._tokens[self._next][0], problem)
@@ -100,7 +100,7 @@ class Reader:
         while self._take_sign(","):
             tensors.append(self._read_tensor())
         _, sign, name, _ = self._tokens[self._next]
-        if sign != end or name:
+        if sign != end or name:  # the end of the text is a token with an empty sign
             self._refuse_token(
                 f"{sign or name!r} is not expected here" if sign or name else f"{end!r} is missing"
             )
@@ -114,7 +114,7 @@ class Reader:
             dims.append(
                 self._read_bracket()
                 if self._take_sign("(")
-                else (self._read_part(star=not has_star(tuple(dims))),)
+                else (self._read_part(star=not has_star(tuple(dims))),)  # one `*` in each tensor
             )
         if not dims:
             self._refuse_token("a tensor's dimensions, or '?', are missing")
@@ -128,14 +128,14 @@ class Reader:
             self._refuse_token("')' is missing" if parts else "names are missing in the brackets")
         return tuple(parts)
 
-    def _read_part(self, *, star: bool) -> Part:
+    def _read_part(self, *, star: bool) -> AnnotationPart:
         _, _, name, mark = self._tokens[self._next]
         if name == "*" and not star:
             self._refuse_token("'*' stands once in a tensor, and not in brackets")
         if name.isdecimal() and mark == "+":
             self._refuse_token(f"the fixed size {name} cannot be summed over")
         self._next += 1
-        return Part(name, mark)
+        return AnnotationPart(name, mark)
 
 
 Shape = tuple[int, ...]
@@ -161,11 +161,11 @@ class Annotation:
         Raises:
             InputError: pointing at the place where it cannot be read.
         """
-        inputs, outputs = Reader(text).sides()
+        inputs, outputs = AnnotationReader(text).sides()
         known = {part.name for dims in inputs for dim in dims or () for part in dim}
         for dims in outputs:
             for part in (part for dim in dims or () for part in dim):
-                if part.name not in known and not part.name.isdecimal():
+                if part.name not in known and not part.name.isdecimal():  # a fixed size needs no argument
                     at = re.compile(rf"(?<!\w){re.escape(part.name)}(?!\w)").search(text, text.index("->"))
                     refuse(text, at.start() if at else 0, f"no argument has {part.name!r}")
         return cls(text, inputs, outputs)
@@ -185,7 +185,7 @@ class Annotation:
             None
             if dims is None
             else ()
-            if dims == ((Part("1"),),) or dims == ((Part("1", "^"),),)
+            if dims == ((AnnotationPart("1"),),) or dims == ((AnnotationPart("1", "^"),),)
             else tuple(math.prod(_part_size(part, known) for part in dim) for dim in dims)
             for dims in expanded.outputs
         )
@@ -209,7 +209,7 @@ class Annotation:
         candidates = (
             _rule_for_name(name, marks[name], tensors, expanded.outputs, known, self.text)
             for name, size in known.items()
-            if name in marks and "^" not in marks[name] and name not in sizes
+            if name in marks and "^" not in marks[name] and name not in sizes  # one ^ freezes all places
             if degree > 1 and size and size % degree == 0
         )
         return tuple(rule for rule in candidates if rule is not None)
@@ -226,7 +226,6 @@ class Annotation:
     def _measure_sizes(
         self, inputs: Sequence[Shape | None], sizes: Mapping[str, int]
     ) -> tuple[Annotation, dict[str, int]]:
-        """The annotation with names for ``*``, and the size of every name."""
         if len(inputs) != len(self.inputs):
             raise InputError(
                 f"the annotation {self.text!r} has {len(self.inputs)} arguments, and {len(inputs)} are given."
@@ -239,13 +238,13 @@ class Annotation:
             raise InputError(f"the annotation {self.text!r} does not fit {shown}: {error}") from error
 
     def _expand_stars(self, inputs: Sequence[Shape | None]) -> Annotation:
-        """The annotation with ``*1`` for the last of the dimensions that ``*`` stands for, ``*2`` for the one before."""
+        # `*1` is the last dimension that `*` stands for, `*2` the one before: as broadcasting aligns them.
         counts = [
             0 if dims is None or shape is None else len(shape) - len(dims) + 1
             for dims, shape in zip(self.inputs, inputs, strict=True)
         ]
         starred = [count for dims, count in zip(self.inputs, counts, strict=True) if has_star(dims)]
-        most = max(starred, default=0)
+        most = max(starred, default=0)  # dimensions of `*` in results
         if min(starred, default=0) < 0:
             raise InputError("an argument has too few dimensions.")
         full = {number: size for number, size in self._star_sizes(inputs, counts).items() if size != 1}
@@ -255,11 +254,11 @@ class Annotation:
                 return dims
             position = next(position for position, dim in enumerate(dims) if dim[0].name == "*")
             (star,) = dims[position]
-            numbers = range(count, 0, -1)
-            parts = [(Part(f"*{number}", star.mark),) for number in numbers]
+            numbers = range(count, 0, -1)  # the outermost dimension first
+            parts = [(AnnotationPart(f"*{number}", star.mark),) for number in numbers]
             for index, number in enumerate(numbers):  # broadcast here: repeated, so not divided
                 if shape is not None and number in full and shape[position + index] == 1:
-                    parts[index] = (Part("1"),)
+                    parts[index] = (AnnotationPart("1"),)
             return (*dims[:position], *parts, *dims[position + 1 :])
 
         taken = tuple(map(named, self.inputs, counts, inputs))
@@ -275,19 +274,19 @@ class Annotation:
         return sizes
 
 
-def _part_size(part: Part, sizes: Mapping[str, int]) -> int:
+def _part_size(part: AnnotationPart, sizes: Mapping[str, int]) -> int:
     return int(part.name) if part.name.isdecimal() else sizes[part.name]
 
 
 class _Sizes:
     """The sizes of names, as far as they are known."""
 
-    def __init__(self, given: Mapping[str, int]) -> None:
-        self._known = dict(given)
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._known = dict(sizes)
 
     def of(self, inputs: Sequence[Dimensions], shapes: Sequence[Shape | None]) -> dict[str, int]:
         """All sizes, from the shapes of the arguments."""
-        waiting: list[tuple[Dimension, int, str]] = []
+        waiting: list[tuple[Dimension, int, str]] = []  # dimension, its size, its argument
         for number, (dims, shape) in enumerate(zip(inputs, shapes, strict=True)):
             where = f"argument {number}"
             if dims is None or (shape == () and [part.name for dim in dims for part in dim] == ["1"]):
@@ -297,9 +296,9 @@ class _Sizes:
             if len(dims) != len(shape):
                 raise InputError(f"{where} has {len(shape)} dimensions in place of {len(dims)}.")
             waiting += [(dim, size, where) for dim, size in zip(dims, shape, strict=True)]
-        while waiting:
+        while waiting:  # a bracket waits until all its names but one are known
             later = [item for item in waiting if not self._learn_sizes(*item)]
-            if len(later) == len(waiting):
+            if len(later) == len(waiting):  # this round has learnt no size
                 dim, size, where = later[0]
                 raise InputError(
                     f"the sizes of ({' '.join(map(str, dim))}), together {size} in {where}, are not known. Give the "
@@ -309,14 +308,13 @@ class _Sizes:
         return self._known
 
     def _learn_sizes(self, dim: Dimension, size: int, where: str) -> bool:
-        """Whether the sizes of a dimension's names are known now."""
         unknown = [part for part in dim if not part.name.isdecimal() and part.name not in self._known]
         if len(unknown) > 1:
             return False
         rest = math.prod(_part_size(part, self._known) for part in dim if part not in unknown)
         if unknown and rest and size % rest == 0:
             self._known[unknown[0].name] = size // rest
-        elif unknown or rest != size:
+        elif unknown or rest != size:  # not a multiple, or another size than elsewhere
             shown = " ".join(part.name for part in dim)
             raise InputError(
                 f"{shown} is {size} in {where}, and {'a multiple of ' if unknown else ''}{rest} elsewhere."
@@ -332,7 +330,6 @@ def _rule_for_name(
     sizes: Mapping[str, int],
     text: str,
 ) -> Rule | None:
-    """The rule that divides a name; ``None`` if a tensor that has it cannot be divided there."""
     summed = "+" in marks
 
     def placement(dims: Dimensions, otherwise: Placement | None) -> Placement | None:
@@ -341,12 +338,13 @@ def _rule_for_name(
         places = [index for index, dim in enumerate(dims) if any(part.name == name for part in dim)]
         if not places:
             return otherwise
+        # A contiguous piece of (h t) is a piece of h, or of t where h is 1.
         first = next((part for part in dims[places[0]] if _part_size(part, sizes) != 1), None)
         alone = len(places) == 1 and first is not None and first.name == name
-        return Shard(places[0]) if alone else None
+        return Shard(places[0]) if alone else None  # None: no rule for this name
 
     taken = [placement(dims, WHOLE) for dims in inputs]
-    results = [placement(dims, SUM if summed else None) for dims in outputs]
+    results = [placement(dims, SUM if summed else None) for dims in outputs]  # a result without it needs +
     if any(entry is None for entry in (*results, *taken)):
         return None
     outputs_at, inputs_at = (tuple(entry for entry in side if entry is not None) for side in (results, taken))

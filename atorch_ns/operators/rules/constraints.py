@@ -27,10 +27,9 @@ from atorch_ns.text import counted, did_you_mean, with_article
 
 _FIELDS: Final = ("name", "parent_module", "allowed_partition_dims", "replica_allowed")
 
-_NAMESPACES: Final = ("aten", "atorch_ns")
+_NAMESPACES: Final = ("aten", "atorch_ns")  # of operators; functions have others
 
-_ALIASES: Final = {"cross_entropy": "cross_entropy_loss", "nll_loss": "nll_loss_nd"}
-"""Functions of torch whose operators have other names."""
+_ALIASES: Final = {"cross_entropy": "cross_entropy_loss", "nll_loss": "nll_loss_nd"}  # function: operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,7 @@ class Constraint:
         if not rule.divides:
             return self.replica_allowed
         return any(
-            number < len(rule.inputs) and rule.inputs[number] == Shard(dim)
+            number < len(rule.inputs) and rule.inputs[number] == Shard(dim)  # a bias may be absent
             for number, dim in self.allowed_partition_dims
         )
 
@@ -75,13 +74,13 @@ def read_constraints(path: str | PathLike[str]) -> tuple[Constraint, ...]:
             f"the partition constraints {path} hold {with_article(entries)}. Write a list of mappings with the keys "
             f"{', '.join(_FIELDS)}."
         )
-    problems: list[str] = []
+    problems: list[str] = []  # one error names all of them
     constraints: dict[tuple[str, str], Constraint] = {}
     for number, entry in enumerate(entries, 1):
         errors: list[str] = []
         constraint = _read_constraint(entry, errors)
         if constraint is not None:
-            key = (_short_name(constraint.name), constraint.parent_module)
+            key = (_short_name(constraint.name), constraint.parent_module)  # linear is aten.linear.default
             if key in constraints:
                 errors.append(
                     f"{constraint.name} in {constraint.parent_module or 'any module'} is constrained twice"
@@ -150,37 +149,34 @@ def _unused_text(constraint: Constraint, calls: Sequence[tuple[str, Sequence[str
 def _find_constraint(
     operator: str, modules: Sequence[str], constraints: Sequence[Constraint]
 ) -> Constraint | None:
-    """The constraint that holds for a call."""
     name = _operator_name(operator)
     candidates = [
-        one
-        for one in constraints
-        if _short_name(one.name) == name and any(one.parent_module in module for module in modules)
+        constraint
+        for constraint in constraints
+        if _short_name(constraint.name) == name
+        and any(constraint.parent_module in module for module in modules)  # an empty one is in all of them
     ]
-    return max(candidates, key=lambda one: len(one.parent_module), default=None)
+    return max(candidates, key=lambda constraint: len(constraint.parent_module), default=None)
 
 
 def _operator_name(operator: str) -> str:
-    """``linear`` for ``aten.linear.default``."""
     parts = operator.split(".")
-    return parts[1] if len(parts) == 3 else parts[-1]
+    return parts[1] if len(parts) == 3 else parts[-1]  # aten.linear.default, or linear
 
 
 def _short_name(name: str) -> str:
-    """The name of the operator that a constraint is on: ``linear`` for ``torch.nn.functional.linear``."""
     parts = name.split(".")
     if parts[0] in _NAMESPACES and len(parts) > 1:
-        return parts[1]
-    return _ALIASES.get(parts[-1], parts[-1])
+        return parts[1]  # aten.linear.default
+    return _ALIASES.get(parts[-1], parts[-1])  # torch.nn.functional.linear
 
 
 def _read_constraint(entry: Any, problems: list[str]) -> Constraint | None:
-    """A constraint; ``None`` if it cannot be read, with the reasons added to the problems."""
     if not isinstance(entry, Mapping):
         problems.append(f"{with_article(entry)} in place of a mapping")
         return None
     problems += [
-        f"unknown key {key!r}.{did_you_mean(str(key), _FIELDS)}".rstrip(".?")
+        f"unknown key {key!r}.{did_you_mean(str(key), _FIELDS)}".rstrip(".?")  # the caller adds a dot
         for key in entry
         if key not in _FIELDS
     ]
@@ -195,7 +191,7 @@ def _read_constraint(entry: Any, problems: list[str]) -> Constraint | None:
     dims = entry.get("allowed_partition_dims")
     if not isinstance(dims, list):
         problems.append("allowed_partition_dims is not a list; write [] where nothing may be divided")
-        dims = []
+        dims = []  # the other keys are checked all the same
     pairs = [_read_pair(item, problems) for item in dims]
     if problems or not isinstance(name, str):
         return None
@@ -204,7 +200,7 @@ def _read_constraint(entry: Any, problems: list[str]) -> Constraint | None:
 
 
 def _read_pair(item: object, problems: list[str]) -> tuple[int, int] | None:
-    texts = item if isinstance(item, list) else str(item).split(",")
+    texts = item if isinstance(item, list) else str(item).split(",")  # nnScaler writes "0,1", others [0, 1]
     numbers = [int(text) for text in map(str, texts) if text.strip().isdecimal()]
     if len(numbers) == len(texts) == 2:
         return numbers[0], numbers[1]

@@ -36,7 +36,7 @@ Annotating = str | Callable[..., str]
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class RegisteredOperator:
     """An operator with its annotation, and the function that it runs; ``None`` for an operator of torch."""
 
     name: str
@@ -63,8 +63,10 @@ class Entry:
         """
         if isinstance(self.annotation, str):
             return Annotation.read(self.annotation)
-        named = (
-            {one.name for one in self.parameters if one.default is not one.empty} if self.function else set()
+        named = (  # parameters with a default are given by name
+            {parameter.name for parameter in self.parameters if parameter.default is not parameter.empty}
+            if self.function
+            else set()
         )
         text = self.annotation(
             *(_on_meta(value) for name, value in values.items() if name not in named),
@@ -78,8 +80,12 @@ class Entry:
         """What the function returns for the values of its parameters."""
         assert self.function is not None
         pairs = list(zip(self.parameters, values, strict=True))
-        by_name = {one.name: value for one, value in pairs if one.kind == one.KEYWORD_ONLY}
-        return self.function(*(value for one, value in pairs if one.kind != one.KEYWORD_ONLY), **by_name)
+        by_name = {
+            parameter.name: value for parameter, value in pairs if parameter.kind == parameter.KEYWORD_ONLY
+        }
+        return self.function(
+            *(value for parameter, value in pairs if parameter.kind != parameter.KEYWORD_ONLY), **by_name
+        )
 
 
 def _on_meta(value: Any) -> Any:
@@ -96,7 +102,7 @@ def is_autograd(target: object) -> bool:
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     """The parameters by which a function's operator is called."""
     owner = getattr(function, "__self__", None)
-    if is_autograd(owner):
+    if is_autograd(owner):  # `apply` itself takes *args; the first parameter of forward is ctx
         _, *rest = inspect.signature(owner.forward).parameters.values()  # type: ignore[union-attr]
         return inspect.Signature(rest)
     return inspect.signature(function)
@@ -119,7 +125,7 @@ def sizes_of(annotation: Annotation, named: Mapping[str, Any]) -> dict[str, Any]
 
 _TYPES: Final[tuple[tuple[Any, str], ...]] = (
     (torch.Tensor, "Tensor"),
-    (bool, "bool"),
+    (bool, "bool"),  # before int, of which it is a subclass
     ((int, torch.SymInt), "SymInt"),
     (float, "float"),
     (str, "str"),
@@ -149,7 +155,7 @@ def schema_type(operator: str, parameter: str, value: object) -> str:
     return type_name
 
 
-def run(entry: Entry, values: Sequence[Any], num_results: int) -> Any:
+def run(entry: RegisteredOperator, values: Sequence[Any], num_results: int) -> Any:
     """What a registered function computes, as new tensors.
 
     Raises:
@@ -157,42 +163,43 @@ def run(entry: Entry, values: Sequence[Any], num_results: int) -> Any:
     """
     tensors = tensors_of(values)
     captured = any(isinstance(tensor, fake_tensor_type()) for tensor in tensors)
-    error = _needs_values(entry, values) if captured else None
+    error = _needs_values(entry, values) if captured else None  # runs the function once more
     if error is not None:
         return _by_annotation(entry, values, error)
-    versions = [tensor._version for tensor in tensors] if captured else []
+    versions = [tensor._version for tensor in tensors] if captured else []  # in-place writes raise them
     results = entry.call(values)
     if versions != [tensor._version for tensor in tensors if captured]:
         raise InputError(f"{entry.name} writes to its arguments. Let it return new tensors instead.")
-    given = [results] if num_results == 1 else results
+    outputs = [results] if num_results == 1 else results
     if (
-        not isinstance(given, (tuple, list))
-        or [isinstance(one, torch.Tensor) for one in given] != [True] * num_results
+        not isinstance(outputs, (tuple, list))
+        or [isinstance(output, torch.Tensor) for output in outputs] != [True] * num_results
     ):
         raise InputError(
             f"{entry.name} returns {with_article(results)}, but by its annotation it returns {counted(num_results, 'tensor')}. "
             "Correct the annotation, and return what is not a tensor elsewhere."
         )
-    taken = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
-    made = [one.clone() if StorageWeakRef(one.untyped_storage()) in taken else one for one in given]
-    return made[0] if num_results == 1 else tuple(made)
+    taken = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}  # the schema promises new memory
+    copies = [
+        output.clone() if StorageWeakRef(output.untyped_storage()) in taken else output for output in outputs
+    ]
+    return copies[0] if num_results == 1 else tuple(copies)
 
 
-def _needs_values(entry: Entry, values: Sequence[Any]) -> Exception | None:
-    """The error with which a function ends that looks at the values of tensors; ``None`` for others."""
+def _needs_values(entry: RegisteredOperator, values: Sequence[Any]) -> Exception | None:
     plain = [sample_size(value, 1) if isinstance(value, torch.SymInt) else value for value in values]
-    with fake_tensor_mode(), quiet_fake_kernels():
+    with fake_tensor_mode(), quiet_fake_kernels():  # a mode of its own leaves no guards in the capture
         tensors = map_tensors(
             lambda tensor: torch.empty(spec_of(tensor).shape, dtype=tensor.dtype, device=tensor.device), plain
         )
         try:
             entry.call(tensors)
         except Exception as error:
-            return error
+            return error  # such as that of .item(), or of a branch by a value
     return None
 
 
-def _by_annotation(entry: Entry, values: Sequence[Any], error: Exception) -> Any:
+def _by_annotation(entry: RegisteredOperator, values: Sequence[Any], error: Exception) -> Any:
     named = entry.named(values)
     annotation = entry.annotation_of(named)
     taken = [shape_of(value) for value in named.values()][: len(annotation.inputs)]
@@ -204,7 +211,7 @@ def _by_annotation(entry: Entry, values: Sequence[Any], error: Exception) -> Any
             "result open. Write the dimensions of all results."
         ) from error
     like = next((tensor for tensor in tensors if tensor.is_floating_point()), tensors[0])
-    learnt = (
+    learnt = (  # a capture needs no values, but sees where gradients flow
         torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in tensors)
         and like.is_floating_point()
@@ -222,21 +229,21 @@ _PACKET: Final = type(torch.ops.aten.add)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Registry:
+class OperatorRegistry:
     """The registered operators of a namespace of ``torch.ops``; it keeps them alive."""
 
     def __init__(self, namespace: str) -> None:
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, RegisteredOperator] = {}
         self._overloads: dict[tuple[str, str], Overload] = {}
         self.namespace = namespace
         self._library = Library(namespace, "FRAGMENT")
 
-    def find(self, call: Call) -> Entry | None:
+    def find(self, call: Call) -> RegisteredOperator | None:
         """The entry of the operator that a call calls; ``None`` if it is not registered."""
-        namespace, name, *_ = f"{call.name}.".split(".")
-        return self.entries.get(name if namespace == self.namespace else call.name)
+        namespace, name, *_ = f"{call.name}.".split(".")  # control flow has no dot: cond
+        return self.entries.get(name if namespace == self.namespace else call.name)  # ours: every overload
 
-    def add(self, key: str, entry: Entry) -> None:
+    def add(self, key: str, entry: RegisteredOperator) -> None:
         """Registers an entry.
 
         Raises:
@@ -260,12 +267,13 @@ class Registry:
         )
         overload = self._overloads.get((name, parameters))
         if overload is None:
-            packet = (
+            packet = (  # form1, form2 … are overloads for other types of arguments
                 f"{name}.form{num}" if (num := sum(known == name for known, _ in self._overloads)) else name
             )
             results = len(entry.annotation_of(entry.named(values)).outputs)
             returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
             self._library.define(f"{packet}({parameters}) -> {returns}")
+            # The entry is looked up in each call: a notebook's cell that runs again replaces it.
             self._library.impl(
                 packet, lambda *args: run(self.entries[name], args, results), "CompositeImplicitAutograd"
             )
@@ -275,12 +283,11 @@ class Registry:
         return overload
 
 
-REGISTERED: Final = Registry("atorch_ns")
+REGISTERED: Final = OperatorRegistry("atorch_ns")
 """The operators that this process has registered."""
 
 
-_ORIGINAL: Final = "_registered_function"
-"""Attribute, of what is called in a registered function's place, that holds the function."""
+_ORIGINAL: Final = "_registered_function"  # attribute of a replacement that holds the function
 
 
 def register_op(
@@ -291,7 +298,7 @@ def register_op(
     emit_fn: object = None,
     transform_rules: object = None,
     input_gen_fn: object = None,
-    registry: Registry = REGISTERED,
+    registry: OperatorRegistry = REGISTERED,
 ) -> Callable[[F], F]:
     """Registers a function, or an operator of torch, with the ways in which it may be divided.
 
@@ -332,7 +339,7 @@ def register_op(
     def register(target: F) -> F:
         operators = _of_torch(target)
         for op in operators:
-            registry.add(str(op), Entry(str(op), annotation))
+            registry.add(str(op), RegisteredOperator(str(op), annotation))
         if operators:
             return target
         if getattr(target, "__name__", "") == "apply" and is_autograd(getattr(target, "__self__", None)):
@@ -342,7 +349,9 @@ def register_op(
     return register
 
 
-def registered_rules(call: Call, degree: int, registry: Registry = REGISTERED) -> tuple[Rule, ...] | None:
+def registered_rules(
+    call: Call, degree: int, registry: OperatorRegistry = REGISTERED
+) -> tuple[Rule, ...] | None:
     """The rules of a registered operator's call; ``None`` for other operators.
 
     Raises:
@@ -358,15 +367,15 @@ def registered_rules(call: Call, degree: int, registry: Registry = REGISTERED) -
         raise InputError(f"{call.name} on {shown} is registered wrongly: {error}") from error
 
 
-def _entry_rules(entry: Entry, call: Call, degree: int) -> tuple[Rule, ...]:
-    names = [one.name for one in call.operator._schema.arguments]  # type: ignore[attr-defined]
+def _entry_rules(entry: RegisteredOperator, call: Call, degree: int) -> tuple[Rule, ...]:
+    names = [element.name for element in call.operator._schema.arguments]  # type: ignore[attr-defined]
     named = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
     annotation = entry.annotation_of(named)
     measured = {key: shape_of(named.get(key)) for key in names[: len(annotation.inputs)]}
     shapes, sizes = list(measured.values()), sizes_of(annotation, named)
     expected, actual = annotation.shapes(shapes, **sizes), [spec.shape for spec in call.outputs]
     if len(expected) != len(actual) or any(
-        shape is not None and shape != actual_shape and (*shape, *actual_shape) != (1,)
+        shape is not None and shape != actual_shape and (*shape, *actual_shape) != (1,)  # () is like (1,)
         for shape, actual_shape in zip(expected, actual, strict=False)
     ):
         raise InputError(f"by {annotation.text!r} it gives {list(expected)}, and it gave {actual}.")
@@ -379,27 +388,25 @@ def _entry_rules(entry: Entry, call: Call, degree: int) -> tuple[Rule, ...]:
         )
         for rule in annotation.rules(shapes, degree, **sizes)
         if all(
-            spec.is_float or not isinstance(one, Partial)
-            for one, spec in zip(rule.outputs, call.outputs, strict=True)
+            spec.is_float or not isinstance(element, Partial)  # no partial sums of integers or masks
+            for element, spec in zip(rule.outputs, call.outputs, strict=True)
         )
     )
 
 
 def _tensor_placements(named: dict[str, Any], placed: dict[str, Placement]) -> Iterator[Placement]:
-    """The placements of all tensors; those in lists are whole."""
     for name, value in named.items():
         for item in value if isinstance(value, (tuple, list)) else [value]:
             if isinstance(item, TensorSpec):
-                yield placed.get(name, WHOLE)
+                yield placed.get(name, WHOLE)  # whole in lists, and beyond the annotation
 
 
 def _of_torch(target: object) -> list[Overload]:
-    """The operators of torch that a function of torch stands for; none for a user's."""
     packet: Any = target
     if isinstance(target, _OVERLOAD):
         return [target]
     if not isinstance(target, _PACKET):
-        home = f"{getattr(target, '__module__', '')}."
+        home = f"{getattr(target, '__module__', '')}."  # with a dot: torch, not torchvision
         if not (home.startswith("torch.") or inspect.isbuiltin(target)) or is_autograd(target):
             return []
         packet = getattr(torch.ops.aten, getattr(target, "__name__", ""), None)
@@ -411,27 +418,27 @@ def _of_torch(target: object) -> list[Overload]:
     return [getattr(packet, overload) for overload in packet.overloads()]
 
 
-def _is_same_function(one: Callable[..., Any] | None, other: Callable[..., Any] | None) -> bool:
-    """Whether two functions are one, or were made by the same lines, as those of a notebook's cell that runs again."""
-    definition = _function_definition(one)
-    return one is other or (definition is not None and definition == _function_definition(other))
+def _is_same_function(function: Callable[..., Any] | None, other: Callable[..., Any] | None) -> bool:
+    # A notebook's cell that runs again makes the same function anew.
+    definition = _function_definition(function)
+    return function is other or (definition is not None and definition == _function_definition(other))
 
 
 def _function_definition(function: object) -> tuple[object, ...] | None:
-    """The definition of a function without variables of its own; ``None`` for others."""
-    if not isinstance(function, types.FunctionType) or function.__closure__:
+    if not isinstance(function, types.FunctionType) or function.__closure__:  # closures differ by values
         return None
     return function.__module__, function.__qualname__, function.__code__
 
 
-def _register_function(annotation: Annotating, name: str | None, target: Any, registry: Registry) -> Any:
-    """Registers a function or class; returns what is called in its place."""
+def _register_function(
+    annotation: Annotating, name: str | None, target: Any, registry: OperatorRegistry
+) -> Any:
     op_name = str(name or getattr(target, "__name__", ""))
     if not op_name.isidentifier():
         raise InputError(
             f"{target!r} has no name that can be an operator's. Give one: register_op(annotation, name=…)."
         )
-    target = getattr(target, _ORIGINAL, target)
+    target = getattr(target, _ORIGINAL, target)  # of one that is registered again
     function = target.apply if is_autograd(target) else target
     try:
         signature = signature_of(function)
@@ -440,19 +447,21 @@ def _register_function(annotation: Annotating, name: str | None, target: Any, re
             f"the parameters of {op_name} are not known: {error}. Register a function in Python."
         ) from error
     starred = [
-        str(one) for one in signature.parameters.values() if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        str(parameter)
+        for parameter in signature.parameters.values()
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if starred:
         raise InputError(
             f"{op_name} takes {' and '.join(starred)}, but an operator has fixed parameters. Name them."
         )
-    registry.add(op_name, Entry(op_name, annotation, function))
+    registry.add(op_name, RegisteredOperator(op_name, annotation, function))
 
     @functools.wraps(function)
     def registered(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        values = list(bound.arguments.values())
+        values = list(bound.arguments.values())  # all by place: their types choose the overload
         return registry.operator(op_name, values)(*values)
 
     setattr(registered, _ORIGINAL, target)

@@ -44,13 +44,14 @@ class Dims:
         """A rule for each letter that ``degree`` ranks divide wherever it stands, and for each group of partial sums."""
         sides = list(zip((*self.inputs, *self.outputs), (*call.tensors, *call.outputs), strict=True))
         for letter in dict.fromkeys(letter for dims, _ in sides for letter in dims if letter is not None):
+            # One letter may have several sizes: repeat_interleave and reshape change them.
             sizes = [spec.shape[dims.index(letter)] for dims, spec in sides if letter in dims]
-            once = all(dims.count(letter) <= 1 for dims, _ in sides)
+            once = all(dims.count(letter) <= 1 for dims, _ in sides)  # no shard of a diagonal (ii->i)
             if once and all(
                 size and size % degree == 0 and self.fits(letter, size // degree) for size in sizes
             ):
                 yield self._rule_for_letter(letter)
-        if all(spec.is_float for spec in call.outputs):
+        if all(spec.is_float for spec in call.outputs):  # casts to integers round: not linear
             for group in self.linear:
                 if group and all(call.tensors[number].is_float for number in group):
                     inputs = (SUM if number in group else WHOLE for number in range(len(call.tensors)))
@@ -62,9 +63,10 @@ class Dims:
         def placed(dims: Letters, otherwise: Placement) -> Placement:
             return Shard(dims.index(letter)) if letter in dims else otherwise
 
+        # A result without the letter is a sum over it, or its kernel makes it whole on every rank.
         outputs = tuple(placed(dims, SUM if partial else WHOLE) for dims in self.outputs)
         inputs = tuple(
-            placed(dims, SUM if partial and number in self.added else WHOLE)
+            placed(dims, SUM if partial and number in self.added else WHOLE)  # a bias is added once in total
             for number, dims in enumerate(self.inputs)
         )
         return Rule(outputs, inputs, self.why, self.kernels.get(letter, ""))
@@ -81,15 +83,15 @@ def letters(count: int, start: str = "a") -> Letters:
 
 def but(dims: Letters, *frozen: int) -> Letters:
     """The letters, those at the given places never divided."""
-    places = {index % len(dims) for index in frozen} if dims else set()
+    places = {index % len(dims) for index in frozen} if dims else set()  # negative ones count from the back
     return tuple(None if index in places else letter for index, letter in enumerate(dims))
 
 
 def broadcast(result: Sequence[int], dims: Letters, shape: Sequence[int]) -> Letters:
     """The letters of an argument that is broadcast to a result: none where it is repeated."""
-    start = len(dims) - len(shape)
+    start = len(dims) - len(shape)  # shapes are aligned at their last dims
     rows = zip(dims[start:], shape, tuple(result)[start:], strict=True)
-    return tuple(letter if size == full else None for letter, size, full in rows)
+    return tuple(letter if size == full else None for letter, size, full in rows)  # size 1 is repeated
 
 
 def frozen(call: Call, start: int = 0) -> list[Letters]:

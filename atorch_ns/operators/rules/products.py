@@ -11,21 +11,20 @@ from atorch_ns.capture.graph.call import Call
 from atorch_ns.operators.rules.dims import Dims, Letters, Table, broadcast, frozen, letters, name_of
 
 _SUMMED = "products are summed over it"
-_ALIGNMENT = 16
-"""Bytes of which grouped products want rows to be multiples."""
+_ALIGNMENT = 16  # bytes, of which rows of grouped products must be multiples
 
 
 def _dims_of_linear(call: Call) -> Dims:
-    """[…, I] × [O, I] + [O] to […, O]."""
+    # […, I] × [O, I] + [O] to […, O]; a weight [I] leaves no O.
     rows = letters(len(call.tensors[0].shape) - 1)
     inputs: list[Letters] = [(*rows, "I"), ("O", "I") if len(call.tensors[1].shape) == 2 else ("I",)]
     result = (*rows, "O") if len(call.tensors[1].shape) == 2 else rows
-    return Dims([*inputs, ("O",)][: len(call.tensors)], [result], "I", (2,), why=_SUMMED)
+    return Dims([*inputs, ("O",)][: len(call.tensors)], [result], "I", (2,), why=_SUMMED)  # 2 is the bias
 
 
 def _dims_of_matmul(call: Call) -> Dims:
-    """[…, N, I] × […, I, O] to […, N, O], either side with fewer dims."""
-    first, second = (spec.shape for spec in call.tensors)
+    # […, N, I] × […, I, O] to […, N, O]; batch dims are broadcast against each other.
+    first, second = (spec.shape for spec in call.tensors)  # a vector has no N, or no O
     batch = letters(max(len(first), len(second), 2) - 2)
     whole = call.outputs[0].shape[: len(batch)]
     left: Letters = ("I",) if len(first) == 1 else (*broadcast(whole, batch, first[:-2]), "N", "I")
@@ -39,7 +38,7 @@ def _dims_of_outer(call: Call) -> Dims:
 
 
 def _dims_of_addmm(call: Call) -> Dims:
-    """[N, O], broadcast, plus [N, I] × [I, O]; with a leading dim for ``baddbmm``."""
+    # [N, O], broadcast, + [N, I] × [I, O], of which the first is added once; baddbmm has a batch dim.
     batch = letters(len(call.tensors[1].shape) - 2)
     result = (*batch, "N", "O")
     added = broadcast(call.outputs[0].shape, result, call.tensors[0].shape)
@@ -47,29 +46,28 @@ def _dims_of_addmm(call: Call) -> Dims:
 
 
 def _dims_of_einsum(call: Call) -> Dims | None:
-    """By the equation's letters; those of an ellipsis are capitals that it does not use."""
     left, arrow, right = str(call.argument("equation")).replace(" ", "").partition("->")
     sides = left.split(",")
-    if not left:
+    if not left:  # one operand without dims
         return None
-    if not arrow:
+    if not arrow:  # implicit result: the ellipsis, then letters that stand once, in order
         right = ("..." if "..." in left else "") + "".join(
             sorted(letter for letter in set(left) if letter.isalpha() and left.count(letter) == 1)
         )
-    counts = [
+    counts = [  # dims that each operand's ellipsis stands for
         len(spec.shape) - len(side.replace("...", "")) for side, spec in zip(sides, call.tensors, strict=True)
     ]
-    unused = [chr(code) for code in range(256, 256 + max(counts))]
-    shape = call.outputs[0].shape[right.find("...") :] if "..." in right else ()
+    unused = [chr(code) for code in range(256, 256 + max(counts))]  # letters of equations are a-z and A-Z
+    shape = call.outputs[0].shape[right.find("...") :] if "..." in right else ()  # from the ellipsis on
 
     def read(side: str, count: int, sizes: Sequence[int] | None) -> Letters:
         before, dots, after = side.partition("...")
-        middle: Letters = tuple(unused[len(unused) - count :]) if dots else ()
+        middle: Letters = tuple(unused[len(unused) - count :]) if dots else ()  # aligned at the last dims
         if sizes is not None and dots:
             middle = broadcast(shape[: len(unused)], tuple(unused), sizes[len(before) : len(before) + count])
         return (*before, *middle, *after)
 
-    if "..." in left and "..." not in right:
+    if "..." in left and "..." not in right:  # sums over the ellipsis
         return None
     inputs = [
         read(side, count, spec.shape) for side, count, spec in zip(sides, counts, call.tensors, strict=True)
@@ -79,43 +77,40 @@ def _dims_of_einsum(call: Call) -> Dims | None:
 
 
 def _dims_of_convolution(call: Call) -> Dims:
-    """[B, I, …] with [O, I, …] and [O] to [B, O, …], first two of the weight exchanged if transposed.
-
-    Channels are divided only where they are not in groups."""
+    # [B, I, …] with [O, I, …] and [O] to [B, O, …]; B is absent from a single sample.
     space = (None,) * (len(call.tensors[1].shape) - 2)
     lead: Letters = ("B",) if len(call.tensors[0].shape) > len(space) + 1 else ()
-    if call.argument("groups") != 1:
+    if call.argument("groups") != 1:  # a piece of the channels would cut groups
         return Dims([(*lead, None, *space), *frozen(call, 1)], [(*lead, None, *space)], why="samples")
     name = name_of(call)
     swapped = "transpose" in name or (name == "convolution" and call.argument("transposed"))
-    channels: Letters = ("I", "O") if swapped else ("O", "I")
+    channels: Letters = ("I", "O") if swapped else ("O", "I")  # a transposed weight is [I, O, …]
     inputs: list[Letters] = [(*lead, "I", *space), (*channels, *space), ("O",)]
-    return Dims(inputs[: len(call.tensors)], [(*lead, "O", *space)], "I", (2,), why=_SUMMED)
+    return Dims(inputs[: len(call.tensors)], [(*lead, "O", *space)], "I", (2,), why=_SUMMED)  # 2 is the bias
 
 
 def _dims_of_attention(call: Call) -> Dims:
-    """Queries, keys and values […, H, T, D]: samples and heads are independent, and rows of queries without a causal mask.
-
-    Masks are broadcast to […, H, T, T]; where heads are grouped, those of keys and values follow those of queries."""
+    # Queries, keys and values are […, H, T, D]; masks are broadcast to the scores […, H, T, T].
     query, key, *_ = (spec.shape for spec in call.tensors)
     whole = call.outputs[0].shape[:-2]
     lead = letters(len(whole))
-    rows = None if call.argument("is_causal") else "T"
-    grouped = bool(call.argument("enable_gqa")) and len(key) > 2
+    rows = None if call.argument("is_causal") else "T"  # a causal mask counts rows from 0, in a piece too
+    grouped = bool(call.argument("enable_gqa")) and len(key) > 2  # fewer heads of keys than of queries
 
     def led(shape: Sequence[int]) -> Letters:
         prefix = broadcast(whole, lead, shape[:-2])
+        # Piece i of the key heads serves piece i of the query heads; a single head serves all.
         return (*prefix[:-1], lead[-1]) if grouped and shape[-3] > 1 else prefix
 
-    inputs: list[Letters] = [(*led(query), rows, None)]
-    inputs += [(*led(spec.shape), None, None) for spec in call.tensors[1:3]]
+    inputs: list[Letters] = [(*led(query), rows, None)]  # scores sum over D before the softmax
+    inputs += [(*led(spec.shape), None, None) for spec in call.tensors[1:3]]  # softmax is over all keys
     scores = (*whole, query[-2], key[-2])
     inputs += [broadcast(scores, (*lead, rows, None), spec.shape) for spec in call.tensors[3:]]
     return Dims(inputs, [(*lead, rows, None)], why="samples, heads and rows of queries are independent")
 
 
 def _layer_norm(call: Call) -> Dims:
-    normal = (None,) * len(call.argument("normalized_shape"))
+    normal = (None,) * len(call.argument("normalized_shape"))  # the last dims, normalised together
     dims = (*letters(len(call.tensors[0].shape) - len(normal)), *normal)
     return Dims([dims, *frozen(call, 1)], [dims] * len(call.outputs), why="rows are normalised one by one")
 
@@ -123,6 +118,7 @@ def _layer_norm(call: Call) -> Dims:
 def _group_norm(call: Call) -> Dims | None:
     if name_of(call) == "instance_norm" and not call.argument("use_input_stats"):
         return None
+    # Running statistics are updated with means over all samples.
     if name_of(call) == "instance_norm" and call.argument("running_mean") is not None:
         return None
     dims: Letters = ("B", *(None,) * (len(call.tensors[0].shape) - 1))
@@ -130,23 +126,23 @@ def _group_norm(call: Call) -> Dims | None:
 
 
 def _dims_of_channelwise(call: Call) -> Dims:
-    """Operators on the last one to three dims, as the name says: the dims before are samples and channels."""
+    # max_pool2d works on the last 2 dims; those before are samples and channels.
     space = next(int(digit) for digit in "123" if f"{digit}d" in name_of(call))
     dims = (*letters(len(call.tensors[0].shape) - space), *(None,) * space)
     return Dims([dims], [dims] * len(call.outputs), why="each channel of each sample by itself")
 
 
 def _dims_of_embedding(call: Call) -> Dims | None:
-    """[V, O] at ids […] to […, O]; rows of the table by a kernel, which leaves zeros for those of other ranks."""
-    if call.argument("scale_grad_by_freq") or call.argument("sparse"):
+    # [V, O] at ids […] to […, O]
+    if call.argument("scale_grad_by_freq") or call.argument("sparse"):  # counts all ids; sparse gradients
         return None
     ids = letters(len(call.tensors[1].shape))
-    rows = {"V": "embedding_rows"}
+    rows = {"V": "embedding_rows"}  # zeros for ids of other ranks: partial sums
     return Dims([("V", "O"), ids], [(*ids, "O")], "V", kernels=rows, why="a look-up for each id")
 
 
 def _grouped_product(call: Call) -> Dims | None:
-    """[N, I] × [G, I, O] by groups of rows that end at the third tensor's numbers, to [N, O]."""
+    # [N, I] × [G, I, O] to [N, O], by groups of rows that end at the third tensor's numbers.
     if [len(spec.shape) for spec in call.tensors] != [2, 3, 1]:
         return None
     item = call.tensors[0].dtype.itemsize
@@ -154,7 +150,7 @@ def _grouped_product(call: Call) -> Dims | None:
     def aligned(letter: str, size: int) -> bool:
         return name_of(call) != "_grouped_mm" or size * item % _ALIGNMENT == 0
 
-    inputs: list[Letters] = [(None, "I"), (None, "I", "O"), (None,)]
+    inputs: list[Letters] = [(None, "I"), (None, "I", "O"), (None,)]  # a piece of N would cut groups
     return Dims(inputs, [(None, "O")], "I", fits=aligned, why=_SUMMED)
 
 

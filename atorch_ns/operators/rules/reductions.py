@@ -21,34 +21,33 @@ from atorch_ns.operators.rules.dims import (
     name_of,
 )
 
-_NONE, _MEAN, _SUM = range(3)
-"""The numbers of losses' reductions."""
+_NONE, _MEAN, _SUM = range(3)  # torch's numbers of a loss's reduction
 
 
 def _dims_of_reduction(call: Call) -> Dims:
-    """Dims that are kept may be divided; over those that are summed, the results of ``sum`` and ``mean`` are partial."""
     name, names = name_of(call), arguments_of(call)
-    axes: Any = call.argument("dim") if "dim" in names else None
+    axes: Any = call.argument("dim") if "dim" in names else None  # max() of all elements has no dim
     dims = letters(len(call.tensors[0].shape))
+    # No dim, or an empty list of them, stands for all.
     places = range(len(dims)) if axes is None or axes == [] else axes if isinstance(axes, list) else [axes]
     gone = {dim % len(dims) for dim in places} if dims else set()
     keeps = "keepdim" in names and call.argument("keepdim")
     kept = but(dims, *gone) if gone else dims
     result = tuple(letter for dim, letter in enumerate(kept) if keeps or dim not in gone)
     summed = [str(dims[dim]) for dim in sorted(gone)]
+    # Extremes of pieces do not add up, and partial sums are of floats alone.
     if name not in ("sum", "nansum", "mean") or not call.outputs[0].is_float:
         return Dims([kept], [result] * len(call.outputs), why="each kept place by itself")
     kernels = dict.fromkeys(summed, "mean_of_parts") if name == "mean" else {}
-    linear = [] if name == "nansum" else [[0]]
+    linear = [] if name == "nansum" else [[0]]  # an element with one NaN summand is skipped as a whole
     return Dims([dims], [result], summed, linear=linear, kernels=kernels, why="a sum or mean of elements")
 
 
 def _dims_of_axis_op(call: Call) -> Dims | None:
-    """Operators that look at one dim: the others may be divided."""
     dim = call.argument("dim")
     if dim is None:
         return None
-    dims = but(letters(len(call.tensors[0].shape)), dim)
+    dims = but(letters(len(call.tensors[0].shape)), dim)  # the operator looks along it
     linear = [range(len(call.tensors))] if name_of(call) in ("cumsum", "diff") else []
     return Dims(
         [dims] * len(call.tensors),
@@ -59,35 +58,33 @@ def _dims_of_axis_op(call: Call) -> Dims | None:
 
 
 def _sample_loss(call: Call) -> Dims | None:
-    """Scores [N, C, …] against classes [N, …] or probabilities like the scores: samples, and classes by a kernel.
-
-    A mean is over the targets that are not ignored, whose number ranks must sum."""
+    # Scores [N, C, …] against classes [N, …], or against probabilities like the scores.
     scores, target = call.tensors[:2]
-    class_dim = 0 if len(scores.shape) == 1 else 1
+    class_dim = 0 if len(scores.shape) == 1 else 1  # scores [C] are one sample
     rest = letters(len(scores.shape) - 1)
-    alike = target.is_float
+    alike = target.is_float  # targets are probabilities
     reduction = call.argument("reduction")
     smoothed = "label_smoothing" in arguments_of(call) and bool(call.argument("label_smoothing"))
+    # Limits of the kernel over classes: cross-entropy alone, and no smoothing with class weights.
     whole_classes = alike or name_of(call) != "cross_entropy_loss" or (smoothed and len(call.tensors) > 2)
     dims = (*rest[:class_dim], None if whole_classes else "C", *rest[class_dim:])
     samples = [str(letter) for letter in rest]
     kernels = {} if whole_classes else {"C": "loss_over_classes"}
-    if reduction == _MEAN:
+    if reduction == _MEAN:  # over targets that are not ignored, which all ranks must count
         kernels |= dict.fromkeys(samples, "mean_of_parts" if alike else "loss_over_samples")
-    summed = samples if reduction == _SUM or alike else []
-    inputs: list[Letters] = [dims, dims if alike else rest, *frozen(call, 2)]
+    summed = samples if reduction == _SUM or alike else []  # else the kernel's mean is whole on every rank
+    inputs: list[Letters] = [dims, dims if alike else rest, *frozen(call, 2)]  # class weights are whole
     return Dims(
         inputs, [rest if reduction == _NONE else ()], summed, kernels=kernels, why="samples and classes"
     )
 
 
 def _pointwise_loss(call: Call) -> Dims | None:
-    """Losses of elements: all dims where nothing is reduced, sums and means of parts otherwise."""
     shape = call.tensors[0].shape
     if call.tensors[1].shape != shape:
         return None  # torch's gradient of a mean is wrong then
     dims = letters(len(shape))
-    inputs = [broadcast(shape, dims, spec.shape) for spec in call.tensors]
+    inputs = [broadcast(shape, dims, spec.shape) for spec in call.tensors]  # weights may be repeated
     reduction = call.argument("reduction")
     if reduction == _NONE:
         return Dims(inputs, [dims], why="element by element")

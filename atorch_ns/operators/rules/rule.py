@@ -23,7 +23,7 @@ from atorch_ns.errors import InputError
 Placement = Replicate | Shard | Partial
 
 WHOLE = Replicate()
-SUM = Partial()
+SUM = Partial()  # torch's default reduction of partial sums
 
 
 def placement_text(placement: Placement) -> str:
@@ -40,7 +40,7 @@ def read_placement(text: str) -> Placement:
         InputError: for another text.
     """
     stripped = text.strip()
-    if stripped.isdecimal():
+    if stripped.isdecimal():  # no sign: rules count dimensions from the front
         return Shard(int(stripped))
     if stripped not in ("R", "P"):
         raise InputError(
@@ -63,7 +63,7 @@ class Rule:
 
     outputs: tuple[Placement, ...]
     inputs: tuple[Placement, ...]
-    source: str = field(default="", compare=False)
+    source: str = field(default="", compare=False)  # not compared: a plan's file has only placements
     kernel: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -82,7 +82,8 @@ class Rule:
                 f"{text!r} is not a rule. Write placements of results and arguments, as in '1 <- 2,1,R'."
             )
         results, arguments = (
-            tuple(read_placement(one) for one in side.split(",") if one.strip()) for side in (outputs, inputs)
+            tuple(read_placement(part) for part in side.split(",") if part.strip())  # a factory has no input
+            for side in (outputs, inputs)
         )
         return cls(results, arguments)
 

@@ -26,7 +26,7 @@ RUN_AS: Mapping[Callable[..., Any], Callable[..., Any]] = {
 
 _TABLES: Mapping[str, Table] = {**PRODUCTS, **REDUCTIONS, **INDEXING, **VIEWS}
 
-_POINTWISE = frozenset(
+_POINTWISE = frozenset(  # computed element by element, without torch's tag for it in some versions or all
     [
         *("to", "_to_copy", "type_as", "clone", "contiguous", "alias", "detach", "lift_fresh_copy", "copy", "fill"),
         *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"),
@@ -37,38 +37,37 @@ _POINTWISE = frozenset(
         *("absolute", "negative", "clip", "addcmul", "addcdiv", "lerp", "complex", "real", "imag"),
     ]
 )  # fmt: skip
-"""Operators that compute element by element and lack torch's tag for it, or have it in some versions only."""
 
-_LIKE = frozenset(["type_as", "to"])
-"""Of a second tensor these take the dtype alone."""
+_LIKE = frozenset(["type_as", "to"])  # they take the dtype alone of a second tensor
 
-_LINEAR = frozenset(
+_LINEAR = frozenset(  # f(x + y) = f(x) + f(y)
     ["to", "_to_copy", "type_as", "clone", "contiguous", "alias", "neg", "negative", "lift_fresh_copy"]
 )
-_SUMS = frozenset(["add", "sub", "subtract"])
-_TIMES = frozenset(["mul", "multiply"])
-_OVER = frozenset(["div", "divide", "true_divide"])
+_SUMS = frozenset(["add", "sub", "subtract"])  # linear in both together
+_TIMES = frozenset(["mul", "multiply"])  # linear in either
+_OVER = frozenset(["div", "divide", "true_divide"])  # linear in the first
 
 
 def rules_of(call: Call, degree: int, registered: Registered | None = None) -> tuple[Rule, ...]:
     """All rules by which ``degree`` ranks may divide a call; the first divides nothing."""
     custom_rules = registered(call, degree) if registered is not None else None
     if custom_rules is not None:
-        rules: Iterator[Rule] | Sequence[Rule] = custom_rules
+        rules: Iterator[Rule] | Sequence[Rule] = custom_rules  # the user's rules replace all others
     elif not hasattr(call.operator, "_schema"):  # control flow and other operators on functions
         rules = ()
     else:
         rules = _of_tables(call, degree)
-    return tuple(dict.fromkeys((whole_rule(call), *rules)))
+    return tuple(dict.fromkeys((whole_rule(call), *rules)))  # the first of equal placements holds
 
 
 def _of_tables(call: Call, degree: int) -> Iterator[Rule]:
     name = name_of(call)
+    # A write would reach a converted copy alone; tables expect tensors by place, not by name.
     if call.operator._schema.is_mutable or _is_reordered(call):  # type: ignore[attr-defined]
         return
     if any(spec.dtype.is_complex for spec in (*call.tensors, *call.outputs)):  # tables are of real numbers
         return
-    if name in ("max", "min") and "other" in arguments_of(call):
+    if name in ("max", "min") and "other" in arguments_of(call):  # of two tensors: element by element
         dims: Dims | None = _dims_of_pointwise(call)
     elif name == "prelu":
         dims = _dims_of_prelu(call)
@@ -77,25 +76,23 @@ def _of_tables(call: Call, degree: int) -> Iterator[Rule]:
     elif name in _POINTWISE or torch.Tag.pointwise in getattr(call.operator, "tags", ()):
         dims = _dims_of_pointwise(call)
     else:
-        yield from dtensor_rules(call, whole_rule(call), degree)
+        yield from dtensor_rules(call, whole_rule(call), degree)  # torch's own strategies
         return
     if dims is not None:
         yield from dims.rules(call, degree)
 
 
 def _is_reordered(call: Call) -> bool:
-    """Whether a tensor is given by name that tables expect by place."""
     by_name = {argument.name for argument in call.operator._schema.arguments if argument.kwarg_only}  # type: ignore[attr-defined]
     return any(isinstance(value, TensorSpec) and name not in by_name for name, value in call.kwargs.items())
 
 
 def _dims_of_pointwise(call: Call) -> Dims | None:
-    """Element by element: any dim of the result, and of the arguments that have it."""
     shape = call.outputs[0].shape
     if any(spec.shape != shape for spec in call.outputs) or call.name == "aten.where.default":
-        return None
+        return None  # where(mask) gives indices, as many as the mask has True
     dims = letters(len(shape))
-    count = 1 if name_of(call) in _LIKE else len(call.tensors)
+    count = 1 if name_of(call) in _LIKE else len(call.tensors)  # the other one gives its dtype
     inputs = [broadcast(shape, dims, spec.shape) for spec in call.tensors[:count]]
     outputs = [dims] * len(call.outputs)
     return Dims(
@@ -104,26 +101,23 @@ def _dims_of_pointwise(call: Call) -> Dims | None:
 
 
 def _linear_groups(call: Call) -> list[list[int]]:
-    """The groups of tensor arguments in which an operator is linear together."""
     name, count = name_of(call), len(call.tensors)
     if name in _LINEAR or (name in _TIMES | _OVER and count == 1 and isinstance(call.args[0], TensorSpec)):
-        return [[0]] if name not in _OVER or _is_exact(call) else []
+        return [[0]] if name not in _OVER or _is_exact(call) else []  # or scaled by a number
     if name in _SUMS and count == 2:
-        return [[0, 1]]
+        return [[0, 1]]  # both: a number in place of one would be added by every rank
     if count == 2 and name in _TIMES | _OVER:
         return [[0], [1]] if name in _TIMES else [[0]] if _is_exact(call) else []
     if name == "where" and count == 3:
-        return [[1, 2]]
-    return [[0]] if name == "masked_fill" and call.argument("value") == 0 else []
+        return [[1, 2]]  # both branches under one whole condition
+    return [[0]] if name == "masked_fill" and call.argument("value") == 0 else []  # zeros add up to 0
 
 
 def _is_exact(call: Call) -> bool:
-    """Whether a quotient is not rounded."""
     return "rounding_mode" not in arguments_of(call) or call.argument("rounding_mode") is None
 
 
 def _dims_of_prelu(call: Call) -> Dims:
-    """[N, C, …] with the slopes of channels [C], or one slope."""
     dims = letters(len(call.tensors[0].shape))
-    slopes = dims[1:2] if call.tensors[1].shape != (1,) else (None,)
+    slopes = dims[1:2] if call.tensors[1].shape != (1,) else (None,)  # [C] for [N, C, …], or one slope
     return Dims([dims, slopes], [dims], why="element by element")

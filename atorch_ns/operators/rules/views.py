@@ -28,7 +28,7 @@ def _input_letters(call: Call) -> Letters:
 def _movement_dims(
     inputs: Sequence[Letters], outputs: Sequence[Letters], why: str = _MOVED, **others: Any
 ) -> Dims:
-    """The dims of an operator that moves elements and makes none: it may be applied to summands as to their sum."""
+    # It makes no elements, so partial sums become partial sums of the moved tensor.
     return Dims(inputs, outputs, linear=[range(len(inputs))], why=why, **others)
 
 
@@ -38,7 +38,7 @@ def _dims_of_permute(call: Call) -> Dims:
 
 
 def _permutation_order(call: Call, rank: int) -> list[int]:
-    """For each dim of the result the argument's."""
+    # The result's dim i is the argument's dim order[i].
     name = name_of(call)
     if name == "permute":
         return [dim % rank for dim in call.argument("dims")]
@@ -47,7 +47,7 @@ def _permutation_order(call: Call, rank: int) -> list[int]:
     if name == "numpy_T":
         return list(reversed(range(rank)))
     order = list(range(rank))
-    if rank > 1:
+    if rank > 1:  # t() returns a vector as it is
         first, second = _swapped_axes(call, name)
         order[first], order[second] = order[second], order[first]
     return order
@@ -55,7 +55,7 @@ def _permutation_order(call: Call, rank: int) -> list[int]:
 
 def _swapped_axes(call: Call, name: str) -> tuple[int, int]:
     if name in ("t", "mT", "mH", "adjoint", "matrix_H"):
-        return -2, -1
+        return -2, -1  # of real numbers the adjoint is the transpose
     first, second = ("axis0", "axis1") if name == "swapaxes" else ("dim0", "dim1")
     return call.argument(first), call.argument(second)
 
@@ -65,43 +65,44 @@ def _movedim_order(call: Call, rank: int) -> list[int]:
         return [dim % rank for dim in (value if isinstance(value, (list, tuple)) else [value])]
 
     source, target = listed(call.argument("source")), listed(call.argument("destination"))
-    rest = iter(dim for dim in range(rank) if dim not in source)
+    rest = iter(dim for dim in range(rank) if dim not in source)  # they fill the other places in order
     by_target = dict(zip(target, source, strict=True))
     return [by_target[dim] if dim in by_target else next(rest) for dim in range(rank)]
 
 
 def _dims_of_reshape(call: Call) -> Dims | None:
-    """Dims of equal products belong together; of each group the first that is not 1 may be divided, on either side."""
-    if call.name.endswith(".dtype"):
+    if call.name.endswith(".dtype"):  # view as another dtype
         return None
     before, after = call.tensors[0].shape, call.outputs[0].shape
     inputs: list[str | None] = [None] * len(before)
     outputs: list[str | None] = [None] * len(after)
+    # A contiguous piece of a group is a piece of its outermost dim that is not 1, on both sides.
     for number, (mine, theirs) in enumerate(_equal_products(before, after)):
-        one = next((dim for dim in mine if before[dim] != 1), None)
+        axis = next((dim for dim in mine if before[dim] != 1), None)
         other = next((dim for dim in theirs if after[dim] != 1), None)
-        if one is not None and other is not None:
-            inputs[one] = outputs[other] = chr(ord("a") + number)
+        if axis is not None and other is not None:
+            inputs[axis] = outputs[other] = chr(ord("a") + number)
     if name_of(call) == "unflatten":  # whose sizes are those of the dims that it makes alone
         start = call.argument("dim") % len(before)
         new_dims = range(start, start + len(call.argument("sizes")))
-        outputs = [one if dim in new_dims else None for dim, one in enumerate(outputs)]
-        inputs = [one if one in outputs else None for one in inputs]
-    like = [tuple(outputs)] * (len(call.tensors) - 1)
+        outputs = [axis if dim in new_dims else None for dim, axis in enumerate(outputs)]
+        inputs = [axis if axis in outputs else None for axis in inputs]
+    like = [tuple(outputs)] * (len(call.tensors) - 1)  # view_as: the other has the result's shape
     why = "the first of the dims that are joined or cut"
     return Dims([tuple(inputs), *like], [tuple(outputs)], linear=[[0]], why=why)
 
 
 def _equal_products(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """The least runs of dims on both sides whose products are equal; none if there are no elements."""
-    if 0 in before:
+    if 0 in before:  # any run of dims has the product 0
         return
     index = other = 0
     while index < len(before) or other < len(after):
         mine: list[int] = []
         theirs: list[int] = []
-        left = right = 1
-        while not (mine or theirs) or left != right:
+        left = right = 1  # products of the sizes in mine and in theirs
+        while not (mine or theirs) or left != right:  # extend the side whose product is smaller
+            if index == len(before) and other == len(after):
+                return  # sizes that depend on values, whose products are not known
             if other == len(after) or (index < len(before) and left <= right):
                 left *= before[index]
                 mine.append(index)
@@ -128,12 +129,12 @@ def _dims_of_unsqueeze(call: Call) -> Dims:
 
 
 def _dims_of_squeeze(call: Call) -> Dims:
-    """A dim that it would take away if it were 1 must be larger on each rank too."""
     shape, dims = call.tensors[0].shape, _input_letters(call)
     axes = call.argument("dim") if "dim" in arguments_of(call) else range(len(shape))
     asked = {dim % max(len(shape), 1) for dim in (axes if isinstance(axes, (list, tuple, range)) else [axes])}
     kept = tuple(name for dim, name in enumerate(dims) if dim not in asked or shape[dim] != 1)
     touched = {name for dim, name in enumerate(dims) if dim in asked}
+    # A piece of size 1 would lose a dim that the whole tensor keeps.
     return _movement_dims([dims], [kept], fits=lambda letter, size: size > 1 or letter not in touched)
 
 
@@ -145,7 +146,7 @@ def _dims_of_split(call: Call) -> Dims:
 def _dims_of_slice(call: Call) -> Dims:
     dim = call.argument("dim") or 0
     if call.tensors[0].shape[dim] != call.outputs[0].shape[dim]:
-        return _dims_of_split(call)
+        return _dims_of_split(call)  # a part of the dim: some ranks would have none of it
     dims = _input_letters(call)
     start = call.argument("start")
     if start is not None and start < 0:  # of a piece it would be another place
@@ -180,9 +181,10 @@ def _dims_of_cat(call: Call) -> Dims | None:
 
 def _dims_of_pad(call: Call) -> Dims:
     pad = call.argument("pad")
+    # `pad` holds two sizes for each dim, from the last dim backwards.
     touched = [-1 - number for number in range(len(pad) // 2) if pad[2 * number] or pad[2 * number + 1]]
     dims = but(_input_letters(call), *touched)
-    zeros = not call.argument("value") and (
+    zeros = not call.argument("value") and (  # another constant would be added once by every rank
         "mode" not in arguments_of(call) or call.argument("mode") == "constant"
     )
     return Dims([dims], [dims], linear=[[0]] if zeros else [], why="the dims that are padded are whole")
@@ -191,9 +193,9 @@ def _dims_of_pad(call: Call) -> Dims:
 def _dims_of_repeat(call: Call) -> Dims:
     repeats = call.argument("repeats" if name_of(call) == "repeat" else "dims")
     shape, rank = call.tensors[0].shape, len(call.outputs[0].shape)
-    counts = [1] * (rank - len(repeats)) + list(repeats)
+    counts = [1] * (rank - len(repeats)) + list(repeats)  # aligned at the last dims
     dims = tuple(letter if count == 1 else None for letter, count in zip(letters(rank), counts, strict=True))
-    new = rank - len(shape)
+    new = rank - len(shape)  # dims that the result has in front
     return _movement_dims(
         [dims[new:]], [(*(None,) * new, *dims[new:])], why="the dims that are repeated are whole"
     )
@@ -202,11 +204,11 @@ def _dims_of_repeat(call: Call) -> Dims:
 def _dims_of_repeat_interleave(call: Call) -> Dims | None:
     dims = _input_letters(call)
     dim = call.argument("dim")
-    if len(call.tensors) > 1:
+    if len(call.tensors) > 1:  # a count for each element: results of pieces differ in size
         if dim is None:
             return None
-        own = but(dims, dim)
-        return Dims([own, *frozen(call, 1)], [own], linear=[[0]], why="the dim that is repeated is whole")
+        rest = but(dims, dim)
+        return Dims([rest, *frozen(call, 1)], [rest], linear=[[0]], why="the dim that is repeated is whole")
     if dim is None:  # of all dims one is made
         dims = but(dims, *range(1, len(dims)))
         return _movement_dims([dims], [dims[:1] or (None,)])
@@ -219,7 +221,7 @@ def _dims_of_flip(call: Call) -> Dims:
 
 
 def _dims_of_triangle(call: Call) -> Dims:
-    dims = but(_input_letters(call), -1, -2)
+    dims = but(_input_letters(call), -1, -2)  # the diagonal is counted from the corner of the matrix
     return _movement_dims([dims], [dims], why="each matrix by itself")
 
 
@@ -249,7 +251,7 @@ _BY_TABLE: Mapping[Table, str] = {
 VIEWS: Mapping[str, Table] = {name: table for table, names in _BY_TABLE.items() for name in names.split()}
 """Tables by the operator's name."""
 
-_SIZES = {
+_SIZES = {  # by operator the argument that has the result's sizes
     **dict.fromkeys(("view", "expand", "_unsafe_view", "_reshape_alias", "broadcast_to"), "size"),
     **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn", "randint"), "size"),
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), "size"),

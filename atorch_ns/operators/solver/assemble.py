@@ -16,23 +16,23 @@ from torch.distributed.tensor import Replicate, Shard
 
 from atorch_ns.capture.graph.call import TensorSpec
 from atorch_ns.capture.graph.operator_graph import Operator, OperatorGraph
-from atorch_ns.operators.divided.conversions import Need, need_of
+from atorch_ns.operators.divided.conversions import ArgumentNeed, need_of
 from atorch_ns.operators.plan import OperatorPlan
 from atorch_ns.operators.rules.rule import SUM, WHOLE, Placement, Rule, placement_text
-from atorch_ns.operators.solver.prices import Prices, Work, work_of
+from atorch_ns.operators.solver.prices import OperatorPrices, Work, work_of
 from atorch_ns.operators.solver.problem import (
-    Conversion,
+    ConversionCost,
     Group,
     Input,
     Label,
-    Node,
+    OperatorNode,
     Option,
+    PlacementProblem,
     Price,
-    Problem,
     Use,
     price,
 )
-from atorch_ns.operators.solver.solve import Outcome
+from atorch_ns.operators.solver.solve import SolvedProblem
 
 LegalRules = Mapping[str, tuple[Rule, ...]]
 """By operator key the rules that hold for all its operators; the first divides nothing."""
@@ -74,12 +74,12 @@ class Assembled:
         keys: the key of each node's operators or parameters.
     """
 
-    problem: Problem
+    problem: PlacementProblem
     rules: tuple[tuple[Rule, ...], ...]
     placements: tuple[tuple[Placement, ...], ...]
     keys: tuple[str, ...]
 
-    def plan(self, outcome: Outcome, degree: int) -> OperatorPlan:
+    def plan(self, outcome: SolvedProblem, degree: int) -> OperatorPlan:
         """The plan that a solution means."""
         rules = {
             key: options[choice]
@@ -93,7 +93,9 @@ class Assembled:
         }
         return OperatorPlan(
             operators={key: rule for key, rule in rules.items() if rule.divides},
-            parameters={key: one for key, one in stored.items() if not isinstance(one, Replicate)},
+            parameters={
+                key: placement for key, placement in stored.items() if not isinstance(placement, Replicate)
+            },
             degree=degree,
         )
 
@@ -115,7 +117,7 @@ class Assembled:
 def assemble(
     graph: OperatorGraph,
     legal: LegalRules,
-    prices: Prices,
+    prices: OperatorPrices,
     states: States,
     device: torch.device,
     *,
@@ -140,8 +142,7 @@ class _Draft:
     key: str
     options: tuple[Option, ...]
     count: int = 0
-    inputs: dict[tuple[int, int], Input] = field(default_factory=dict)
-    """By the position of the argument and the use."""
+    inputs: dict[tuple[int, int], Input] = field(default_factory=dict)  # by argument and use
     rules: tuple[Rule, ...] = ()
     placements: tuple[Placement, ...] = ()
     group: str = ""
@@ -152,7 +153,7 @@ class _Assembly:
         self,
         graph: OperatorGraph,
         legal: LegalRules,
-        prices: Prices,
+        prices: OperatorPrices,
         states: States,
         device: torch.device,
         recomputed: bool,
@@ -161,13 +162,13 @@ class _Assembly:
         self._graph, self._legal, self._prices = graph, legal, prices
         self._states, self._device, self._recomputed, self._stored = states, device, recomputed, stored
         self._drafts: list[_Draft] = []
-        self._numbers: dict[str, int] = {}
-        self._results: dict[fx.Node, tuple[int, int]] = {}
+        self._numbers: dict[str, int] = {}  # index of a draft by its key
+        self._results: dict[fx.Node, tuple[int, int]] = {}  # the draft and the result that give a value
         self._work: dict[str, Work] = {}
         trained = (op for op in graph.operators if any(spec.requires_grad for spec in op.call.outputs))
         self._num_readers = Counter(value for op in trained for value in dict.fromkeys(op.inputs))
-        self._uses: dict[Any, int] = {}
-        self._made: list[dict[str, Any]] = []
+        self._uses: dict[Any, int] = {}  # index of a use by its source, the kind of segment, and its readers
+        self._use_fields: list[dict[str, Any]] = []
 
     def done(self) -> Assembled:
         for node in self._graph.origins:
@@ -183,7 +184,7 @@ class _Assembly:
         started = sum(n * (w.forward.num_operators + w.backward.num_operators) for w, n in counted)
         # Operators of a CPU have it in their own time.
         host = 0.0 if self._prices.device.type == "cpu" else started * self._prices.device.launch_s
-        problem = Problem(nodes, tuple(Use(**kwargs) for kwargs in self._made), groups, host)
+        problem = PlacementProblem(nodes, tuple(Use(**kwargs) for kwargs in self._use_fields), groups, host)
         return Assembled(
             problem,
             tuple(draft.rules for draft in self._drafts),
@@ -191,8 +192,8 @@ class _Assembly:
             tuple(draft.key for draft in self._drafts),
         )
 
-    def _build_node(self, draft: _Draft) -> Node:
-        positions = [position for position, _ in draft.inputs]
+    def _build_node(self, draft: _Draft) -> OperatorNode:
+        positions = [position for position, _ in draft.inputs]  # an argument is listed once for each use
         options = tuple(
             Option(
                 outputs=option.outputs,
@@ -201,11 +202,11 @@ class _Assembly:
                 forward_seconds=option.forward_seconds * draft.count,
                 resident=option.resident * draft.count,
                 gradients=option.gradients * draft.count,
-                transient=option.transient,
+                transient=option.transient,  # of one instance: they run one after the other
             )
             for option in draft.options
         )
-        return Node(
+        return OperatorNode(
             name=draft.key,
             options=options,
             inputs=tuple(draft.inputs.values()),
@@ -220,10 +221,9 @@ class _Assembly:
         return self._numbers[key]
 
     def _add_origin(self, value: fx.Node) -> None:
-        """A parameter, which may be divided, or another value from outside, which is whole."""
         origin = self._graph.origins[value]
         spec = self._graph.spec(value)
-        if origin.kind != "parameter":
+        if origin.kind != "parameter":  # inputs, buffers and constants are whole
             number = self._ensure_draft(value.name, lambda: _Draft(value.name, (Option(outputs=("R",)),)))
             self._drafts[number].count = 1
         else:
@@ -233,10 +233,9 @@ class _Assembly:
         self._results[value] = (number, 0)
 
     def _count_of(self, name: str) -> int:
-        """How many parameters of the whole model one stands for."""
         for number, segment in enumerate(self._graph.segments):
             if segment.path and name.startswith(f"{segment.path}."):
-                return self._graph.count(number)
+                return self._graph.count(number)  # blocks of the model that this one stands for
         return 1
 
     def _draft_parameter(self, key: str, spec: TensorSpec) -> _Draft:
@@ -248,12 +247,14 @@ class _Assembly:
         # Of plans that are as fast, the one whose parameters are whole: their gradients travel together.
         options = tuple(
             Option(
-                outputs=(placement_text(one),),
-                seconds=0.0 if one == WHOLE else self._prices.device.launch_s / 10,
+                outputs=(placement_text(placement),),
+                seconds=0.0 if placement == WHOLE else self._prices.device.launch_s / 10,
                 resident=resident,
                 gradients=gradients,
             )
-            for one, (resident, gradients) in ((one, self._held_bytes(spec, one)) for one in placements)
+            for placement, (resident, gradients) in (
+                (placement, self._held_bytes(spec, placement)) for placement in placements
+            )
         )
         return _Draft(key, options, placements=tuple(placements))
 
@@ -261,31 +262,29 @@ class _Assembly:
         local = self._prices.local_bytes(spec, placement)
         return self._states.of(local) if spec.requires_grad else (local, 0.0)
 
-    def _add_operator(self, one: Operator) -> None:
-        number = self._ensure_draft(one.key, lambda: self._draft_operator(one))
-        self._drafts[number].count += self._graph.count(one.segment)
-        for index, node in enumerate(one.results):
+    def _add_operator(self, op: Operator) -> None:
+        number = self._ensure_draft(op.key, lambda: self._draft_operator(op))
+        self._drafts[number].count += self._graph.count(op.segment)
+        for index, node in enumerate(op.results):
             if node is not None:
                 self._results[node] = (number, index)
 
-    def _draft_operator(self, one: Operator) -> _Draft:
-        readers = [self._num_readers[node] if node is not None else 0 for node in one.results]
-        work = work_of(one, self._device, self._prices.device.type).summing_gradients(
-            one.call.outputs, readers
-        )
-        self._work[one.key] = work
-        rules = self._legal[one.key]
-        segment = self._graph.segments[one.segment]
-        group = segment.kind if self._recomputed and segment.path else ""
+    def _draft_operator(self, op: Operator) -> _Draft:
+        readers = [self._num_readers[node] if node is not None else 0 for node in op.results]
+        work = work_of(op, self._device, self._prices.device.type).summing_gradients(op.call.outputs, readers)
+        self._work[op.key] = work
+        rules = self._legal[op.key]
+        segment = self._graph.segments[op.segment]
+        group = segment.kind if self._recomputed and segment.path else ""  # whole blocks are recomputed
         return _Draft(
-            one.key, tuple(self._build_option(one, rule, work) for rule in rules), rules=rules, group=group
+            op.key, tuple(self._build_option(op, rule, work) for rule in rules), rules=rules, group=group
         )
 
-    def _build_option(self, one: Operator, rule: Rule, work: Work) -> Option:
-        forward, backward = self._prices.seconds(one, rule, work)
-        sizes = zip((*one.call.tensors, *one.call.outputs), (*rule.inputs, *rule.outputs), strict=True)
+    def _build_option(self, op: Operator, rule: Rule, work: Work) -> Option:
+        forward, backward = self._prices.seconds(op, rule, work)
+        sizes = zip((*op.call.tensors, *op.call.outputs), (*rule.inputs, *rule.outputs), strict=True)
         local = 0.0 if work.is_view else sum(self._prices.local_bytes(*pair) for pair in sizes)
-        kept = work.saved_bytes / (self._prices.degree if rule.divides else 1)
+        kept = work.saved_bytes / (self._prices.degree if rule.divides else 1)  # such as masks
         return Option(
             outputs=tuple(map(placement_text, rule.outputs)),
             needs=tuple(str(need_of(rule, index)) for index in range(len(rule.inputs))),
@@ -296,7 +295,6 @@ class _Assembly:
         )
 
     def _link_readers(self) -> None:
-        """The uses of all values, with their readers."""
         readers: dict[tuple[fx.Node, int], list[tuple[Operator, int]]] = {}
         for op in self._graph.operators:
             for index, value in enumerate(op.inputs):
@@ -304,7 +302,7 @@ class _Assembly:
         for (value, segment), reads in readers.items():
             source = self._results[value]
             marks = tuple((self._numbers[op.key], index) for op, index in reads)
-            kind = self._graph.segments[segment].kind or segment
+            kind = self._graph.segments[segment].kind or segment  # equal blocks share their uses
             saved = [self._work[self._drafts[number].key].saved_inputs[index] for number, index in marks]
             use = self._add_use(value, source, segment, (source, kind, marks), saved=any(saved))
             for (number, index), one_saves in zip(marks, saved, strict=True):
@@ -312,8 +310,7 @@ class _Assembly:
         self._add_results()
 
     def _add_results(self) -> None:
-        """The model's results, which are whole on every rank and held until the step ends."""
-        leaving = self._graph.outputs
+        leaving = self._graph.outputs  # whole on every rank, held until the step ends
         number = self._ensure_draft(
             RESULTS, lambda: _Draft(RESULTS, (Option(needs=("R",) * len(leaving)),), count=1)
         )
@@ -327,7 +324,7 @@ class _Assembly:
         self, value: fx.Node, source: tuple[int, int], segment: int, mark: Any, *, saved: bool
     ) -> int:
         if mark not in self._uses:
-            self._uses[mark] = len(self._made)
+            self._uses[mark] = len(self._use_fields)
             spec = self._graph.spec(value)
             origin = self._graph.origins.get(value)
             produced = self._graph.producers.get(value)
@@ -337,7 +334,7 @@ class _Assembly:
             )
             is_parameter = origin is not None and origin.kind == "parameter"
             node, result = source
-            self._made.append(
+            self._use_fields.append(
                 {
                     "node": node,
                     "result": result,
@@ -353,29 +350,30 @@ class _Assembly:
                 }
             )
         number = self._uses[mark]
-        self._made[number]["count"] += self._graph.count(segment)
+        self._use_fields[number]["count"] += self._graph.count(segment)
         return number
 
     def _price_conversions(
         self, spec: TensorSpec, is_parameter: bool, *, saved: bool, by_whole: bool
-    ) -> Mapping[tuple[Label, Label], Conversion]:
-        """By labels; ``by_whole`` for a value that is whole on the way."""
-        conversions: dict[tuple[Label, Label], Conversion] = {}
+    ) -> Mapping[tuple[Label, Label], ConversionCost]:
+        conversions: dict[tuple[Label, Label], ConversionCost] = {}
         for source in self._possible_placements(spec):
             for need in self._needs_for(spec):
-                if is_parameter and (source, need) == (WHOLE, Need(WHOLE, True)):
+                if is_parameter and (source, need) == (WHOLE, ArgumentNeed(WHOLE, True)):
                     seconds, moved = self._prices.gradient_sum(spec)
-                    forward = 0.0
+                    forward = 0.0  # summed after the backward pass: nothing to repeat
                 else:
                     way = [(source, need)]
                     if by_whole and not is_parameter and source != WHOLE:
-                        way = [(source, Need(WHOLE, False)), (WHOLE, need)]
+                        way = [(source, ArgumentNeed(WHOLE, False)), (WHOLE, need)]  # whole between units
                     costs = [self._prices.conversion(spec, *step) for step in way]
                     seconds, moved = sum(cost for cost, _ in costs), sum(cost for _, cost in costs)
-                    forward = seconds / 2
-                copied = is_parameter and saved and source != need.placement
+                    forward = seconds / 2  # the backward pass takes as long
+                copied = is_parameter and saved and source != need.placement  # a gathered copy
                 memory = self._prices.local_bytes(spec, need.placement) if copied else 0.0
-                conversions[placement_text(source), str(need)] = Conversion(seconds, moved, forward, memory)
+                conversions[placement_text(source), str(need)] = ConversionCost(
+                    seconds, moved, forward, memory
+                )
         return conversions
 
     def _possible_placements(self, spec: TensorSpec) -> Sequence[Placement]:
@@ -383,8 +381,11 @@ class _Assembly:
         shards = [Shard(dim) for dim, size in enumerate(spec.shape) if size and size % degree == 0]
         return [WHOLE, *shards, *([SUM] if spec.is_float else [])]
 
-    def _needs_for(self, spec: TensorSpec) -> Sequence[Need]:
-        return [*(Need(placement, False) for placement in self._possible_placements(spec)), Need(WHOLE, True)]
+    def _needs_for(self, spec: TensorSpec) -> Sequence[ArgumentNeed]:
+        return [
+            *(ArgumentNeed(placement, False) for placement in self._possible_placements(spec)),
+            ArgumentNeed(WHOLE, True),
+        ]
 
     def _saved_bytes(self, spec: TensorSpec) -> Mapping[Label, float]:
         return {str(need): self._prices.local_bytes(spec, need.placement) for need in self._needs_for(spec)}

@@ -24,7 +24,7 @@ from atorch_ns.cluster.hardware import Device, Hardware
 from atorch_ns.costs.collectives import DEFAULT_BUCKET_BYTES, Groups, collective_seconds
 from atorch_ns.costs.count import OperatorCounter, OperatorCounts
 from atorch_ns.costs.price import counted_seconds
-from atorch_ns.operators.divided.conversions import Need, steps
+from atorch_ns.operators.divided.conversions import ArgumentNeed, steps
 from atorch_ns.operators.rules.rule import Placement, Rule
 from atorch_ns.torch_compat import DropoutOfGpus, fake_tensor_mode, quiet_fake_kernels
 
@@ -51,24 +51,24 @@ class Work:
         backward = self.backward
         for spec, count in zip(outputs, readers, strict=True):
             if spec.requires_grad and count > 1:
-                moved = 3 * spec.num_bytes * (count - 1)
+                moved = 3 * spec.num_bytes * (count - 1)  # an addition reads two and writes one
                 backward += OperatorCounts(moved=moved, num_operators=count - 1)
         return replace(self, backward=backward)
 
 
-def work_of(one: Operator, device: torch.device, priced_for: str) -> Work:
+def work_of(op: Operator, device: torch.device, priced_for: str) -> Work:
     """What an operator takes: by a run on fake tensors, or, where it does not run on them, by its tensors' bytes alone.
 
     Args:
         device: the device that the fake tensors claim to be on.
         priced_for: type of the device whose kernels are meant.
     """
-    kernels = nullcontext() if priced_for == device.type else DropoutOfGpus()
+    kernels = nullcontext() if priced_for == device.type else DropoutOfGpus()  # a CPU stands for a GPU
     with fake_tensor_mode(), quiet_fake_kernels(), torch.enable_grad(), kernels:
         try:
-            return _measure_call(one.call, device)
+            return _measure_call(op.call, device)
         except RuntimeError:  # an operator without a fake kernel, or a gradient for its dtype
-            call = one.call
+            call = op.call
             moved = sum(spec.num_bytes for spec in (*call.tensors, *call.outputs))
             is_trained = any(spec.requires_grad for spec in call.outputs)
             # A backward pass reads what was saved and the gradient, and writes one.
@@ -79,7 +79,7 @@ def work_of(one: Operator, device: torch.device, priced_for: str) -> Work:
 
 
 def _measure_call(call: Call, device: torch.device) -> Work:
-    inputs: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []  # in the order of Call.tensors
 
     def build(value: Any) -> Any:
         if isinstance(value, TensorSpec):
@@ -88,7 +88,7 @@ def _measure_call(call: Call, device: torch.device) -> Work:
         return type(value)(build(item) for item in value) if isinstance(value, (tuple, list)) else value
 
     args, kwargs = build(call.args), {name: build(value) for name, value in call.kwargs.items()}
-    kept: dict[int, torch.Tensor] = {}
+    kept: dict[int, torch.Tensor] = {}  # by memory, so that views of one tensor count once
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         kept[_storage_id(tensor)] = tensor
@@ -99,7 +99,7 @@ def _measure_call(call: Call, device: torch.device) -> Work:
             outputs = tensors_of(call.operator(*args, **kwargs))
         gradients = [value for value in outputs if value.requires_grad]
         grad_outputs = [torch.empty_like(value) for value in gradients]
-        forward, counter.counts = counter.counts, OperatorCounts()
+        forward, counter.counts = counter.counts, OperatorCounts()  # from here on the backward pass
         trained = [value for value in inputs if value.requires_grad]
         if gradients and trained:  # not backward(), which would copy a gradient that two arguments share
             torch.autograd.grad(gradients, trained, grad_outputs, allow_unused=True)
@@ -119,7 +119,7 @@ def _storage_id(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Prices:
+class OperatorPrices:
     """Seconds on a cluster whose ``degree`` neighbouring ranks divide the operators.
 
     Attributes:
@@ -134,13 +134,13 @@ class Prices:
     compute_dtype: str
 
     @classmethod
-    def of(cls, model: nn.Module, cluster: Cluster, degree: int) -> Prices:
+    def of(cls, model: nn.Module, cluster: Cluster, degree: int) -> OperatorPrices:
         """As :meth:`on`, in the dtype of a model's first parameter."""
         dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
         return cls.on(cluster, degree, str(dtype).removeprefix("torch."))
 
     @classmethod
-    def on(cls, cluster: Cluster, degree: int, compute_dtype: str) -> Prices:
+    def on(cls, cluster: Cluster, degree: int, compute_dtype: str) -> OperatorPrices:
         """The prices on neighbouring ranks of a cluster.
 
         Raises:
@@ -148,7 +148,7 @@ class Prices:
         """
         known = cluster.with_hardware()
         assert known.hardware is not None
-        within = min(degree, max(1, known.local_world_size))
+        within = min(degree, max(1, known.local_world_size))  # ranks of the group on one node
         return cls(known.hardware, Groups(np.array([degree]), np.array([within])), degree, compute_dtype)
 
     @property
@@ -156,12 +156,13 @@ class Prices:
         """One rank's device."""
         return self.hardware.device
 
-    def seconds(self, one: Operator, rule: Rule, work: Work) -> tuple[float, float]:
+    def seconds(self, op: Operator, rule: Rule, work: Work) -> tuple[float, float]:
         """Of the forward and of the backward pass of one rank's part of a call."""
-        call = one.call
+        call = op.call
         placed = list(zip((*call.tensors, *call.outputs), (*rule.inputs, *rule.outputs), strict=True))
         whole = sum(spec.num_bytes for spec, _ in placed)
         local = sum(self.local_bytes(spec, placement) for spec, placement in placed)
+        # Ranks divide operations evenly; a rank's bytes include arguments that are whole.
         share, part = 1 / self.degree if rule.divides else 1.0, local / (whole or 1)
         forward, backward = (
             counted_seconds(self.device, self.compute_dtype, counts, passes, share=share, part=part)
@@ -181,15 +182,16 @@ class Prices:
         whole, empty = (
             float(collective_seconds("all_reduce", size, self.groups, self.hardware)[0]) for size in sizes
         )
+        # Latency is that of a bucket, of which the gradient pays its share.
         return whole - empty * (1 - min(1.0, spec.num_bytes / DEFAULT_BUCKET_BYTES)), float(spec.num_bytes)
 
-    def conversion(self, spec: TensorSpec, source: Placement, need: Need) -> tuple[float, float]:
+    def conversion(self, spec: TensorSpec, source: Placement, need: ArgumentNeed) -> tuple[float, float]:
         """Seconds and bytes exchanged of a conversion of one value, forward and backward."""
         seconds = moved = 0.0
         for step in steps(source, need):
             kinds = (step.forward, step.backward if spec.requires_grad else "")
             for kind in filter(None, kinds):
                 seconds += float(collective_seconds(kind, spec.num_bytes, self.groups, self.hardware)[0])
-                moved += spec.num_bytes
+                moved += spec.num_bytes  # of the whole value, for any collective
             seconds += self.device.launch_s
         return seconds, moved

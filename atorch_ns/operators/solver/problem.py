@@ -26,7 +26,7 @@ class Option:
 
     Attributes:
         outputs: the label of each result.
-        needs: the label in which each of :attr:`Node.inputs` is needed.
+        needs: the label in which each of :attr:`OperatorNode.inputs` is needed.
         seconds: time of the forward and the backward pass.
         forward_seconds: the part of it that is paid once more where the node is recomputed.
         resident: bytes that are always held: parameters, optimizer states.
@@ -44,14 +44,14 @@ class Option:
 
 
 class Input(NamedTuple):
-    """A value that a node reads: the index of its use in :attr:`Problem.uses`, and whether the backward pass reads it again."""
+    """A value that a node reads: the index of its use in :attr:`PlacementProblem.uses`, and whether the backward pass reads it again."""
 
     use: int
     saved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class OperatorNode:
     """A class of equal operators.
 
     Attributes:
@@ -61,7 +61,7 @@ class Node:
             the embedding in the first layer and the layer before in others, is listed once for each of them, and every
             option needs the same label of both.
         count: the number of instances.
-        group: the recomputation group, a key of :attr:`Problem.groups`; empty for none.
+        group: the recomputation group, a key of :attr:`PlacementProblem.groups`; empty for none.
     """
 
     name: str
@@ -71,14 +71,14 @@ class Node:
     group: str = ""
 
 
-class Conversion(NamedTuple):
+class ConversionCost(NamedTuple):
     """The cost of converting one instance of a value, as :class:`Option` counts time: forward and backward, and the part of
     it that recomputation repeats; and the bytes of a copy that is held until the backward pass, as of a gathered parameter."""
 
     seconds: float = 0.0
     bytes_moved: float = 0.0
     forward_seconds: float = 0.0
-    held: float = 0.0
+    copy_bytes: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Use:
 
     node: int
     result: int = 0
-    conversions: Mapping[tuple[Label, Label], Conversion]
+    conversions: Mapping[tuple[Label, Label], ConversionCost]
     saved: Mapping[Label, float] = field(default_factory=dict)
     count: int = 1
     enters: bool = False
@@ -120,7 +120,7 @@ class Group:
     recomputed: bool | None = None
 
 
-class Reader(NamedTuple):
+class UseReader(NamedTuple):
     """The node that reads a use, and the position of the use among its inputs."""
 
     node: int
@@ -132,14 +132,14 @@ class Reader(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlacementProblem:
     """Nodes, the values between them, and groups of nodes that may be recomputed.
 
     Attributes:
         host_seconds: the least that a step takes, however it is divided: a host starts all operators.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[OperatorNode, ...]
     uses: tuple[Use, ...] = ()
     groups: Mapping[str, Group] = field(default_factory=dict)
     host_seconds: float = 0.0
@@ -160,21 +160,21 @@ class Problem:
             )
 
     @cached_property
-    def readers(self) -> tuple[tuple[Reader, ...], ...]:
+    def readers(self) -> tuple[tuple[UseReader, ...], ...]:
         """The readers of each use."""
-        by_use: list[list[Reader]] = [[] for _ in self.uses]
+        by_use: list[list[UseReader]] = [[] for _ in self.uses]
         for index, node in enumerate(self.nodes):
             for position, read in enumerate(node.inputs):
-                by_use[read.use].append(Reader(index, position))
+                by_use[read.use].append(UseReader(index, position))
         return tuple(map(tuple, by_use))
 
-    def read(self) -> Iterator[tuple[Use, tuple[Reader, ...], str]]:
+    def read(self) -> Iterator[tuple[Use, tuple[UseReader, ...], str]]:
         """The uses that have readers, with them and the name of their group."""
         for use, readers in zip(self.uses, self.readers, strict=True):
             if readers:
                 yield use, readers, self.nodes[readers[0].node].group
 
-    def saves(self, reader: Reader) -> bool:
+    def saves(self, reader: UseReader) -> bool:
         """Whether a reader saves what it reads for the backward pass."""
         return self.nodes[reader.node].inputs[reader.position].saved
 
@@ -221,12 +221,14 @@ class Price:
         return self.resident + max(self.saved, self.gradients) + self.transient + self.recomputing
 
 
-def price(problem: Problem, choices: Sequence[int], recomputed: Collection[str] | None = None) -> Price:
+def price(
+    problem: PlacementProblem, choices: Sequence[int], recomputed: Collection[str] | None = None
+) -> Price:
     """The price of one option for each node.
 
     Args:
         choices: the index of an option, by node.
-        recomputed: the groups that are recomputed; ``None`` for :attr:`Problem.always_recomputed`.
+        recomputed: the groups that are recomputed; ``None`` for :attr:`PlacementProblem.always_recomputed`.
 
     Raises:
         InputError: if a value is needed in a label to which the one it has cannot be converted.
@@ -235,10 +237,11 @@ def price(problem: Problem, choices: Sequence[int], recomputed: Collection[str] 
     nodes = problem.nodes
     options = [node.options[choice] for node, choice in zip(nodes, choices, strict=True)]
     conversion_seconds = bytes_moved = saved = 0.0
-    inner = dict.fromkeys(again, 0.0)
+    inner = dict.fromkeys(again, 0.0)  # bytes that one instance of a recomputed group saves
     for use, readers, group in problem.read():
         label = use.label(options[use.node])
         copies = 0.0
+        # Readers that need the same label share its conversion.
         needed = {reader.label(options[reader.node]): reader for reader in readers}
         for other, reader in needed.items():
             if (label, other) not in use.conversions:
@@ -250,26 +253,26 @@ def price(problem: Problem, choices: Sequence[int], recomputed: Collection[str] 
             repeated = conversion.forward_seconds if group in again and not use.enters else 0.0
             conversion_seconds += use.count * (conversion.seconds + repeated)
             bytes_moved += use.count * conversion.bytes_moved
-            copies += conversion.held
-        whole = group in again and use.enters
-        kept = {one.label(options[one.node]) for one in readers if whole or problem.saves(one)}
+            copies += conversion.copy_bytes
+        whole = group in again and use.enters  # held for recomputation, even if no reader saves it
+        kept = {entry.label(options[entry.node]) for entry in readers if whole or problem.saves(entry)}
         num_bytes = use.count * (copies + sum(use.saved.get(other, 0.0) for other in kept))
         if group in again and not use.enters:
-            inner[group] += num_bytes / problem.groups[group].count
+            inner[group] += num_bytes / problem.groups[group].count  # one instance is recomputed at a time
         else:
             saved += num_bytes
-    peaks = [
-        one.transient for one, node in zip(options, nodes, strict=True) for _ in range(min(2, node.count))
+    peaks = [  # both of the largest may be of one node, if it has two instances
+        entry.transient for entry, node in zip(options, nodes, strict=True) for _ in range(min(2, node.count))
     ]
     return Price(
         compute_seconds=sum(
-            one.seconds + (one.forward_seconds if node.group in again else 0.0)
-            for one, node in zip(options, nodes, strict=True)
+            entry.seconds + (entry.forward_seconds if node.group in again else 0.0)
+            for entry, node in zip(options, nodes, strict=True)
         ),
         conversion_seconds=conversion_seconds,
         bytes_moved=bytes_moved,
-        resident=sum(one.resident for one in options),
-        gradients=sum(one.gradients for one in options),
+        resident=sum(entry.resident for entry in options),
+        gradients=sum(entry.gradients for entry in options),
         saved=saved,
         transient=sum(nlargest(2, peaks)),
         recomputing=max(inner.values(), default=0.0),

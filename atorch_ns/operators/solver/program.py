@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from atorch_ns.operators.solver.problem import Label, Option, Problem, Reader, Use
+from atorch_ns.operators.solver.problem import Label, Option, PlacementProblem, Use, UseReader
 
 if TYPE_CHECKING:
     import highspy
@@ -32,8 +32,8 @@ ONE = 0
 """The column that is always 1: for what is certain, and for constants."""
 
 
+# Slower than branching: 7.3 against 3.5 s for 12 divisions of 122 nodes and 400 options within a limit.
 _SEARCH = {"mip_allow_restart": False, "mip_heuristic_run_root_reduced_cost": False}
-"""What proved slower than branching: 7.3 against 3.5 s for 12 divisions of 122 nodes and 400 options within a memory limit."""
 
 
 class Solution(NamedTuple):
@@ -50,10 +50,10 @@ class Solution(NamedTuple):
 class Milp:
     """Columns and rows, as HiGHS takes them."""
 
-    lower: list[float] = field(default_factory=lambda: [1.0])
+    lower: list[float] = field(default_factory=lambda: [1.0])  # the first column is ONE
     upper: list[float] = field(default_factory=lambda: [1.0])
     whole: list[bool] = field(default_factory=lambda: [True])
-    rows: list[tuple[Terms, float]] = field(default_factory=list)
+    rows: list[tuple[Terms, float]] = field(default_factory=list)  # 0 <= sum <= the number
 
     def column(self, *, whole: bool = False, lower: float = 0.0, upper: float = 1.0) -> int:
         """A new column between two bounds, which takes whole values only or all."""
@@ -72,14 +72,14 @@ class Milp:
         """The largest of some sums, wherever it is to be small."""
         different: list[Terms] = []
         for terms in sums:
-            if terms == {ONE: upper}:
+            if terms == {ONE: upper}:  # no sum exceeds its upper bound
                 return terms
             if terms and terms not in different:
                 different.append(terms)
         if len(different) < 2:
             return different[0] if different else {}
         most = {self.column(upper=upper): 1.0}
-        for terms in different:
+        for terms in different:  # the objective presses it down to the largest
             self.at_least(most, terms)
         return most
 
@@ -88,7 +88,7 @@ class Milp:
         both = {self.column(): 1.0}
         together = defaultdict(float, first)
         add(together, second)
-        self.at_least(defaultdict(float, {**both, ONE: 1.0}), together)
+        self.at_least(defaultdict(float, {**both, ONE: 1.0}), together)  # both >= first + second - 1
         self.at_least(first, both)
         self.at_least(second, both)
         return both
@@ -116,7 +116,7 @@ class Milp:
         program.integrality_ = [kinds[whole] for whole in self.whole]
         matrix = program.a_matrix_
         matrix.format_ = highspy.MatrixFormat.kRowwise
-        matrix.start_ = np.cumsum([0, *(len(terms) for terms, _ in self.rows)])
+        matrix.start_ = np.cumsum([0, *(len(terms) for terms, _ in self.rows)])  # compressed rows
         matrix.index_ = np.fromiter(chain.from_iterable(terms for terms, _ in self.rows), np.int32)
         matrix.value_ = np.fromiter(chain.from_iterable(terms.values() for terms, _ in self.rows), np.float64)
         highs = _make_silent_solver()
@@ -129,11 +129,10 @@ class Milp:
 
 
 def _make_silent_solver() -> highspy.Highs:
-    """HiGHS without its log; highspy 1.16 writes a first line before an option can be set."""
     import highspy
 
     class Silent(highspy.Highs):
-        def enableCallbacks(self) -> None:
+        def enableCallbacks(self) -> None:  # highspy 1.16 writes a line before options can be set
             self.setOptionValue("output_flag", False)
             super().enableCallbacks()  # type: ignore[no-untyped-call]
 
@@ -148,7 +147,7 @@ def _read_solution(highs: highspy.Highs, unit: float) -> Solution:
     if model_status in (status.kInfeasible, status.kUnboundedOrInfeasible):
         return Solution("infeasible", (), math.inf, math.inf, seconds)
     assert model_status in (status.kOptimal, status.kTimeLimit), f"HiGHS ended with {model_status}"
-    values = tuple(highs.getSolution().col_value) if info.primal_solution_status == 2 else ()
+    values = tuple(highs.getSolution().col_value) if info.primal_solution_status == 2 else ()  # 2: feasible
     objective, bound = info.objective_function_value * unit, info.mip_dual_bound * unit
     return Solution(
         "optimal" if model_status == status.kOptimal else "time limit", values, objective, bound, seconds
@@ -173,23 +172,24 @@ class Program:
         memory_unit: bytes that are written as 1.
     """
 
-    def __init__(self, problem: Problem, options: Options, memory_unit: float = 1.0) -> None:
+    def __init__(self, problem: PlacementProblem, options: Options, memory_unit: float = 1.0) -> None:
         self._problem = problem
         self._options = options
         self._unit = memory_unit
         self._milp = Milp()
         self._seconds: Terms = {}
-        self._memory: Terms = {}
-        self._saved: Terms = {}
-        self._gradients: Terms = {}
-        self._inner: dict[str, Terms] = defaultdict(dict)
+        self._memory: Terms = {}  # this and the following in memory units
+        self._saved: Terms = {}  # until the backward pass
+        self._gradients: Terms = {}  # they come as saved memory goes: the larger of the two counts
+        self._inner: dict[str, Terms] = defaultdict(dict)  # saved within a group while it is recomputed
         column = self._milp.column
-        self._groups: dict[str, Terms] = {
+        self._groups: dict[str, Terms] = {  # 1 where recomputed
             name: {} if group.recomputed is False else {ONE if group.recomputed else column(whole=True): 1.0}
             for name, group in problem.groups.items()
         }
-        self._chosen: list[dict[int, int]] = [
-            {index: column(whole=True) if len(own) > 1 else ONE for index in own} for own in options
+        self._chosen: list[dict[int, int]] = [  # column by option; an option without a rival is certain
+            {index: column(whole=True) if len(indices) > 1 else ONE for index in indices}
+            for indices in options
         ]
         self._add_nodes()
         for use, readers, group in problem.read():
@@ -226,7 +226,7 @@ class Program:
 
     def _add_nodes(self) -> None:
         for node, columns in zip(self._problem.nodes, self._chosen, strict=True):
-            if len(columns) > 1:
+            if len(columns) > 1:  # exactly one option is chosen
                 self._milp.at_least(dict.fromkeys(columns.values(), 1.0), {ONE: 1.0}, equal=True)
             for index, column in columns.items():
                 option = node.options[index]
@@ -234,7 +234,7 @@ class Program:
                 add(self._gradients, {column: option.gradients / self._unit})
                 self._charge_seconds({column: 1.0}, option.seconds, option.forward_seconds, node.group)
 
-    def _add_use(self, use: Use, readers: Sequence[Reader], group: str) -> None:
+    def _add_use(self, use: Use, readers: Sequence[UseReader], group: str) -> None:
         sources = self._label_sums(use.node, use.label)
         wanted: dict[Label, list[Terms]] = defaultdict(list)
         saved: dict[Label, list[Terms]] = defaultdict(list)
@@ -250,51 +250,48 @@ class Program:
             saved_max = self._milp.largest(saved[label])
             if not size:
                 continue
-            if use.enters:
+            if use.enters:  # held if a reader saves it or the group is recomputed
                 add(self._saved, self._milp.largest([saved_max, self._recomputed_terms(terms, group)]), size)
             else:
                 self._add_held_bytes(saved_max, size, group)
 
     def _add_held_bytes(self, terms: Terms, size: float, group: str) -> None:
-        """Holds bytes wherever a sum is 1: until the backward pass, or while the group is recomputed."""
         again = self._recomputed_terms(terms, group) if terms else {}
         add(self._saved, terms, size)
-        add(self._saved, again, -size)
+        add(self._saved, again, -size)  # not until the backward pass where the group is recomputed
         if again:
-            add(self._inner[group], again, size / self._problem.groups[group].count)
+            add(self._inner[group], again, size / self._problem.groups[group].count)  # one instance
 
     def _label_sums(self, node: int, label: Callable[[Option], Label]) -> dict[Label, Terms]:
-        """The sum of the options of each label; it is 1 for the label that is chosen."""
         sums: dict[Label, Terms] = defaultdict(dict)
         for index, column in self._chosen[node].items():
-            sums[label(self._problem.nodes[node].options[index])][column] = 1.0
+            sums[label(self._problem.nodes[node].options[index])][column] = 1.0  # 1 for the chosen label
         return sums
 
     def _charge_conversions(
         self,
         use: Use,
-        given: Mapping[Label, Terms],
+        sources: Mapping[Label, Terms],
         needed: Mapping[Label, Terms],
         group: str,
         *,
         shared: bool,
     ) -> None:
-        """Pays for the conversions from the label given to every label needed."""
-        leaving: dict[Label, Terms] = defaultdict(dict)
+        leaving: dict[Label, Terms] = defaultdict(dict)  # flows by the label that they start from
         for target, terms in needed.items():
             ways = {
                 source: use.conversions[source, target]
-                for source in given
+                for source in sources
                 if (source, target) in use.conversions
             }
-            costs = {(way.seconds, way.forward_seconds, way.held) for way in ways.values()}
-            if len(ways) == len(given) and len(costs) == 1:
+            costs = {(way.seconds, way.forward_seconds, way.copy_bytes) for way in ways.values()}
+            if len(ways) == len(sources) and len(costs) == 1:  # one cost from every label
                 columns = [(terms, *costs.pop())]
             else:
-                split = {source: self._milp.column() for source in ways}
+                split = {source: self._milp.column() for source in ways}  # the flow from each label
                 self._milp.at_least(dict.fromkeys(split.values(), 1.0), terms, equal=True)
                 columns = [
-                    ({split[source]: 1.0}, way.seconds, way.forward_seconds, way.held)
+                    ({split[source]: 1.0}, way.seconds, way.forward_seconds, way.copy_bytes)
                     for source, way in ways.items()
                 ]
                 for source, column in split.items():
@@ -303,19 +300,20 @@ class Program:
                 self._charge_seconds(flow, use.count * seconds, use.count * forward_seconds, group)
                 if num_bytes:
                     self._add_held_bytes(flow, use.count * num_bytes / self._unit, group)
+        # A single reader needs one label: flows from a source are then bounded together, which is tighter.
         for source, columns_of in leaving.items():
             for part in [{column: 1.0} for column in columns_of] if shared else [columns_of]:
-                self._milp.at_least(given[source], part)
+                self._milp.at_least(sources[source], part)
 
     def _add_peaks(self) -> None:
-        """Adds the two largest peaks: twice any bound, and what exceeds it, are least if the bound is the second largest."""
+        # The two largest add up to the least of 2 t + sum(max(0, peak - t)), where t is the second largest.
         nodes = list(zip(self._problem.nodes, self._chosen, strict=True))
         peaks = [[node.options[index].transient / self._unit for index in columns] for node, columns in nodes]
-        times = [min(2, node.count) for node, _ in nodes]
+        times = [min(2, node.count) for node, _ in nodes]  # how often a node may be among the two
         certain = chain.from_iterable(
             repeat(min(sizes), number) for sizes, number in zip(peaks, times, strict=True)
         )
-        floor = [*nlargest(2, certain), 0.0, 0.0][1]
+        floor = [*nlargest(2, certain), 0.0, 0.0][1]  # t is no smaller, whatever is chosen
         bound = {self._milp.column(lower=floor, upper=math.inf): 1.0}
         add(self._memory, bound, 2.0)
         for (_, columns), sizes, number in zip(nodes, peaks, times, strict=True):
@@ -328,14 +326,12 @@ class Program:
                 self._milp.at_least({**bound, **excess}, peak)
 
     def _charge_seconds(self, terms: Terms, seconds: float, forward_seconds: float, group: str) -> None:
-        """Adds seconds wherever a sum is 1, and those of the forward pass again where it is recomputed."""
         add(self._seconds, terms, seconds)
-        if forward_seconds and group:
+        if forward_seconds and group:  # paid again where the group is recomputed
             add(self._seconds, self._recomputed_terms(terms, group), forward_seconds)
 
     def _recomputed_terms(self, terms: Terms, group: str) -> Terms:
-        """A sum that is 1 where another is and the group is recomputed."""
         recomputed = self._groups[group] if group else {}
-        if not recomputed or ONE in recomputed:
+        if not recomputed or ONE in recomputed:  # never, or always
             return terms if recomputed else {}
         return recomputed if terms == {ONE: 1.0} else self._milp.product(terms, recomputed)

@@ -14,16 +14,15 @@ from operator import le
 from typing import Literal
 
 from atorch_ns.errors import InputError
-from atorch_ns.operators.solver.problem import Label, Option, Price, Problem, price
+from atorch_ns.operators.solver.problem import Label, Option, PlacementProblem, Price, price
 from atorch_ns.operators.solver.program import Options, Program
 from atorch_ns.text import bytes_text, first_few, seconds_text
 
-_TOLERANCE = 1e-5
-"""The relative error of the sums of the solver, which accepts what is 1e-6 from whole."""
+_TOLERANCE = 1e-5  # relative error of the solver's sums, whose columns may be 1e-6 from whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SolvedProblem:
     """A solved problem.
 
     Attributes:
@@ -47,8 +46,12 @@ class Outcome:
 
 
 def solve(
-    problem: Problem, *, memory_limit: float | None = None, gap: float = 1e-6, time_limit: float = 60.0
-) -> Outcome:
+    problem: PlacementProblem,
+    *,
+    memory_limit: float | None = None,
+    gap: float = 1e-6,
+    time_limit: float = 60.0,
+) -> SolvedProblem:
     """The fastest choice within a memory limit.
 
     Args:
@@ -61,11 +64,11 @@ def solve(
     """
     options = _possible_options(problem, memory=memory_limit is not None)
     if memory_limit is not None:
-        parts = _least_parts(problem, options)
+        parts = _least_parts(problem, options)  # a bound without a search
         least = sum(parts.values())
         if least > memory_limit * (1 + _TOLERANCE):
             raise _too_large(f"at least {bytes_text(least)} are needed", memory_limit, parts)
-    program = Program(problem, options, memory_limit or 1.0)
+    program = Program(problem, options, memory_limit or 1.0)  # memory in units of the limit
     if memory_limit is not None:
         program.limit_memory(memory_limit)
     solution = program.fastest(gap, time_limit)
@@ -77,11 +80,14 @@ def solve(
         )
     choices, recomputed = program.choices(solution)
     cost = price(problem, choices, recomputed)
-    slack = _TOLERANCE * max(abs(solution.objective), cost.seconds)
-    assert solution.bound - slack <= cost.seconds <= solution.objective + slack, (cost, solution.objective)
+    work = cost.compute_seconds + cost.conversion_seconds  # the objective knows nothing of the host
+    slack = _TOLERANCE * max(abs(solution.objective), work)
+    assert solution.bound - slack <= work <= solution.objective + slack, (cost, solution.objective)
     assert memory_limit is None or cost.memory <= memory_limit * (1 + _TOLERANCE), (cost, memory_limit)
-    bound = min(solution.bound, cost.seconds)
-    return Outcome(
+    bound = max(
+        min(solution.bound, work), problem.host_seconds
+    )  # the solver's tolerance may lift it above the choice
+    return SolvedProblem(
         choices=choices,
         recomputed=recomputed,
         price=cost,
@@ -93,12 +99,8 @@ def solve(
     )
 
 
-def _possible_options(problem: Problem, *, memory: bool) -> list[list[int]]:
-    """The options without those that another one dominates or that no conversion can reach.
-
-    Raises:
-        InputError: if none are left.
-    """
+def _possible_options(problem: PlacementProblem, *, memory: bool) -> list[list[int]]:
+    # Leaves out options that another one dominates, and those that no conversion joins to a neighbour.
     kept = [_undominated_options(node.options, memory=memory) for node in problem.nodes]
     nodes, changed = problem.nodes, True
 
@@ -116,7 +118,7 @@ def _possible_options(problem: Problem, *, memory: bool) -> list[list[int]]:
         kept[node] = left
         return shorter
 
-    while changed:
+    while changed:  # an option that goes may have been the last partner of others
         changed = False
         for use, readers, _ in problem.read():
             for reader in readers:
@@ -128,13 +130,12 @@ def _possible_options(problem: Problem, *, memory: bool) -> list[list[int]]:
 
 
 def _undominated_options(options: Sequence[Option], *, memory: bool) -> list[int]:
-    """The indices of the options without those that are nowhere better than another with the same labels."""
-
     def costs(option: Option) -> tuple[float, ...]:
         time = (option.seconds, option.forward_seconds)
         return (*time, option.resident, option.gradients, option.transient) if memory else time
 
-    alike: dict[object, list[int]] = defaultdict(list)
+    alike: dict[object, list[int]] = defaultdict(list)  # the undominated so far, by their labels
+    # In the order of costs, an option comes after those that dominate it.
     for index in sorted(range(len(options)), key=lambda index: costs(options[index])):
         rivals = alike[options[index].outputs, options[index].needs]
         cost = costs(options[index])
@@ -143,9 +144,8 @@ def _undominated_options(options: Sequence[Option], *, memory: bool) -> list[int
     return sorted(chain.from_iterable(alike.values()))
 
 
-def _least_parts(problem: Problem, options: Options) -> dict[str, float]:
-    """Bytes that any choice needs, by the name of what needs them; of one choice, all that it needs outside of groups."""
-    parts: dict[str, float] = defaultdict(float)
+def _least_parts(problem: PlacementProblem, options: Options) -> dict[str, float]:
+    parts: dict[str, float] = defaultdict(float)  # bytes that every choice needs, by what needs them
     peaks: list[float] = []
     for node, indices in zip(problem.nodes, options, strict=True):
         parts[f"states of {node.name}"] += min(node.options[index].resident for index in indices)
@@ -153,7 +153,7 @@ def _least_parts(problem: Problem, options: Options) -> dict[str, float]:
     parts["the two largest peaks inside operators"] = sum(nlargest(2, peaks))
     for use, readers, group in problem.read():
         again = problem.groups[group].recomputed if group else False
-        if again is not False and not use.enters:
+        if again is not False and not use.enters:  # it is recomputed, or may be
             continue
         parts[f"saved results of {problem.nodes[use.node].name}"] += use.count * max(
             (
@@ -170,11 +170,10 @@ def _least_parts(problem: Problem, options: Options) -> dict[str, float]:
 
 
 def _none_fits(
-    problem: Problem, options: Options, memory_limit: float | None, time_limit: float
+    problem: PlacementProblem, options: Options, memory_limit: float | None, time_limit: float
 ) -> InputError:
-    """The error of a problem that has no solution, with the least memory as its proof."""
     program = Program(problem, options, memory_limit or 1.0)
-    solution = program.smallest(0.0, time_limit)
+    solution = program.smallest(0.0, time_limit)  # its least memory is the proof
     if memory_limit is None or solution.status == "infeasible":
         return InputError(
             "no choice of options can be joined by conversions. Allow more options, such as the one that divides nothing."

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from atorch_ns.errors import InputError
-from atorch_ns.pipeline.cut.graph import CallGraph, TensorSpec
+from atorch_ns.pipeline.cut.graph import CallGraph, TensorSignature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Carried:
     """
 
     value: int
-    spec: TensorSpec
+    spec: TensorSignature
     call: int
     leaf: int
     is_argument: bool = False
@@ -81,8 +81,8 @@ def plan_crossings(graph: CallGraph, cuts: Sequence[int]) -> tuple[Crossing, ...
         InputError: if the model cannot be cut there.
     """
     crossings: list[Crossing] = []
-    forced: set[int] = set()
-    for index in range(len(cuts) - 1, -1, -1):
+    forced: set[int] = set()  # outputs from before this cut that later stages receive through it
+    for index in range(len(cuts) - 1, -1, -1):  # later cuts decide what earlier ones forward
         cut = cuts[index]
         problem = _cut_problem(graph, cut)
         if problem:
@@ -107,7 +107,7 @@ def stage_parameters(
     """
     waiting = [value for call in graph.calls[begin:end] for value in call.arguments]
     waiting += (*graph.results, *graph.shown) if sent is None else [tensor.value for tensor in sent.carried]
-    known = {tensor.value for tensor in received.carried} if received else set()
+    known = {tensor.value for tensor in received.carried} if received else set()  # not computed here
     names: set[str] = set()
     while waiting:
         number = waiting.pop()
@@ -125,12 +125,14 @@ def _find_crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossin
     alive = graph.alive_at(cut)
     first = graph.calls[cut].arguments
     outputs = set(forced)
+    # Values that code after the first call reads are computed again there, from outputs that cross.
     for value in alive:
         if value not in first:
             sources = graph.sources[value]
             if sources is None:
                 raise InputError(_describe_unfollowed(graph, value))
             outputs |= sources
+    # Arguments of the first call cross as they are, or as the outputs that they come from if these add less.
     arguments = []
     for value in alive:
         if value in first:
@@ -140,10 +142,10 @@ def _find_crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossin
             if sources is not None and _num_bytes(graph, sources - outputs) <= _num_bytes(graph, [value]):
                 outputs |= sources
             else:
-                arguments.append(value)
+                arguments.append(value)  # it is copied into what the code computes from stand-ins
     carried = [
         Carried(value=number, spec=_carried_spec(graph, number), call=value.call, leaf=value.leaf)
-        for number in sorted(outputs)
+        for number in sorted(outputs)  # sender and receiver use one order
         for value in (graph.values[number],)
     ]
     carried += [
@@ -159,11 +161,8 @@ def _find_crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossin
     return Crossing(cut=cut, carried=tuple(carried))
 
 
-def _carried_spec(graph: CallGraph, number: int) -> TensorSpec:
-    """Without a gradient where the loss does not depend on it.
-
-    torch's schedules would send back zeros, with which an optimizer decays weights that one process leaves alone.
-    """
+def _carried_spec(graph: CallGraph, number: int) -> TensorSignature:
+    # A gradient of zeros in place of none would have optimizers decay weights that one process leaves alone.
     spec = graph.values[number].spec
     return replace(spec, requires_grad=spec.requires_grad and number in graph.trained)
 
@@ -179,7 +178,7 @@ def _cut_problem(graph: CallGraph, cut: int) -> str:
             "itself and cannot do so across stages. Cut before or after it"
         )
     for position, value in graph.reads:
-        if position <= cut:
+        if position <= cut:  # later stages would run this code on zeros
             path = graph.calls[graph.values[value].last_call].path
             return (
                 f"the model's code looks into a value that {path} computes (.item(), bool(), a mask) and goes on "
@@ -205,8 +204,7 @@ def _describe_unfollowed(graph: CallGraph, number: int) -> str:
 
 
 def _find_hidden_source(graph: CallGraph, number: int) -> str:
-    """A description of the tensor inside a unit that a value was computed from; empty if there is none."""
-    waiting, seen = [number], set()
+    waiting, seen = [number], set()  # back over the code between units
     while waiting:
         index = waiting.pop()
         if index in seen:
@@ -221,6 +219,7 @@ def _find_hidden_source(graph: CallGraph, number: int) -> str:
 
 
 def _unit_of(graph: CallGraph, hidden: str) -> str:
+    # A hidden value is described by its path, or by the words of Follower._hidden_value.
     inside = (
         path for path in graph.paths if hidden.startswith(f"{path}.") or hidden.endswith(f" {path} makes")
     )

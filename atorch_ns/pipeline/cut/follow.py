@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch_ns.capture.blocks import NamedModule, call_hooks
 from atorch_ns.capture.nests import map_tensors, tensors_of
-from atorch_ns.pipeline.cut.graph import Call, CallGraph, TensorSpec, Value
+from atorch_ns.pipeline.cut.graph import CallGraph, TensorSignature, UnitCall, Value
 from atorch_ns.torch_compat import without_transforms
 
 _LOOKS_INTO = frozenset(
@@ -47,21 +47,21 @@ class Follower(TorchFunctionMode):
             for unit in self._units
             for name, buffer in unit.module.named_buffers()
         }
-        self._busy = False
-        self._depth = 0
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._busy = False  # whether functions that are called now are not the code between units
+        self._depth = 0  # units that run; the outermost one is the call
+        self._versions: list[tuple[torch.Tensor, int]] = []  # of the arguments of the call that runs
         self._calls: list[_OpenCall] = []
         self._made_inside = WeakTensorKeyDictionary()  # the call that made a tensor inside a unit
         self._values: list[Value] = []
-        self._grads: list[bool] = []
-        self._numbers: dict[int, int] = {}
-        self._by_storage: dict[int, list[torch.Tensor]] = {}
+        self._grads: list[bool] = []  # whether each value needs a gradient
+        self._numbers: dict[int, int] = {}  # by id of a tensor, its latest value
+        self._by_storage: dict[int, list[torch.Tensor]] = {}  # tensors that share memory
         self._kept: list[torch.Tensor] = []  # an id is unique only while the tensor is alive
         self._nodes: list[tuple[Any, ...]] = []  # where the gradient of each value arrives
         self._unreached: frozenset[int] = frozenset()
         self._results: list[int] = []
         self._shown: list[int] = []
-        self._reads: list[tuple[int, int]] = []
+        self._reads: list[tuple[int, int]] = []  # (calls before it, value)
         self._mutates = False
         self._taken_apart: set[str] = set()
         self._without_grad: list[int] = []  # calls made without gradients, as an autograd function makes them
@@ -79,6 +79,7 @@ class Follower(TorchFunctionMode):
         """Follows the code inside the block."""
         units = [(unit, unit.module) for unit in self._units]
         whole = {id(module) for _, module in units}
+        # A part that runs while its unit does not is called from outside: such a unit has to be split.
         parts = [(unit, part) for unit, module in units for part in module.modules() if id(part) not in whole]
         with (
             call_hooks(units, self._enter_unit, self._leave_unit, prepend=True),
@@ -92,7 +93,7 @@ class Follower(TorchFunctionMode):
         self._busy = True
         self._results = [self._value_id(tensor) for tensor in tensors_of(result)]
         reached = _nodes_behind(tensor.grad_fn for tensor in tensors_of(result))
-        if reached:
+        if reached:  # empty where nothing trains
             self._unreached = frozenset(
                 number for number, nodes in enumerate(self._nodes) if nodes and reached.isdisjoint(nodes)
             )
@@ -118,35 +119,36 @@ class Follower(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._busy:
             result = func(*args, **kwargs)
-            if self._depth and isinstance(result, (torch.Tensor, tuple, list)):
+            if self._depth and isinstance(result, (torch.Tensor, tuple, list)):  # made inside of a unit
                 self._made_inside.update(dict.fromkeys(tensors_of(result), len(self._calls) - 1))
             return result
         tensors = tensors_of((args, tuple(kwargs.values())))
-        versions = [tensor._version for tensor in tensors]
-        if tensors and _looks_into(func, tensors):
+        versions = [tensor._version for tensor in tensors]  # a change in place raises it
+        if tensors and _looks_into(func, tensors):  # before the call, which raises on fake tensors
             self._note_read(tensors)
         result = func(*args, **kwargs)
         if tensors or isinstance(result, (torch.Tensor, tuple, list)):
             self._record_results(tensors, versions, result)
         return result
 
-    def _note_read(self, given: list[torch.Tensor]) -> None:
-        numbers = [self._value_id(tensor) for tensor in given]
+    def _note_read(self, tensors: list[torch.Tensor]) -> None:
+        numbers = [self._value_id(tensor) for tensor in tensors]
         self._reads += [(len(self._calls), n) for n in numbers if self._values[n].last_call >= 0]
 
-    def _record_results(self, given: list[torch.Tensor], versions: list[int], result: Any) -> None:
-        outputs = [tensor for tensor in tensors_of(result) if id(tensor) not in {id(arg) for arg in given}]
-        changed = [t for t, version in zip(given, versions, strict=True) if t._version != version]
+    def _record_results(self, tensors: list[torch.Tensor], versions: list[int], result: Any) -> None:
+        # A function that works in place returns its argument, which is no new tensor.
+        outputs = [tensor for tensor in tensors_of(result) if id(tensor) not in {id(arg) for arg in tensors}]
+        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         if not outputs and not changed:
             return
-        inputs = [self._value_id(tensor) for tensor in given]
+        inputs = [self._value_id(tensor) for tensor in tensors]
         for tensor in changed:
             self._record_mutation(tensor, inputs)
         for tensor in outputs:
             self._derive_value(tensor, inputs)
 
     def _record_mutation(self, tensor: torch.Tensor, inputs: list[int], *, followable: bool = True) -> None:
-        """Gives new values to all tensors that share the memory of ``tensor``."""
+        # A write shows in every tensor on the same memory: the base and all of its views.
         for sharer in self._by_storage.get(_storage_id(tensor), [tensor]):
             number = self._derive_value(sharer, [self._value_id(sharer), *inputs], followable=followable)
             self._mutates |= self._values[number].last_call >= 0
@@ -165,7 +167,7 @@ class Follower(TorchFunctionMode):
         self, tensor: torch.Tensor, *, needs_grad: bool, position: int | None = None, **fields: Any
     ) -> int:
         number = len(self._values)
-        spec = TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        spec = TensorSignature(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         index = len(self._calls) if position is None else position
         self._values.append(Value(spec=spec, position=index, **fields))
         if not torch.is_grad_enabled():
@@ -180,16 +182,15 @@ class Follower(TorchFunctionMode):
         return number
 
     def _nodes_of(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Where its gradient arrives: what changes a view in place goes on from the tensor that it is a view of."""
-        is_busy, self._busy = self._busy, True
+        is_busy, self._busy = self._busy, True  # reading an attribute calls __torch_function__ too
         try:
+            # A view that is changed in place continues the history of its base, where the gradient arrives.
             base = tensor._base
             return tuple(t.grad_fn for t in (tensor, base) if t is not None and t.grad_fn is not None)
         finally:
             self._busy = is_busy
 
     def _value_id(self, tensor: torch.Tensor) -> int:
-        """The number of the value that a tensor holds now."""
         number = self._numbers.get(id(tensor))
         if number is not None and not self._gains_grad(tensor, number):
             return number
@@ -204,7 +205,9 @@ class Follower(TorchFunctionMode):
             return self._derive_value(tensor, [sharers[-1]])
         if tensor.grad_fn is None:  # of the batch, a buffer, a constant
             return self._add_value(tensor, needs_grad=False)
+        # A result with a gradient of calls without: an autograd function of the model's own made these calls.
         if self._without_grad:
+            # The model may be cut before the first of these calls or after the last one, but not between.
             self._sealed.update(range(self._without_grad[0] + 1, len(self._calls)))
             self._without_grad = []
         inputs = tuple(sharers[-1:]) if number is None else (number,)
@@ -213,17 +216,16 @@ class Follower(TorchFunctionMode):
         )
 
     def _gains_grad(self, tensor: torch.Tensor, number: int) -> bool:
-        """Whether a value that was made without gradients has them now, as results of autograd functions do."""
-        return number in self._gradless and tensor.grad_fn is not None
+        return number in self._gradless and tensor.grad_fn is not None  # autograd functions attach it late
 
     def _hidden_value(self, tensor: torch.Tensor) -> int | None:
-        """The value of a tensor that a unit holds, or made and did not return."""
+        # A unit's buffer counts as made by the first call: stages that do not have the unit cannot read it.
         name, buffer = self._buffers.get(id(tensor), ("", None))
         if buffer is not None:
             return self._add_value(
                 tensor, needs_grad=False, position=0, last_call=0, followable=False, hidden=name
             )
-        call = self._made_inside.get(tensor)
+        call = self._made_inside.get(tensor)  # such as an auxiliary loss of a block
         if call is None:
             return None
         return self._add_value(
@@ -236,15 +238,11 @@ class Follower(TorchFunctionMode):
         )
 
     def _note_attributes(self, number: int) -> None:
-        """Makes values of the tensors that a call has put into attributes of its unit.
-
-        An attribute may also be an argument or an output. It is replaced by an alias, so that their uses can be
-        distinguished.
-        """
         call = self._calls[number]
         for path, attributes, name, tensor in _attribute_tensors(call.unit):
-            if tensor is call.attributes.get(path):
+            if tensor is call.attributes.get(path):  # it was there before the call
                 continue
+            # It may also be an argument or an output. An alias in its place tells the uses of the two apart.
             alias = tensor.view_as(tensor)
             attributes[name] = alias
             self._add_value(
@@ -276,10 +274,11 @@ class Follower(TorchFunctionMode):
 
     def _leave_unit(self, _: NamedModule, __: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
-        if self._depth:
+        if self._depth:  # a unit that another one called
             return
         number = len(self._calls) - 1
         call = self._calls[number]
+        # Before the outputs are numbered: an argument that was changed in place may be one of them.
         for tensor, version in self._versions:
             if tensor._version != version:
                 self._record_mutation(tensor, call.arguments, followable=False)
@@ -313,9 +312,9 @@ class _OpenCall:
         specs = iter([values[number].spec for number in self.outputs])
         self.output = map_tensors(lambda _: next(specs), output)
 
-    def closed(self) -> Call:
+    def closed(self) -> UnitCall:
         arguments, outputs = tuple(self.arguments), tuple(self.outputs)
-        return Call(path=self.path, arguments=arguments, outputs=outputs, output=self.output)
+        return UnitCall(path=self.path, arguments=arguments, outputs=outputs, output=self.output)
 
 
 def _attribute_tensors(unit: NamedModule) -> list[tuple[str, dict[str, Any], str, torch.Tensor]]:
@@ -330,8 +329,7 @@ def _attribute_tensors(unit: NamedModule) -> list[tuple[str, dict[str, Any], str
 
 
 def _nodes_behind(nodes: Iterable[Any]) -> set[Any]:
-    """All nodes of the graphs of autograd that a backward pass from these goes through."""
-    ancestors: set[Any] = set()
+    ancestors: set[Any] = set()  # nodes of autograd that a backward pass would run
     waiting = [node for node in nodes if node is not None]
     while waiting:
         node = waiting.pop()
@@ -342,11 +340,11 @@ def _nodes_behind(nodes: Iterable[Any]) -> set[Any]:
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
-    return int(without_transforms(tensor).untyped_storage()._cdata)
+    return int(without_transforms(tensor).untyped_storage()._cdata)  # torch.vmap's wrappers have none
 
 
-def _looks_into(func: Any, given: list[torch.Tensor]) -> bool:
+def _looks_into(func: Any, tensors: list[torch.Tensor]) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__getitem__", "index_put_"):  # with a mask
-        return any(tensor.dtype == torch.bool for tensor in given[1:])
-    return name in _LOOKS_INTO or (name == "where" and len(given) == 1)
+        return any(tensor.dtype == torch.bool for tensor in tensors[1:])
+    return name in _LOOKS_INTO or (name == "where" and len(tensors) == 1)  # where(mask) is nonzero(mask)

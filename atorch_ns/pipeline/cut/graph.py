@@ -64,36 +64,35 @@ def split_units(
     return modules
 
 
-def _walk_units(found: NamedModule, blocks: set[int], leaves: Sequence[str]) -> Iterator[NamedModule]:
+def _walk_units(entry: NamedModule, blocks: set[int], leaves: Sequence[str]) -> Iterator[NamedModule]:
     """The units of a module, which is one itself if it is a block or a leaf, or can be called and holds none."""
-    if not _has_parameters(found.module):
+    if not _has_parameters(entry.module):
         return
-    holds_block = any(id(child) in blocks for child in found.module.modules())
-    whole = id(found.module) in blocks or _is_leaf(found, leaves)
-    if whole or (not holds_block and found.name and can_be_called(found.module)):
-        yield found
+    holds_block = any(id(child) in blocks for child in entry.module.modules())
+    whole = id(entry.module) in blocks or _is_leaf(entry, leaves)
+    if whole or (not holds_block and entry.name and can_be_called(entry.module)):  # the root is no unit
+        yield entry
     else:
-        for child in _child_modules(found):
+        for child in _child_modules(entry):
             yield from _walk_units(child, blocks, leaves)
 
 
-def _is_leaf(found: NamedModule, leaves: Sequence[str]) -> bool:
+def _is_leaf(entry: NamedModule, leaves: Sequence[str]) -> bool:
     if not (
-        leaves and found.name and matches(plain_name(found.name), unwrap_checkpoint(found.module), leaves)
+        leaves and entry.name and matches(plain_name(entry.name), unwrap_checkpoint(entry.module), leaves)
     ):
         return False
-    if not can_be_called(found.module):
+    if not can_be_called(entry.module):
         raise InputError(
-            f"{found.name} cannot stay whole: it is a {type(found.module).__name__}, which is never called. Select "
+            f"{entry.name} cannot stay whole: it is a {type(entry.module).__name__}, which is never called. Select "
             "the module whose forward calls its children."
         )
     return True
 
 
 def _split_largest(units: list[NamedModule], leaves: Sequence[str]) -> bool:
-    """Replaces the largest unit that has parts by its parts; false if none has any."""
     sizes = [
-        (_count_parameters(unit.module), -index)
+        (_count_parameters(unit.module), -index)  # of equal ones the first
         for index, unit in enumerate(units)
         if _inner_units(unit, leaves)
     ]
@@ -113,7 +112,7 @@ def _begin_at(model: nn.Module, units: list[NamedModule], path: str, leaves: Seq
         raise InputError(
             f"{path!r} has no parameters, so no stage can begin there. Name a module that has some."
         )
-    while True:
+    while True:  # splits one level at a time, until a unit begins at the path
         index = next((i for i, unit in enumerate(units) if path.startswith(f"{unit.name}.")), None)
         if index is None:
             return
@@ -125,15 +124,15 @@ def _begin_at(model: nn.Module, units: list[NamedModule], path: str, leaves: Seq
 
 
 def _inner_units(unit: NamedModule, leaves: Sequence[str]) -> list[NamedModule]:
-    """The units inside of one; none inside of a leaf."""
     if _is_leaf(unit, leaves):
         return []
+    # No blocks are passed: inside of a unit that is split, a block is a module like any other.
     return [part for child in _child_modules(unit) for part in _walk_units(child, set(), leaves)]
 
 
-def _child_modules(found: NamedModule) -> Iterator[NamedModule]:
-    prefix = f"{found.name}." if found.name else ""
-    for name, child in found.module.named_children():
+def _child_modules(parent: NamedModule) -> Iterator[NamedModule]:
+    prefix = f"{parent.name}." if parent.name else ""
+    for name, child in parent.module.named_children():
         yield NamedModule(prefix + name, child)
 
 
@@ -146,7 +145,7 @@ def _count_parameters(module: nn.Module) -> int:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class TensorSignature:
     """A tensor's shape, dtype and need of a gradient."""
 
     shape: tuple[int, ...]
@@ -174,7 +173,7 @@ class Value:
         hidden: a description, such as ``"blocks.0.aux"``, if a unit made or holds it without returning it.
     """
 
-    spec: TensorSpec
+    spec: TensorSignature
     position: int
     inputs: tuple[int, ...] = ()
     parameters: tuple[str, ...] = ()
@@ -191,14 +190,14 @@ class Value:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class UnitCall:
     """One call of a unit.
 
     Attributes:
         path: the unit's path.
         arguments: numbers of the values of the tensors in its arguments, in order.
         outputs: numbers of the values of the tensors in its output, in order.
-        output: its output with a :class:`TensorSpec` in the place of each tensor.
+        output: its output with a :class:`TensorSignature` in the place of each tensor.
         counts: of the operators of its forward pass, including those of the code before it.
         saved_bytes: bytes kept for the backward pass, without parameters.
     """
@@ -228,7 +227,7 @@ class CallGraph:
         unreached: values with gradients of which the results' backward pass brings none, as before a ``detach``.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[UnitCall, ...]
     values: tuple[Value, ...]
     results: tuple[int, ...]
     shown: tuple[int, ...] = ()
@@ -254,9 +253,9 @@ class CallGraph:
             last[value] = max(last[value], position - 1)
         for value in (*self.results, *self.shown):
             last[value] = len(self.calls)
-        for number in range(len(self.values) - 1, -1, -1):
+        for number in range(len(self.values) - 1, -1, -1):  # values follow the values they are computed from
             consumer = self.values[number]
-            if last[number] < 0 or consumer.is_output:
+            if last[number] < 0 or consumer.is_output:  # unused, or not made by the code between units
                 continue
             for source in consumer.inputs:
                 last[source] = max(last[source], consumer.position - 1)
@@ -281,10 +280,10 @@ class CallGraph:
     @cached_property
     def sources(self) -> tuple[frozenset[int] | None, ...]:
         """The outputs of calls that the code between calls computes each value from; ``None`` if it cannot be followed."""
-        origins: list[frozenset[int] | None] = []
+        origins: list[frozenset[int] | None] = []  # by value; inputs come before what is computed from them
         for number, value in enumerate(self.values):
             if value.last_call < 0:
-                origins.append(frozenset())
+                origins.append(frozenset())  # the same on every stage without being sent
             elif value.is_output:
                 origins.append(frozenset([number]))
             elif not value.followable:

@@ -17,7 +17,7 @@ from atorch_ns.errors import StepError
 from atorch_ns.pipeline.cut.crossing import Crossing, plan_crossings, stage_parameters
 from atorch_ns.pipeline.cut.graph import CallGraph
 from atorch_ns.pipeline.run.forward_pass import PassSwitch, StageRange
-from atorch_ns.pipeline.run.stage import StageModule, Stub, Unit
+from atorch_ns.pipeline.run.stage import StageModule, StageUnit, Stub
 from atorch_ns.pipeline.schedule.schedules import train_step_only
 
 
@@ -86,6 +86,7 @@ def divide_parameters(
     for unit in units:
         for parameter in unit.module.parameters():
             needed[names[id(parameter)]] |= callers[unit.name]
+    # Parameters that the code between units reads, on each stage whose results need that code.
     for number, stage in enumerate(stages):
         between = stage_parameters(graph, stage.begin, stage.end, received=stage.received, sent=stage.sent)
         for name in between:
@@ -133,13 +134,18 @@ def install_stages(
         model: the whole model; changed in place.
         rank: this rank's place along the pipeline.
     """
-    own = [stage for stage, holder in enumerate(assignment.rank_of) if holder == rank]
+    numbers = [stage for stage, holder in enumerate(assignment.rank_of) if holder == rank]
     kept = {
-        name for name, stages in assignment.parameter_stages.items() if any(stage in own for stage in stages)
+        name
+        for name, stages in assignment.parameter_stages.items()
+        if any(stage in numbers for stage in stages)
     }
-    ids = {name: id(parameter) for name, parameter in model.named_parameters()}
+    ids = {name: id(parameter) for name, parameter in model.named_parameters()}  # names of the whole model
     kept_ids = {ids[name] for name in kept}
-    mine = {path for path, stages in assignment.unit_stages.items() if any(stage in own for stage in stages)}
+    mine = {
+        path for path, stages in assignment.unit_stages.items() if any(stage in numbers for stage in stages)
+    }
+    # All of this is looked up while the model is whole: memory is released and modules replaced below.
     in_use = _modules_in_use(model, units, mine)
     switch = PassSwitch()
     places = _find_registrations(model)
@@ -148,18 +154,18 @@ def install_stages(
     for unit in units:
         new_module: nn.Module
         if unit.name in mine:
-            new_module = Unit(unit.module, unit.name, switch, settings.method)
+            new_module = StageUnit(unit.module, unit.name, switch, settings.method)
         else:
             new_module = _make_stub(unit.module, unit.name, switch, kept_ids, in_use, settings)
         modules[unit.name] = new_module
-        for parent, name in places[id(unit.module)]:
+        for parent, name in places[id(unit.module)]:  # a shared module has several
             parent._modules[name] = new_module
         if unit.module in asked:
             asked[new_module] = asked[unit.module]
     _replace_references(model, {unit.module: modules[unit.name] for unit in units})
     _release_between(model, units, kept_ids, settings.device)
     for module, parameter in asked.items():
-        if module is not model and next(module.parameters(), None) is None:
+        if module is not model and next(module.parameters(), None) is None:  # all are on other ranks
             module.__dict__["parameters"] = partial(
                 _placeholder_parameters, _without_memory(parameter, settings.device)
             )
@@ -167,31 +173,31 @@ def install_stages(
     return tuple(
         StageModule(
             model,
-            _modules_of_stage(model, modules, assignment, stage, ids) if len(own) > 1 else [model],
+            _modules_of_stage(model, modules, assignment, stage, ids) if len(numbers) > 1 else [model],
             number=stage,
             is_last=stage == len(assignment.ranges) - 1,
             switch=switch,
             device=settings.device,
             model_input_format=settings.model_input_format,
         )
-        for stage in own
+        for stage in numbers
     )
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch manages, such as _modules
 
 
-def _replace_references(model: nn.Module, made: Mapping[nn.Module, nn.Module]) -> None:
+def _replace_references(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
     """Puts units and stand-ins where modules keep children in lists of their own too, and call them by these."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, nn.Module):
-            return made.get(value, value)
-        if type(value) is dict:
+            return replacements.get(value, value)
+        if type(value) is dict:  # the constructor of a subclass may take other arguments
             return {key: replaced(item) for key, item in value.items()}
         return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
 
-    for module in [each for each in model.modules() if not isinstance(each, Unit)]:
+    for module in [each for each in model.modules() if not isinstance(each, StageUnit)]:
         attributes = vars(module)
         attributes.update(
             {
@@ -216,18 +222,13 @@ def _placeholder_parameters(parameter: torch.Tensor, recurse: bool = True) -> It
 
 
 def _make_seed_hook(switch: PassSwitch, settings: StageSettings) -> Callable[..., None]:
-    """A hook before each pass of the model that seeds its random numbers.
-
-    Where no stage runs, the user has called the model, which is an error on every rank alike.
-    """
-
     def seed(module: nn.Module, inputs: Any) -> None:
-        if switch.running is None:
+        if switch.running is None:  # the user calls the model: an error on every rank alike
             raise StepError(
                 f"the model is cut over the ranks of a pipeline: {train_step_only(settings.method)}, or leave "
                 "the axis pipeline out of parallel_mode."
             )
-        seed_generators(switch.running.seed, settings.device)
+        seed_generators(switch.running.seed, settings.device)  # code between units draws alike on all stages
 
     return seed
 
@@ -239,9 +240,9 @@ def _modules_of_stage(
     stage: int,
     ids: dict[str, int],
 ) -> list[nn.Module]:
-    """The modules that one of several stages of a rank registers."""
     members = [module for path, module in modules.items() if stage in assignment.unit_stages[path]]
     wanted = {ids[name] for name, stages in assignment.parameter_stages.items() if stage in stages}
+    # A stand-in may hold a parameter too, such as a tied embedding that a function applies as the head.
     members += [
         module
         for module in modules.values()
@@ -252,21 +253,19 @@ def _modules_of_stage(
 
 
 def _parameter_holders(model: nn.Module, modules: Iterable[nn.Module], wanted: set[int]) -> list[nn.Module]:
-    """Holders of parameters that belong to no unit. They share the dictionary of the module that owns these, so
-    that a parameter replaced in one is replaced in the other."""
     inside = {id(child) for module in modules for child in module.modules()}
     holders = []
     for owner in model.modules():
         if id(owner) not in inside and any(id(p) in wanted for p in owner.parameters(recurse=False)):
-            holder = nn.Module()
+            holder = nn.Module()  # for parameters between units
+            # One dictionary for both, so that a parameter that is replaced in one is replaced in the other.
             object.__setattr__(holder, "_parameters", owner._parameters)
             holders.append(holder)
     return holders
 
 
 def _find_registrations(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """The parents and names under which each module is registered, by identity."""
-    parents: dict[int, list[tuple[nn.Module, str]]] = {}
+    parents: dict[int, list[tuple[nn.Module, str]]] = {}  # by id of the child
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is not None:
@@ -275,10 +274,9 @@ def _find_registrations(model: nn.Module) -> dict[int, list[tuple[nn.Module, str
 
 
 def _modules_in_use(model: nn.Module, units: Sequence[NamedModule], mine: set[str]) -> set[int]:
-    """The modules that this rank runs: its units' and what lies between units."""
     away = {id(module) for unit in units if unit.name not in mine for module in unit.module.modules()}
-    used = {id(module) for module in model.modules()} - away
-    for unit in units:
+    used = {id(module) for module in model.modules()} - away  # what lies between units runs on every rank
+    for unit in units:  # a submodule may be shared by units of several ranks
         if unit.name in mine:
             used |= {id(module) for module in unit.module.modules()}
     return used
@@ -304,31 +302,29 @@ def _make_stub(
     if id(module) not in in_use:
         # For code that reads the parts of one that never runs, such as lists.
         module._modules.update(stub._modules)
-    stub.__dict__["_parameters"] = module._parameters
+    stub.__dict__["_parameters"] = module._parameters  # only those that this rank keeps are left in it
     return stub
 
 
 def _release_memory(
     module: nn.Module, in_use: set[int], device: torch.device, kept: Collection[int] = ()
 ) -> None:
-    """Replaces parameters and buffers of a module that does not run here by tensors without memory, but for those
-    whose identities are ``kept``."""
+    """Frees the memory of a module that does not run here, but for tensors whose ids are ``kept``."""
     if id(module) in in_use:
         return
     for tensors in (module._parameters, module._buffers):
         for name, tensor in list(tensors.items()):
             if tensor is not None and id(tensor) not in kept:
                 del tensors[name]
-                object.__setattr__(module, name, _without_memory(tensor, device))
+                object.__setattr__(module, name, _without_memory(tensor, device))  # code may read its shape
 
 
 def _release_between(
     model: nn.Module, units: Sequence[NamedModule], kept: set[int], device: torch.device
 ) -> None:
-    """Replaces parameters that belong to no unit and that only other ranks need."""
     inside = {id(child) for unit in units for child in unit.module.modules()}
     for module in model.modules():
-        if id(module) in inside or isinstance(module, (Unit, Stub)):
+        if id(module) in inside or isinstance(module, (StageUnit, Stub)):  # _make_stub has released these
             continue
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) not in kept:
@@ -337,4 +333,4 @@ def _release_between(
 
 
 def _without_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)  # memory of one element

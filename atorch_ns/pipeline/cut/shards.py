@@ -79,9 +79,9 @@ def live_values(graph: CallGraph, refused: Collection[int]) -> dict[int, frozens
         readers.update(read)
     return {
         cut: frozenset(
-            one.value
-            for one in plan_crossings(graph, [cut])[0].carried
-            if readers[one.value] <= _SKIP_READERS
+            tensor.value
+            for tensor in plan_crossings(graph, [cut])[0].carried
+            if readers[tensor.value] <= _SKIP_READERS
         )
         for cut in range(1, len(graph.calls))
         if cut not in refused
@@ -114,7 +114,7 @@ def farthest_min_deps(
     """
     target = sum(size for call, size in enumerate(sizes) if call not in embeddings) // count
     counted = [target + 1 if call in embeddings else size for call, size in enumerate(sizes)]
-    before = [0, *accumulate(counted)]
+    before = [0, *accumulate(counted)]  # parameters before each call
     starts = [0]
     while True:
         begin = starts[-1]
@@ -139,30 +139,28 @@ def nearest_min_deps(live: Mapping[int, Collection[int]]) -> tuple[int, ...]:
         >>> nearest_min_deps({1: {1}, 2: {2, 9}, 3: {3, 9}, 4: {4}, 5: {5}})
         (1, 4, 5)
     """
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # neighbouring places with equal costs and a value in common
     for cut in sorted(live):
         last = live[runs[-1][-1]] if runs else ()
         if _crossing_cost(last) == _crossing_cost(live[cut]) and not set(last).isdisjoint(live[cut]):
             runs[-1].append(cut)
         else:
             runs.append([cut])
-    costs = [1, *(_crossing_cost(live[run[0]]) for run in runs), 1]
+    costs = [1, *(_crossing_cost(live[run[0]]) for run in runs), 1]  # 1 for each end of the model
     beside = zip(runs, costs, costs[1:], costs[2:], strict=False)
     return tuple(cut for run, left, cost, right in beside if cost <= min(left, right) for cut in run)
 
 
 def _crossing_cost(values: Collection[int]) -> int:
-    """What a place costs: the values that cross it. Something always does, be it context alone."""
-    return max(1, len(values))
+    return max(1, len(values))  # something always crosses, be it context alone
 
 
 def _embedding_calls(graph: CallGraph, units: Iterable[NamedModule]) -> frozenset[int]:
-    """The calls of units most of whose parameters are tables of ``nn.Embedding``."""
-    names = {unit.name for unit in units if _is_embedding(unit.module)}
+    names = {unit.name for unit in units if _is_embedding(unit.module)}  # mostly tables of embeddings
     return frozenset(number for number, path in enumerate(graph.paths) if path in names)
 
 
 def _is_embedding(unit: nn.Module) -> bool:
     tables = [module for module in unit.modules() if "Embedding" in class_names(module)]
-    inside = {id(p): p.numel() for table in tables for p in table.parameters()}
+    inside = {id(p): p.numel() for table in tables for p in table.parameters()}  # tied tables count once
     return 2 * sum(inside.values()) > sum(p.numel() for p in unit.parameters())

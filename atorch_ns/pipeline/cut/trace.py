@@ -51,7 +51,7 @@ class CallCosts(OperatorCounter):
         """The graph with these costs."""
         costs = [self._by_call.get(number, _CallCost()) for number in range(len(graph.calls))]
         for number, cost in self._by_call.items():
-            if number >= len(costs):
+            if number >= len(costs):  # after the last call
                 costs[-1].counts += cost.counts
                 costs[-1].saved_bytes += cost.saved_bytes
         calls = (replace(call, **vars(cost)) for call, cost in zip(graph.calls, costs, strict=True))
@@ -59,13 +59,14 @@ class CallCosts(OperatorCounter):
 
     def _pack_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._storages:
+        if storage._cdata not in self._storages:  # views of one storage keep it once
             self._storages.add(storage._cdata)
             self._kept.append(tensor.detach())
             self._cost.saved_bytes += storage.nbytes()
         return tensor
 
     def _on_call(self, number: int, begins: bool) -> None:
+        # Code after a call counts to the next one, whose stage runs it.
         self._cost = self._by_call.setdefault(number if begins else number + 1, _CallCost())
         self.counts = self._cost.counts
 
@@ -132,7 +133,7 @@ class CallTracer:
                 _cast_parameters(self._copy, how.weights)
             largest = largest_real(math.prod(samples_and_tokens(batch)))
             fake = map_tensors(lambda tensor: fake_like(tensor, self._device, largest=largest), batch)
-            costs = CallCosts(follower, self._copy.parameters())
+            costs = CallCosts(follower, self._copy.parameters())  # after the cast, which makes new storages
             with RealValues(largest), costs.counting():
                 try:
                     _run_model(self._copy, fake, follower, how, self._device)

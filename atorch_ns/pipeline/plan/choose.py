@@ -65,6 +65,7 @@ class BlockCosts:
     @property
     def kept_share(self) -> float:
         """What recomputation keeps, as a share of all that the backward passes of such blocks need."""
+        # Blocks that are never recomputed keep everything. The tuples are empty where memory does not matter.
         pairs = [
             (recomputed, every)
             for recomputed, every, again in zip(
@@ -77,8 +78,8 @@ class BlockCosts:
     def seconds(self, shares: Sequence[float]) -> list[list[float]]:
         """Seconds of forward and whole backward, by stage and block, for shares that are recomputed."""
         whole = self.backward or tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
-        once = list(map(sum, zip(self.forward, whole, strict=True)))
-        again = self.recompute or (0.0,) * len(once)
+        once = list(map(sum, zip(self.forward, whole, strict=True)))  # [block]
+        again = self.recompute or (0.0,) * len(once)  # [block]
         return [[first + share * more for first, more in zip(once, again, strict=True)] for share in shares]
 
     def recomputed(self, cuts: Sequence[int], shares: Sequence[float]) -> tuple[frozenset[int], ...]:
@@ -102,7 +103,7 @@ class BlockCosts:
 
         return StageCosts(
             forward=added(self.forward),
-            backward_input=added(self.backward_input, again),
+            backward_input=added(self.backward_input, again),  # this part runs after the recomputation
             backward_weight=added(self.backward_weight),
             backward=added(self.backward, again) if self.backward else (),
             recompute=again,
@@ -113,6 +114,7 @@ class BlockCosts:
         """The bytes of the blocks where stages hold ``live`` micro-batches and recompute shares."""
         none = (0.0,) * self.num_blocks
         every = self.activation_bytes or none
+        # Bytes of each block when it is recomputed; a block that cannot be recomputed keeps all of its bytes.
         again = tuple(
             kept if more else whole
             for kept, whole, more in zip(
@@ -132,7 +134,7 @@ class BlockCosts:
 
 def num_recomputed(num: int, share: float) -> int:
     """How many of ``num`` blocks a share is."""
-    return min(num, math.floor(share * num + 0.5))
+    return min(num, math.floor(share * num + 0.5))  # round() would round halves to even numbers
 
 
 def split_backward(backward: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -226,7 +228,7 @@ def choose_schedule(
         raise InputError(_none_usable(evaluated, num_ranks, num_micro_batches, stages_per_rank))
     fastest = min(candidate.step_seconds for candidate in usable)
     equal = [trial for trial in usable if trial.step_seconds <= fastest * (1 + _SAME)]
-    best = min(equal, key=lambda trial: max(trial.peak_bytes))
+    best = min(equal, key=lambda trial: max(trial.peak_bytes))  # of equal peaks the first: the simplest
     ranked = sorted(evaluated, key=lambda trial: (trial is not best, bool(trial.problem), trial.step_seconds))
     return ScheduleChoice(best=best, candidates=tuple(ranked))
 
@@ -282,7 +284,7 @@ def choose_for_device(
     try:
         return choose(limit_bytes=float(memory_bytes))
     except InputError:
-        return choose(limit_bytes=None)
+        return choose(limit_bytes=None)  # the bytes are an estimate: what seems too large may still run
 
 
 @dataclass(frozen=True)
@@ -308,12 +310,13 @@ class _Pipeline:
         """Bytes that each stage always holds, and bytes that it holds of one micro-batch: as it recomputes, and where it
         recomputes nothing."""
         costs, spans = self.costs, stage_ranges(cuts, self.costs.num_blocks)
+        # Both stages at a cut have buffers for it: one sends from them and the other receives into them.
         edges = {
             cut: min(self.num_micro_batches, BUFFERS) * costs.boundary_bytes[cut - 1]
             for cut in cuts
             if costs.boundary_bytes
         }
-        base, kept, every = [], [], []
+        base, kept, every = [], [], []  # each by stage
         for blocks, again in zip(spans, costs.recomputed(cuts, self.shares), strict=True):
             states = sum(costs.state_bytes[block] for block in blocks) if costs.state_bytes else 0.0
             base.append(states + edges.get(blocks.start, 0.0) + edges.get(blocks.stop, 0.0))
@@ -333,7 +336,7 @@ class _Pipeline:
     def with_share(self, rank: int, share: float, most: Sequence[float]) -> _Pipeline:
         """The same with a share of the stages of a rank, up to the most of each."""
         stages = self.info.stages_of(rank, self.num_ranks, self.num_stages // self.num_ranks)
-        shares = (min(most[s], share) if s in stages else own for s, own in enumerate(self.shares))
+        shares = (min(most[s], share) if s in stages else fraction for s, fraction in enumerate(self.shares))
         return replace(self, shares=tuple(shares))
 
     def moving_bytes(self, cuts: Sequence[int], rank: int) -> float:
@@ -377,8 +380,9 @@ def _evaluate_schedule(
     num_stages = num_ranks * on_rank
     try:
         orders = info.orders(num_ranks, num_micro_batches, on_rank)
-        live = live_micro_batches(orders)
+        live = live_micro_batches(orders)  # by stage
         recompute.check(num_stages)
+        # Shares as if all blocks were alike, for the choice of the cut. "auto" and "level" adapt them to it.
         shares = recompute.of_stages(live, costs.kept_share, keeps_last=info.keeps_last)
         pipeline = _Pipeline(costs, info, orders, num_stages, num_micro_batches, shares)
         if cuts is not None and len(cuts) + 1 != num_stages:
@@ -411,16 +415,13 @@ def _evaluate_schedule(
 
 
 def _choose_cuts(pipeline: _Pipeline, limit_bytes: float | None) -> tuple[int, ...]:
-    """The cut with the fastest slowest stage that fits; if none was found, the fastest.
-
-    With one stage on a rank it is exact. With several, the limit is of their sum: the fastest cut is taken if
-    it fits, otherwise the faster of two in which every stage keeps to its part of the limit.
-    """
+    """The cut with the fastest slowest stage that fits; if none was found, the fastest."""
     costs, num_stages = pipeline.costs, pipeline.num_stages
     cut = partial(partition, costs.seconds(pipeline.shares), num_stages, allowed_cuts=costs.allowed_cuts)
-    fastest = cut()
+    fastest = cut()  # the optimum where no limit binds
     if limit_bytes is None or not _limit_problem(pipeline.peaks(fastest), limit_bytes):
         return fastest
+    # With several stages on a rank the limit is of their sum. Here each stage keeps to a part of it.
     memory = costs.memory(live_micro_batches(pipeline.orders), pipeline.num_micro_batches, pipeline.shares)
     candidates = []
     for limits in _stage_limits(pipeline, fastest, limit_bytes):
@@ -432,27 +433,27 @@ def _choose_cuts(pipeline: _Pipeline, limit_bytes: float | None) -> tuple[int, .
 def _least_recomputing(
     pipeline: _Pipeline, cuts: tuple[int, ...], limit_bytes: float | None, *, look: bool
 ) -> tuple[_Pipeline, tuple[int, ...]]:
-    """The pipeline whose ranks recompute as little as fits, on the cuts with which most fits or, where one may look for
-    others, on those that are fastest without recomputation; the faster of both."""
     nothing = replace(pipeline, shares=(0.0,) * pipeline.num_stages)
-    if limit_bytes is None:
+    if limit_bytes is None:  # everything fits without recomputation
         return nothing, _choose_cuts(nothing, None) if look else cuts
+    # The cut on which most fits, and the fastest cut without recomputation, which may fit with a little.
     tried = [cuts, _choose_cuts(nothing, None)] if look else [cuts]
     candidates = [
-        (fitted, own) for own in tried if (fitted := _fit_shares(nothing, pipeline.shares, own, limit_bytes))
+        (fitted, option)
+        for option in tried
+        if (fitted := _fit_shares(nothing, pipeline.shares, option, limit_bytes))
     ]
     return min(
         candidates,
         key=lambda pair: simulate(pair[0].orders, pair[0].costs.stages(pair[1], pair[0].shares)).step_seconds,
-        default=(pipeline, cuts),
+        default=(pipeline, cuts),  # nothing fits: the caller reports the excess with all blocks recomputed
     )
 
 
 def _fit_shares(
     pipeline: _Pipeline, most: Sequence[float], cuts: tuple[int, ...], limit_bytes: float
 ) -> _Pipeline | None:
-    """The pipeline with the least shares with which every rank fits, block by block; ``None`` if none do."""
-    able = pipeline.most_able(cuts)
+    able = pipeline.most_able(cuts)  # a share changes in steps of one block
     for rank in range(pipeline.num_ranks):
 
         def fitting(count: int) -> _Pipeline:
@@ -461,17 +462,18 @@ def _fit_shares(
         def fits(count: int) -> bool:
             return fitting(count).peaks(cuts, [rank])[0] <= limit_bytes  # noqa: B023
 
+        # The bytes of a rank fall as it recomputes more, so fits() turns from false to true once.
         least = min(able, bisect_left(range(able + 1), True, key=fits))
         if not fits(least):
-            return None
+            return None  # this rank does not fit at all
         pipeline = fitting(least)
     return pipeline
 
 
 def _level_shares(pipeline: _Pipeline, cuts: tuple[int, ...]) -> _Pipeline:
-    """The pipeline whose ranks hold as nearly as many bytes of activations as the first one as whole blocks allow."""
     able = pipeline.most_able(cuts)
     most = [1.0] * (pipeline.num_stages - 1) + [0.0 if pipeline.info.keeps_last else 1.0]
+    # Each rank recomputes so many whole blocks that its activations come nearest to those of rank 0.
     target = pipeline.moving_bytes(cuts, 0)
     for rank in range(1, pipeline.num_ranks):
         candidates = [pipeline.with_share(rank, count / max(able, 1), most) for count in range(able + 1)]
@@ -480,17 +482,17 @@ def _level_shares(pipeline: _Pipeline, cuts: tuple[int, ...]) -> _Pipeline:
 
 
 def _stage_limits(pipeline: _Pipeline, fastest: tuple[int, ...], limit_bytes: float) -> Iterator[list[float]]:
-    """Limits of stages from that of a rank: equal ones, then the bytes used in ``fastest`` plus equal slack."""
     on_rank = pipeline.num_stages // pipeline.num_ranks
-    yield [limit_bytes / on_rank] * pipeline.num_stages
+    yield [limit_bytes / on_rank] * pipeline.num_stages  # equal parts of the rank's limit
     if on_rank == 1:
         return
+    # The bytes that each stage takes in the fastest cut, plus an equal part of what its rank has left.
     base, kept, _ = pipeline.stage_bytes(fastest)
     live = live_micro_batches(pipeline.orders)
     taken = [states + num * size for states, num, size in zip(base, live, kept, strict=True)]
     limits = [0.0] * pipeline.num_stages
     for rank in range(pipeline.num_ranks):
-        slack = limit_bytes - pipeline.of_rank(taken, rank)
+        slack = limit_bytes - pipeline.of_rank(taken, rank)  # negative where the rank is over its limit
         for stage in pipeline.info.stages_of(rank, pipeline.num_ranks, on_rank):
             limits[stage] = taken[stage] + slack / on_rank
     yield limits
@@ -515,10 +517,13 @@ def _none_usable(
 ) -> str:
     lines = [
         f"no schedule runs {num_micro_batches} micro-batches on a pipeline of {num_ranks} ranks:",
-        *(f"  {one.schedule.name}, {one.stages_per_rank} on a rank: {one.problem}" for one in evaluated),
+        *(
+            f"  {candidate.schedule.name}, {candidate.stages_per_rank} on a rank: {candidate.problem}"
+            for candidate in evaluated
+        ),
     ]
     if not evaluated:
         lines.append(f"  none can have {' or '.join(map(str, sorted(stages_per_rank)))} stages on a rank.")
-    if any(one.step is not None for one in evaluated):
+    if any(candidate.step is not None for candidate in evaluated):
         lines.append("Use a higher pipeline degree, more and smaller micro-batches, or recomputation.")
     return "\n".join(lines)

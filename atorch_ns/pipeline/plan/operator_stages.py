@@ -31,7 +31,7 @@ from atorch_ns.text import bytes_text, counted
 Array = NDArray[np.float64]
 
 
-class Found(NamedTuple):
+class StageSplit(NamedTuple):
     """A sum of seconds, and the column and the number of segments of each stage, in the order of the model."""
 
     total: float
@@ -74,7 +74,7 @@ class StageTables:
     def __post_init__(self) -> None:
         """Leaves out stages that another one of the same segments and devices is nowhere slower than."""
         for worse, degree in enumerate(self.degrees):
-            for better in range(worse):
+            for better in range(worse):  # of one degree, the column that recomputes is the later one
                 if self.degrees[better] == degree:
                     slower = (self.seconds[:, better] <= self.seconds[:, worse]) & (
                         self.largest[:, better] <= self.largest[:, worse]
@@ -94,33 +94,35 @@ class StageTables:
     @cached_property
     def bound(self) -> float:
         """A sum of seconds that no pipeline is below."""
-        stage, num = self.seconds.min(axis=(0, 1)), self.num_segments
-        rest = np.zeros(num + 1)
+        stage, num = self.seconds.min(axis=(0, 1)), self.num_segments  # [length, start], the fastest of each
+        rest = np.zeros(num + 1)  # least seconds from each segment on; devices are not counted
         for start in reversed(range(num)):
             rest[start] = (stage[1 : num - start + 1, start] + rest[start + 1 :]).min()
         return float(rest[0])
 
-    def least_sum(self, most: float) -> Found | None:
+    def least_sum(self, most: float) -> StageSplit | None:
         """The stages with the least sum of seconds that keep to a limit; ``None`` if there are none.
 
         Each table holds sums by first segment and number of devices, for the stages from that segment on: the table at index
         ``k`` for ``k`` stages, and the last one for all numbers of stages that reach the last level, if any number is allowed.
         """
-        columns, lengths = np.nonzero(self._least_terms <= most)
+        columns, lengths = np.nonzero(self._least_terms <= most)  # [K] pairs that can keep to the limit
         largest, seconds = self.largest[:, columns, lengths], self.seconds[:, columns, lengths]
         seconds = np.where(largest <= most, seconds, math.inf)
+        # The last level stands for all positions from it on, so equal levels at the end become one.
         while len(seconds) > 1 and np.array_equal(seconds[-1], seconds[-2]):
             seconds = seconds[:-1]
         kinds = _Kinds(columns, lengths, np.array(self.degrees)[columns], seconds)
         tables = [np.full((self.num_segments + 1, self.num_devices + 1), math.inf)]
-        tables[0][self.num_segments, 0] = 0.0
+        tables[0][self.num_segments, 0] = 0.0  # no stages need no segments and no devices
+        # Stages are added from the end of the model: tables[k] puts one more stage before tables[k - 1].
         for position in range(1, (len(seconds) - 1 if self.num_stages is None else self.num_stages) + 1):
             tables.append(self._one_more(tables[-1], kinds, position))
         if self.num_stages is None:
             tables.append(self._any_more(tables[-1], kinds))
         counts = range(1, len(tables)) if self.num_stages is None else [self.num_stages]
         total, count = min((float(tables[count][0, self.num_devices]), count) for count in counts)
-        return Found(total, self._find_stages(tables, kinds, count)) if total < math.inf else None
+        return StageSplit(total, self._find_stages(tables, kinds, count)) if total < math.inf else None
 
     @cached_property
     def _least_terms(self) -> Array:
@@ -128,7 +130,6 @@ class StageTables:
         return least
 
     def _one_more(self, rest: Array, kinds: _Kinds, position: int) -> Array:
-        """The table with one more stage before those of another table, at a position from the end."""
         table = np.full_like(rest, math.inf)
         fewest = (position - 1) * min(self.degrees)  # devices of the stages behind it
         stop = self.num_segments + 2 - position  # each of which has a segment
@@ -136,6 +137,7 @@ class StageTables:
             kinds.lengths.tolist(), kinds.degrees.tolist(), kinds.at(position), strict=True
         ):
             if stop > length and fewest + degree <= self.num_devices:
+                # [start, devices] is a stage before [start + length, devices - degree] of the rest.
                 behind = rest[length:stop, fewest : self.num_devices + 1 - degree]
                 view = table[: stop - length, fewest + degree :]
                 np.minimum(view, seconds[: stop - length, None] + behind, out=view)
@@ -143,11 +145,12 @@ class StageTables:
 
     def _any_more(self, rest: Array, kinds: _Kinds) -> Array:
         """The table with one or more stages before those of another table, all of the last level."""
-        table, either = np.full_like(rest, math.inf), rest.copy()
+        table, either = np.full_like(rest, math.inf), rest.copy()  # either: with such a stage, or ``rest``
         seconds = kinds.seconds[-1]
         by_degree = [
             (degree, np.flatnonzero(kinds.degrees == degree)) for degree in sorted(set(self.degrees))
         ]
+        # From the last segment on: a stage reads the sums of later segments, which are complete by then.
         for start in reversed(range(self.num_segments)):
             for degree, alike in by_degree:
                 legal = alike[seconds[alike, start] < math.inf]
@@ -159,11 +162,11 @@ class StageTables:
         return table
 
     def _find_stages(self, tables: Sequence[Array], kinds: _Kinds, index: int) -> tuple[tuple[int, int], ...]:
-        """The stages that led to the whole model's entry in a table."""
         stages, start, left = [], 0, self.num_devices
         while index:
             seconds, total = kinds.at(index)[:, start], tables[index][start, left]
-            repeats = self.num_stages is None and index == len(tables) - 1
+            repeats = self.num_stages is None and index == len(tables) - 1  # it holds any number of stages
+            # An entry is the sum of just these two terms, so the stage that it comes from gives it exactly.
             kind, index = next(
                 (kind, behind)
                 for kind in np.flatnonzero((seconds < math.inf) & (kinds.degrees <= left))
@@ -176,7 +179,7 @@ class StageTables:
         return tuple(stages)
 
 
-_NUM_SIMULATED = 8
+_NUM_SIMULATED = 8  # the best by the estimate, of which the simulated step decides
 _GROWTH = 1.5
 """The factor between two guesses of the largest term, until the first that a pipeline keeps to."""
 
@@ -202,7 +205,7 @@ def plan_stages(cost: Cost, task: PipelineTask) -> StagePlan:
     Raises:
         InputError: if none fits.
     """
-    different = {stages: estimate for estimate, stages in _find_candidates(cost, task)}
+    different = {stages: estimate for estimate, stages in _find_candidates(cost, task)}  # without repeats
     candidates = sorted(different.items(), key=lambda row: row[1])[:_NUM_SIMULATED]
     if not candidates:
         raise InputError(_none_fits(cost, task))
@@ -212,11 +215,10 @@ def plan_stages(cost: Cost, task: PipelineTask) -> StagePlan:
 
 
 def _find_candidates(cost: Cost, task: PipelineTask) -> Iterator[tuple[float, tuple[Stage, ...]]]:
-    """Estimates and stages of pipelines that no other beats in both terms of the estimate."""
     if not task.equal_degrees:
         yield from _Search(cost, task, task.allowed_degrees, task.num_stages).frontier()
         return
-    for degree in task.allowed_degrees:
+    for degree in task.allowed_degrees:  # equal degrees give the number of stages
         count, rest = divmod(task.num_devices, degree)
         if not rest and count <= task.num_segments and task.num_stages in (None, count):
             yield from _Search(cost, task, (degree,), count).frontier()
@@ -232,16 +234,16 @@ class _Search:
         self._task = task
         self._columns = [(degree, again) for degree in degrees for again in sorted(set(task.recompute))]
         most = num_stages or min(task.num_segments, task.num_devices // min(degrees))
-        self._levels = range(task.in_flight(1), task.in_flight(most) + 1)
+        self._levels = range(task.in_flight(1), task.in_flight(most) + 1)  # micro-batches in flight
         num = task.num_segments
         self._seconds = np.full((len(self._levels), len(self._columns), num + 1, num), math.inf)
-        self._largest = self._seconds.copy()
+        self._largest = self._seconds.copy()  # both [level, column, length, start]
         varies = False
         for column in range(len(self._columns)):
             for start in range(num):
                 for stop in range(start + 1, num + 1):
                     varies |= self._fill_costs(column, start, stop)
-        levels = slice(None if varies else 1)
+        levels = slice(None if varies else 1)  # one level where no cost varies with it
         self._tables = StageTables(
             self._seconds[levels],
             self._largest[levels],
@@ -262,7 +264,7 @@ class _Search:
             above = tables.terms[tables.terms > most]
             if not above.size and most >= tables.largest[np.isfinite(tables.largest)].max(initial=0.0):
                 return
-            most = max([_GROWTH * most, *above[:1]])
+            most = max([_GROWTH * most, *above[:1]])  # at least to the next term that any stage has
             optimum = tables.least_sum(most)
         best, bound = math.inf, tables.bound
         while optimum is not None:
@@ -270,19 +272,19 @@ class _Search:
             estimate = estimated_seconds(stages, self._task)
             yield estimate, stages
             below = math.nextafter(max(largest_term(stage.cost, self._task) for stage in stages), -math.inf)
+            # Lower limits have no smaller sums: a pipeline that beats the best has a term below best - total.
             most = estimate - bound if best == math.inf else min(below, best - optimum.total)
             best = min(best, estimate)
             optimum = tables.least_sum(most)
 
     def _fill_costs(self, column: int, start: int, stop: int) -> bool:
-        """Asks for the costs of the stages of some segments; returns whether they vary with the micro-batches in flight."""
         first = self._fitting_cost(column, start, stop, 0)
         if first is None:
             return False
         high = len(self._levels) - 1
         last = self._fitting_cost(column, start, stop, high) if high else first
         self._fill_between(column, start, stop, (0, first), (high, last))
-        return last is None or _step_times(first) != _step_times(last)
+        return last is None or _step_times(first) != _step_times(last)  # whether costs vary
 
     def _fill_between(
         self,
@@ -292,8 +294,8 @@ class _Search:
         low: tuple[int, StageCost],
         high: tuple[int, StageCost | None],
     ) -> None:
-        """Fills the levels from one to another, of which the costs are known."""
         (bottom, first), (top, last) = low, high
+        # Costs never fall with the level: equal ends mean equal levels between. Other spans are bisected.
         constant = last is not None and _step_times(first) == _step_times(last)
         if constant or top - bottom < 2:
             self._write_costs(slice(bottom, top + 1 if constant else top), column, start, stop, first)
@@ -315,11 +317,11 @@ class _Search:
         limit = self._task.memory_limit
         return None if cost is None or (limit is not None and cost.memory > limit) else cost
 
-    def _build_stages(self, found: Found) -> tuple[Stage, ...]:
+    def _build_stages(self, result: StageSplit) -> tuple[Stage, ...]:
         stages, start = [], 0
-        for position, (column, length) in zip(range(len(found.stages), 0, -1), found.stages, strict=True):
+        for position, (column, length) in zip(range(len(result.stages), 0, -1), result.stages, strict=True):
             asked = (start, start + length, *self._columns[column], self._task.in_flight(position))
-            cost = self._cost(*asked)
+            cost = self._cost(*asked)  # the tables hold seconds only
             assert cost is not None, f"a stage that was possible is not: {asked}"
             stages.append(Stage(*asked, cost))
             start += length
@@ -331,9 +333,8 @@ def _step_times(cost: StageCost) -> tuple[float, float]:
 
 
 def _none_fits(cost: Cost, task: PipelineTask) -> str:
-    """The error where there is no pipeline, with the segment that fits in no stage, if there is one."""
     what = f"no pipeline of {counted(task.num_segments, 'segment')} fits on {counted(task.num_devices, 'device')}: "
-    for start in range(task.num_segments):
+    for start in range(task.num_segments):  # a segment that fits alone on no stage is the reason
         asked = [
             cost(start, start + 1, degree, again, task.in_flight(1))
             for degree in task.allowed_degrees

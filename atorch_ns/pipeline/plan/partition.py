@@ -62,7 +62,7 @@ def custom_cuts(
         InputError: with everything that is wrong with them.
     """
     numbers = list(positions)
-    whole = len(numbers) == num_stages + 1
+    whole = len(numbers) == num_stages + 1  # with 0 and the number of blocks, as in Merak
     if whole and (numbers[0], numbers[-1]) != (0, num_blocks):
         raise InputError(
             f"a partition of {num_blocks} blocks begins with 0 and ends with {num_blocks}, but this one is "
@@ -91,7 +91,7 @@ def _even_cuts(
     has_one_more: Callable[[int, int], bool],
 ) -> tuple[int, ...]:
     most_even = partition([1.0] * num_blocks, num_stages, allowed_cuts=allowed_cuts)  # checks the numbers too
-    least, rest = divmod(num_blocks, num_stages)
+    least, rest = divmod(num_blocks, num_stages)  # ``rest`` stages have one block more
     cuts, end = [], 0
     for stage in range(num_stages - 1):
         end += least + has_one_more(stage, rest)
@@ -112,8 +112,7 @@ def _order_problems(cuts: Sequence[int], num_blocks: int) -> list[str]:
 
 
 def _ranges_text(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text, neighbours as one range."""
-    parts: list[list[int]] = []
+    parts: list[list[int]] = []  # runs of neighbours, each printed as one range
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:
             parts[-1].append(number)
@@ -181,17 +180,20 @@ def partition(
     """
     num = np.shape(costs)[-1]
     starts = _allowed_starts(num, num_stages, allowed_cuts)
-    times = np.where(starts[:, None], _span_sums(costs, "costs"), np.inf)
-    fits = None
+    times = np.where(starts[:, None], _span_sums(costs, "costs"), np.inf)  # [i, j] or [stage, i, j]
+    fits = None  # [stage, i, j] where there is a limit
     if limit is not None:
         if memory is None:
             raise InputError("a limit needs the bytes of the blocks: give memory too.")
         fits = _span_bytes(memory, num, num_stages) <= _stage_limits(limit, num_stages)[:, None, None]
+    # First pass: the least time of the slowest stage. A span that does not fit counts as infinitely slow.
     slowest = _least_maximum(times if fits is None else np.where(fits, times, np.inf), num_stages)
     if not math.isfinite(slowest):
+        # Without a limit there is always a cut: _allowed_starts has refused all other cases.
         assert memory is not None
         assert limit is not None
         raise InputError(_does_not_fit(memory, starts, num_stages, limit))
+    # Second pass: of the cuts that reach this time, the one with the least sum of squares.
     squares = np.where(times <= slowest, times * times, np.inf)
     return _least_sum(squares if fits is None else np.where(fits, squares, np.inf), num_stages)
 
@@ -208,7 +210,6 @@ def stage_ranges(cuts: Sequence[int], num_blocks: int) -> tuple[range, ...]:
 
 
 def _allowed_starts(num: int, num_stages: int, allowed_cuts: Collection[int] | None) -> NDArray[np.bool_]:
-    """Whether a stage may begin at each position, 0 to ``num``."""
     if num_stages < 1:
         raise InputError(f"a pipeline of {num_stages} stages is none. Use 1 or more.")
     if num_stages > num:
@@ -216,7 +217,7 @@ def _allowed_starts(num: int, num_stages: int, allowed_cuts: Collection[int] | N
             f"{num_stages} stages need at least {num_stages} blocks, but the model has {num}. "
             f"Use at most {num} stages (pipeline degree × stages_per_rank)."
         )
-    starts = np.ones(num + 1, dtype=np.bool_)
+    starts = np.ones(num + 1, dtype=np.bool_)  # [num + 1]: whether a stage may begin there
     if allowed_cuts is not None:
         inner = sorted({cut for cut in allowed_cuts if 0 < cut < num})
         if len(inner) < num_stages - 1:
@@ -225,7 +226,7 @@ def _allowed_starts(num: int, num_stages: int, allowed_cuts: Collection[int] | N
                 f"{len(inner)} places only{f' (before blocks {inner})' if inner else ''}. "
                 f"Use at most {len(inner) + 1} stages."
             )
-        starts[1:num] = False
+        starts[1:num] = False  # 0 and num are no cuts and stay allowed
         starts[inner] = True
     return starts
 
@@ -235,9 +236,10 @@ def _span_sums(values: ByBlock, name: str) -> _Matrix:
     array = np.asarray(values, dtype=np.float64)
     if not (np.isfinite(array).all() and (array >= 0).all()):
         raise InputError(f"{name} must be numbers of 0 or more, but are {list(values)}.")
+    # Prefix sums: before[i] is the sum of the blocks before block i.
     before = np.concatenate([np.zeros((*array.shape[:-1], 1)), np.cumsum(array, axis=-1)], axis=-1)
     sums = before[..., None, :] - before[..., :, None]
-    return np.where(np.triu(np.ones(sums.shape[-2:], dtype=np.bool_), 1), sums, np.inf)
+    return np.where(np.triu(np.ones(sums.shape[-2:], dtype=np.bool_), 1), sums, np.inf)  # where j > i
 
 
 def _at_ends(values: Sequence[float], num: int, name: str) -> _Matrix:
@@ -246,7 +248,7 @@ def _at_ends(values: Sequence[float], num: int, name: str) -> _Matrix:
         raise InputError(f"{num} blocks have {num - 1} places to cut, but there are {len(values)} {name}.")
     at = np.zeros(num + 1)
     if len(values) > 0:
-        at[1:num] = values
+        at[1:num] = values  # the value of the cut at position c has index c - 1
     return at[:, None] + at[None, :]
 
 
@@ -260,7 +262,7 @@ def _span_bytes(memory: StageMemory, num: int, num_stages: int) -> _Matrix:
         )
     states = _span_sums(memory.states, "states") + _at_ends(memory.edges, num, "edges")
     kept = _span_sums(memory.activations, "activations")
-    live = np.asarray(memory.live, dtype=np.float64)[:, None, None]
+    live = np.asarray(memory.live, dtype=np.float64)[:, None, None]  # [stage, 1, 1]
     spans = np.isfinite(kept)  # 0 × infinity is not a number
     sums: _Matrix = states[None] + live * np.where(spans, kept, 0.0)
     return sums
@@ -272,7 +274,7 @@ def _stage_limits(limit: float | Sequence[float], num_stages: int) -> _Matrix:
         raise InputError(
             f"there are {len(limits)} limits for {num_stages} stages: give one, or one for each."
         )
-    return np.broadcast_to(limits, (num_stages,)).copy()
+    return np.broadcast_to(limits, (num_stages,)).copy()  # broadcast_to returns a read-only view
 
 
 def _of_stage(spans: _Matrix, stage: int) -> _Matrix:
@@ -281,21 +283,20 @@ def _of_stage(spans: _Matrix, stage: int) -> _Matrix:
 
 def _least_maximum(spans: _Matrix, num_stages: int) -> float:
     """The least maximum over all cuts of ``[i, j]`` or ``[stage, i, j]``; infinite if there is no cut."""
-    reached = _of_stage(spans, 0)[0]
+    reached = _of_stage(spans, 0)[0]  # reached[j]: the least maximum of stages that end before block j
     for stage in range(1, num_stages):
         reached = np.maximum(reached[:, None], _of_stage(spans, stage)).min(axis=0)
     return float(reached[-1])
 
 
 def _least_sum(spans: _Matrix, num_stages: int) -> tuple[int, ...]:
-    """The cut with the least sum."""
-    reached, came = _of_stage(spans, 0)[0], []
+    reached, came = _of_stage(spans, 0)[0], []  # came[stage - 1][j]: where the stage that ends at j begins
     for stage in range(1, num_stages):
         sums = reached[:, None] + _of_stage(spans, stage)
         came.append(sums.argmin(axis=0))
         reached = sums.min(axis=0)
     cuts, end = [], len(reached) - 1
-    for origin in reversed(came):
+    for origin in reversed(came):  # from the end of the model back to its start
         end = int(origin[end])
         cuts.append(end)
     return tuple(reversed(cuts))
@@ -304,11 +305,10 @@ def _least_sum(spans: _Matrix, num_stages: int) -> tuple[int, ...]:
 def _does_not_fit(
     memory: StageMemory, starts: NDArray[np.bool_], num_stages: int, limit: float | Sequence[float]
 ) -> str:
-    """The message that says how much a stage must be allowed for any cut to fit."""
     num = len(memory.states)
     spans = np.where(starts[None, :, None], _span_bytes(memory, num, num_stages), np.inf)
     limits = _stage_limits(limit, num_stages)
-    over = _least_maximum(spans - limits[:, None, None], num_stages)
+    over = _least_maximum(spans - limits[:, None, None], num_stages)  # the least excess of any cut
     same = limits.min() == limits.max()
     bound = bytes_text(limits[0]) if same else f"{bytes_text(limits.min())} to {bytes_text(limits.max())}"
     return (

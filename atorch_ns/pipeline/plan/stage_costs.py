@@ -103,18 +103,20 @@ class PipelineTask:
         """The degrees that a stage can have, in order."""
         devices = range(1, self.num_devices + 1)
         degrees = (
-            [one for one in devices if self.num_devices % one == 0] if self.degrees is None else self.degrees
+            [degree for degree in devices if self.num_devices % degree == 0]
+            if self.degrees is None
+            else self.degrees
         )
-        return tuple(sorted({one for one in degrees if one in devices}))
+        return tuple(sorted({degree for degree in degrees if degree in devices}))
 
     def in_flight(self, position: int) -> int:
         """Micro-batches whose activations a stage holds, by its position from the end: 1 for the last."""
         first = get_schedule(self.schedule).name == "1F1B"
-        return min(self.num_micro_batches, position) if first else self.num_micro_batches
+        return min(self.num_micro_batches, position) if first else self.num_micro_batches  # GPipe holds all
 
     def sent(self, cut: int) -> float:
         """Seconds over the cut before a segment, there and back."""
-        return 2.0 * self.send[cut - 1] if cut and self.send else 0.0
+        return 2.0 * self.send[cut - 1] if cut and self.send else 0.0  # position 0 is no cut
 
 
 def step_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
@@ -122,8 +124,8 @@ def step_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
     costs = StageCosts(
         forward=tuple(stage.cost.forward for stage in stages),
         backward_input=tuple(stage.cost.backward for stage in stages),
-        backward_weight=(0.0,) * len(stages),
-        send=tuple(task.sent(stage.start) / 2 for stage in stages[1:]),
+        backward_weight=(0.0,) * len(stages),  # 1F1B and GPipe do not split the backward pass
+        send=tuple(task.sent(stage.start) / 2 for stage in stages[1:]),  # sent() counts both directions
     )
     timeline = simulate(get_schedule(task.schedule).orders(len(stages), task.num_micro_batches, 1), costs)
     return max(

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 
 from atorch_ns.capture.random_states import buffers_lent
-from atorch_ns.pipeline.cut.graph import TensorSpec
+from atorch_ns.pipeline.cut.graph import TensorSignature
 from atorch_ns.pipeline.run.forward_pass import StageRange
 from atorch_ns.pipeline.run.stage import StageModule
 from atorch_ns.pipeline.run.weight_gradients import WeightGradients, linear_layers
@@ -72,7 +72,7 @@ def taken_by(action: Action, num_stages: int) -> Message | None:
     """What an action waits for, if anything."""
     kind, stage, micro_batch = action
     if kind == "F":
-        return Message("F", stage, micro_batch) if stage else None
+        return Message("F", stage, micro_batch) if stage else None  # the first stage reads the batch itself
     return Message("B", stage, micro_batch) if kind in "BI" and stage + 1 < num_stages else None
 
 
@@ -93,11 +93,12 @@ class _Inbox:
     def __init__(self, execution: Execution, source: int) -> None:
         self._execution = execution
         self._source = source
-        self._posted: dict[Message, tuple[Tensors, list[Any]]] = {}
-        self._expected: deque[Message] = deque()
+        self._posted: dict[Message, tuple[Tensors, list[Any]]] = {}  # receives that are under way
+        self._expected: deque[Message] = deque()  # in the order in which the other rank sends
         self.taken_before: dict[Message, list[Message]] = {}
         rank, rank_of = execution.links.rank, execution.rank_of
         taken: list[Message] = []
+        # Every rank knows all orders, so no message has to say what is sent.
         for action in execution.orders[source]:
             needed = taken_by(action, len(rank_of))
             if needed is not None and rank_of[action.stage + (1 if needed.chain == "B" else -1)] == rank:
@@ -110,12 +111,12 @@ class _Inbox:
         self._post_receive()
 
     def take(self, message: Message) -> Tensors:
-        while message not in self._posted:
+        while message not in self._posted:  # receives match sends by their order alone
             self._post_receive()
         tensors, works = self._posted.pop(message)
         for work in works:
             work.wait()
-        if not self._posted:
+        if not self._posted:  # the next message arrives while this rank computes
             self._post_receive()
         return tensors
 
@@ -132,7 +133,7 @@ class _Inbox:
 
 
 @dataclass
-class _Held:
+class _CallState:
     """What a stage keeps of a micro-batch until its backward pass is through.
 
     Attributes:
@@ -186,10 +187,10 @@ class Execution:
         self._inboxes = {
             source: _Inbox(self, source) for source in dict.fromkeys(self.rank_of) if source != rank
         }
-        self._local: dict[Message, Tensors] = {}
-        self._sent: dict[Message, list[tuple[torch.Tensor, Any]]] = {}
-        self._held: dict[tuple[int, int], _Held] = {}
-        self._again = {action[1:] for action in self._order if action.kind == "R"}
+        self._local: dict[Message, Tensors] = {}  # handed from stage to stage of this rank
+        self._sent: dict[Message, list[tuple[torch.Tensor, Any]]] = {}  # held until the other rank has them
+        self._states: dict[tuple[int, int], _CallState] = {}
+        self._again = {action[1:] for action in self._order if action.kind == "R"}  # forward without a graph
         splits = not self.whole_backward and any(action.kind == "I" for action in self._order)
         self._layers = {n: linear_layers(stage) for n, stage in self.stages.items()} if splits else {}
 
@@ -199,8 +200,8 @@ class Execution:
         sharded = [stage for stage in self.stages.values() if trains and isinstance(stage, FSDPModule)]
         for stage in sharded:  # gradients are reduced at the end
             stage.set_is_last_backward(False)
-            stage.set_reshard_after_backward(False)
-            stage.set_requires_gradient_sync(False)
+            stage.set_reshard_after_backward(False)  # gathered once for all micro-batches
+            stage.set_requires_gradient_sync(False)  # no reduction after each micro-batch
         for action in self._order:
             due = time.perf_counter()
             arrived = self._receive_tensors(action)
@@ -208,18 +209,18 @@ class Execution:
             try:
                 tensors = self._run_action(action, arrived)
             except Exception:
-                self.stages[action.stage].failed = True
+                self.stages[action.stage].failed = True  # tells it from a lost connection
                 raise
             message = given_by(action, len(self.rank_of))
             if message is not None:
                 self._hand_on(message, tensors)
             self.timeline.append(Timed(action, due, begun, time.perf_counter()))
-        for message in list(self._sent):
+        for message in list(self._sent):  # no later message of the other rank confirms these
             self._release_sent(message)
         for stage in sharded:
             reduce_after_backward(stage)
 
-    def specs_of(self, message: Message) -> list[TensorSpec]:
+    def specs_of(self, message: Message) -> list[TensorSignature]:
         """The tensors of a message."""
         stage = self.ranges[message.micro_batch][message.stage]
         crossing = stage.received if message.chain == "F" else stage.sent
@@ -235,14 +236,13 @@ class Execution:
             return self._local.pop(message)
         inbox = self._inboxes[source]
         arrived = inbox.take(message)
-        for taken in inbox.taken_before[message]:
+        for taken in inbox.taken_before[message]:  # the other rank took them before it sent this
             self._release_sent(taken)
         return arrived
 
     def _release_sent(self, message: Message) -> None:
-        """Lets tensors go that the other rank has: waits for nothing."""
         for _, work in self._sent.pop(message):
-            work.wait()
+            work.wait()  # at once, but for the last messages of the step
 
     def _hand_on(self, message: Message, tensors: Tensors) -> None:
         target = self.rank_of[message.stage]
@@ -253,57 +253,57 @@ class Execution:
         self._sent[message] = [(t, dist.isend(t, group=group, group_dst=target)) for t in tensors]
 
     def _run_action(self, action: Action, arrived: Tensors) -> Tensors:
-        """Computes; returns what the next stage is handed."""
         kind, number, micro_batch = action
         key = (number, micro_batch)
         if kind == "F":
             received = self.ranges[micro_batch][number].received
             for tensor, value in zip(arrived, received.carried if received else (), strict=True):
-                tensor.requires_grad_(value.spec.requires_grad)
+                tensor.requires_grad_(value.spec.requires_grad)  # leaves, whose gradients are sent back
             later = WeightGradients(self._layers[number]) if self._layers else None
-            state = self._held[key] = _Held(arrived, later=later)
+            state = self._states[key] = _CallState(arrived, later=later)
             results = self._run_forward(action, state, with_graph=key not in self._again)
             if number + 1 == len(self.rank_of):
                 self.losses[micro_batch] = results[0].detach()
             return tuple(tensor.detach() for tensor in results)
-        state = self._held[key]
+        state = self._states[key]
         if kind == "R":
+            # The forward pass has updated the buffers already. Now all activations are kept.
             with self.keeping(), buffers_lent(self.stages[number]):
                 self._run_forward(action, state, with_graph=True)
             return ()
         gradients: Tensors = ()
         if kind != "W":
-            state.gradients = arrived or state.gradients
+            state.gradients = arrived or state.gradients  # the last stage begins with ones
             self._run_backward(state)
             gradients, state.received = _gradients_of(state.received), ()
         if kind != "I":
             if state.later is not None:
                 state.later.add()
-                accumulate_after_backward(self.stages[number])
-            del self._held[key]
+                accumulate_after_backward(self.stages[number])  # the hooks of fully_shard ran before
+            del self._states[key]
         return gradients
 
-    def _run_forward(self, action: Action, held: _Held, *, with_graph: bool) -> Tensors:
+    def _run_forward(self, action: Action, state: _CallState, *, with_graph: bool) -> Tensors:
         stage = self.stages[action.stage]
         keeping = self.keeping if action.stage in self.kept else nullcontext
         lent = buffers_lent(stage) if action.micro_batch in self.idle else nullcontext()
-        with nullcontext() if with_graph else torch.no_grad(), keeping(), lent, held.later or nullcontext():
-            output = stage(*held.received, index=action.micro_batch)
+        with nullcontext() if with_graph else torch.no_grad(), keeping(), lent, state.later or nullcontext():
+            output = stage(*state.received, index=action.micro_batch)
         results: Tensors = output if isinstance(output, tuple) else (output,)
         trained = tuple(tensor for tensor in results if tensor.requires_grad)
-        held.edges = tuple(get_gradient_edge(tensor) for tensor in trained)
+        state.edges = tuple(get_gradient_edge(tensor) for tensor in trained)  # an edge keeps no tensor
         if action.stage + 1 == len(self.rank_of):
-            held.gradients = tuple(torch.ones_like(loss) for loss in trained)
+            state.gradients = tuple(torch.ones_like(loss) for loss in trained)
         return results
 
-    def _run_backward(self, held: _Held) -> None:
-        """A backward pass, but for what is computed later."""
-        run = torch.autograd.backward if held.later is None else held.later.backward
-        if held.edges:
-            run(held.edges, held.gradients)
-        held.edges = held.gradients = ()
+    def _run_backward(self, state: _CallState) -> None:
+        run = torch.autograd.backward if state.later is None else state.later.backward
+        if state.edges:  # none where nothing trains up to here
+            run(state.edges, state.gradients)
+        state.edges = state.gradients = ()
 
 
 def _gradients_of(received: Tensors) -> Tensors:
+    # The other rank expects a tensor for each, also where no gradient came; sends need contiguous memory.
     wanted = [tensor for tensor in received if tensor.requires_grad]
     return tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in wanted)

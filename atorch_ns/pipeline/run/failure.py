@@ -46,7 +46,7 @@ class FailureNotes:
         Raises:
             StepError: from ``error``.
         """
-        if isinstance(error, AtorchError):
+        if isinstance(error, AtorchError):  # it names the cause itself
             raise error
         text = f"{self._describe_failure(error, stages)}. The other ranks of the pipeline stop too."
         raise StepError(text) from error
@@ -89,17 +89,16 @@ class FailureNotes:
             return
 
     def _read_notes(self, ranks: Sequence[int]) -> dict[int, str]:
-        """The notes of ``ranks``; those present when one failed or the time is over."""
         notes: dict[int, str] = {}
         until = time.monotonic() + _PATIENCE_S
         try:
-            self._store.set_timeout(timedelta(seconds=_PATIENCE_S))
+            self._store.set_timeout(timedelta(seconds=_PATIENCE_S))  # the default is minutes
             while time.monotonic() < until and len(notes) < len(ranks):
                 for rank in ranks:
                     if rank not in notes and self._store.check([str(rank)]):
                         notes[rank] = self._store.get(str(rank)).decode()
                 if any(note.startswith("failed:") for note in notes.values()):
-                    break
+                    break  # the cause is known
                 time.sleep(0.05)
         except RuntimeError:  # the store is gone
             pass
@@ -122,6 +121,6 @@ def tear_down(groups: list[dist.ProcessGroup], error: BaseException, release: Ca
         seen = seen.__cause__ or seen.__context__
     release()
     while groups:
-        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # a broken group may refuse
             dist.destroy_process_group(groups.pop())
-    gc.collect()
+    gc.collect()  # a group in a reference cycle stays open

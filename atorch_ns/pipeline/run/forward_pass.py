@@ -14,10 +14,10 @@ from atorch_ns.capture.nests import map_instances, tensors_of
 from atorch_ns.capture.random_states import random_stream
 from atorch_ns.errors import StepError
 from atorch_ns.pipeline.cut.crossing import Carried, Crossing
-from atorch_ns.pipeline.cut.graph import CallGraph, TensorSpec
+from atorch_ns.pipeline.cut.graph import CallGraph, TensorSignature
 from atorch_ns.torch_compat import is_view
 
-CALL_STRIDE = 7_919
+CALL_STRIDE = 7_919  # coprime to MICRO_BATCH_STRIDE: no two calls of a batch share a seed
 """The difference of the seeds of two calls of one pass."""
 
 
@@ -42,7 +42,7 @@ class StageRange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class CrossingPieces:
     """The division of what crosses cuts over ranks that would all send the same.
 
     Attributes:
@@ -67,12 +67,12 @@ class Pieces:
             return None
         return replace(crossing, carried=tuple(map(self._divide_carried, crossing.carried)))
 
-    def _divide_carried(self, one: Carried) -> Carried:
-        shape = list(one.spec.shape)
-        if not one.spec.requires_grad or len(shape) <= self.dim + 1 or shape[self.dim] % self.num_ranks:
-            return one
+    def _divide_carried(self, tensor: Carried) -> Carried:
+        shape = list(tensor.spec.shape)
+        if not tensor.spec.requires_grad or len(shape) <= self.dim + 1 or shape[self.dim] % self.num_ranks:
+            return tensor  # sent whole: it has no gradient, or does not divide
         shape[self.dim] //= self.num_ranks
-        return replace(one, spec=replace(one.spec, shape=tuple(shape)), in_pieces=True)
+        return replace(tensor, spec=replace(tensor.spec, shape=tuple(shape)), in_pieces=True)
 
 
 class PassSwitch:
@@ -104,7 +104,7 @@ class StagePass:
         *,
         device: torch.device,
         seed: int,
-        pieces: Pieces | None = None,
+        pieces: CrossingPieces | None = None,
     ) -> None:
         self.sent: tuple[torch.Tensor, ...] | None = None
         self.seed = seed
@@ -112,17 +112,19 @@ class StagePass:
         self._stage = stage
         self._device = device
         self.num_calls = 0
-        self._is_inside = False
+        self._is_inside = False  # whether a unit runs, whose inner calls are its own
         carried = stage.received.carried if stage.received else ()
         self._pieces = pieces
         self._arrived = {
-            (one.is_argument, one.call, one.leaf): pieces.join(tensor) if pieces and one.in_pieces else tensor
-            for one, tensor in zip(carried, received, strict=True)
+            (entry.is_argument, entry.call, entry.leaf): pieces.join(tensor)
+            if pieces and entry.in_pieces
+            else tensor
+            for entry, tensor in zip(carried, received, strict=True)
         }
         # Memory of its own, where the code between units may write into a stand-in.
-        self._is_dense = graph.mutates or any(one.is_argument for one in carried)
-        self._wanted = {(c.call, c.leaf) for c in _carried_outputs(stage.sent)}
-        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._is_dense = graph.mutates or any(entry.is_argument for entry in carried)
+        self._wanted = {(c.call, c.leaf) for c in _carried_outputs(stage.sent)}  # outputs to send on
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}  # those made so far, by (call, leaf)
 
     def call(self, path: str, unit: nn.Module | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """The output of the unit at ``path`` in this pass.
@@ -136,18 +138,19 @@ class StagePass:
             StageEnd: when the first call of the next stage is made.
             StepError: if the model does not make the calls that were traced.
         """
-        if self._is_inside and unit is not None:
+        if self._is_inside and unit is not None:  # called by another unit: part of its call
             return unit(*args, **kwargs)
         number = self._next_call(path)
         if number == self._stage.end:
             self._collect_outgoing(args, kwargs)
             raise StageEnd
-        if number < self._stage.begin:
+        if number < self._stage.begin:  # a call of an earlier stage
             return self._stand_in(number)
         if unit is None:
             raise StepError(f"this rank was to run {path}, which it does not have.")
         if number == self._stage.begin:
             self._fill_arguments(args, kwargs)
+        # A seed for each call: the masks of dropout do not depend on where the model is cut.
         with self._inside_unit(), random_stream(self.seed + number * CALL_STRIDE, self._device):
             output = unit(*args, **kwargs)
         self._keep_outputs(number, output)
@@ -184,14 +187,14 @@ class StagePass:
     def _stand_in(self, number: int) -> Any:
         places = iter(range(len(self._graph.calls[number].outputs)))
 
-        def make(spec: TensorSpec) -> torch.Tensor:
+        def make(spec: TensorSignature) -> torch.Tensor:
             arrived = self._arrived.get((False, number, next(places)))
             if arrived is None:
                 return _make_zeros(spec, self._device, dense=self._is_dense)
-            return arrived.clone() if self._graph.mutates else arrived
+            return arrived.clone() if self._graph.mutates else arrived  # it may be changed in place
 
-        output = map_instances(TensorSpec, make, self._graph.calls[number].output)
-        self._keep_outputs(number, output)
+        output = map_instances(TensorSignature, make, self._graph.calls[number].output)
+        self._keep_outputs(number, output)  # a later stage may need it as well
         return output
 
     def _fill_arguments(self, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -201,7 +204,7 @@ class StagePass:
                 stand_in = tensors[leaf]
                 if stand_in.requires_grad and not is_view(stand_in):
                     stand_in.detach_()  # from code whose results will not be used
-                stand_in.copy_(tensor)
+                stand_in.copy_(tensor)  # in place: the code may use it elsewhere too
 
     def _keep_outputs(self, number: int, output: Any) -> None:
         if not any(call == number for call, _ in self._wanted):
@@ -231,7 +234,7 @@ def _carried_outputs(crossing: Crossing | None) -> list[Carried]:
     return [value for value in crossing.carried if not value.is_argument] if crossing else []
 
 
-def _make_zeros(spec: TensorSpec, device: torch.device, *, dense: bool) -> torch.Tensor:
+def _make_zeros(spec: TensorSignature, device: torch.device, *, dense: bool) -> torch.Tensor:
     if dense:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
     return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)

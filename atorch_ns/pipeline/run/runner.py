@@ -108,7 +108,7 @@ class StageSet:
             if graph.paths != self.paths:
                 raise StepError(_other_calls(self.paths, graph.paths))
             stages = ranges(graph, self._cuts)
-            pieces = next((stage.pieces for stage in self.stages), None)
+            pieces = next((stage.pieces for stage in self.stages), None)  # one for all stages
             self._traced[key] = (graph, stages if pieces is None else tuple(map(pieces.of, stages)))
         return self._traced[key]
 
@@ -156,7 +156,7 @@ class PipelineRunner:
         whole_backward: bool = False,
     ) -> None:
         self._set = stage_set
-        self._orders = cache(orders)
+        self._orders = cache(orders)  # by the number of micro-batches
         self._links = links
         self._device = device
         self._loss_of = loss_of
@@ -187,7 +187,7 @@ class PipelineRunner:
 
         def share_of(number: int, micro_batch: Any, output: Any) -> torch.Tensor:
             loss = self._loss_of(micro_batch, output)
-            if number not in work.dummies:
+            if number not in work.dummies:  # they keep ranks in step and count nothing
                 losses[number] = loss.detach()
                 if askers:
                     outputs[number] = map_tensors(torch.Tensor.detach, output)
@@ -215,9 +215,8 @@ class PipelineRunner:
         return Passed(losses=losses, outputs=results if work.wants_outputs else ())
 
     def _exchange_outputs(self, outputs: tuple[Any, ...], askers: Collection[int]) -> tuple[Any, ...]:
-        """The outputs, which the last stage's rank has, on the ranks of the pipeline that want them."""
         links, last = self._links, self._set.rank_of[-1]
-        if links.rank == last:
+        if links.rank == last:  # the only one that has outputs
             for target in askers:
                 if target != last:
                     send_nest(outputs, group=links.between(last, target), target=target, device=self._device)
@@ -228,12 +227,7 @@ class PipelineRunner:
 
     @contextmanager
     def _share_failure(self) -> Iterator[None]:
-        """Makes all ranks of the pipeline fail if one does, each with the reason.
-
-        Raises:
-            StepError: where this rank failed.
-            RankError: where another did.
-        """
+        """Makes all ranks of the pipeline fail if one does, each with the reason."""
         if self._failed:
             raise StepError(
                 f"this pipeline has stopped: {self._failed.rstrip('.')}. Start the job anew, from a checkpoint."
@@ -242,6 +236,7 @@ class PipelineRunner:
             yield
         except Exception as error:
             groups, stages = [self._links.up, self._links.down], [stage.number for stage in self._set.stages]
+            # The note is written first: when the connections close, the other ranks read the notes at once.
             is_local = self._is_own(error)
             if is_local:
                 self._notes.note_own(error, stages)
@@ -257,9 +252,9 @@ class PipelineRunner:
                 raise
 
     def _is_own(self, error: Exception) -> bool:
-        """Whether the error comes from this rank's part of the model, not from the connection to another."""
+        # A lost connection is a RuntimeError of torch.distributed. A stage marks the errors of its own code.
         failed = any(stage.failed for stage in self._set.stages)
         return failed or isinstance(error, AtorchError) or not isinstance(error, RuntimeError)
 
     def _release_links(self) -> None:
-        del self._links
+        del self._links  # gloo closes a group when the last reference to it goes

@@ -14,18 +14,18 @@ from atorch_ns.capture.random_states import random_stream
 from atorch_ns.data import call_model
 from atorch_ns.errors import StepError
 from atorch_ns.pipeline.cut.graph import CallGraph
-from atorch_ns.pipeline.run.forward_pass import PassSwitch, Pieces, StageEnd, StagePass, StageRange
+from atorch_ns.pipeline.run.forward_pass import CrossingPieces, PassSwitch, StageEnd, StagePass, StageRange
 from atorch_ns.pipeline.schedule.schedules import train_step_only
 from atorch_ns.torch_compat import SetsInside, in_backward
 
-MICRO_BATCH_STRIDE = 1_000_003
+MICRO_BATCH_STRIDE = 1_000_003  # a prime, larger than any number of calls
 """The difference of the seeds of two micro-batches."""
 
 LossOf = Callable[[int, Any, Any], torch.Tensor]
 """``(number of the micro-batch, micro-batch, output) -> loss``, 0-d."""
 
 
-class Unit(SetsInside, nn.Module):
+class StageUnit(SetsInside, nn.Module):
     """A unit of this rank, called if the running stage owns the call; else it returns a stand-in's output.
 
     Attributes of the module inside are visible through it, and its parameters keep their names.
@@ -93,6 +93,7 @@ class Stub(nn.Module):
         except AttributeError:
             pass
         original = self.__dict__["_original"]
+        # Methods and properties run on the stand-in, with the parameters of the unit that this rank keeps.
         attribute = inspect.getattr_static(type(original), name, None)
         if inspect.isfunction(attribute):
             return MethodType(attribute, self._as_unit())
@@ -104,7 +105,7 @@ class Stub(nn.Module):
         """This module as one of the unit's class, whose code may say ``super()`` and sees the parameters that are here."""
         kind = type(self.__dict__["_original"])
         instance: Stub = object.__new__(type(kind.__name__, (Stub, kind), {"__call__": nn.Module.__call__}))
-        instance.__dict__ = self.__dict__
+        instance.__dict__ = self.__dict__  # one state under two classes
         return instance
 
     def __getitem__(self, key: Any) -> Any:
@@ -128,7 +129,7 @@ def _outside_of_a_step(path: str, method: str) -> StepError:
 
 def own_units(model: nn.Module) -> dict[str, nn.Module]:
     """The units that this rank calls, by path, without their wrappers."""
-    return {unit._path: unit._pipeline_unit for unit in model.modules() if isinstance(unit, Unit)}
+    return {unit._path: unit._pipeline_unit for unit in model.modules() if isinstance(unit, StageUnit)}
 
 
 class StageModule(nn.Module):
@@ -136,7 +137,7 @@ class StageModule(nn.Module):
 
     Args:
         model: the whole model, with units and stand-ins; not registered.
-        held: modules that hold the stage's parameters; registered.
+        modules: modules that hold the stage's parameters; registered.
         is_last: whether it computes the loss.
         model_input_format: how a micro-batch is passed to the model.
 
@@ -148,7 +149,7 @@ class StageModule(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        held: Iterable[nn.Module],
+        modules: Iterable[nn.Module],
         *,
         number: int,
         is_last: bool,
@@ -158,7 +159,7 @@ class StageModule(nn.Module):
     ) -> None:
         super().__init__()
         object.__setattr__(self, "_model", model)  # its other parts are not this stage's
-        self.held = nn.ModuleList(held)
+        self.held = nn.ModuleList(modules)
         self.number = number
         self.is_last = is_last
         self._switch = switch
@@ -169,7 +170,7 @@ class StageModule(nn.Module):
         self._passes: Sequence[tuple[CallGraph, StageRange]] = ()
         self._loss_of: LossOf | None = None
         self.failed = False
-        self.pieces: Pieces | None = None
+        self.pieces: CrossingPieces | None = None
 
     @property
     def model_training(self) -> bool:
@@ -221,7 +222,7 @@ class StageModule(nn.Module):
         """
         if not self._passes:
             raise StepError("a stage of a pipeline is run by train_step only.")
-        number = int(index)
+        number = int(index)  # a 0-d tensor where DeepSpeed's engine calls
         batch, (graph, stage) = self._micro_batches[number], self._passes[number]
         seed = self._seed + number * MICRO_BATCH_STRIDE
         stage_pass = StagePass(graph, stage, received, device=self._device, seed=seed, pieces=self.pieces)
@@ -245,7 +246,7 @@ class StageModule(nn.Module):
         self._switch.running = stage_pass
         try:
             return call_model(self.__dict__["_model"], batch, self._format)
-        except StageEnd:
+        except StageEnd:  # the rest of the model runs on later stages
             return None
         finally:
             self._switch.running = None

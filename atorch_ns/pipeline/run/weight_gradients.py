@@ -28,13 +28,12 @@ def linear_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _computes_as_written(layer: nn.Module) -> bool:
-    whole = getattr(type(layer), "whole_forward", type(layer).forward)
+    whole = getattr(type(layer), "whole_forward", type(layer).forward)  # that of a divided layer
     return whole is nn.Linear.forward or _is_conv1d(type(layer))
 
 
 def _is_conv1d(kind: type) -> bool:
-    """Whether it is transformers' linear layer of GPT-2, whose weight is [inputs, outputs]."""
-    return any(
+    return any(  # the linear layer of GPT-2, whose weight is [inputs, outputs]
         base.__name__ == "Conv1D" and base.__module__.startswith("transformers.") for base in kind.__mro__
     )
 
@@ -77,9 +76,9 @@ class WeightGradients:
         if not is_own or not weight.requires_grad or has_gradient_hooks(weight):
             return run(layer, *args, **kwargs)  # type: ignore[no-any-return]
         if isinstance(weight, DTensor):
-            with _ProductOfPart(self, layer):
+            with _ProductOfPart(self, layer):  # the layer's own code communicates around the product
                 return run(layer, *args, **kwargs)  # type: ignore[no-any-return]
-        (value,) = args or kwargs.values()
+        (value,) = args or kwargs.values()  # the input, as ``layer(x)`` or ``layer(input=x)``
         output = self.product(layer, value, weight, bias)
         return run(layer, value) if output is None else output
 
@@ -91,7 +90,7 @@ class WeightGradients:
             return None
         dtype = _computed_in(value, weight)
         if value.dtype != dtype:
-            if weight.dtype == dtype:
+            if weight.dtype == dtype:  # torch's own layer raises, or casts under autocast
                 return None
             value = value.to(dtype)
         later = _Later(self, layer.weight, _is_conv1d(type(layer)))
@@ -101,7 +100,7 @@ class WeightGradients:
         """A backward pass without these weight gradients."""
         self._defers = True
         try:
-            with self:
+            with self:  # for forward passes that are recomputed in it
                 torch.autograd.backward(edges, gradients)
         finally:
             self._defers = False
@@ -122,7 +121,7 @@ class WeightGradients:
                 product = (left @ right).to(weight.dtype)
                 weight.grad = laid_out(product, weight) if isinstance(weight, DTensor) else product
             elif grad.dtype == left.dtype:
-                grad.addmm_(left, right)
+                grad.addmm_(left, right)  # without memory for the product
             else:
                 grad += left @ right
             vars(weight).pop(_AWAITS, None)
@@ -151,12 +150,11 @@ class _ProductOfPart(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls a function."""
         operands: tuple[Any, ...] = ()
         if func is F.linear:
-            operands = (*args, None)[:3]
+            operands = (*args, None)[:3]  # (value, weight, bias)
         elif func is torch.addmm:
-            operands = (*args[1:], args[0])
+            operands = (*args[1:], args[0])  # addmm takes the bias first
         elif func is torch.mm:
             operands = (*args, None)
         product = self._product(*operands) if len(operands) == 3 and not kwargs else None
@@ -184,19 +182,19 @@ class _Linear(torch.autograd.Function):
         gradients_of, parameter, inputs_first = ctx.later
         matrix = weight.to(gradient.dtype)
         of_value = gradient @ (matrix.t() if inputs_first else matrix) if needs_value else None
-        rows, columns = gradient.flatten(0, -2), value.flatten(0, -2)
+        rows, columns = gradient.flatten(0, -2), value.flatten(0, -2)  # [N, outputs], [N, inputs]
         of_bias = rows.sum(0) if needs_bias else None
+        # Factors of the weight's gradient, in the layout of the weight.
         left, right = (columns.t(), rows) if inputs_first else (rows.t(), columns)
         of_weight = None if gradients_of.takes(parameter, left, right) else left @ right
         return None, of_value, of_weight, of_bias
 
 
 def _is_wanted(value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether a gradient is wanted, and all are plain tensors."""
     return (
         torch.is_grad_enabled()
         and type(value) is torch.Tensor
-        and value.dim() > 1
+        and value.dim() > 1  # a vector has no rows
         and type(weight) in _PLAIN
         and (bias is None or type(bias) in _PLAIN)
     )
@@ -206,7 +204,6 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def _computed_in(value: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """The dtype of a product: autocast's, which leaves fp64 alone, or that of the weight."""
-    if value.dtype != torch.float64 and torch.is_autocast_enabled(value.device.type):
+    if value.dtype != torch.float64 and torch.is_autocast_enabled(value.device.type):  # it leaves fp64 alone
         return torch.get_autocast_dtype(value.device.type)
     return weight.dtype

@@ -36,7 +36,7 @@ def forward_only(rank_of: Sequence[int], num_micro_batches: int) -> Orders:
 
 def live_micro_batches(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     """The most micro-batches whose activations each stage holds at one time, by stage."""
-    counts: dict[int, int] = {}
+    counts: dict[int, int] = {}  # held now, by stage
     most: dict[int, int] = {}
     for order in orders:
         for kind, stage, _ in order:
@@ -44,7 +44,7 @@ def live_micro_batches(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
                 counts[stage] = counts.get(stage, 0) + 1
                 most[stage] = max(most.get(stage, 0), counts[stage])
             elif kind in "BW":
-                counts[stage] -= 1
+                counts[stage] -= 1  # of a split backward pass W is the last to need them
     return tuple(most[stage] for stage in range(len(most)))
 
 
@@ -64,8 +64,8 @@ def live_bytes(
     again = activation_bytes if recomputed_bytes is None else recomputed_bytes
     peaks = []
     for order in orders:
-        total = most = 0.0
-        early = {action[1:] for action in order if action.kind == "R"}
+        total = most = 0.0  # bytes of all stages of the rank
+        early = {action[1:] for action in order if action.kind == "R"}  # (stage, micro-batch)
         for kind, stage, index in order:
             sizes = again if (stage, index) in early else activation_bytes
             if kind == "R" or (kind == "F" and (stage, index) not in early):
@@ -85,6 +85,7 @@ def check_orders(orders: Sequence[Sequence[Action]], num_micro_batches: int, ran
     Args:
         rank_of: the rank of every stage.
     """
+    # The kinds of the passes so far, such as "FI": always the beginning of one of _WHOLE.
     done = {(stage, index): "" for stage in range(len(rank_of)) for index in range(num_micro_batches)}
     for rank, order in enumerate(orders):
         for kind, stage, index in order:

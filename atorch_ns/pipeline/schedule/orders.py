@@ -40,10 +40,9 @@ def one_forward_one_backward(rank: int, size: PipelineSize) -> Iterator[Action]:
 
 
 def _in_turn(stage: int, ahead: int, num: int) -> Iterator[Action]:
-    """``ahead`` forward passes, then a backward and a forward pass in turn."""
-    for index in range(ahead):
+    for index in range(ahead):  # warm-up
         yield Action("F", stage, index)
-    for index in range(num):
+    for index in range(num):  # steady state, then the cool-down of backward passes alone
         yield Action("B", stage, index)
         if ahead + index < num:
             yield Action("F", stage, ahead + index)
@@ -69,10 +68,10 @@ def shifted_critical_path(rank: int, size: PipelineSize) -> Iterator[Action]:
     """As :func:`last_no_recompute`; the last stage but one runs a forward pass more ahead, and two backward passes one
     after the other, so that the longest chain of waiting passes goes through it."""
     from_end, num = size.num_stages - 1 - rank, size.num_micro_batches
-    if from_end == 1:
+    if from_end == 1:  # the last stage but one
         forwards = [Action("F", rank, index) for index in range(num)]
         backwards = [Action("B", rank, index) for index in range(num)]
-        order = [*forwards[:3], *backwards[:2]]
+        order = [*forwards[:3], *backwards[:2]]  # 1F1B begins with F0 F1 B0 F2 B1
         for index in range(2, num):
             order += [*forwards[index + 1 : index + 2], backwards[index]]
         return _recompute_early(order, {0, 1})
@@ -81,25 +80,24 @@ def shifted_critical_path(rank: int, size: PipelineSize) -> Iterator[Action]:
 
 
 def _waiting_micro_batches(stage: int, size: PipelineSize) -> set[int]:
-    """The micro-batches at the end whose gradients a stage of 1F1B waits for with nothing else to do."""
+    # In the cool-down of 1F1B a stage waits for as many gradients as there are stages after it.
     num = size.num_micro_batches
     return set(range(max(0, num - (size.num_stages - 1 - stage)), num))
 
 
 def _recompute_early(order: Iterable[Action], micro_batches: Collection[int]) -> Iterator[Action]:
-    """The order with recomputations of some micro-batches before their backward passes."""
     for action in order:
         if action.kind == "B" and action.micro_batch in micro_batches:
-            yield action._replace(kind="R")
+            yield action._replace(kind="R")  # while the gradient is on its way
         yield action
 
 
 def torchs(class_name: str) -> Order:
     """The order of a class of ``torch.distributed.pipelining``; passes that it pairs follow one another."""
 
-    @cache
+    @cache  # one call for all ranks
     def of_all(size: PipelineSize) -> Orders:
-        from atorch_ns.torch_compat import pipeline_orders
+        from atorch_ns.torch_compat import pipeline_orders  # late: it imports torch's pipelining
 
         ranks = pipeline_orders(
             class_name,

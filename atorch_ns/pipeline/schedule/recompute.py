@@ -75,7 +75,7 @@ class RecomputeShare:
         """
         num = len(live)
         if self.share == "auto":
-            shares = [1.0] * num
+            shares = [1.0] * num  # until the cut is known
         elif not isinstance(self.share, (int, float)):
             shares = [self.share[min(stage, len(self.share) - 1)] for stage in range(num)]
         elif self.by_stage == "level":
@@ -84,7 +84,7 @@ class RecomputeShare:
             shares = [merak_share(self.share, stage, num) for stage in range(num)]
         else:
             shares = [self.share] * num
-        if keeps_last and num > 1:
+        if keeps_last and num > 1:  # two of Merak's schedules
             shares[-1] = 0.0
         return tuple(shares)
 
@@ -98,8 +98,8 @@ def level_share(first: float, fewer: float, kept: float) -> float:
         >>> level_share(0.75, 2.0, 0.0)
         0.5
     """
-    bytes_kept = fewer * (1.0 - first * (1.0 - kept))
-    return max(0.0, min(1.0, (1.0 - bytes_kept) / (1.0 - kept))) if kept < 1.0 else 0.0
+    bytes_kept = fewer * (1.0 - first * (1.0 - kept))  # of a stage's whole activations
+    return max(0.0, min(1.0, (1.0 - bytes_kept) / (1.0 - kept))) if kept < 1.0 else 0.0  # 1.0: saves nothing
 
 
 def merak_share(first: float, stage: int, num_stages: int) -> float:
@@ -110,7 +110,7 @@ def merak_share(first: float, stage: int, num_stages: int) -> float:
         >>> [merak_share(0.75, stage, 4) for stage in range(4)]
         [0.75, 0.625, 0.25, 0.0]
     """
-    if stage == num_stages - 1 and num_stages > 1:
+    if stage == num_stages - 1 and num_stages > 1:  # the formula divides by zero there
         return 0.0
     whole = num_stages - 1
     return max(0.0, 1.0 - (1.0 - first) * whole / (whole - stage)) if whole else first

@@ -79,7 +79,7 @@ class ScheduleInfo:
         on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
         self.check(num_ranks, num_micro_batches, on_rank)
         size = PipelineSize(num_ranks, on_rank, num_micro_batches)
-        if replace(self, note="") in SCHEDULES:
+        if replace(self, note="") in SCHEDULES:  # a schedule of this package, whose orders tests check
             return tuple(tuple(self.order(rank, size)) for rank in range(num_ranks))
         actions = tuple(self._users_order(rank, size) for rank in range(num_ranks))
         places = [self.rank_of(stage, num_ranks) for stage in range(size.num_stages)]
@@ -96,10 +96,10 @@ class ScheduleInfo:
         )
 
     def _users_order(self, rank: int, size: PipelineSize) -> tuple[Action, ...]:
-        most = MOST_PASSES * size.stages_per_rank * size.num_micro_batches
+        most = MOST_PASSES * size.stages_per_rank * size.num_micro_batches  # a user's generator may never end
         try:
             actions = tuple(Action(*fields) for fields in islice(self.order(rank, size), most + 1))
-        except Exception as error:
+        except Exception as error:  # the user's code may raise anything
             raise self.refusal(size, f"on rank {rank} it fails with {error_text(error)}") from error
         if len(actions) > most:
             raise self.refusal(size, f"on rank {rank} it has more than the {most} passes that there can be")
@@ -107,7 +107,7 @@ class ScheduleInfo:
 
     def rank_of(self, stage: int, num_ranks: int) -> int:
         """The rank of a pipeline that holds ``stage``."""
-        lap, offset = divmod(stage, num_ranks)
+        lap, offset = divmod(stage, num_ranks)  # a lap is one stage on every rank
         return num_ranks - 1 - offset if self.placement == "v" and lap % 2 else offset
 
     def stages_of(self, rank: int, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
@@ -167,6 +167,7 @@ class ScheduleInfo:
         """
         legal = self.dividing(num_ranks, stages_per_rank, rows)
         stages = num_ranks * (self.usual_stages if stages_per_rank is None else stages_per_rank)
+        # The distance is a ratio. Of two equally near numbers the larger one has the smaller bubble.
         few = [number for number in legal if number <= 4 * stages] or legal[:1]
         return min(
             few, key=lambda number: (max(number, 2 * stages) / min(number, 2 * stages), -number), default=None
@@ -177,7 +178,7 @@ class ScheduleInfo:
             return False
         if self.micro_batches == "stages":
             return num_micro_batches >= num_ranks * on_rank
-        rounds = max(1, num_micro_batches // num_ranks)
+        rounds = max(1, num_micro_batches // num_ranks)  # torch's rule for interleaved schedules
         return self.micro_batches == "any" or num_micro_batches % rounds == 0
 
     def reason(self, num_ranks: int, num_micro_batches: int, on_rank: int) -> str:
@@ -198,12 +199,11 @@ class ScheduleInfo:
 
 
 def _read_schedule(row: Mapping[str, str]) -> ScheduleInfo:
-    """A line of ``schedules.csv``; its order is a function of ``orders``, or that of torch's class."""
     numbers = ("fewest_stages", "most_stages", "usual_stages", "fewest_micro_batches")
     fields: dict[str, Any] = {key: row[key] for key in ("name", "placement", "micro_batches", "summary")}
-    fields |= {key: int(row[key]) for key in numbers if row[key]}
-    fields |= dict.fromkeys(row["does"].split(), True)
-    by_torch = row["order"] == "torch"
+    fields |= {key: int(row[key]) for key in numbers if row[key]}  # an empty cell is the default
+    fields |= dict.fromkeys(row["does"].split(), True)  # names of boolean fields
+    by_torch = row["order"] == "torch"  # others are functions of the module orders
     order = orders.torchs(f"Schedule{row['name']}") if by_torch else getattr(orders, row["order"])
     return ScheduleInfo(order=order, **fields)
 
@@ -232,7 +232,7 @@ def get_schedule(name: str) -> ScheduleInfo:
         >>> get_schedule("ds_default").note
         "'ds_default' is run as 1F1B: DeepSpeed's default order is 1F1B."
     """
-    if ":" in name:
+    if ":" in name:  # a schedule of the user's own
         return _import_schedule(name)
     by_key = {_schedule_key(info.name): info for info in SCHEDULES}
     key = _schedule_key(name)

@@ -47,7 +47,7 @@ class StageCosts:
         if not self.send:
             object.__setattr__(self, "send", (0.0,) * (num - 1))
         for name in ("forward", "backward_input", "backward_weight", "backward", "recompute", "send"):
-            values, length = getattr(self, name), num - (name == "send")
+            values, length = getattr(self, name), num - (name == "send")  # one send for each cut
             if num < 1 or len(values) != length:
                 raise InputError(
                     f"the costs of {num} stages need {length} values in {name!r}, but there are {len(values)}."
@@ -146,7 +146,7 @@ def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts) -> Timeline:
         raise InputError(f"the actions are of {num_stages} stages, but the costs are of {costs.num_stages}.")
     kinds = _build_passes(orders, costs)
     passes = [_of_rank(order, kinds) for order in orders]
-    starts = _start_times(orders, passes)
+    starts = _start_times(orders, passes)  # shorter than the order of a rank that is stuck
     stuck = [rank for rank, order in enumerate(orders) if len(starts[rank]) < len(order)]
     if stuck:
         waiting = ", ".join(
@@ -190,10 +190,10 @@ def _build_passes(orders: Sequence[Sequence[Action]], costs: StageCosts) -> dict
         after: tuple[int | None, float] = (stage + 1, crossing[stage]) if stage < last else (None, 0.0)
         passes["F", stage] = _Pass("F", *before, costs.forward[stage])
         passes["B", stage] = _Pass("B", *after, costs.backward[stage])
-        passes["R", stage] = _Pass("R", None, 0.0, costs.forward[stage])
+        passes["R", stage] = _Pass("R", None, 0.0, costs.forward[stage])  # its input has arrived before
         passes[_RECOMPUTED, stage] = _Pass("B", *after, costs.backward[stage] - costs.recompute[stage])
         passes["I", stage] = _Pass("B", *after, costs.backward_input[stage])
-        passes["W", stage] = _Pass("W", None, 0.0, costs.backward_weight[stage])
+        passes["W", stage] = _Pass("W", None, 0.0, costs.backward_weight[stage])  # no pass waits for it
     return passes
 
 
@@ -206,12 +206,12 @@ def _of_rank(order: Sequence[Action], kinds: Mapping[tuple[str, int], _Pass]) ->
 
 
 def _start_times(orders: Sequence[Sequence[Action]], passes: Sequence[Sequence[_Pass]]) -> list[list[float]]:
-    """The start times of each rank's actions, as far as they can be run."""
-    ended: dict[tuple[str, int, int], float] = {}
-    waiting: dict[tuple[str, int, int], int] = {}
-    free = [0.0] * len(orders)
+    ended: dict[tuple[str, int, int], float] = {}  # by (chain, stage, micro-batch)
+    waiting: dict[tuple[str, int, int], int] = {}  # rank by the pass it waits for; a pass has one reader
+    free = [0.0] * len(orders)  # when each rank has ended its last action
     starts: list[list[float]] = [[] for _ in orders]
     runnable = list(range(len(orders)))
+    # A rank runs on until it needs a pass that has not ended. That pass wakes it: linear in the actions.
     while runnable:
         rank = runnable.pop()
         order, now, begun = orders[rank], free[rank], starts[rank]
@@ -224,7 +224,7 @@ def _start_times(orders: Sequence[Sequence[Action]], passes: Sequence[Sequence[_
                 if ready is None:
                     waiting[chain, source, index] = rank
                     break
-                start = max(now, ready + send)
+                start = max(now, ready + send)  # a send travels while both ranks compute
             begun.append(start)
             now = start + seconds
             if chain in "FB":
@@ -258,7 +258,7 @@ def checked_orders(
     orders = info.orders(num_ranks, num_micro_batches, stages_per_rank)
     on_rank = stages_per_rank or info.usual_stages
     try:
-        simulate(orders, StageCosts.equal(num_ranks * on_rank))
+        simulate(orders, StageCosts.equal(num_ranks * on_rank))  # a deadlock does not depend on costs
     except InputError as error:
         size = PipelineSize(num_ranks, on_rank, num_micro_batches)
         raise info.refusal(size, str(error).rstrip(".")) from error

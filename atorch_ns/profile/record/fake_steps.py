@@ -14,7 +14,7 @@ from torch import nn
 from atorch_ns.capture.nests import map_tensors, resized, resized_shape
 from atorch_ns.capture.real_values import RealValues, fake_like, largest_real, may_be_real
 from atorch_ns.capture.structure import Container, copy_structure
-from atorch_ns.profile.record.steps import Precision, RecordedStep, Subject, record_step
+from atorch_ns.profile.record.steps import RecordedStep, StepPrecision, TracedModel, record_step
 from atorch_ns.torch_compat import DropoutOfGpus, fake_tensor_mode, outside_fake_mode, quiet_fake_kernels
 
 
@@ -26,21 +26,21 @@ class FakeSteps:
         device: device that the fake tensors claim to be on.
     """
 
-    def __init__(self, subject: Subject, containers: Mapping[str, Container], device: str) -> None:
+    def __init__(self, subject: TracedModel, containers: Mapping[str, Container], device: str) -> None:
         self._subject = subject
         self._containers = containers
         self._device = torch.device(device)
         self._mode = fake_tensor_mode()
         self._batches: dict[tuple[int, int], Any] = {}
 
-    def record(self, precision: Precision, sizes: tuple[int, int]) -> RecordedStep:
+    def record(self, precision: StepPrecision, sizes: tuple[int, int]) -> RecordedStep:
         """One step with batches of the given B and T."""
         paths = copied_paths(self._subject, self._containers)
         with self.prepared(precision, sizes) as (model, batch):
             return record_step(self._subject, model, batch, precision, paths, device_type=self._device.type)
 
     @contextmanager
-    def prepared(self, precision: Precision, sizes: tuple[int, int]) -> Iterator[tuple[nn.Module, Any]]:
+    def prepared(self, precision: StepPrecision, sizes: tuple[int, int]) -> Iterator[tuple[nn.Module, Any]]:
         """The copy of the model and a batch of the given B and T, inside the modes that they run in."""
         with self._mode, quiet_fake_kernels():
             model = copy_structure(self._subject.model, partial(self._fake_copy, precision), self._containers)
@@ -50,26 +50,24 @@ class FakeSteps:
             with RealValues(largest_real(math.prod(sizes))), kernels:
                 yield model, self._batches[sizes]
 
-    def _fake_copy(self, precision: Precision, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the copy of the model."""
+    def _fake_copy(self, precision: StepPrecision, kind: str, tensor: torch.Tensor) -> torch.Tensor:
         dtype = precision.dtype_of(kind, tensor)
         return fake_like(tensor, self._device, dtype=dtype, is_parameter=kind == "parameter")
 
     def _resize_tensor(self, sizes: tuple[int, int], tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the batch of B and T."""
         shape = resized_shape(tuple(tensor.shape), self._subject.sizes, sizes)
         largest = largest_real(math.prod(sizes))
-        if not may_be_real(tensor, math.prod(shape), self._device, largest=largest):
+        if not may_be_real(tensor, math.prod(shape), self._device, largest=largest):  # floats and large ones
             return torch.empty(shape, dtype=tensor.dtype, device=self._device)
-        with outside_fake_mode():
+        with outside_fake_mode():  # masks and positions keep their values
             return resized(tensor.detach().to(self._device), shape)
 
 
-def copied_paths(subject: Subject, containers: Mapping[str, Container]) -> tuple[str, ...]:
+def copied_paths(subject: TracedModel, containers: Mapping[str, Container]) -> tuple[str, ...]:
     """The paths of the blocks in the shortened copy."""
     paths: dict[str, None] = {}
     for path in subject.blocks:
-        container = containers.get(path.rpartition(".")[0])
+        container = containers.get(path.rpartition(".")[0])  # the list that holds the block
         if container is None:
             paths[path] = None
         else:
@@ -77,7 +75,7 @@ def copied_paths(subject: Subject, containers: Mapping[str, Container]) -> tuple
     return tuple(paths)
 
 
-def record_real(subject: Subject, precision: Precision, num_samples: int) -> RecordedStep:
+def record_real(subject: TracedModel, precision: StepPrecision, num_samples: int) -> RecordedStep:
     """One step of a deep copy of the model, with its values, on its device.
 
     Args:
@@ -88,7 +86,7 @@ def record_real(subject: Subject, precision: Precision, num_samples: int) -> Rec
     return record_step(subject, model, batch, precision, tuple(subject.blocks), device_type=device_type)
 
 
-def real_copy(subject: Subject, precision: Precision, num_samples: int) -> tuple[nn.Module, Any]:
+def real_copy(subject: TracedModel, precision: StepPrecision, num_samples: int) -> tuple[nn.Module, Any]:
     """A deep copy of the model and of so many rows of the batch, both on the model's device."""
     device = next((p.device for p in subject.model.parameters()), torch.device("cpu"))
 

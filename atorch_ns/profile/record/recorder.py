@@ -23,7 +23,7 @@ from atorch_ns.costs.workspaces import workspace_bytes
 from atorch_ns.torch_compat import TorchDispatchMode
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """A matrix product ``left @ right (+ bias)``; tensors by their marks (see :attr:`Recording.reads`).
 
     Attributes:
@@ -58,7 +58,7 @@ class Attention(NamedTuple):
 class Event(IntEnum):
     """The kind of an event."""
 
-    ALLOCATE = 0
+    ALLOCATE = 0  # memory first: kinds up to FREE change what is alive
     FREE = 1
     OPERATOR = 2
     PHASE = 3
@@ -94,7 +94,7 @@ class Recording:
     uses: dict[int, list[int]] = field(default_factory=dict)
     reads: dict[int, tuple[int, ...]] = field(default_factory=dict)
     writes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    products: dict[int, Product] = field(default_factory=dict)
+    products: dict[int, MatrixProduct] = field(default_factory=dict)
     attentions: dict[int, Attention] = field(default_factory=dict)
 
     def add(self, kind: Event, key: int, name: str = "", size: int = 0, moved: tuple[int, ...] = ()) -> None:
@@ -120,7 +120,7 @@ class Recording:
         for index in range(len(self.kinds) + 1):
             if index == len(self.kinds) or self.kinds[index] != Event.FREE:
                 self.keys[start:index] = sorted(self.keys[start:index])
-                start = index + 1
+                start = index + 1  # of the next run of frees
 
     def same_events(self, other: Recording) -> bool:
         """Whether both have the same events in the same order, sizes aside."""
@@ -133,21 +133,21 @@ class Recording:
         )
 
 
-class Recorder(TorchDispatchMode):
+class OperatorRecorder(TorchDispatchMode):
     """Records operators and the life of every storage they make, on fake or real tensors.
 
     Storages that exist before (parameters, buffers, the batch) are given; only what operators allocate is
     recorded, and of what a kernel takes and returns inside one call what :func:`workspace_bytes` knows.
 
     Args:
-        given: tensors whose memory is not to be counted, numbered in this order.
+        tensors: tensors whose memory is not to be counted, numbered in this order.
         parameters: given tensors that are parameters: copies of them in another dtype are recorded as casts.
         counts_workspaces: whether the kernels of the device that is traced are those of the requested device.
     """
 
     def __init__(
         self,
-        given: Iterable[torch.Tensor],
+        tensors: Iterable[torch.Tensor],
         parameters: Iterable[nn.Parameter],
         *,
         counts_workspaces: bool = True,
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
         self.phase = -1
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # a storage's address names it only as long as it lives
-        for number, tensor in enumerate(given):
+        for number, tensor in enumerate(tensors):
             storage = tensor.untyped_storage()
             self._kept.append(storage)
             self._numbers.setdefault(storage._cdata, number)
@@ -168,13 +168,13 @@ class Recorder(TorchDispatchMode):
         self._count = 0
 
     @contextmanager
-    def running(self) -> Iterator[Recorder]:
+    def running(self) -> Iterator[OperatorRecorder]:
         """Records what runs inside; memory is freed in a fixed order."""
         handles = [
             p.register_post_accumulate_grad_hook(self._note_grad) for p in self._parameters if p.requires_grad
         ]
         collects = gc.isenabled()
-        gc.disable()
+        gc.disable()  # it would free cycles at other places in each step
         try:
             with self:
                 yield self
@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
                 handle.remove()
             if collects:
                 gc.enable()
-            self._live.clear()
+            self._live.clear()  # what is freed later is no event of the step
             self.recording.settle()
 
     def enter_phase(self, phase: int) -> None:
@@ -200,12 +200,12 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "prim":
+        if func.namespace == "prim":  # questions about a tensor
             return _tensor_metadata(func, args)
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         results = _dense_tensors(out)
-        if is_free(func):
+        if is_free(func):  # a view, or memory without values
             for tensor in results:
                 self._record_allocation(tensor)
             return out
@@ -221,25 +221,30 @@ class Recorder(TorchDispatchMode):
             self._record_allocation(tensor)
         if self._counts_workspaces:
             self._pass_through(workspace_bytes(func, args, out))
-        self._note_operands(event, func, args, read, results)
+        self._note_operands(event, func, args, read, results)  # after the allocations, which number results
         self._note_attention(event, func, args, kwargs)
         if func is torch.ops.aten._to_copy.default:
             self._note_cast(read[0], results[0])
         return out
 
     def _note_operands(
-        self, event: int, func: Any, args: tuple[Any, ...], read: list[torch.Tensor], made: list[torch.Tensor]
+        self,
+        event: int,
+        func: Any,
+        args: tuple[Any, ...],
+        read: list[torch.Tensor],
+        results: list[torch.Tensor],
     ) -> None:
         self.recording.reads[event] = tuple(self._storage_number(tensor) for tensor in read)
-        self.recording.writes[event] = tuple(self._storage_number(tensor) for tensor in made)
+        self.recording.writes[event] = tuple(self._storage_number(tensor) for tensor in results)
         factors = _FACTORS.get(func)
         if factors is not None:
             left, right, bias = factors
             strides = args[right].stride()
-            self.recording.products[event] = Product(
+            self.recording.products[event] = MatrixProduct(
                 self._storage_number(args[left]),
                 self._storage_number(args[right]),
-                strides[-1] != 1 and strides[-2] == 1,
+                strides[-1] != 1 and strides[-2] == 1,  # the transpose of a weight [N, K], as of nn.Linear
                 None if bias is None else self._storage_number(args[bias]),
             )
 
@@ -249,7 +254,7 @@ class Recorder(TorchDispatchMode):
         if (
             is_attention(self.recording.labels[event])
             and position_of(func, "query") == 0
-            and args[0].dim() == 4
+            and args[0].dim() == 4  # [B, heads, T, width]
         ):
             query, key = args[:2]
             self.recording.attentions[event] = Attention(
@@ -257,23 +262,21 @@ class Recorder(TorchDispatchMode):
             )
 
     def _storage_number(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage; -1 less the number of a given one."""
         address = tensor.untyped_storage()._cdata
         number = self._numbers.get(address)
-        return self._live[address][0] if number is None else -1 - number
+        return self._live[address][0] if number is None else -1 - number  # below 0: given
 
     def _record_allocation(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._live or address in self._numbers:
+        if address in self._live or address in self._numbers:  # a view, or written in place
             return
         number, self._count = self._count, self._count + 1
         self._live[address] = (number, weakref.ref(storage, partial(self._record_free, address, number)))
         self.recording.add(Event.ALLOCATE, number, size=storage.nbytes())
 
     def _pass_through(self, sizes: tuple[int, ...]) -> None:
-        """Memory that is taken and given back."""
-        first = self._count
+        first = self._count  # workspaces: no tensor has these numbers
         self._count += len(sizes)
         for number, num_bytes in enumerate(sizes, first):
             self.recording.add(Event.ALLOCATE, number, size=num_bytes)
@@ -298,7 +301,7 @@ class Recorder(TorchDispatchMode):
                 self.recording.casts.add(entry[0])
 
     def _note_grad(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None and parameter.grad.layout is torch.strided:
+        if parameter.grad is not None and parameter.grad.layout is torch.strided:  # no sparse gradient
             entry = self._live.get(parameter.grad.untyped_storage()._cdata)
             if entry is not None:
                 self.recording.gradients.add(entry[0])
@@ -315,8 +318,7 @@ _FACTORS: Mapping[Any, tuple[int, int, int | None]] = {
 
 
 def _tensor_metadata(func: Any, args: tuple[Any, ...]) -> Any:
-    """The metadata of a tensor. Two of three calls are for the device of a fake tensor, which holds it."""
-    if func is torch.ops.prim.device.default:
+    if func is torch.ops.prim.device.default:  # two of three calls; a fake tensor holds its device
         device = getattr(args[0], "fake_device", None)
         if device is not None:
             return device
@@ -324,12 +326,11 @@ def _tensor_metadata(func: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _dense_tensors(value: Any) -> list[torch.Tensor]:
-    """The dense tensors in an operator's arguments or results; lists of tensors are one deep."""
     if isinstance(value, torch.Tensor):
         return [value] if value.layout is torch.strided else []
     tensors: list[torch.Tensor] = []
     if isinstance(value, (tuple, list)):
-        for item in value:
+        for item in value:  # lists of tensors are one deep
             if isinstance(item, torch.Tensor):
                 if item.layout is torch.strided:
                     tensors.append(item)
@@ -369,13 +370,13 @@ class Boundaries:
     The backward pass of a block begins when the gradient of one of its outputs is complete.
     """
 
-    def __init__(self, recorder: Recorder, blocks: Mapping[str, nn.Module]) -> None:
+    def __init__(self, recorder: OperatorRecorder, blocks: Mapping[str, nn.Module]) -> None:
         self.occurrences = [Occurrence()]
         self._recorder = recorder
         self._blocks = blocks
         self._is_backward = False
-        self._inside: str | None = None
-        self._hooked: list[weakref.ref[torch.Tensor]] = []
+        self._inside: str | None = None  # the block that runs
+        self._hooked: list[weakref.ref[torch.Tensor]] = []  # one hook for a tensor between two blocks
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -395,7 +396,7 @@ class Boundaries:
             return  # recomputed, or a block inside a block
         tensors = unique_tensors_of((args, kwargs))
         self._hook_gradients(tensors, len(self.occurrences) - 1)
-        if not self.occurrences[-1].block:
+        if not self.occurrences[-1].block:  # the stretch before hands on what this block takes
             self.occurrences[-1].outputs = _storage_bytes(tensors)
         self._inside = path
         shapes = tuple((tuple(t.shape), str(t.dtype)) for t in tensors)
@@ -415,7 +416,6 @@ class Boundaries:
         self._recorder.enter_phase(forward_of(len(self.occurrences) - 1))
 
     def _hook_gradients(self, tensors: list[torch.Tensor], occurrence: int) -> None:
-        """When the gradient of one of the tensors is complete, the backward pass of its maker begins."""
         alive = {id(tensor) for ref in self._hooked if (tensor := ref()) is not None}
         for tensor in tensors:
             if tensor.grad_fn is not None and id(tensor) not in alive:
@@ -425,7 +425,7 @@ class Boundaries:
     def _begin_backward(self, occurrence: int) -> None:
         phase = backward_of(occurrence)
         current = self._recorder.phase
-        if self._is_backward and (current % 2 == 0 or phase < current):
+        if self._is_backward and (current % 2 == 0 or phase < current):  # from the last stretch to the first
             self._recorder.enter_phase(phase)
 
 

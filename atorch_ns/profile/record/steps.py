@@ -16,8 +16,8 @@ from torch import nn
 from atorch_ns.capture.blocks import vocabulary_size
 from atorch_ns.capture.nests import floats_to, samples_and_tokens, unique_tensors_of
 from atorch_ns.errors import InputError
-from atorch_ns.profile.record.recorder import Boundaries, Occurrence, Recorder, Recording
-from atorch_ns.profile.record.tensor_division import Division, find_division
+from atorch_ns.profile.record.recorder import Boundaries, Occurrence, OperatorRecorder, Recording
+from atorch_ns.profile.record.tensor_division import TensorDivision, find_division
 from atorch_ns.profile.trace import precision_key
 
 ALL_PRECISIONS = ("float32", "float32/bfloat16", "bfloat16", "bfloat16/bfloat16")
@@ -33,7 +33,7 @@ def stays_in_fp32(buffer: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Precision:
+class StepPrecision:
     """One way to run a step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Precision:
     autocast: torch.dtype | None
 
     @classmethod
-    def parse(cls, key: str) -> Precision:
+    def parse(cls, key: str) -> StepPrecision:
         """The precision of a key; for weights in fp32 the model's own dtypes are left alone."""
         weights, _, autocast = key.partition("/")
         return cls(
@@ -82,7 +82,7 @@ class Precision:
         if self.weights is None:
             return
         for module in {id(module): module for module in (model, *blocks.values())}.values():
-            if module is model or not self.casts_buffers:
+            if module is model or not self.casts_buffers:  # sharding casts the inputs of each unit
                 module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True, prepend=True)
         if self.casts_buffers:
             model.register_forward_hook(lambda _, __, output: floats_to(output, torch.float32))
@@ -97,7 +97,7 @@ ForwardLoss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Subject:
+class TracedModel:
     """The model and batch that are traced, as the user gave them. Never changed.
 
     Attributes:
@@ -149,7 +149,7 @@ class RecordedStep:
     occurrences: list[Occurrence]
     uses: Mapping[str, list[int]]
     sizes: tuple[int, int]
-    division: Division
+    division: TensorDivision
     dims: Mapping[str, int]
 
     def worked(self) -> list[bool]:
@@ -169,10 +169,10 @@ class RecordedStep:
 
 
 def record_step(
-    subject: Subject,
+    subject: TracedModel,
     model: nn.Module,
     batch: Any,
-    precision: Precision,
+    precision: StepPrecision,
     block_paths: Sequence[str],
     *,
     device_type: str,
@@ -191,15 +191,16 @@ def record_step(
     if subject.keeps_output:
         model.register_forward_hook(lambda _, __, output: outputs.append(output))
     precision.install(model, blocks)
+    # Parameters first: their numbers are their places among the parameters.
     tensors = [*parameters.values(), *model.buffers(), *unique_tensors_of(batch)]
-    recorder = Recorder(tensors, parameters.values(), counts_workspaces=subject.counts_workspaces)
+    recorder = OperatorRecorder(tensors, parameters.values(), counts_workspaces=subject.counts_workspaces)
     boundaries = Boundaries(recorder, blocks)
     with torch.enable_grad(), recorder.running(), boundaries.watching():
         with precision.context(device_type):
             loss = subject.forward_loss(model, batch)
         _check_loss(loss)
         boundaries.start_backward()
-        if loss.requires_grad:
+        if loss.requires_grad:  # not where all is frozen
             loss.backward()
     for parameter in parameters.values():
         parameter.grad = None
@@ -218,7 +219,7 @@ def record_step(
 
 def _division_of_model(
     model: nn.Module, recording: Recording, occurrences: Sequence[Occurrence], inside: tuple[str, ...]
-) -> Division:
+) -> TensorDivision:
     words = vocabulary_size(model)
     parameters = dict(model.named_parameters())
     vocabulary = {
@@ -228,20 +229,18 @@ def _division_of_model(
         and not name.startswith(inside)
         and parameter.dim()
         and parameter.shape[0] == words
-        and not _is_of_positions(name)
+        and not _is_of_positions(name)  # which may be as many as words
     }
     shapes = [tuple(parameter.shape) for parameter in parameters.values()]
     return find_division(recording, shapes, lambda phase: occurrences[phase // 2].block, vocabulary)
 
 
 def _is_of_positions(name: str) -> bool:
-    """Whether a table has a row for each position, which may be as many as words."""
     table = name.rpartition(".")[0].rpartition(".")[2].lower()
-    return "pos" in table or table == "wpe"
+    return "pos" in table or table == "wpe"  # GPT-2's name
 
 
 def _check_loss(loss: Any) -> None:
-    """Refuses what is not a scalar tensor."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise InputError(f"the loss must be a tensor of one number to trace a training step; it is {shape}.")

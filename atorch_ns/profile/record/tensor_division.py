@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from atorch_ns.profile.record.recorder import Event, Product, Recording
+from atorch_ns.profile.record.recorder import Event, MatrixProduct, Recording
 
 _MEETING = frozenset(
     {
@@ -27,7 +27,7 @@ _MEETING = frozenset(
 
 
 @dataclass
-class Division:
+class TensorDivision:
     """The tensors and operators that are divided.
 
     Attributes:
@@ -63,7 +63,7 @@ def find_division(
     shapes: Sequence[tuple[int, ...]],
     block_of: Callable[[int], str],
     vocabulary: Mapping[int, int],
-) -> Division:
+) -> TensorDivision:
     """The tensors and operators of a recorded step that tensor parallelism would divide.
 
     Args:
@@ -73,7 +73,7 @@ def find_division(
         vocabulary: parameters outside blocks that have a row for each word, with that dim.
     """
     whole: set[int] = set()
-    while True:
+    while True:  # ends, as each refusal adds weights that stay whole
         try:
             return _Walk(recording, shapes, block_of, vocabulary, whole).division()
         except _Refusal as refusal:
@@ -97,20 +97,20 @@ class _Walk:
         self._vocabulary = vocabulary
         self._whole = whole
         self._sources: dict[int, frozenset[int]] = {}  # of each divided storage the weights that divided it
-        self._origin = {-1 - number: number for number in range(len(shapes))}
+        self._origin = {-1 - number: number for number in range(len(shapes))}  # by mark, also of copies
         self._sizes: dict[int, int] = {}
-        self._made = {
+        self._result_bytes = {
             key: size
             for kind, key, size in zip(recording.kinds, recording.keys, recording.sizes, strict=True)
             if kind == Event.ALLOCATE
         }
         self._blocks: dict[int, str] = {}  # of each divided parameter
-        self._found = Division(dims=dict(vocabulary))
-        self._head_bytes = 0
+        self._division = TensorDivision(dims=dict(vocabulary))
+        self._head_bytes = 0  # of the logits
         self._phase = 0
         self._block = ""
 
-    def division(self) -> Division:
+    def division(self) -> TensorDivision:
         """Follows all events."""
         recording = self._recording
         for event, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
@@ -120,9 +120,11 @@ class _Walk:
                 self._sizes[key] = recording.sizes[event]
             elif kind == Event.OPERATOR:
                 self._follow_operator(event)
-        gradients = {made for made, number in recording.gradient_of.items() if number in self._found.dims}
-        self._found.storages = set(self._sources) - recording.gradients | gradients
-        return self._found
+        gradients = {
+            gradient for gradient, number in recording.gradient_of.items() if number in self._division.dims
+        }
+        self._division.storages = set(self._sources) - recording.gradients | gradients
+        return self._division
 
     def _follow_operator(self, event: int) -> None:
         reads = self._recording.reads[event]
@@ -131,7 +133,7 @@ class _Walk:
             self._follow_product(event, product, self._origin[product.right])
             return
         label = self._recording.labels[event]
-        if label == "aten._to_copy" and reads[0] in self._origin:
+        if label == "aten._to_copy" and reads[0] in self._origin:  # autocast's copy of a weight
             for result in self._recording.writes[event]:
                 self._origin[result] = self._origin[reads[0]]
             return
@@ -144,62 +146,63 @@ class _Walk:
         self._mark_divided(event, frozenset().union(*(self._sources[mark] for mark in divided)))
 
     def _follow_words(self, event: int, reads: Sequence[int]) -> None:
-        """Marks results computed from values for words as values for words, if they are as large."""
-        words = self._found.words
-        least = 0.5 * min((self._made.get(mark, 0) for mark in reads if mark in words), default=0)
-        results = [mark for mark in self._recording.writes[event] if self._made.get(mark, 0) >= least > 0]
+        words = self._division.words
+        # A result of at least half the bytes has a value for each word: a cast to 16 bits halves them.
+        least = 0.5 * min((self._result_bytes.get(mark, 0) for mark in reads if mark in words), default=0)
+        results = [
+            mark for mark in self._recording.writes[event] if self._result_bytes.get(mark, 0) >= least > 0
+        ]
         if results:
             words.update(results)
-            self._found.word_operators.add(event)
+            self._division.word_operators.add(event)
             if self._recording.labels[event] == "aten._log_softmax" and self._head_bytes:
-                share = self._made[results[0]] / self._head_bytes
+                share = self._result_bytes[results[0]] / self._head_bytes
                 # 16-bit logits, of which fp32 is made.
-                self._found.loss_share = share / 2 if share > 1 else share
+                self._division.loss_share = share / 2 if share > 1 else share
 
-    def _follow_product(self, event: int, product: Product, number: int) -> None:
-        output_dim = 0 if product.transposed else 1
+    def _follow_product(self, event: int, product: MatrixProduct, number: int) -> None:
+        output_dim = 0 if product.transposed else 1  # of a weight [N, K] or [K, N]
         if number in self._vocabulary:
-            self._found.operators.add(event)
-            if output_dim == 0 and product.left not in self._found.words:
+            self._division.operators.add(event)
+            # Hidden states times the transposed table are the logits; the other product is a gradient.
+            if output_dim == 0 and product.left not in self._division.words:
                 logits = [logits for logits in self._recording.writes[event] if logits >= 0]
-                self._found.words.update(logits)
-                self._head_bytes = max((self._made.get(mark, 0) for mark in logits), default=0)
+                self._division.words.update(logits)
+                self._head_bytes = max((self._result_bytes.get(mark, 0) for mark in logits), default=0)
             return
-        dim = self._found.dims.get(number)
+        dim = self._division.dims.get(number)
         sources = self._sources.get(product.left, frozenset())
         if dim is None:
             if not self._can_begin(number, sources):
                 if sources:
-                    raise _Refusal(sources)
+                    raise _Refusal(sources)  # nothing sums the parts of this input
                 return
-            dim = 1 - output_dim if sources else output_dim
-            self._found.dims[number] = dim
+            dim = 1 - output_dim if sources else output_dim  # a row layer if its input is divided
+            self._division.dims[number] = dim
             self._blocks[number] = self._block
             if not sources and product.bias in self._origin:
-                self._found.dims[self._origin[product.bias]] = 0
+                self._division.dims[self._origin[product.bias]] = 0  # a row layer's bias stays whole
         if self._phase % 2 == 0:
-            counts = self._found.columns if dim == output_dim else self._found.rows
+            counts = self._division.columns if dim == output_dim else self._division.rows
             counts[self._phase] = counts.get(self._phase, 0) + 1
-        self._found.operators.add(event)
+        self._division.operators.add(event)
         if dim == output_dim:
             self._mark_divided(event, sources | {number})
 
     def _can_begin(self, number: int, sources: frozenset[int]) -> bool:
-        """Whether a weight that has no role yet may get one: a matrix of this block that is used forward."""
-        forward = bool(self._block) and self._phase % 2 == 0
+        forward = bool(self._block) and self._phase % 2 == 0  # outside blocks the vocabulary alone is divided
         same_block = all(self._blocks[source] == self._block for source in sources)
         return forward and same_block and len(self._shapes[number]) == 2 and number not in self._whole
 
     def _refuse_whole_operands(self, reads: Sequence[int], divided: Sequence[int]) -> None:
-        """Refuses what would add a part of a tensor to a whole one of its size."""
-        size = max(self._sizes.get(mark, 0) for mark in divided)
+        size = max(self._sizes.get(mark, 0) for mark in divided)  # smaller ones are broadcast, such as a bias
         others = [mark for mark in reads if mark not in self._sources and mark >= 0]
         # Backward, gradients of what both kinds of layers read meet in whatever order autograd has.
         if self._phase % 2 == 0 and any(self._sizes.get(mark, 0) >= size for mark in others):
             raise _Refusal(frozenset().union(*(self._sources[mark] for mark in divided)))
 
     def _mark_divided(self, event: int, sources: frozenset[int]) -> None:
-        self._found.operators.add(event)
+        self._division.operators.add(event)
         for result in self._recording.writes[event]:
-            if result >= 0:
+            if result >= 0:  # not into a given tensor
                 self._sources[result] = sources

@@ -11,9 +11,9 @@ from atorch_ns.report.info.verdict import WaterfallBar, WaterfallInfo
 from atorch_ns.report.text.text import KIND_NAMES, timeline_sentence
 from atorch_ns.text import bytes_text, percent_text, seconds_text
 
-_LINE = FONT * 1.6
+_LINE = FONT * 1.6  # height of a legend's line
 
-_STEP_ROW = 48
+_STEP_ROW = 48  # a label, and a bar below it
 _STEP_BAR = 18
 _GAP = 6  # between a bar and its figure
 
@@ -29,6 +29,7 @@ def waterfall_picture(info: WaterfallInfo) -> str:
     rows = [(f"baseline: {info.baseline}", 0.0, info.baseline_seconds, "total", start)]
     for bar in info.bars:
         note = "" if bar.source == "measured" else f" ({bar.source})"
+        # A change is a bar from the step before it to the step after it.
         low, high = sorted((bar.before, bar.after))
         rows.append(
             (f"{bar.label}{note}", low, high, "faster" if bar.change <= 0 else "slower", _change_text(bar))
@@ -36,12 +37,12 @@ def waterfall_picture(info: WaterfallInfo) -> str:
     rows.append((f"winner: {info.winner}", 0.0, info.winner_seconds, "total", end))
     title = "From the baseline to the winner"
     canvas = Canvas("waterfall", title, description, WIDTH, _STEP_ROW * len(rows) + 8)
-    longest = max(1e-12, *(high for _, _, high, _, _ in rows))
+    longest = max(1e-12, *(high for _, _, high, _, _ in rows))  # never zero, as it divides
     scale = (WIDTH - max(text_width(amount) for *_, amount in rows) - _GAP) / longest
     for position, (label, low, high, style, amount) in enumerate(rows):
         y = _STEP_ROW * position
         canvas.text(0, y + FONT, fitted(label, WIDTH))
-        length = max((high - low) * scale, 1.5)
+        length = max((high - low) * scale, 1.5)  # a small change is still seen
         canvas.box(low * scale, y + FONT + 6, length, _STEP_BAR, style=style)
         canvas.text(high * scale + _GAP, y + FONT + 20, amount)
     return canvas.finish()
@@ -121,14 +122,15 @@ def _draw_bar(
     amount = shown(bar.predicted) if measured is None else f"{shown(bar.predicted)} (◆ {shown(measured)})"
     role = " ✓" if bar.is_best else " (baseline)" if bar.is_baseline else ""
     style = "strong" if bar.is_best else ""
-    room = canvas.width - FONT * 0.6 * (len(amount) + len(role) + 2)
+    room = canvas.width - FONT * 0.6 * (len(amount) + len(role) + 2)  # what the figure leaves
     canvas.text(0, y + FONT, fitted(f"#{bar.number} {bar.label}", room) + role, style=style)
     canvas.text(canvas.width, y + FONT, amount, style=style, anchor="end")
+    # Parts lie side by side from the left, numbered where they are wide enough.
     x, top = 0.0, y + FONT + 6
     for number, part in enumerate(used, 1):
         length = bar.parts[part] * scale
         canvas.box(x, top, length, _BAR, style=f"p{part}", tip=f"{names[part]}: {shown(bar.parts[part])}")
-        if length > FONT:
+        if length > FONT:  # there is room for its number
             canvas.text(x + length / 2, top + _BAR - 5, str(number), style="on", anchor="middle")
         x += length
     if measured is not None:
@@ -143,15 +145,14 @@ def _draw_legend(
     *,
     numbered: bool = False,
 ) -> None:
-    """Boxes with their names, of the styles by name; numbered in the order of the styles."""
     for line, row in enumerate(rows):
         y = FONT + _LINE * line
         for x, label in row:
             canvas.box(x, y - FONT + 1, FONT + 2, FONT + 2, style=styles[label])
             if numbered:
-                number = str(list(styles).index(label) + 1)
+                number = str(list(styles).index(label) + 1)  # as on the bars
                 canvas.text(x + FONT / 2 + 1, y, number, style="on", anchor="middle")
-            if label == _LATER:
+            if label == _LATER:  # the mark of such passes
                 canvas.box(x, y + 3 - _LAP, FONT + 2, _LAP, style="lap")
             canvas.text(x + FONT + 7, y, label)
 
@@ -162,7 +163,6 @@ def _longest_value(bar: Bar) -> float:
 
 
 def _first_bar_sentence(bars: Sequence[Bar], shown: Callable[[float | None], str]) -> str:
-    """The first bar as a sentence."""
     if not bars:
         return ""
     first = bars[0]
@@ -196,7 +196,7 @@ class _Span(NamedTuple):
 def timeline_picture(info: TimelineInfo) -> str:
     """Ranks from top to bottom, time from left to right; the empty parts of a row are idle."""
     rows = info.first(MOST_ROWS)
-    scale = (WIDTH - _LEFT - _RIGHT) / (info.step_seconds or 1.0)
+    scale = (WIDTH - _LEFT - _RIGHT) / (info.step_seconds or 1.0)  # units of the picture per second
     spans = [list(_merge_thin_blocks(row, scale)) for row in rows]
     legend = _timeline_legend(info, spans)
     top = _LINE * (len(legend) + 2)
@@ -219,14 +219,13 @@ def timeline_picture(info: TimelineInfo) -> str:
 
 
 def _merge_thin_blocks(row: TimelineRow, scale: float) -> Iterator[_Span]:
-    """The row's blocks in the units of the picture, thin neighbours as one."""
     start = end = 0.0
     thin: set[str] = set()
     for block in row.blocks:
         x, length = _LEFT + block.start * scale, (block.end - block.start) * scale
         if not length:  # the first stage's backward for inputs, which it does not have
             continue
-        if thin and (length >= _THIN or x > end + 1):
+        if thin and (length >= _THIN or x > end + 1):  # wide enough itself, or after a gap
             yield _merged_span(thin, start, end)
             thin = set()
         if length >= _THIN:
@@ -245,7 +244,7 @@ def _merged_span(kinds: Iterable[str], start: float, end: float) -> _Span:
 
 
 def _draw_row(canvas: Canvas, spans: Sequence[_Span], y: float) -> None:
-    for kind, style in _STYLES.items():
+    for kind, style in _STYLES.items():  # one shape for each style
         boxes = [(span.x, y, span.width, _RANK_BAR) for span in spans if span.kind == kind]
         if boxes:
             canvas.boxes(boxes, style=style)
@@ -253,7 +252,7 @@ def _draw_row(canvas: Canvas, spans: Sequence[_Span], y: float) -> None:
     if marks:
         canvas.boxes(marks, style="lap")
     for span in spans:
-        if span.text and span.width > FONT * 0.6 * len(span.text) + 3:
+        if span.text and span.width > FONT * 0.6 * len(span.text) + 3:  # it fits into the block
             canvas.text(span.x + span.width / 2, y + 14, span.text, style="on", anchor="middle")
 
 
@@ -261,7 +260,7 @@ def _draw_axis(canvas: Canvas, info: TimelineInfo, scale: float, y: float) -> No
     ticks = nice_ticks(info.step_seconds, num=4)
     for tick in ticks:
         x = _LEFT + tick * scale
-        if x <= canvas.width - _RIGHT + 1:
+        if x <= canvas.width - _RIGHT + 1:  # the last tick may lie beyond the step
             canvas.line(x, y - (_RANK_ROW - _RANK_BAR), x, y, style="grid")
             canvas.text(x, y + 14, seconds_text(tick) if tick else "0", anchor="middle", style="muted")
 

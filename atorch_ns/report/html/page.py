@@ -64,15 +64,13 @@ PAGE = _read_file("page.html")
 LONGEST_PIECE = 24
 """Characters that stay together: the width of the narrowest column of text."""
 
-_AFTER = re.compile(r"(?<=\w\()(?=\S)|(?<=[,;])(?=\S)|(?<=\w[/.])(?=[^\W\d])")
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=[A-Za-zµ])")
-_INSIDE = re.compile(r"(?<=[_=:\-])(?=\w)|(?<=[a-z0-9])(?=[A-Z])")
+_AFTER = re.compile(r"(?<=\w\()(?=\S)|(?<=[,;])(?=\S)|(?<=\w[/.])(?=[^\W\d])")  # a line may end there
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=[A-Za-zµ])")  # the space in 1.5 GiB
+_INSIDE = re.compile(r"(?<=[_=:\-])(?=\w)|(?<=[a-z0-9])(?=[A-Z])")  # of a long word: after my_, before Name
 
-_SHOWN = 12
-"""Candidates that are not folded away, besides those that were tried."""
+_SHOWN = 12  # candidates that are not folded away, besides those that were tried
 
-_LONG_TITLE = 60
-"""A longer strategy has only its methods' names in the title: the first sentence has all of it."""
+_LONG_TITLE = 60  # characters: a longer strategy has only its methods' names in the title
 
 _PLANNED = "Every figure is a prediction."
 _TRIED = "Predicted before any trial; measured in trials, with the number of steps and the standard error."
@@ -143,7 +141,6 @@ def _worth_a_line(line: CandidateLine) -> bool:
 
 
 def _collapsed_tables(info: CandidatesInfo, shown: tuple[CandidateLine, ...]) -> Iterator[tuple[str, Table]]:
-    """Tables that are closed at first: candidates that were not tried, and those that were pruned."""
     rest = tuple(line for line in info.considered if line not in shown)
     more = "more that were not chosen" if info.planned else "more that were not tried"
     for title, lines in ((more, rest), ("pruned, each with its reason", info.pruned)):
@@ -238,7 +235,7 @@ def pieces(text: str) -> list[str]:
 
 def _split_long_words(piece: str) -> list[str]:
     parts = [""]
-    for word in re.split(r"(?<=\s)", piece):
+    for word in re.split(r"(?<=\s)", piece):  # words with the spaces behind them
         first, *more = _split_word(word) if len(word.strip()) > LONGEST_PIECE else [word]
         parts[-1] += first
         parts += more
@@ -246,10 +243,9 @@ def _split_long_words(piece: str) -> list[str]:
 
 
 def _split_word(word: str) -> list[str]:
-    """Parts of a long word, each as long as may be."""
     parts: list[str] = []
     for part in _INSIDE.split(word):
-        if parts and len(parts[-1]) + len(part.rstrip()) <= LONGEST_PIECE:
+        if parts and len(parts[-1]) + len(part.rstrip()) <= LONGEST_PIECE:  # as long as may be
             parts[-1] += part
         else:
             parts += [part[at : at + LONGEST_PIECE] for at in range(0, len(part), LONGEST_PIECE)]

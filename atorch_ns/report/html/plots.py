@@ -10,12 +10,11 @@ from atorch_ns.report.info.accuracy import AccuracyInfo
 from atorch_ns.report.info.candidates import HistoryInfo, ParetoInfo, ParetoPoint
 from atorch_ns.text import bytes_text, counted, number_text, percent_text, seconds_text
 
-_FAR = 20.0
-"""An axis is logarithmic from this ratio of the highest value to the lowest."""
+_FAR = 20.0  # an axis is logarithmic from this ratio of the highest value to the lowest
 
 _MOST_TICKS = 7
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 36, 54, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 36, 54, 44  # margins
 
 
 class _Axes:
@@ -48,11 +47,12 @@ class _Axes:
             canvas.line(_LEFT, self.y(value), canvas.width - _RIGHT, self.y(value), style="grid")
             canvas.text(_LEFT - 6, self.y(value) + 4, up[1](value), anchor="end", style="muted")
         longest = max(text_width(across[1](value)) for value in self._across)
+        # Figures need room: where they are wider than the distance of ticks, only every so many are shown.
         every = max(1, math.ceil((longest + 4) / (self.x(self._across[1]) - self.x(self._across[0]))))
         for value in self._across[::every]:
             canvas.line(self.x(value), _TOP, self.x(value), bottom, style="grid")
             canvas.text(self.x(value), bottom + 18, across[1](value), anchor="middle", style="muted")
-        canvas.keep_free(0, bottom, canvas.width, canvas.height)
+        canvas.keep_free(0, bottom, canvas.width, canvas.height)  # figures of the axes are there
         canvas.keep_free(0, _TOP, _LEFT, bottom)
         name = f"{across[0]}{_scale_note(self._across)} →"
         canvas.text(canvas.width - _RIGHT, canvas.height - 8, name, anchor="end", style="muted")
@@ -72,16 +72,17 @@ def history_picture(info: HistoryInfo) -> str:
     )
     canvas = Canvas("history", "Trials in their order", description, WIDTH, 300)
     last = max((point.trial for point in info.points), default=1)
-    step = max(1, round(last / 8))
+    step = max(1, round(last / 8))  # about 8 ticks
     medians = [point.seconds for point in info.points if point.seconds is not None]
     up = _far_ticks(medians) or _linear_ticks([*least, *(value * 1.01 for value in known)], seconds_text)
     axes = _Axes(canvas, range(0, last + step + 1, step), up)
     axes.draw(("trial", lambda value: f"{value:.0f}"), ("step, measured", seconds_text))
+    # The best so far goes down at each trial that is better.
     stair: list[tuple[float, float]] = []
     for point in info.points:
         if point.best_seconds is not None:
             if stair:
-                stair.append((axes.x(point.trial), stair[-1][1]))
+                stair.append((axes.x(point.trial), stair[-1][1]))  # across, then down
             stair.append((axes.x(point.trial), axes.y(point.best_seconds)))
     canvas.path(stair, style="stair")
     if info.lower_bound_seconds is not None:
@@ -136,7 +137,7 @@ def pareto_picture(info: ParetoInfo) -> str:
     description = f"{len(info.points)} candidates, {len(front)} on the front of time and memory."
     canvas = Canvas("pareto", "Time against memory", description, WIDTH, 340)
     peaks = [point.memory.value or 0.0 for point in info.points]
-    drawn = 0 < info.limit_bytes <= 2 * max(peaks, default=1.0)
+    drawn = 0 < info.limit_bytes <= 2 * max(peaks, default=1.0)  # one far above would press the points flat
     up = _bytes_ticks([*peaks, info.limit_bytes] if drawn else peaks)
     times = [point.time.value or 0.0 for point in info.points]
     across = _far_ticks(times) or _linear_ticks(times, seconds_text)
@@ -149,7 +150,7 @@ def pareto_picture(info: ParetoInfo) -> str:
         canvas.text(WIDTH - _RIGHT, y - 4, limit, anchor="end")
         canvas.keep_free(WIDTH - _RIGHT - text_width(limit), y - 4 - FONT, WIDTH - _RIGHT, y)
     canvas.path([_point_position(axes, point) for point in front], style="stair")
-    for point in sorted(info.points, key=lambda point: (point.on_front, point.is_best)):
+    for point in sorted(info.points, key=lambda point: (point.on_front, point.is_best)):  # the winner on top
         x, y = _point_position(axes, point)
         measured = point.time.source == "measured"
         shape = "diamond" if point.is_best else "circle" if measured else "square"
@@ -167,31 +168,25 @@ def _point_position(axes: _Axes, point: ParetoPoint) -> tuple[float, float]:
 
 
 def _linear_ticks(values: Sequence[float], shown: Callable[[float | None], str]) -> tuple[float, ...]:
-    """Ticks from zero, or from below the least value where the values lie close together far from zero.
-
-    Not so close that ticks would read alike.
-    """
+    """Ticks from zero, or from below the least value where values lie close together far from zero."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if 0.7 * high < low < high:
         near = nice_ticks(high, lowest=low - 0.05 * (high - low))
-        if len({shown(tick) for tick in near}) == len(near):
+        if len({shown(tick) for tick in near}) == len(near):  # no two read alike
             return near
     return nice_ticks(high)
 
 
 def _far_ticks(values: Sequence[float]) -> tuple[float, ...]:
-    """Ticks of a logarithmic axis, for values of a range of which a linear one would show only the largest.
-
-    Empty where they are not. Each tick is at least twice the one before, by which such an axis is known.
-    """
+    """Ticks of a logarithmic axis, where a linear one would show only the largest values; else none."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     if low <= 0 or high < _FAR * low or not math.isfinite(high):
         return ()
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
-    for digits in ((1, 2, 5), (1, 3), (1,)):
+    for digits in ((1, 2, 5), (1, 3), (1,)):  # the most in each decade that are few enough in all
         every = [digit * 10.0**power for power in powers for digit in digits]
-        first = max(at for at, tick in enumerate(every) if tick <= low * (1 + 1e-9))
+        first = max(at for at, tick in enumerate(every) if tick <= low * (1 + 1e-9))  # 1e-9 for rounding
         last = min(at for at, tick in enumerate(every) if tick >= high * (1 - 1e-9))
         ticks = every[first : last + 1]
         if len(ticks) <= _MOST_TICKS:
@@ -208,10 +203,9 @@ def _scale_note(ticks: Sequence[float]) -> str:
 
 
 def _axis_fraction(ticks: Sequence[float], value: float) -> float:
-    """Position of a value along an axis, from 0 to 1; values below a logarithmic axis are at its beginning."""
     first, last = ticks[0], ticks[-1]
     if _is_far(ticks):
-        return math.log(max(value, first) / first) / math.log(last / first)
+        return math.log(max(value, first) / first) / math.log(last / first)  # lower values at its beginning
     return (value - first) / (last - first)
 
 
@@ -220,7 +214,7 @@ def _in_unit(unit: float) -> Callable[[float | None], str]:
 
 
 def _bytes_ticks(values: Sequence[float]) -> tuple[float, ...]:
-    """Ticks that are round in the binary unit that they are written in."""
+    # Round in the binary unit that they are written in: 2 GiB rather than 2 GB.
     highest = max(values, default=1.0)
     unit = next((size for size in (2.0**40, 2.0**30, 2.0**20, 2.0**10) if highest >= size), 1.0)
     return tuple(tick * unit for tick in _linear_ticks([value / unit for value in values], _in_unit(unit)))

@@ -27,7 +27,7 @@ class Canvas:
 
     def __init__(self, name: str, title: str, description: str, width: int, height: int) -> None:
         self.width, self.height = width, height
-        self._labels: list[tuple[float, float, float, float]] = []
+        self._labels: list[tuple[float, float, float, float]] = []  # left, top, right, bottom
         self._parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
             f'height="{height}" role="img" aria-labelledby="{name}-title {name}-desc">',
@@ -86,10 +86,10 @@ class Canvas:
         """
         width = text_width(text)
         for left, base in (
-            (x + reach, y + 4 - rise),
-            (x - reach - width, y + 4 - rise),
-            (x - width / 2, y - reach - 2),
-            (x - width / 2, y + reach + FONT - 2),
+            (x + reach, y + 4 - rise),  # right of the point
+            (x - reach - width, y + 4 - rise),  # left of it
+            (x - width / 2, y - reach - 2),  # above it
+            (x - width / 2, y + reach + FONT - 2),  # below it
         ):
             box = (left, base - FONT - 1, left + width, base + 5)
             inside = box[0] >= 0 and box[1] >= 0 and box[2] <= self.width and box[3] <= self.height
@@ -111,8 +111,8 @@ class Canvas:
         self._parts.append(f"{start}><title>{escape(tip)}</title></{tag}>" if tip else f"{start}/>")
 
 
-def _boxes_overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _boxes_overlap(box: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
 
 
 def text_width(text: str) -> float:
@@ -132,7 +132,7 @@ def legend_rows(names: Sequence[str], width: int) -> list[list[tuple[float, str]
     rows: list[list[tuple[float, str]]] = [[]]
     x = 0.0
     for name in names:
-        length = FONT + 20 + len(name) * FONT * 0.6
+        length = FONT + 20 + len(name) * FONT * 0.6  # box, gaps and text
         if x + length > width and rows[-1]:
             rows.append([])
             x = 0.0
@@ -149,11 +149,11 @@ def nice_ticks(highest: float, *, lowest: float = 0.0, num: int = 4) -> tuple[fl
         (0.0, 20.0, 40.0, 60.0)
     """
     span = highest - lowest
-    if not span > 0 or not math.isfinite(span):
+    if not span > 0 or not math.isfinite(span):  # one value, or NaN
         return (lowest, lowest + 1.0)
     rough = span / num
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
     first = math.floor(lowest / step)
-    last = math.ceil(highest / step - 1e-9)
+    last = math.ceil(highest / step - 1e-9)  # a value on a tick needs no further one
     return tuple(index * step for index in range(first, last + 1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from atorch_ns.errors import InputError
-from atorch_ns.report.info.candidates import Figure, seconds
+from atorch_ns.report.info.candidates import ReportedNumber, seconds
 from atorch_ns.search import SearchOutcome, TrialOutcome
 
 Quantity = Literal["time", "memory"]
@@ -96,8 +96,8 @@ def rank_correlation(first: list[float], second: list[float]) -> float | None:
 
 def _average_ranks(values: list[float]) -> list[float]:
     ordered = sorted(values)
-    first = {value: position for position, value in reversed(list(enumerate(ordered)))}
-    return [first[value] + (ordered.count(value) - 1) / 2 for value in values]
+    first = {value: position for position, value in reversed(list(enumerate(ordered)))}  # of equal values
+    return [first[value] + (ordered.count(value) - 1) / 2 for value in values]  # ties share their mean rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +143,9 @@ class ActualInfo(NamedTuple):
 
     predicted_seconds: float | None
     predicted_bytes: float | None
-    trial_seconds: Figure
-    actual_seconds: Figure
-    actual_bytes: Figure
+    trial_seconds: ReportedNumber
+    actual_seconds: ReportedNumber
+    actual_bytes: ReportedNumber
 
     @property
     def time_error(self) -> float | None:
@@ -167,17 +167,17 @@ def actual_info(actual: Actual, search: SearchOutcome | None) -> ActualInfo:
     """The comparison; what the search does not know stays ``None``."""
     winner = search.winner if search is not None else None
     estimate = winner.candidate.estimate if winner is not None else None
-    unknown = Figure(None, "unknown")
+    unknown = ReportedNumber(None, "unknown")
     outcome = actual.as_outcome()
-    spread = outcome.noise_seconds if len(outcome.step_seconds) > 1 else 0.0
+    spread = outcome.noise_seconds if len(outcome.step_seconds) > 1 else 0.0  # one step has no spread
     return ActualInfo(
         predicted_seconds=estimate.step_seconds if estimate else None,
         predicted_bytes=estimate.allocated_bytes if estimate else None,
         trial_seconds=seconds(winner) if winner else unknown,
-        actual_seconds=Figure(outcome.median_seconds, "measured", len(outcome.step_seconds), spread),
+        actual_seconds=ReportedNumber(outcome.median_seconds, "measured", len(outcome.step_seconds), spread),
         actual_bytes=unknown
         if actual.peak_bytes is None
-        else Figure(float(actual.peak_bytes), "measured", 1),
+        else ReportedNumber(float(actual.peak_bytes), "measured", 1),
     )
 
 

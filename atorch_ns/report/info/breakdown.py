@@ -8,7 +8,7 @@ from typing import NamedTuple
 from atorch_ns.estimate import Estimate, MemoryParts, TimeParts
 from atorch_ns.pipeline import PipelineStep
 from atorch_ns.pipeline.schedule.actions import PassKind
-from atorch_ns.report.info.candidates import Figure, peak, seconds
+from atorch_ns.report.info.candidates import ReportedNumber, peak, seconds
 from atorch_ns.search import Row, SearchOutcome
 
 
@@ -31,7 +31,7 @@ class Bar(NamedTuple):
     is_best: bool
     is_baseline: bool
     parts: tuple[float, ...]
-    measured: Figure | None
+    measured: ReportedNumber | None
     note: str = ""
 
     @property
@@ -57,6 +57,7 @@ class MemoryInfo(NamedTuple):
         """Bytes by which a candidate is over the limit, tensors measured where they were; negative if it fits."""
         if bar.measured is None or bar.measured.value is None:
             return bar.predicted - self.limit_bytes
+        # Trials count tensors; what the allocator keeps beyond them, and what lies outside, is predicted.
         return bar.measured.value + sum(bar.parts[self.names.index("reserve") :]) - self.limit_bytes
 
 
@@ -92,7 +93,7 @@ def _build_bars(
     outcome: SearchOutcome,
     limit: int,
     parts: Callable[[Estimate], Sequence[float]],
-    figure: Callable[[Row], Figure],
+    figure: Callable[[Row], ReportedNumber],
 ) -> tuple[Bar, ...]:
     bars = []
     for number, row in _worth_showing(outcome, limit):
@@ -113,7 +114,7 @@ def _build_bars(
 
 
 def _worth_showing(outcome: SearchOutcome, limit: int) -> list[tuple[int, Row]]:
-    """Winner and baseline, then what was tried, then what could have been, then what does not fit."""
+    # Winner and baseline, then what was tried, then what could have been, then what does not fit.
     order = {"won": 0, "lost": 1, "failed": 1, "untried": 2, "pruned": 3}
 
     def rank(numbered: tuple[int, Row]) -> tuple[int, int]:
@@ -122,11 +123,11 @@ def _worth_showing(outcome: SearchOutcome, limit: int) -> list[tuple[int, Row]]:
             return (-2, number)
         if row.candidate.is_baseline:
             return (-1, number)
-        kind = row.candidate.pruned.kind if row.candidate.pruned else ""
+        kind = row.candidate.pruned.kind if row.candidate.pruned else ""  # same, impossible: last
         return (order[row.fate] + (2 if kind in ("same", "impossible") else 0), number)
 
     ranked = sorted(enumerate(outcome.rows, 1), key=rank)[:limit]
-    return sorted(ranked, key=lambda numbered: numbered[0])
+    return sorted(ranked, key=lambda numbered: numbered[0])  # as in the table
 
 
 class TimelineBlock(NamedTuple):
@@ -213,12 +214,12 @@ def timeline_info(step: PipelineStep) -> TimelineInfo:
     Raises:
         InputError: if the schedule is unknown or cannot run the pipeline.
     """
-    timeline = step.timeline()
+    timeline = step.timeline()  # simulated
     live = timeline.live_micro_batches
     rows = []
     for rank, order in enumerate(timeline.orders):
         stages = tuple(sorted({action.stage for action in order}))
-        laps = {stage: lap for lap, stage in enumerate(stages)}
+        laps = {stage: lap for lap, stage in enumerate(stages)}  # order of the rank's stages
         times = zip(order, timeline.starts[rank].tolist(), timeline.ends[rank].tolist(), strict=True)
         rows.append(
             TimelineRow(

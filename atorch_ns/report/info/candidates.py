@@ -14,7 +14,7 @@ Source = Literal["measured", "corrected", "predicted", "unknown"]
 """Source of a figure. ``corrected``: predicted, with a correction learned from the trials."""
 
 
-class Figure(NamedTuple):
+class ReportedNumber(NamedTuple):
     """A number with where it comes from.
 
     Attributes:
@@ -52,32 +52,32 @@ class Figure(NamedTuple):
         return f"{within}, " if within else ""
 
 
-def seconds(row: Row) -> Figure:
+def seconds(row: Row) -> ReportedNumber:
     """The candidate's step."""
     trial = row.trial
     if trial is not None and trial.succeeded:
         spread = trial.noise_seconds if len(trial.step_seconds) > 1 else 0.0
-        return Figure(trial.median_seconds, "measured", len(trial.step_seconds), spread)
+        return ReportedNumber(trial.median_seconds, "measured", len(trial.step_seconds), spread)
     estimate = row.candidate.estimate
     if estimate is None or row.corrected_seconds is not None:
         return _without_trial(row.corrected_seconds)
-    return Figure(estimate.step_seconds, "predicted", interval=estimate.step_seconds_interval)
+    return ReportedNumber(estimate.step_seconds, "predicted", interval=estimate.step_seconds_interval)
 
 
-def peak(row: Row) -> Figure:
+def peak(row: Row) -> ReportedNumber:
     """The candidate's peak memory on the rank that needs most."""
     trial = row.trial
     if trial is not None and trial.succeeded and trial.peak_bytes:
         highest, lowest = max(trial.peak_bytes), min(trial.peak_bytes)
-        return Figure(float(highest), "measured", len(trial.peak_bytes), float(highest - lowest))
+        return ReportedNumber(float(highest), "measured", len(trial.peak_bytes), float(highest - lowest))
     estimate = row.candidate.estimate
     if estimate is None or row.corrected_bytes is not None:
         return _without_trial(row.corrected_bytes)
-    return Figure(estimate.peak_bytes, "predicted", interval=estimate.peak_bytes_interval)
+    return ReportedNumber(estimate.peak_bytes, "predicted", interval=estimate.peak_bytes_interval)
 
 
-def _without_trial(corrected: float | None) -> Figure:
-    return Figure(corrected, "unknown" if corrected is None else "corrected")
+def _without_trial(corrected: float | None) -> ReportedNumber:
+    return ReportedNumber(corrected, "unknown" if corrected is None else "corrected")
 
 
 def is_planned(outcome: SearchOutcome) -> bool:
@@ -85,8 +85,7 @@ def is_planned(outcome: SearchOutcome) -> bool:
     return not outcome.num_trials and not outcome.resumed and all(row.trial is None for row in outcome.rows)
 
 
-_FEW_TWINS = 3
-"""Candidates of equal predictions that a line names."""
+_FEW_TWINS = 3  # candidates of equal predictions that a line names
 
 _MARKS: dict[Fate, str] = {"won": "✓", "lost": "–", "failed": "✗", "pruned": "○", "untried": "·"}
 
@@ -126,8 +125,8 @@ class CandidateLine(NamedTuple):
     allocated_bytes: float | None
     seconds_interval: Range | None
     bytes_interval: Range | None
-    time: Figure
-    memory: Figure
+    time: ReportedNumber
+    memory: ReportedNumber
     speedup: float | None
     limit_share: float | None
     trial_number: int
@@ -162,8 +161,9 @@ class CandidatesInfo(NamedTuple):
         kept = []
         for line in self.lines:
             seconds, size = line.predicted_seconds, line.predicted_bytes
+            # A twin is an untried line with the predictions of an earlier one; that one's reason names it.
             if seconds is not None and size is not None and not line.trial_number:
-                like = first.setdefault((seconds, size), line)
+                like = first.setdefault((seconds, size), line)  # the first of equal predictions
                 if like is not line and line.fate == "untried" and not line.is_baseline:
                     changes.setdefault(like.number, []).append(_label_change(like.label, line.label))
                     continue
@@ -189,7 +189,7 @@ def _with_twins(line: CandidateLine, changes: Sequence[str]) -> CandidateLine:
 
 
 def _label_change(before: str, after: str) -> str:
-    """What another strategy has more, or in the place of something: ``"with module_replace"``."""
+    # Labels are methods joined by +: "with x", "with x in place of y", or "without y".
     old, new = before.split(" + "), after.split(" + ")
     gone = [part for part in old if part not in new]
     come = " + ".join(part for part in new if part not in old)
@@ -236,7 +236,7 @@ def _speedup_over_baseline(row: Row, baseline: Row | None) -> float | None:
         return None
     step, reference = seconds(row), seconds(baseline)
     if reference.source == "measured" and step.source not in ("measured", "corrected"):
-        estimates = row.candidate.estimate, baseline.candidate.estimate
+        estimates = row.candidate.estimate, baseline.candidate.estimate  # predicted on both sides
         if estimates[0] is None or estimates[1] is None:
             return None
         return _safe_ratio(estimates[1].step_seconds, estimates[0].step_seconds)
@@ -315,6 +315,7 @@ def history_info(outcome: SearchOutcome) -> HistoryInfo:
         if trial is None or row.trial_number == 0:
             continue
         value = trial.median_seconds if trial.succeeded else None
+        # Trials that failed or took more than the limit are shown, but are never the best so far.
         if value is not None and row.fate != "failed" and _has_room(row, outcome.setting.memory_limit_bytes):
             rivals = [each for each in (best, row) if each is not None]
             best = winner if winner in rivals else min(rivals, key=lambda each: _row_objective(each, outcome))
@@ -341,15 +342,16 @@ def _has_room(row: Row, limit_bytes: int) -> bool:
 
 
 def _row_objective(row: Row, outcome: SearchOutcome) -> float:
-    """The search's objective, which it minimises; measured if possible."""
     objective = outcome.settings.objective
-    held = peak(row).value or math.inf
+    num_bytes = peak(row).value or math.inf  # what is unknown is worst
     if objective == "memory":
-        return held
+        return num_bytes
     if objective == "batch":
         estimate, batch = row.candidate.estimate, row.candidate.largest_batch
-        ratio = held / estimate.allocated_bytes if estimate is not None and estimate.allocated_bytes else 1.0
-        return ratio / batch if batch else math.inf
+        ratio = (
+            num_bytes / estimate.allocated_bytes if estimate is not None and estimate.allocated_bytes else 1.0
+        )
+        return ratio / batch if batch else math.inf  # the largest batch, corrected by measured memory
     return seconds(row).value or math.inf
 
 

@@ -127,7 +127,6 @@ def _of_candidate(outcome: SearchOutcome, row: Row) -> Iterator[str]:
 
 
 def _compare_with_winner(outcome: SearchOutcome, row: Row) -> Iterator[str]:
-    """Part by part against the winner, by the estimate."""
     winner = outcome.winner
     if winner is None or winner is row:
         return
@@ -142,7 +141,7 @@ def _compare_with_winner(outcome: SearchOutcome, row: Row) -> Iterator[str]:
         changes = [
             f"{name} {text(before[name])} → {text(after[name])}"
             for name in before
-            if abs(after[name] - before[name]) > 0.005 * max(sum(before.values()), 1e-12)
+            if abs(after[name] - before[name]) > 0.005 * max(sum(before.values()), 1e-12)  # half a percent
         ]
         whole = sum(after.values()) / sum(before.values()) - 1 if sum(before.values()) else None
         yield f"    {title} {change_text(whole)}: {', '.join(changes) or 'the same'}"
@@ -157,6 +156,7 @@ def _of_method(outcome: SearchOutcome, name: str) -> Iterator[str]:
     if chosen and winner is not None:
         figures = f"{seconds(winner).as_seconds()}, {peak(winner).as_bytes()}"
         yield f"  The best candidate with it is what was chosen, {winner.candidate.label}: {figures}"
+    # The method is held against the other side: candidates without it if it was chosen, else with it.
     others = without if chosen else having
     rival = _best_row(others, outcome)
     preposition = "without" if chosen else "with"
@@ -176,11 +176,10 @@ def _has_method(row: Row, name: str) -> bool:
 
 
 def _best_row(rows: Sequence[Row], outcome: SearchOutcome) -> Row | None:
-    """The best row by the objective; measured rows take precedence."""
     figure = peak if outcome.settings.objective == "memory" else seconds
     usable = [row for row in rows if row.fate not in ("failed", "pruned") and figure(row).value is not None]
     measured = [row for row in usable if figure(row).source == "measured"]
-    return min(measured or usable, key=lambda row: figure(row).value or 0.0, default=None)
+    return min(measured or usable, key=lambda row: figure(row).value or 0.0, default=None)  # measured first
 
 
 def _example_text(rows: Sequence[Row]) -> str:

@@ -61,15 +61,16 @@ def operators_info(
         top: lines at most.
     """
     key = precision_key(plan.precision.parameter_dtype, plan.precision.compute_dtype)
-    key = key if key in trace.precisions else trace.precisions[0]
+    key = key if key in trace.precisions else trace.precisions[0]  # any that was profiled
     num_micro_batches = plan.num_micro_batches
-    ranks = plan.num_data_ranks if plan.axes else world_size
-    samples = workload.global_batch / (ranks * num_micro_batches)
+    ranks = plan.num_data_ranks if plan.axes else world_size  # ranks that see different data
+    samples = workload.global_batch / (ranks * num_micro_batches)  # of a micro-batch on one rank
     calls: Counter[str] = Counter()
     flops: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # by operator and segment
     moved: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    # Costs are those of one micro-batch in one segment, forward and backward.
     for segment in trace.segments:
-        times = segment.count * num_micro_batches
+        times = segment.count * num_micro_batches  # segments that are alike were traced once
         for operator in segment.costs[key].operators:
             calls[operator.name] += operator.count * times
             for table, cost in ((flops, operator.flops), (moved, operator.moved)):
@@ -78,7 +79,7 @@ def operators_info(
     lines = []
     for name in calls:
         of_flops, of_bytes = sum(flops[name].values()), sum(moved[name].values())
-        by_segment = flops[name] if of_flops else moved[name]
+        by_segment = flops[name] if of_flops else moved[name]  # some operators only move bytes
         line = OperatorLine(
             name=name,
             calls=calls[name],

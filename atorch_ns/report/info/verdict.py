@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from atorch_ns.cluster.process_memory import LONG_RUN
 from atorch_ns.estimate import TimeParts
 from atorch_ns.report.info.candidates import Source, is_planned, peak, seconds
-from atorch_ns.search import Row, SearchOutcome, Setting
+from atorch_ns.search import Row, SearchOutcome, SearchSetting
 from atorch_ns.search.outcome import SingleProcess
 from atorch_ns.text import (
     bytes_text,
@@ -31,7 +31,7 @@ from atorch_ns.text import (
 _MOST_CHANGES = 8  # 256 subsets; more changes than that are one bar
 
 _ABSENT = object()  # None is a config
-_Link = tuple[frozenset[str], Row]
+_Link = tuple[frozenset[str], Row]  # the changes up to a row, and the row
 
 
 class WaterfallBar(NamedTuple):
@@ -97,7 +97,7 @@ def waterfall_info(outcome: SearchOutcome) -> WaterfallInfo | None:
 def _build_bars(outcome: SearchOutcome, baseline: Row, winner: Row) -> Iterator[WaterfallBar]:
     old, new = dict(baseline.candidate.steps), dict(winner.candidate.steps)
     changed = [name for name in {**old, **new} if old.get(name, _ABSENT) != new.get(name, _ABSENT)]
-    weakest = ("measured", "corrected", "predicted", "unknown")
+    weakest = ("measured", "corrected", "predicted", "unknown")  # the weakest last
     for (before, first), (after, second) in pairwise(_longest_chain(outcome, baseline, winner, changed)):
         label = ", ".join(_change_text(name, old, new) for name in changed if name in after - before)
         figures = seconds(first), seconds(second)
@@ -106,21 +106,16 @@ def _build_bars(outcome: SearchOutcome, baseline: Row, winner: Row) -> Iterator[
 
 
 def _longest_chain(outcome: SearchOutcome, baseline: Row, winner: Row, changed: list[str]) -> list[_Link]:
-    """The longest chain from the baseline to the winner: the changes made up to each row, and the row.
-
-    Args:
-        outcome: the outcome of the search.
-        baseline, winner: ends of the chain.
-        changed: methods whose configs, or whose presence, differ between the ends.
-    """
+    """The longest chain from the baseline to the winner: the changes made up to each row, and the row."""
     everything = frozenset(changed)
     if len(changed) > _MOST_CHANGES:
         return [(frozenset(), baseline), (everything, winner)]
     old, new = dict(baseline.candidate.steps), dict(winner.candidate.steps)
     known = {_steps_key(row.candidate.steps): row for row in outcome.rows if seconds(row).value is not None}
-    chains: dict[frozenset[str], list[_Link]] = {frozenset(): [(frozenset(), baseline)]}
-    for size in range(1, len(changed) + 1):
+    chains: dict[frozenset[str], list[_Link]] = {frozenset(): [(frozenset(), baseline)]}  # by the changes
+    for size in range(1, len(changed) + 1):  # all subsets of a subset come before it
         for subset in map(frozenset, combinations(changed, size)):
+            # The baseline with the changes of this subset, if the search has a candidate like it.
             applied = {name: (new if name in subset else old).get(name, _ABSENT) for name in {**old, **new}}
             steps = [(name, config) for name, config in applied.items() if config is not _ABSENT]
             row = winner if subset == everything else known.get(_steps_key(steps))
@@ -158,7 +153,7 @@ def _part_changes(baseline: Row, winner: Row) -> tuple[PartChange, ...]:
     return tuple(PartChange(name, before, after) for name, before, after in pairs if before != after)
 
 
-def setting_text(setting: Setting) -> str:
+def setting_text(setting: SearchSetting) -> str:
     """Model, machine and workload of a search, in one line."""
     nodes = f" on {setting.num_nodes} nodes" if setting.num_nodes > 1 else ""
     tokens = f" of {setting.num_tokens} tokens" if setting.num_tokens > 1 else ""
@@ -199,7 +194,7 @@ def _choice_sentences(outcome: SearchOutcome) -> list[str]:
     ]
     single = outcome.single_process
     if single is not None:
-        index = 0 if single.is_as_fast else 2
+        index = 0 if single.is_as_fast else 2  # first where it is the advice
         sentences.insert(index, _single_text(single, winner, outcome.setting.world_size))
     if winner.reason:
         sentences.append(f"Why: {winner.reason}")
@@ -216,12 +211,12 @@ def _single_text(single: SingleProcess, winner: Row, num_ranks: int) -> str:
     if not single.trial.succeeded:
         return f"Whether one process is as fast is not known: {single.trial.reason or single.trial.status}"
     with_precision = f" with {winner.candidate.precision}" if winner.candidate.precision else ""
-    alone = seconds(replace(winner, trial=single.trial))
+    alone = seconds(replace(winner, trial=single.trial))  # as a row of its own
     takes = f"takes {alone.as_seconds()} for the same batch{with_precision}"
     if not single.is_as_fast:
         return f"One process {takes}"
     ranks = f"the best strategy on {num_ranks} ranks {seconds(winner).as_seconds()}"
-    is_tied = (alone.value or 0.0) > (seconds(winner).value or 0.0)
+    is_tied = (alone.value or 0.0) > (seconds(winner).value or 0.0)  # slower by less than the noise
     return f"Use one process: it {takes}, and {ranks}{', the same within the noise' if is_tied else ''}"
 
 
@@ -240,7 +235,7 @@ def _memory_sentence(winner: Row, outcome: SearchOutcome) -> str:
 
 
 def _gain_text(outcome: SearchOutcome, winner: Row) -> str:
-    """The gain over the best plain strategy of its precision; then that of the precision, between the best plain ones."""
+    # First over the best plain strategy of its precision, then of this precision over the usual one.
     baseline = outcome.baseline
     if baseline is None or baseline is winner:
         return "it is the baseline" if baseline is not None else "there is no baseline to hold it against"
@@ -258,7 +253,7 @@ def _gain_text(outcome: SearchOutcome, winner: Row) -> str:
 
 
 def _best_plain(outcome: SearchOutcome, precision: str) -> Row | None:
-    """The fastest plain strategy of a precision, of those that were measured where there are any."""
+    # The fastest; what was measured comes before what was not.
     usable = (row for row in outcome.rows if row.fate not in ("failed", "pruned") and seconds(row).value)
     plain = [row for row in usable if row.candidate.is_plain and row.candidate.precision == precision]
     return min(plain, key=lambda row: (row.trial is None, seconds(row).value), default=None)

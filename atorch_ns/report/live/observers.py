@@ -89,8 +89,8 @@ class LineLog(SearchView):
         every_s: float = 10.0,
     ) -> None:
         super().__init__(stream, verbose=verbose, time_limit_s=time_limit_s, clock=clock)
-        self._lock = threading.Lock()
-        self._heartbeat = Heartbeat(self._write_heartbeat, every_s=every_s)
+        self._lock = threading.Lock()  # events and heartbeats come from two threads
+        self._heartbeat = HeartbeatObserver(self._write_heartbeat, every_s=every_s)
 
     def close(self) -> None:
         """Stops the heartbeat; no line is written afterwards."""
@@ -166,7 +166,7 @@ class LiveTable(SearchView):
         if isinstance(event, Ended):
             self.close()
             for sentence in verdict(event.outcome):
-                self._console.print(sentence, markup=False)
+                self._console.print(sentence, markup=False)  # names may hold brackets
 
 
 def observer_for(
@@ -229,7 +229,7 @@ class SafeStream:
                 log.debug("the search is no longer shown: %s", error_text(error))
 
 
-class Heartbeat:
+class HeartbeatObserver:
     """Calls ``beat`` whenever nothing has been heard for a while.
 
     One daemon thread, which runs from :meth:`touch` to :meth:`stop`.
@@ -259,7 +259,7 @@ class Heartbeat:
         thread, self._thread = self._thread, None
         self._stopped.set()
         self._touched.set()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread is not threading.current_thread():  # beat() may call stop()
             thread.join(timeout=1.0)
 
     def _run(self) -> None:

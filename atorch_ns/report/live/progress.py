@@ -11,12 +11,12 @@ from atorch_ns.search import (
     Candidate,
     Ended,
     Event,
-    Note,
     Priced,
     Profiling,
     Row,
+    SearchNote,
     SearchOutcome,
-    Setting,
+    SearchSetting,
     TrialEnded,
     TrialOutcome,
     TrialStarted,
@@ -55,7 +55,7 @@ class Progress:
         self._doing_since = self._began
         self._time_limit_s = time_limit_s
         self.doing = "starting"
-        self.setting: Setting | None = None
+        self.setting: SearchSetting | None = None
         self.candidates: dict[str, Candidate] = {}
         self.trials: dict[str, TrialOutcome] = {}
         self.running: Candidate | None = None
@@ -101,13 +101,14 @@ class Progress:
                 again = f" (attempt {event.task.attempt + 1})" if event.task.attempt else ""
                 self._set_activity(f"{what} {event.candidate.label}{again}")
             case TrialEnded():
+                # A candidate whose numerics differ cannot be chosen: its trial counts as failed.
                 failed_probe = self.kind == "probe" and event.outcome.status != "ok"
                 if self.kind == "trial" or failed_probe:  # others give no step time of the candidate
                     self.trials[event.candidate.key] = event.outcome
                 self.candidates.setdefault(event.candidate.key, event.candidate)
                 self.running, self.best = None, event.best
                 self._set_activity("choosing the next trial")
-            case Note():
+            case SearchNote():
                 self.notes.append(event.text)
             case Ended():
                 self.running, self.outcome, self.best = None, event.outcome, event.outcome.best
@@ -119,7 +120,7 @@ class Progress:
 
 _DOING = {"probe": "checking the numerics of", "single": "trial in one process, for comparison with"}
 
-_SHOWN = 8
+_SHOWN = 8  # candidates besides the baseline, unless all are asked for
 
 
 def event_lines(event: Event, progress: Progress, *, verbose: bool) -> Iterator[str]:
@@ -144,7 +145,7 @@ def event_lines(event: Event, progress: Progress, *, verbose: bool) -> Iterator[
             if best is not None and best.key == event.candidate.key:
                 so_far = "; the best so far"
             yield f"trial {event.number}: {event.candidate.label}: {trial_text(event.outcome)}{so_far}"
-        case Note():
+        case SearchNote():
             yield event.text
         case Ended():
             yield from verdict(event.outcome)
@@ -218,7 +219,7 @@ def live_view(progress: Progress, num_rows: int) -> RenderableType:
     parts: list[RenderableType] = [Text(head)]
     if progress.candidates:
         parts.append(_candidates_table(progress, num_rows))
-    parts += [Text(note, style="yellow") for note in progress.notes[-3:]]
+    parts += [Text(note, style="yellow") for note in progress.notes[-3:]]  # the last three
     parts.append(Text(foot))
     return Group(*parts)
 
@@ -258,7 +259,6 @@ def _row_cells(progress: Progress, candidate: Candidate) -> tuple[str, ...]:
 
 
 def _state_and_style(progress: Progress, candidate: Candidate) -> tuple[str, str]:
-    """State of a candidate as text, and a style that repeats it."""
     trial = progress.trials.get(candidate.key)
     if progress.running is not None and progress.running.key == candidate.key:
         return f"▶ running, {progress.doing_for_s:.0f} s", "bold"
@@ -272,7 +272,7 @@ def _state_and_style(progress: Progress, candidate: Candidate) -> tuple[str, str
 
 
 def _candidates_to_show(progress: Progress, num_rows: int) -> list[Candidate]:
-    """Baseline, what runs, what was tried, then what comes next by the estimate."""
+    # Baseline, what runs, what was tried, then what comes next by the estimate.
 
     def rank(candidate: Candidate) -> int:
         if candidate.is_baseline or candidate.key == progress.best:
@@ -283,6 +283,6 @@ def _candidates_to_show(progress: Progress, num_rows: int) -> list[Candidate]:
             return 2
         return 3 if candidate.pruned is None else 4
 
-    ranked = sorted(progress.candidates.values(), key=rank)[:num_rows]
+    ranked = sorted(progress.candidates.values(), key=rank)[:num_rows]  # ties stay in the estimate's order
     chosen = {candidate.key for candidate in ranked}
     return [candidate for candidate in progress.candidates.values() if candidate.key in chosen]

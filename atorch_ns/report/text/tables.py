@@ -35,20 +35,17 @@ from atorch_ns.text import (
 )
 
 T = TypeVar("T")
-_Columns = Mapping[str, Callable[[T], str]]
-"""The text of each column's cell, by the column's head."""
+_Columns = Mapping[str, Callable[[T], str]]  # the text of each column's cell, by the column's head
 
-_SHORT = 16
-"""Characters that need no break."""
+_SHORT = 16  # characters that need no break
 
-_FEW = 9
-"""Columns, of which two are wide, that fit into the page."""
+_FEW = 9  # columns, of which two are wide, that fit into the page
 
 TEXT_WIDTH = 140
 """Characters of a line that is not written to a terminal."""
 
-_GAP = 3
-_LEAST_WORDS = 24
+_GAP = 3  # characters between columns
+_LEAST_WORDS = 24  # characters with which a column of text begins at most
 
 
 class Table(NamedTuple):
@@ -123,7 +120,7 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
         justify = "left" if position in table.words else "right"
         drawn.add_column(name, justify=justify, overflow="fold", width=widths[position])  # type: ignore[arg-type]
     for row in rows:
-        drawn.add_row(*(Text(cell) for cell in row))
+        drawn.add_row(*(Text(cell) for cell in row))  # not markup: names may hold brackets
     stream = StringIO()
     console = Console(
         file=stream,
@@ -137,16 +134,8 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
 
 
 def _column_widths(columns: Sequence[Sequence[str]], narrow: Set[int], room: int) -> list[int]:
-    """The characters of each column; together more than ``room`` where words would be broken otherwise.
-
-    Numbers and short text have lines that are whole before long text has more than it needs; their heads may be in two
-    lines, unless there is room to spare.
-
-    Args:
-        columns: of each its head and its cells.
-        narrow: the columns of numbers and of short text.
-        room: characters of a line.
-    """
+    """Characters of each column, given by head and cells; more than ``room`` if words would break else."""
+    # Characters of the longest word, of the longest line, of a head in two lines, and of the longest cell.
     words = [max(map(len, " ".join(cells).split()), default=1) for cells in columns]
     lines = [max(map(len, "\n".join(cells).split("\n"))) for cells in columns]
     heads = [math.ceil(len(cells[0]) / 2) if at in narrow else 0 for at, cells in enumerate(columns)]
@@ -157,11 +146,13 @@ def _column_widths(columns: Sequence[Sequence[str]], narrow: Set[int], room: int
     ]
     left = room - sum(widths) - len(columns) * _GAP
     order = sorted(range(len(columns)), key=lambda at: (at not in narrow, wanted[at]))
+    # Columns of numbers and short text get whole lines before long text gets more than it needs.
     for position, at in enumerate(order):
         share = left if at in narrow else left // (len(order) - position)
         more = max(0, min(wanted[at] - widths[at], share))
         widths[at] += more
         left -= more
+    # With room to spare the heads of those columns stay on one line.
     for at in order:
         more = max(0, min(len(columns[at][0]) - widths[at], left)) if at in narrow else 0
         widths[at] += more
@@ -194,7 +185,7 @@ def candidates_table(info: CandidatesInfo) -> Table:
 
     def predicted_peak(line: CandidateLine) -> str:
         whole = interval_text(line.predicted_bytes, line.bytes_interval, bytes_text)
-        if line.allocated_bytes == line.predicted_bytes:
+        if line.allocated_bytes == line.predicted_bytes:  # as on a CPU
             return whole
         return f"{whole},\n{bytes_text(line.allocated_bytes)} allocated"
 
@@ -249,7 +240,6 @@ def time_table(info: TimeInfo) -> Table:
 
 
 def _part_columns(info: MemoryInfo | TimeInfo, text: Callable[[float], str]) -> _Columns[Bar]:
-    """Columns of the bars' names and predicted parts."""
 
     def part_text(bar: Bar, *, part: int) -> str:
         return text(bar.parts[part])
@@ -368,7 +358,7 @@ def operators_table(info: OperatorsInfo) -> Table:
     return _build_table(info.lines, columns, {"operator", "mostly in"})
 
 
-def comparisons_table(found: Iterable[Comparison]) -> Table:
+def comparisons_table(comparisons: Iterable[Comparison]) -> Table:
     """Measured speeds beside the table's, and the measured speed as a share of the table's."""
 
     def shown(value: float | None, unit: str) -> str:
@@ -382,7 +372,7 @@ def comparisons_table(found: Iterable[Comparison]) -> Table:
         "table": lambda row: shown(row.table, row.unit),
         "of the table": lambda row: percent_text(row.share),
     }
-    return _build_table(found, columns, {"figure"})
+    return _build_table(comparisons, columns, {"figure"})
 
 
 def _build_table(items: Iterable[T], columns: _Columns[T], words: Set[str]) -> Table:

@@ -13,7 +13,7 @@ from atorch_ns.report.info.breakdown import Bar, TimelineInfo, TimelineRow, memo
 from atorch_ns.report.info.candidates import (
     CandidateLine,
     CandidatesInfo,
-    Figure,
+    ReportedNumber,
     candidates_info,
     fate_text,
     history_info,
@@ -46,7 +46,7 @@ KIND_NAMES = {
     "W": "backward for weights",
 }
 
-_ROWS = 16
+_ROWS = 16  # ranks that are shown
 _IDLE = "·"
 _LABEL, _SHARE = len("  rank 0000  "), len("  100% idle")
 
@@ -91,11 +91,10 @@ def timeline_text(info: TimelineInfo, *, width: int = TEXT_WIDTH) -> str:
 
 
 def _timeline_letters(row: TimelineRow, step_seconds: float, columns: int) -> str:
-    """The pass that runs at the middle of each slice."""
     letters, blocks = [], iter(row.blocks)
     block = next(blocks, None)
     for column in range(columns):
-        moment = (column + 0.5) * step_seconds / columns
+        moment = (column + 0.5) * step_seconds / columns  # the middle of the slice
         while block is not None and block.end <= moment:
             block = next(blocks, None)
         running = block is not None and block.start <= moment
@@ -183,7 +182,7 @@ def _candidate_parts(info: CandidatesInfo, width: int, top: int | None) -> Itera
 def _fate_kind(line: CandidateLine, *, planned: bool) -> str:
     if line.fate == "pruned":
         return f"pruned ({line.pruned_kind})" if line.pruned_kind else "pruned"
-    return fate_text(line, planned=planned).partition(" ")[2]
+    return fate_text(line, planned=planned).partition(" ")[2]  # without its mark
 
 
 def _and_measured(bars: tuple[Bar, ...]) -> str:
@@ -235,7 +234,7 @@ def fits_text(estimate: Estimate, limit_bytes: int) -> str:
 
 def estimate_text(estimate: Estimate, limit_bytes: int, *, width: int = TEXT_WIDTH) -> str:
     """Whether the estimate fits, its parts, and what each step communicates."""
-    step = Figure(estimate.step_seconds, "predicted", interval=estimate.step_seconds_interval)
+    step = ReportedNumber(estimate.step_seconds, "predicted", interval=estimate.step_seconds_interval)
     lines = [
         fits_text(estimate, limit_bytes),
         f"One step takes {step.as_seconds()}.\n",
@@ -264,9 +263,9 @@ def estimates_text(before: Estimate, after: Estimate, *, width: int = TEXT_WIDTH
     return as_text(Table(columns, tuple(rows), frozenset({0, 1})), width=width)
 
 
-def comparisons_text(found: Iterable[Comparison], *, width: int = TEXT_WIDTH) -> str:
+def comparisons_text(comparisons: Iterable[Comparison], *, width: int = TEXT_WIDTH) -> str:
     """Measured speeds of a cluster beside the table's."""
-    return as_text(comparisons_table(found), width=width)
+    return as_text(comparisons_table(comparisons), width=width)
 
 
 def operators_text(info: OperatorsInfo, *, width: int = TEXT_WIDTH) -> str:

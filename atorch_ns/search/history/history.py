@@ -16,7 +16,7 @@ from typing import Any
 from atorch_ns.errors import InputError
 from atorch_ns.search.history.journal import Journal, OptunaJournalError
 from atorch_ns.search.objective import SearchSettings
-from atorch_ns.search.outcome import SearchOutcome, Setting, from_json, to_json
+from atorch_ns.search.outcome import SearchOutcome, SearchSetting, from_json, to_json
 from atorch_ns.search.search import Known, Search
 from atorch_ns.search.space.candidate import Candidate, named_features
 from atorch_ns.search.trial import TrialOutcome, TrialTask
@@ -69,7 +69,7 @@ class StudyRecord:
     """
 
     name: str
-    setting: Setting | None = None
+    setting: SearchSetting | None = None
     num_searches: int = 0
     best: dict[str, Any] | None = None
     trials: list[TrialRecord] = field(default_factory=list)
@@ -92,7 +92,7 @@ class HistoryLine:
     """
 
     study: str
-    setting: Setting | None = None
+    setting: SearchSetting | None = None
     trial: TrialRecord | None = None
     ended: bool = False
     best: dict[str, Any] | None = None
@@ -135,7 +135,7 @@ class History:
             self._give_up("opened", error)
 
     def begin(
-        self, setting: Setting, settings: SearchSettings, candidates: Iterable[Candidate]
+        self, setting: SearchSetting, settings: SearchSettings, candidates: Iterable[Candidate]
     ) -> tuple[Search, int]:
         """A search that goes on from earlier ones of its setting and is recorded here.
 
@@ -146,7 +146,9 @@ class History:
         search = Search(setting, settings, candidates, known=known, recorder=self)
         return search, self.replay(search) or int(known is not None)
 
-    def record(self, setting: Setting, candidate: Candidate, task: TrialTask, outcome: TrialOutcome) -> None:
+    def record(
+        self, setting: SearchSetting, candidate: Candidate, task: TrialTask, outcome: TrialOutcome
+    ) -> None:
         """Appends one trial."""
         trial = TrialRecord(
             key=candidate.key,
@@ -161,13 +163,13 @@ class History:
         """Gives a search the trials of the one of its setting that was never ended; returns their number."""
         with self._lock:
             study = self._read_study(search.setting.fingerprint)
-            trials = [trial for trial in study.trials if trial.run == study.num_searches]
+            trials = [trial for trial in study.trials if trial.run == study.num_searches]  # an open search's
         return sum(search.resume(trial.key, trial.outcome) for trial in trials)
 
     def conclude(self, outcome: SearchOutcome) -> None:
         """Notes that a search has ended, and what it found; later searches of its setting begin with that."""
         winner, best = outcome.winner, None
-        if winner is not None and winner.trial is not None:
+        if winner is not None and winner.trial is not None:  # a choice by prediction is not kept
             best = {
                 "key": winner.candidate.key,
                 "label": winner.candidate.label,
@@ -182,23 +184,20 @@ class History:
         return None if best is None else Known(best["key"], float(best["seconds"]))
 
     def _read_study(self, fingerprint: str) -> StudyRecord:
-        """All that is known of a setting by now, from this process and others."""
-
         with self._lock:
             self._try_action("read", lambda: _add_lines(self._studies, self._journal.new_lines()))
-            empty = StudyRecord(name=fingerprint)
+            empty = StudyRecord(name=fingerprint)  # of a new setting, or where the file has failed
             return empty if self.problem else self._studies.get(fingerprint, empty)
 
-    def _add_line(self, setting: Setting, line: HistoryLine) -> None:
+    def _add_line(self, setting: SearchSetting, line: HistoryLine) -> None:
         with self._lock:
             if self._read_study(setting.fingerprint).setting is None:
-                first = HistoryLine(study=setting.fingerprint, setting=setting)
+                first = HistoryLine(study=setting.fingerprint, setting=setting)  # once for each setting
                 self._try_action("written", lambda: self._journal.append(to_json(first)))
             self._try_action("written", lambda: self._journal.append(to_json(line)))
 
     def _try_action(self, what: str, do: Callable[[], None]) -> None:
-        """Calls ``do`` unless the file has failed; a failure is noted."""
-        if not self.problem:
+        if not self.problem:  # after one failure nothing is read or written
             try:
                 do()
             except (OSError, ValueError) as error:
@@ -220,18 +219,18 @@ def read_history(path: str | PathLike[str]) -> tuple[StudyRecord, ...]:
     Raises:
         InputError: if there is no such file, or it is not a history.
     """
-    place = Path(path)
-    if not place.is_file():
-        why = "is a folder" if place.is_dir() else "is not there"
-        raise InputError(f"the history {place} {why}. Give the file that search_history or --history named.")
+    file = Path(path)
+    if not file.is_file():
+        why = "is a folder" if file.is_dir() else "is not there"
+        raise InputError(f"the history {file} {why}. Give the file that search_history or --history named.")
     studies: dict[str, StudyRecord] = {}
     try:
-        _add_lines(studies, Journal(place).new_lines())
+        _add_lines(studies, Journal(file).new_lines())
     except OptunaJournalError:
         raise
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{place} is not a history of searches: {error}. Give the file that search_history or --history named."
+            f"{file} is not a history of searches: {error}. Give the file that search_history or --history named."
         ) from error
     return tuple(studies[name] for name in sorted(studies))
 
@@ -246,17 +245,12 @@ def tried_strategies(path: str | PathLike[str], study: str) -> list[tuple[tuple[
 
 
 def _add_lines(studies: dict[str, StudyRecord], lines: Iterable[str]) -> None:
-    """Adds what the lines of a journal say.
-
-    Raises:
-        InputError: if a line is something else.
-    """
     for text in lines:
-        line = from_json(HistoryLine, text)
+        line = from_json(HistoryLine, text)  # raises an InputError
         study = studies.setdefault(line.study, StudyRecord(name=line.study))
         study.setting = line.setting or study.setting
         if line.trial is not None:
             line.trial.number, line.trial.run = len(study.trials), study.num_searches
             study.trials.append(line.trial)
-        study.num_searches += line.ended
-        study.best = line.best or study.best
+        study.num_searches += line.ended  # later trials are of the next search
+        study.best = line.best or study.best  # the last that was found

@@ -11,11 +11,8 @@ from typing import IO
 
 from atorch_ns.errors import InputError
 
-HEADER = b'{"format":"atorch_ns search history","version":1}\n'
-"""The first line of every journal."""
-
-_OPTUNA = b'{"op_code":'
-"""How the files begin that earlier versions wrote with Optuna."""
+HEADER = b'{"format":"atorch_ns search history","version":1}\n'  # the first line of every journal
+_OPTUNA = b'{"op_code":'  # the first bytes of files that earlier versions wrote with Optuna
 
 
 class OptunaJournalError(InputError):
@@ -68,20 +65,19 @@ class Journal:
         with self._path.open("rb") as file:
             file.seek(self._offset)
             content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
+        whole = content[: content.rfind(b"\n") + 1]  # without a line that is being written
         lines = whole.decode().split("\n")[:-1]
-        first = 1 if self._offset == 0 else 0
+        first = 1 if self._offset == 0 else 0  # the header is no entry
         self._offset += len(whole)
         return lines[first:]
 
     @contextlib.contextmanager
     def _open_locked_file(self) -> Iterator[tuple[IO[bytes], bool]]:
-        """The file, ready to append a line, and whether an incomplete one was cut off."""
         with self._path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # closing the file gives the lock back
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
-            cut = file.read() not in (b"", b"\n")
+            cut = file.read() not in (b"", b"\n")  # the last byte ends no line: its writer was killed
             if cut:
                 file.seek(0)
                 size = file.read().rfind(b"\n") + 1
@@ -90,7 +86,7 @@ class Journal:
                 file.write(HEADER)
             if cut or size == 0:
                 _flush_to_disk(file)
-            yield file, cut
+            yield file, cut  # ready to append a line
 
     def _check_header(self) -> None:
         if not self._path.is_file():
@@ -102,10 +98,10 @@ class Journal:
                 f"the history {self._path} is an Optuna journal, which earlier versions wrote and this one does not "
                 "read. Name a new file for the history, or move this one away."
             )
-        if not HEADER.startswith(first):
+        if not HEADER.startswith(first):  # a part of it is a header that was cut off
             raise ValueError("its first line is not that of a history of this version")
 
 
 def _flush_to_disk(file: IO[bytes]) -> None:
-    file.flush()
+    file.flush()  # Python's buffer; fsync writes only what the system has
     os.fsync(file.fileno())

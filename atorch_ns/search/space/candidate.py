@@ -14,8 +14,7 @@ from atorch_ns.method import ORDER, Chosen, Phase, Resolved
 from atorch_ns.strategy import MODEL_AXES, AxisSize, Step, Strategy, canonical_text
 from atorch_ns.text import bytes_text
 
-Fate = Literal["won", "lost", "failed", "pruned", "untried"]
-"""What became of a candidate."""
+Fate = Literal["won", "lost", "failed", "pruned", "untried"]  # of a candidate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +114,7 @@ def refusal_keys(resolved: Resolved) -> tuple[tuple[str, str], ...]:
 
 def _refusal_key(item: Chosen, resolved: Resolved) -> str:
     position, plan = ORDER.index(item.method.phase), resolved.plan
+    # Methods up to its own phase, which have changed the model before it; a mesh changes no model.
     before = [
         [other.method.name, other.config.as_json()]
         for other in resolved.chosen
@@ -165,7 +165,7 @@ def _config_item_text(key: str, value: object) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        pairs = all(isinstance(item, list) and len(item) == 2 for item in value)
+        pairs = all(isinstance(item, list) and len(item) == 2 for item in value)  # the axes of a mesh
         if pairs and value:
             return "×".join(f"{name}={size}" for name, size in value)
         return f"{key}=none" if not value else f"{key}={'/'.join(map(str, value))}"

@@ -19,7 +19,7 @@ from atorch_ns.text import did_you_mean
 
 
 @dataclass(frozen=True)
-class Constraint:
+class MethodConstraint:
     """One entry of ``included`` or ``excluded``.
 
     Attributes:
@@ -51,8 +51,8 @@ class Constraints:
         excluded: for each, a strategy may contain none of its methods.
     """
 
-    included: tuple[Constraint, ...] = ()
-    excluded: tuple[Constraint, ...] = ()
+    included: tuple[MethodConstraint, ...] = ()
+    excluded: tuple[MethodConstraint, ...] = ()
     _fixed: dict[str, MethodConfig] = field(default_factory=dict, repr=False)
 
     def fixed(self, method: str) -> MethodConfig | None:
@@ -109,7 +109,7 @@ def read_constraints(
     problems: list[str] = []
     wanted = _read_entries("included", included, registry, problems)
     banned = _read_entries("excluded", excluded, registry, problems)
-    if not problems:
+    if not problems:  # entries that could not be read are missing from both lists
         problems += _find_contradictions(wanted, banned, registry)
         problems += _find_unusable_methods(wanted, registry, cluster, profile)
     if problems:
@@ -123,11 +123,11 @@ def read_constraints(
 
 def _read_entries(
     argument: str, entries: Sequence[Any] | None, registry: Registry, problems: list[str]
-) -> list[Constraint]:
-    if isinstance(entries, str):
+) -> list[MethodConstraint]:
+    if isinstance(entries, str):  # a sequence too, of letters
         problems.append(f"{argument} is a list of method names; write [{entries!r}].")
         return []
-    constraints: list[Constraint] = []
+    constraints: list[MethodConstraint] = []
     for entry in entries or ():
         try:
             (step,) = Strategy([entry]).steps
@@ -142,13 +142,13 @@ def _read_entries(
     return constraints
 
 
-def _read_constraint(step: Step, registry: Registry) -> Constraint | str:
+def _read_constraint(step: Step, registry: Registry) -> MethodConstraint | str:
     if step.name in registry:
         method = registry.get(step.name)
         if step.config is None:
-            return Constraint(step.name, (method.name,))
+            return MethodConstraint(step.name, (method.name,))
         try:
-            return Constraint(str(step), (method.name,), method.Config.model_validate(step.config))
+            return MethodConstraint(str(step), (method.name,), method.Config.model_validate(step.config))
         except ValidationError as error:
             return f"{step.name}: " + "; ".join(_issue_text(issue) for issue in error.errors())
     groups = _method_groups(registry)
@@ -156,14 +156,13 @@ def _read_constraint(step: Step, registry: Registry) -> Constraint | str:
         return _unknown_name_text(step.name, registry, groups)
     if step.config is not None:
         return f"{step.name} is a group of methods and takes no config; name one of {', '.join(groups[step.name])}."
-    return Constraint(step.name, groups[step.name])
+    return MethodConstraint(step.name, groups[step.name])
 
 
 def _method_groups(registry: Registry) -> dict[str, tuple[str, ...]]:
-    """Method names by role and by phase."""
     groups: dict[str, list[str]] = {phase.name.lower(): [] for phase in Phase}
     for method in registry:
-        for name in (method.phase.name.lower(), *method.provides):
+        for name in (method.phase.name.lower(), *method.provides):  # by phase, and by role
             groups.setdefault(name, []).append(method.name)
     return {name: tuple(dict.fromkeys(methods)) for name, methods in groups.items() if methods}
 
@@ -182,7 +181,9 @@ def _issue_text(issue: Any) -> str:
     return f"{key}: {message}" if key else message
 
 
-def _find_contradictions(wanted: list[Constraint], banned: list[Constraint], registry: Registry) -> list[str]:
+def _find_contradictions(
+    wanted: list[MethodConstraint], banned: list[MethodConstraint], registry: Registry
+) -> list[str]:
     problems = [
         f"{constraint.written} is both included and excluded."
         for constraint in wanted
@@ -190,7 +191,7 @@ def _find_contradictions(wanted: list[Constraint], banned: list[Constraint], reg
     ]
     items = []
     for constraint in wanted:
-        if len(constraint.methods) == 1:
+        if len(constraint.methods) == 1:  # of a group, some method may still agree
             method = registry.get(constraint.methods[0])
             items.append((constraint.written, Chosen(method, constraint.config or method.Config())))
     for (first, choice), (second, other) in itertools.combinations(items, 2):
@@ -201,20 +202,19 @@ def _find_contradictions(wanted: list[Constraint], banned: list[Constraint], reg
     return problems
 
 
-def _is_banned(method: str, config: MethodConfig | None, banned: list[Constraint]) -> bool:
-    if config is not None:
+def _is_banned(method: str, config: MethodConfig | None, banned: list[MethodConstraint]) -> bool:
+    if config is not None:  # a ban need not name all of its keys
         return any(constraint.matches(method, config) for constraint in banned)
     return any(method in constraint.methods and constraint.config is None for constraint in banned)
 
 
 def _find_unusable_methods(
-    wanted: list[Constraint], registry: Registry, cluster: Cluster, profile: Profile | None
+    wanted: list[MethodConstraint], registry: Registry, cluster: Cluster, profile: Profile | None
 ) -> list[str]:
-    """Problems of methods that were asked for by name and cannot be used here."""
     problems = []
     for constraint in wanted:
         if len(constraint.methods) > 1:
-            continue
+            continue  # of a group, one method that can be used is enough
         method = registry.get(constraint.methods[0])
         options = [] if profile is None else list(method.options(profile, cluster))
         reasons = [

@@ -13,15 +13,12 @@ from atorch_ns.search.space.candidate import largest_part
 from atorch_ns.search.space.priced import PricedRows
 from atorch_ns.text import bytes_text, interval_text
 
-MEMORY_ERROR = 0.05
-"""Relative error of the predicted peak: candidates over the limit by less are tried."""
+MEMORY_ERROR = 0.05  # relative error of the predicted peak: candidates over the limit by less are tried
+CPU_RESERVE = 0.1  # of a CPU's memory, for what shares it; of a GPU's, estimates count all that is held
 
-CPU_RESERVE = 0.1
-"""Share of a CPU's memory that is left to what shares it; of a GPU's, estimates count all that is held."""
-
-MAX_FITTING = 160
-MAX_TOO_LARGE = 40
-MAX_PER_TEMPLATE = 6
+MAX_FITTING = 160  # candidates that fit
+MAX_TOO_LARGE = 40  # candidates that are reported as too large
+MAX_PER_TEMPLATE = 6  # of the fastest rows, those of one combination of methods
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ def memory_limit(cluster: Cluster, settings: SearchSettings) -> Limits:
 
 
 @dataclass(frozen=True)
-class Selection:
+class RowSelection:
     """The rows that become candidates.
 
     Attributes:
@@ -80,17 +77,17 @@ class Selection:
     slowest_kept: float | None
 
 
-def select_rows(rows: PricedRows, limit: Limits) -> Selection:
+def select_rows(rows: PricedRows, limit: Limits) -> RowSelection:
     """The best rows: of every combination its fastest and its smallest, then the fastest of all.
 
     Of combinations that fit nowhere, the row that comes nearest.
     """
     fits = limit.admit(rows.peak_bytes) if rows.prices is not None else np.ones(len(rows), dtype=bool)
-    by_time = np.lexsort((rows.micro_batches, rows.step_seconds))
+    by_time = np.lexsort((rows.micro_batches, rows.step_seconds))  # the last key is the first to sort by
     by_memory = np.lexsort((rows.step_seconds, rows.peak_bytes))
     fastest = _first_of_each(rows, by_time[fits[by_time]])
     smallest = _first_of_each(rows, by_memory[fits[by_memory]])
-    order = dict.fromkeys([*fastest, *smallest])
+    order = dict.fromkeys([*fastest, *smallest])  # a set that keeps its order
     seen: dict[int, int] = {}
     for row in by_time[fits[by_time]][: 20 * MAX_FITTING].tolist():
         index = int(rows.template[row])
@@ -98,14 +95,14 @@ def select_rows(rows: PricedRows, limit: Limits) -> Selection:
         if seen[index] <= MAX_PER_TEMPLATE:
             order.setdefault(row)
     kept = list(order)[:MAX_FITTING]
-    placed = {int(rows.template[row]) for row in fastest}
+    placed = {int(rows.template[row]) for row in fastest}  # combinations that fit somewhere
     nearest = [
         row
         for row in _first_of_each(rows, by_memory[~fits[by_memory]])
         if int(rows.template[row]) not in placed
     ]
     num_fitting = int(fits.sum())
-    return Selection(
+    return RowSelection(
         fitting=tuple(kept),
         too_large=tuple(nearest[:MAX_TOO_LARGE]),
         num_slower=num_fitting - len(kept),
@@ -115,6 +112,5 @@ def select_rows(rows: PricedRows, limit: Limits) -> Selection:
 
 
 def _first_of_each(rows: PricedRows, order: np.ndarray) -> list[int]:
-    """The first row of every template in this order, in this order."""
     _, first = np.unique(rows.template[order], return_index=True)
-    return [int(order[position]) for position in np.sort(first)]
+    return [int(order[position]) for position in np.sort(first)]  # as in ``order``, not by template

@@ -17,14 +17,11 @@ from atorch_ns.profile import Profile, Trace
 from atorch_ns.search.space.templates import Choices, MeshGroup, Template, Templates, axes_of, steps_of
 from atorch_ns.strategy import MODEL_AXES, AxisSize, AxisUse, Plan
 
+# Most micro-batches for each rank of a pipeline: with so many, a fifth of a step is bubble, and more would be
+# too small each.
 PER_STAGE = 4
-"""Most micro-batches for each rank of a pipeline: with so many a fifth of a step is bubble, and more would make
-each of them too small."""
 
-_ORDER = ("tensor", "sequence", "expert", "zero", "data", "pipeline")
-"""Axes of a search's meshes, from the inside out."""
-
-
+_ORDER = ("tensor", "sequence", "expert", "zero", "data", "pipeline")  # axes of meshes, from the inside out
 _USUAL = AxisUse()
 
 
@@ -84,14 +81,14 @@ class PricedRows:
         template = self.templates[self.template[row]]
         mesh = template.group.meshes[tuple(self.shapes[row].tolist())]
         chosen = (*self.options[self.option[row]].chosen, *template.chosen)
-        if self.reduces_each[row]:
+        if self.reduces_each[row]:  # the choice of the pricing becomes a setting of the strategy
             plan = template.plan.changed(sharding={"reduces_each": True})
             chosen = tuple(_follow_plan(item, plan) for item in chosen)
         return steps_of(chosen, mesh, self.splitters[int(self.micro_batches[row])])
 
 
 def price_rows(
-    found: Templates,
+    template_set: Templates,
     choices: Choices,
     profile: Profile,
     cluster: Cluster,
@@ -102,10 +99,11 @@ def price_rows(
     """All rows, priced where there are a trace and hardware figures.
 
     Where a template leaves it open, gradients are reduced after every micro-batch in rows that take more than
-    ``limit_bytes`` with whole ones; 0 for no limit. Only rows whose ranks and micro-batches divide the batch are made, which may be none. The number of
-    micro-batches goes up to ``max_micro_batches``; one that the user fixed may be larger.
+    ``limit_bytes`` with whole ones; 0 for no limit. Only rows whose ranks and micro-batches divide the batch are
+    made, which may be none. The number of micro-batches goes up to ``max_micro_batches``; one that the user
+    fixed may be larger.
     """
-    templates = found.distinct
+    templates = template_set.distinct
     options = axis_options(choices)
     rows = _Rows(choices, options, profile, workload, max_micro_batches, cluster.local_world_size)
     columns = [rows.of(index, entry) for index, entry in enumerate(templates)]
@@ -125,6 +123,7 @@ def price_rows(
             kinds.uses,
         )
         prices = price(table, profile, cluster, workload)
+        # Too large with whole gradients, open rows are priced anew with a reduction after every micro-batch.
         too_large = _open_reductions(table) & (prices.peak_bytes > limit_bytes)
         if limit_bytes and too_large.any():
             again = price(table.take(too_large).reducing_each(), profile, cluster, workload)
@@ -138,10 +137,9 @@ def price_rows(
 
 
 def _open_reductions(table: PlanTable) -> np.ndarray:
-    """[N] whether gradients may be kept whole until the last micro-batch, or reduced after each."""
     is_open = np.asarray([plan.sharding.reduces_each is None for plan in table.templates], dtype=bool)
-    is_whole = table.model[:, MODEL_AXES.index("pipeline")] == 1
-    return np.asarray(is_open[table.template] & is_whole & (table.micro_batches > 1))
+    is_whole = table.model[:, MODEL_AXES.index("pipeline")] == 1  # a pipeline reduces once a step
+    return np.asarray(is_open[table.template] & is_whole & (table.micro_batches > 1))  # [N]
 
 
 def _follow_plan(item: Chosen, plan: Plan) -> Chosen:
@@ -151,32 +149,24 @@ def _follow_plan(item: Chosen, plan: Plan) -> Chosen:
 
 
 def batch_divisors(
-    found: Templates, choices: Choices, profile: Profile, workload: Workload, max_micro_batches: int
+    template_set: Templates, choices: Choices, profile: Profile, workload: Workload, max_micro_batches: int
 ) -> list[int]:
     """The numbers of equal parts that some row divides a global batch into: data-parallel ranks times micro-batches."""
     anything = replace(workload, global_batch=0)  # which every number divides
     rows = _Rows(choices, axis_options(choices), profile, anything, max_micro_batches, per_node=0)
-    columns = (rows.of(index, template) for index, template in enumerate(found.distinct))
+    columns = (rows.of(index, template) for index, template in enumerate(template_set.distinct))
     products = (_data_ranks(shapes) * counts for _, shapes, _, counts in columns)
     return sorted({number for product in products for number in product.tolist()})
 
 
 @dataclass(frozen=True)
 class _Kinds:
-    """Kinds of templates with the same price: those whose axes are in one order differ in sizes only, and what no
-    price depends on is left out.
+    """Kinds of templates with the same price: those whose axes are in one order differ in sizes only."""
 
-    Attributes:
-        plans: the kinds.
-        template: [templates] index into ``plans``.
-        uses: distinct settings of the axes.
-        use: [templates, options] index into ``uses``.
-    """
-
-    plans: tuple[Plan, ...]
-    template: np.ndarray
-    uses: tuple[AxisUse, ...]
-    use: np.ndarray
+    plans: tuple[Plan, ...]  # the kinds, without fields that no price depends on
+    template: np.ndarray  # [templates] index into ``plans``
+    uses: tuple[AxisUse, ...]  # distinct settings of the axes
+    use: np.ndarray  # [templates, options] index into ``uses``
 
     @classmethod
     def of(cls, templates: tuple[Template, ...], options: tuple[AxisOption, ...], trace: Trace) -> _Kinds:
@@ -184,7 +174,7 @@ class _Kinds:
         uses: dict[AxisUse, int] = {}
         index, use = [], []
         rows: dict[AxisUse, list[int]] = {}  # few templates set something of axes themselves
-        # What no price depends on; what replaced modules cost is known of some models.
+        # No price depends on these fields of a template. Replaced modules were traced in some models only.
         alike: dict[str, Any] = _USUAL._asdict()
         if not any(segment.replaced_costs for segment in trace.segments):
             alike["replaced"] = False
@@ -202,7 +192,7 @@ class _Kinds:
 
 @cache
 def _template_axes(axes: tuple[AxisSize, ...]) -> tuple[AxisSize, ...]:
-    """The axes of a kind without sizes: all axes, where those of the plan are in the order of most meshes."""
+    # Meshes whose axes are in the usual order are one kind, with all axes; a size of 1 is as good as none.
     places = [_ORDER.index(name) for name, _ in axes if name in _ORDER]
     usual = len(places) == len(axes) and places == sorted(places)
     return tuple((name, 0) for name in (_ORDER if usual else dict(axes)))
@@ -210,24 +200,16 @@ def _template_axes(axes: tuple[AxisSize, ...]) -> tuple[AxisSize, ...]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Makes the rows of templates.
+    """Makes the rows of templates."""
 
-    Attributes:
-        choices: the alternatives of every method.
-        options: options for the axes that divide the model.
-        max_micro_batches: largest number of micro-batches without a pipeline.
-        per_node: ranks of a node; 0 for any number.
-        known: meshes with their micro-batches, by group and setting of the axes.
-        possible: options that are possible, by group and what a template sets itself.
-        axes: axes that methods use, by identity of the choice.
-    """
-
-    choices: Choices
-    options: tuple[AxisOption, ...]
+    choices: Choices  # the alternatives of every method
+    options: tuple[AxisOption, ...]  # for the axes that divide the model
     profile: Profile
     workload: Workload
-    max_micro_batches: int
-    per_node: int
+    max_micro_batches: int  # the most without a pipeline
+    per_node: int  # ranks of a node; 0 for any number
+    # Columns by group of meshes and setting of the axes; options by group and settings of the template; axes
+    # by identity of the choice.
     known: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     possible: dict[tuple[object, ...], list[tuple[int, AxisUse]]] = field(default_factory=dict)
     axes: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -244,34 +226,31 @@ class _Rows:
                 and _splits_backward(use.pipeline.schedule)
                 and template.group.has("pipeline")
             ):
-                continue
+                continue  # compiled blocks compute both parts of a backward pass at once
             if use.tensor.asynchronous and template.plan.compiler != "inductor":
-                continue
+                continue  # inductor alone joins products with their exchanges
             shapes, counts = self._cached_columns(template.group, use)
             parts.append((shapes, np.full(len(counts), position), counts))
         shapes, option, counts = (np.concatenate(each) for each in zip(*parts, strict=True))
         return np.full(len(counts), index), shapes, option, counts
 
     def _used_axes(self, chosen: tuple[Chosen, ...]) -> frozenset[str]:
-        """The axes that methods of a template use."""
         for item in chosen:
             if id(item) not in self.axes:
                 self.axes[id(item)] = frozenset(axes_of(item))
         return frozenset().union(*(self.axes[id(item)] for item in chosen))
 
-    def _find_uses(self, group: MeshGroup, own: AxisUse, filled: frozenset[str]) -> list[tuple[int, AxisUse]]:
-        """The options that are possible on a group of meshes: their indices, and what they come to with ``own``."""
-        key = (id(group), own, filled)
+    def _find_uses(self, group: MeshGroup, use: AxisUse, filled: frozenset[str]) -> list[tuple[int, AxisUse]]:
+        key = (id(group), use, filled)
         if key not in self.possible:
             self.possible[key] = [
-                (index, option.plan.over(own))
+                (index, option.plan.over(use))  # settings of the template come first
                 for index, option in enumerate(self.options)
                 if not option.axes & filled and all(group.has(axis) for axis in option.axes)
             ]
-        return self.possible[key]
+        return self.possible[key]  # the index of each option, and the setting of the axes that results
 
     def _cached_columns(self, group: MeshGroup, use: AxisUse) -> tuple[np.ndarray, np.ndarray]:
-        """[n, 6] shapes of a group with [n] numbers of micro-batches, where this setting of the axes is possible."""
         key = (id(group), use)
         if key not in self.known:
             self.known[key] = self._compute_columns(group, use)
@@ -280,10 +259,11 @@ class _Rows:
     def _compute_columns(self, group: MeshGroup, use: AxisUse) -> tuple[np.ndarray, np.ndarray]:
         counts, most = self._allowed_micro_batches
         meshes = np.asarray(list(group.meshes), dtype=np.int64)  # [M, 6]
-        shapes = np.repeat(meshes, len(counts), axis=0)
+        shapes = np.repeat(meshes, len(counts), axis=0)  # every mesh with every number of micro-batches
         micro_batches = np.tile(counts, len(meshes))
         kept = self.workload.global_batch % (_data_ranks(shapes) * micro_batches) == 0
         pipeline = shapes[:, 2 + MODEL_AXES.index("pipeline")]
+        # A pipeline may have more micro-batches than the limit: its bubble shrinks with their number.
         kept &= micro_batches <= np.maximum(most, PER_STAGE * pipeline * (pipeline > 1))
         if group.has("pipeline"):
             kept &= _can_run(use, pipeline, micro_batches, len(self.profile.blocks))
@@ -292,30 +272,29 @@ class _Rows:
                 kept &= micro_batches > 1
         if use.tensor.asynchronous:  # along the innermost axis, between the devices of a node
             kept &= self.per_node % shapes[:, 2 + MODEL_AXES.index("tensor")] == 0
+        # Ulysses gives each rank whole heads.
         if group.has("sequence") and use.sequence.exchange == "ulysses" and self.profile.trace is not None:
             sizes = shapes[:, [2 + MODEL_AXES.index(name) for name in ("tensor", "sequence")]].prod(axis=1)
             kept &= _divides_heads(self.profile.trace, sizes)
-        return shapes[kept], micro_batches[kept]
+        return shapes[kept], micro_batches[kept]  # [n, 6], [n]
 
     @cached_property
     def _allowed_micro_batches(self) -> tuple[np.ndarray, int]:
-        """Numbers of micro-batches, and the largest for plans without a pipeline."""
         counts = np.asarray(sorted(self.choices.micro_batches), dtype=np.int64)
         counts = counts[self.workload.global_batch % counts == 0]
-        fixed = 1 not in self.choices.micro_batches
+        fixed = 1 not in self.choices.micro_batches  # the user's number, which may exceed the limit
         return counts, int(counts.max(initial=1)) if fixed else self.max_micro_batches
 
 
 def _data_ranks(shapes: np.ndarray) -> np.ndarray:
-    """[n] data-parallel ranks of [n, 6] shapes."""
     product: np.ndarray = shapes[:, 0] * shapes[:, 1] * shapes[:, 2 + MODEL_AXES.index("expert")]
-    return product
+    return product  # [n] of [n, 6] shapes: ranks along ``expert`` see different data, too
 
 
 def axis_options(choices: Choices) -> tuple[AxisOption, ...]:
     """Every option for the axes that divide the model, the default first."""
     options = []
-    for items in itertools.product(*choices.options.values()):
+    for items in itertools.product(*choices.options.values()):  # ``None`` first, for the default
         chosen = tuple(item for item in items if item is not None)
         axes = frozenset(axis for item in chosen for axis in axes_of(item))
         options.append(AxisOption(chosen, AxisUse.of(fold_plan(chosen)), axes))
@@ -328,7 +307,7 @@ def _splits_backward(schedule: str) -> bool:
 
 
 def _can_run(use: AxisUse, pipeline: np.ndarray, micro_batches: np.ndarray, pieces: int) -> np.ndarray:
-    """[n] whether the schedule can run this number of micro-batches, and the model has enough pieces."""
+    # 1F1B, which runs any number of micro-batches, stands for a schedule that is chosen later.
     info = get_schedule("1F1B" if use.pipeline.schedule == "auto" else use.pipeline.schedule)
     stages = use.pipeline.stages_per_rank or info.usual_stages
     pairs = zip(pipeline.tolist(), micro_batches.tolist(), strict=True)
@@ -339,7 +318,6 @@ def _can_run(use: AxisUse, pipeline: np.ndarray, micro_batches: np.ndarray, piec
 
 
 def _divides_heads(trace: Trace, sizes: np.ndarray) -> np.ndarray:
-    """[n] whether the heads of all attentions divide, as far as they are known."""
-    heads = {trace.num_heads, trace.num_key_value_heads}
+    heads = {trace.num_heads, trace.num_key_value_heads}  # 0 where unknown, which everything divides
     heads |= {count for segment in trace.segments for count in segment.heads}
     return np.asarray([all(count % size == 0 for count in heads) for size in sizes.tolist()], dtype=bool)

@@ -15,7 +15,7 @@ from atorch_ns.profile import Profile
 from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.space.candidate import Candidate
 from atorch_ns.search.space.constraints import Constraints, read_constraints
-from atorch_ns.search.space.limits import Limits, Selection, memory_limit, select_rows
+from atorch_ns.search.space.limits import Limits, RowSelection, memory_limit, select_rows
 from atorch_ns.search.space.priced import PricedRows, batch_divisors, price_rows
 from atorch_ns.search.space.templates import Choices, Templates, axes_of, find_choices, find_templates
 from atorch_ns.search.space.write_candidates import CandidateWriter, SearchContext
@@ -77,7 +77,7 @@ def explore(
     )
     explorer = _Explorer(SearchContext(profile, cluster, workload, registry, settings))
     resolved = None if base is None else resolve(Strategy.load(base), cluster, registry, profile=profile)
-    return explorer.space(constraints, resolved, [Strategy.load(one) for one in tried])
+    return explorer.space(constraints, resolved, [Strategy.load(strategy) for strategy in tried])
 
 
 class _Explorer:
@@ -95,7 +95,7 @@ class _Explorer:
                 f"to finetune a strategy is to keep its methods, and {against}. Leave that out, or search without "
                 "finetune_strategy."
             )
-        kept = None if base is None else base.strategy
+        kept = None if base is None else base.strategy  # its configs are among the options
         choices = find_choices(context.registry, context.profile, context.cluster, constraints, kept)
         only = None if base is None else {item.method.name for item in base.chosen}
         templates = find_templates(choices, context.cluster, context.registry, constraints, only=only)
@@ -107,6 +107,7 @@ class _Explorer:
             self._base_plan(constraints) if base is None else context.resolve(base.strategy, check_model=True)
         )
         if baseline is not None:
+            # A plain strategy that cannot divide the batch is no baseline.
             parts = baseline.plan.num_data_ranks * baseline.plan.num_micro_batches
             baseline = baseline if context.workload.global_batch % parts == 0 else None
         candidates = self._writer.write_out(selected, rows, limit, baseline, constraints, tried)
@@ -114,22 +115,19 @@ class _Explorer:
         if not fits and constraints.excluded and base is None:
             candidates = self._with_hint(candidates, constraints, limit)
         known = {candidate.key for candidate in candidates}
+        # Duplicates are pruned: they are there for the report.
         candidates += [twin for twin in self._writer.duplicates(templates) if twin.key not in known]
         notes = (*_search_notes(rows, selected, templates, choices), *self._pipeline_notes(candidates))
         return Space(candidates=tuple(candidates), num_priced=len(rows), notes=notes)
 
     def _price_and_select(
         self, templates: Templates, choices: Choices, limit: Limits
-    ) -> tuple[PricedRows, Selection]:
-        """The rows and the best of them; where nothing fits, with as many micro-batches as there can be.
-
-        Raises:
-            InputError: if no row can divide the batch.
-        """
+    ) -> tuple[PricedRows, RowSelection]:
         context, most = self._context, max(choices.micro_batches)
         settings = context.settings
 
-        is_smallest = settings.objective in ("memory", "batch")  # whatever the time
+        # With a limit of one byte, every row takes the reductions that need least memory, whatever the time.
+        is_smallest = settings.objective in ("memory", "batch")
         largest = 1 if is_smallest else limit.num_bytes
 
         def priced(max_micro_batches: int) -> PricedRows:
@@ -150,17 +148,22 @@ class _Explorer:
         is_fixed = "max_micro_batches" in settings.model_fields_set
         if selected.fitting or is_fixed or most <= settings.max_micro_batches:
             return rows, selected
-        rows = priced(most)
+        rows = priced(most)  # nothing fits: with as many micro-batches as there can be
         return rows, select_rows(rows, limit)
 
     def _pipeline_notes(self, candidates: list[Candidate]) -> list[str]:
-        """Notes for the user about candidates that may win."""
         cuts = {method.name for method in self._context.registry if "axis:pipeline" in method.provides}
-        used = {name for one in candidates if one.pruned is None for name, _ in one.steps if name in cuts}
+        used = {
+            name
+            for candidate in candidates
+            if candidate.pruned is None
+            for name, _ in candidate.steps
+            if name in cuts
+        }
         return [f"where {name} is in a strategy, {train_step_only(name)}." for name in sorted(used)]
 
     def _base_plan(self, constraints: Constraints) -> Resolved | None:
-        """The strategy of the required methods alone; ``None`` if the constraints forbid it."""
+        # The plain strategy: required methods alone, and those that are added by default.
         fixed = [constraint for constraint in constraints.included if len(constraint.methods) == 1]
         steps = [(w.methods[0], w.config.as_json() if w.config is not None else None) for w in fixed]
         try:
@@ -169,7 +172,7 @@ class _Explorer:
             return None
         axes = [axis for item in resolved.chosen for axis in axes_of(item)]
         if any(resolved.plan.size(axis) == 1 for axis in axes):
-            return None
+            return None  # a required method that divides along an axis which the default mesh does not have
         return resolved if constraints.violation(resolved.chosen) is None else None
 
     def _nothing_divides(self, templates: Templates, choices: Choices) -> str:
@@ -178,7 +181,7 @@ class _Explorer:
             templates, choices, context.profile, context.workload, context.settings.max_micro_batches
         )
         batch = context.workload.global_batch
-        below = max(batch // number * number for number in divisors)
+        below = max(batch // number * number for number in divisors)  # 0 where all are larger than the batch
         above = min((batch // number + 1) * number for number in divisors)
         near = (
             f"sizes that some can divide are {below} and {above}"
@@ -200,20 +203,23 @@ class _Explorer:
             c for c in self.space(constraints.without_exclusions(), None).candidates if c.pruned is None
         ]
         nearest = min(
-            (one for one in candidates if one.estimate is not None),
-            key=lambda one: one.predicted_bytes or 0.0,
+            (candidate for candidate in candidates if candidate.estimate is not None),
+            key=lambda candidate: candidate.predicted_bytes or 0.0,
             default=None,
         )
         if not fitting or nearest is None or nearest.pruned is None or fitting[0].estimate is None:
             return candidates
         has = {name for name, _ in nearest.steps}
-        best = min(fitting, key=lambda one: len({name for name, _ in one.steps} - has))
+        best = min(fitting, key=lambda candidate: len({name for name, _ in candidate.steps} - has))
         new = [name for name, _ in best.steps if name not in has]
         assert best.estimate is not None
         what = f"{' and '.join(new)}, excluded here," if new else f"the excluded {best.label}"
         hint = f"{what} would bring it to {bytes_text(best.estimate.peak_bytes)}"
         pruned = replace(nearest.pruned, hint=hint)
-        return [replace(one, pruned=pruned) if one is nearest else one for one in candidates]
+        return [
+            replace(candidate, pruned=pruned) if candidate is nearest else candidate
+            for candidate in candidates
+        ]
 
 
 def _nothing_left(templates: Templates, choices: Choices, constraints: Constraints) -> str:
@@ -236,7 +242,7 @@ def _nothing_left(templates: Templates, choices: Choices, constraints: Constrain
 
 
 def _search_notes(
-    rows: PricedRows, selected: Selection, templates: Templates, choices: Choices
+    rows: PricedRows, selected: RowSelection, templates: Templates, choices: Choices
 ) -> tuple[str, ...]:
     notes = [f"{name} is not searched: {reason}" for name, reason in choices.refused.items()]
     written = len(selected.fitting) + len(selected.too_large)

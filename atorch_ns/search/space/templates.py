@@ -61,7 +61,7 @@ def find_choices(
             continue
         chosen = tuple(Chosen(method, config) for config in configs)
         must = constraints.requires(method.name) or base is not None
-        changed = set().union(*(_changed_fields(item) for item in chosen))
+        changed = set().union(*(_changed_fields(item) for item in chosen))  # which tells the kind of method
         if changed and changed <= {"axes", "rank_order"}:
             meshes = chosen
         elif changed <= {*MODEL_AXES} and not must and len(axes := _default_model_axes(chosen)) == 1:
@@ -76,14 +76,13 @@ def find_choices(
 
 
 def _default_model_axes(chosen: Sequence[Chosen]) -> set[str]:
-    """The axes that divide the model and for which a method is added by default."""
+    # Axes of methods that ``resolve`` adds by default where a mesh has the axis.
     return {axis for item in chosen if item.method.default_for is not None for axis in axes_of(item)}
 
 
 def _method_configs(
     method: Method[Any], profile: Profile, cluster: Cluster, constraints: Constraints, base: Strategy | None
 ) -> tuple[list[MethodConfig], str | None]:
-    """The configs to choose from, and why one was left out; ``None`` if none was."""
     fixed = constraints.fixed(method.name)
     if fixed is not None:
         offered: Sequence[MethodConfig] = [fixed]
@@ -92,7 +91,7 @@ def _method_configs(
         if not offered and constraints.requires(method.name):
             offered = [method.Config()]
     kept: list[MethodConfig] = []
-    reason = None
+    reason = None  # why the last config was left out
     for config in offered:
         if constraints.forbids(method.name, config):
             reason = EXCLUDED
@@ -128,14 +127,12 @@ def axes_of(item: Chosen) -> tuple[str, ...]:
 
 
 def _changed_fields(item: Chosen) -> set[str]:
-    """The fields of a plan that a method changes."""
     before = Plan()
     after = item.method.plan(before, item.config)
     return {field.name for field in fields(Plan) if getattr(after, field.name) != getattr(before, field.name)}
 
 
-MAX_COMBINATIONS = 4096
-"""Most combinations of methods, however many plug-ins there are."""
+MAX_COMBINATIONS = 4096  # of methods at most, however many plug-ins there are
 
 
 Shape = tuple[int, ...]
@@ -205,21 +202,23 @@ def find_templates(
 ) -> Templates:
     """Every legal combination, of the methods named by ``only`` if given; of those with the same effect the simplest."""
     combinations, left_out = _build_combinations(choices.kinds)
-    combinations.sort(key=len)
+    combinations.sort(key=len)  # of strategies with the same effect the simplest comes first
     distinct: dict[Plan, Template] = {}
     same: list[tuple[Resolved, Template]] = []
     refused: dict[str, int] = {}
     to_come = {item.method.name for item in choices.micro_batches.values() if item is not None}
+    # On the first group combinations are resolved, so that those with the effect of a simpler one can be
+    # reported. On the others the methods that ``resolve`` would add are found once.
     for number, group in enumerate(mesh_groups(choices.meshes)):
         try:
             completion = None if number == 0 else _Completion.of(group, cluster, registry)
         except StrategyError as error:
             refused[str(error)] = refused.get(str(error), 0) + len(combinations)
             continue
-        known: dict[tuple[int, ...], Plan] = {}
+        known: dict[tuple[int, ...], Plan] = {}  # plans by the methods that a combination begins with
         for chosen in combinations:
             if not all(group.has(axis) for item in chosen for axis in axes_of(item)):
-                continue
+                continue  # the group lacks an axis along which a method divides
             resolved = None
             try:
                 if completion is None:
@@ -233,7 +232,7 @@ def find_templates(
             if constraints.violation(complete, to_come=to_come) is not None:
                 continue
             if only is not None and any(item.method.name not in only for item in complete):
-                continue
+                continue  # with a method that the base strategy does not have
             plan = _fold_plan_cached(complete, known) if resolved is None else resolved.plan
             kind = _plan_kind(canonical(plan))
             if kind not in distinct:
@@ -245,10 +244,8 @@ def find_templates(
 
 
 def _fold_plan_cached(chosen: Iterable[Chosen], known: dict[tuple[int, ...], Plan]) -> Plan:
-    """:func:`~atorch_ns.method.fold_plan`, of which ``known`` has the plans of what other combinations begin with.
-
-    Combinations of one group are made of the same objects, which live as long as ``known``.
-    """
+    # As ``fold_plan``, with the plans of all beginnings kept. Combinations of one group are made of the same
+    # objects, which live as long as ``known``, so identities are keys.
     plan = Plan()
     key: tuple[int, ...] = ()
     for item in chosen:
@@ -261,17 +258,10 @@ def _fold_plan_cached(chosen: Iterable[Chosen], known: dict[tuple[int, ...], Pla
 
 @dataclass(frozen=True)
 class _Completion:
-    """The methods that ``resolve`` adds on one kind of mesh, found once for all combinations there.
+    """The methods that ``resolve`` adds on one kind of mesh. Strategies that become candidates are resolved in the end."""
 
-    Strategies that become candidates are resolved in the end.
-
-    Attributes:
-        mesh: the methods that arrange the ranks.
-        added: the methods that fill the roles which the mesh leaves empty.
-    """
-
-    mesh: tuple[Chosen, ...]
-    added: tuple[Chosen, ...]
+    mesh: tuple[Chosen, ...]  # the methods that arrange the ranks
+    added: tuple[Chosen, ...]  # the methods that fill the roles which the mesh leaves empty
 
     @classmethod
     def of(cls, group: MeshGroup, cluster: Cluster, registry: Registry) -> _Completion:
@@ -316,7 +306,7 @@ def _build_combinations(kinds: Sequence[tuple[Chosen | None, ...]]) -> tuple[lis
             for item in alternatives
             if item is None or all(clash(item, other) is None for other in chosen)
         ]
-        grown.sort(key=len)
+        grown.sort(key=len)  # the longest are beyond the limit
         left_out += max(0, len(grown) - MAX_COMBINATIONS)
         combinations = grown[:MAX_COMBINATIONS]
     return combinations, left_out
@@ -330,6 +320,7 @@ def mesh_groups(meshes: Iterable[Chosen | None]) -> list[MeshGroup]:
         data, zero = plan.size("data"), plan.size("zero")
         model = tuple(plan.size(name) for name in MODEL_AXES)
         others = tuple(name for name, size in plan.axes if size > 1 and name not in ("data", "zero"))
+        # Of a kind: the same axes above 1, hybrid sharding in all or none, and data ranks in all or none.
         key = (others, plan.rank_order, zero > 1, data > 1 and zero > 1, data * zero > 1 or not others)
         groups.setdefault(key, {}).setdefault((data, zero, *model), item)
     return [MeshGroup(meshes) for meshes in groups.values()]
@@ -342,6 +333,6 @@ def steps_of(chosen: Iterable[Chosen], *more: Chosen | None) -> list[tuple[str, 
 
 
 def _plan_kind(plan: Plan) -> Plan:
-    """The plan without what differs between the rows of a table."""
+    # Sizes of axes and numbers of micro-batches are columns of the table.
     axes = tuple((name, 0) for name, _ in plan.axes)
     return replace(plan, axes=tuple(sorted(axes)), num_micro_batches=1)

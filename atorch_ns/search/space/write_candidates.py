@@ -18,7 +18,7 @@ from atorch_ns.search.objective import SearchSettings
 from atorch_ns.search.space.candidate import Candidate, Pruned, key_of, label_of, refusal_keys
 from atorch_ns.search.space.constraints import Constraints
 from atorch_ns.search.space.equivalence import canonical
-from atorch_ns.search.space.limits import Limits, Selection, memory_limit
+from atorch_ns.search.space.limits import Limits, RowSelection, memory_limit
 from atorch_ns.search.space.priced import PricedRows
 from atorch_ns.search.space.templates import Templates, steps_of
 from atorch_ns.strategy import MODEL_AXES, Plan, Strategy
@@ -53,8 +53,7 @@ class SearchContext:
         return [prices.estimate(row) for row in range(len(resolved))]
 
 
-MAX_SAME = 20
-"""Most strategies that are reported as amounting to another."""
+MAX_SAME = 20  # most strategies that are reported as amounting to another
 
 
 class CandidateWriter:
@@ -65,7 +64,7 @@ class CandidateWriter:
 
     def write_out(
         self,
-        selected: Selection,
+        selected: RowSelection,
         rows: PricedRows,
         limit: Limits,
         baseline: Resolved | None,
@@ -76,37 +75,40 @@ class CandidateWriter:
         resolved: dict[str, tuple[Resolved, Estimate | None]] = {}
         for row in (*selected.fitting, *selected.too_large):
             try:
-                one = self._context.resolve(Strategy(rows.steps(row)))
+                entry = self._context.resolve(Strategy(rows.steps(row)))
             except StrategyError:  # a size that a method refuses on this mesh
                 continue
-            if constraints.violation(one.chosen) is None:
-                resolved.setdefault(key_of(one.strategy.steps), (one, rows.estimate(row)))
+            if constraints.violation(entry.chosen) is None:
+                resolved.setdefault(key_of(entry.strategy.steps), (entry, rows.estimate(row)))
         key = None
-        if baseline is not None:
+        if baseline is not None:  # a candidate even where many others are faster by prediction
             key = key_of(baseline.strategy.steps)
             if key not in resolved:
                 resolved[key] = (baseline, self._context.estimates([baseline])[0])
         for strategy in tried:
             with contextlib.suppress(StrategyError):  # of another version, or no longer allowed
-                one = self._context.resolve(strategy)
-                if key_of(one.strategy.steps) not in resolved and constraints.violation(one.chosen) is None:
-                    resolved[key_of(one.strategy.steps)] = (one, self._context.estimates([one])[0])
-        plain = baseline and _without_sharding(baseline.plan)
-        twins = _find_equivalents({name: one for name, (one, _) in resolved.items()}, key)
+                entry = self._context.resolve(strategy)
+                if (
+                    key_of(entry.strategy.steps) not in resolved
+                    and constraints.violation(entry.chosen) is None
+                ):
+                    resolved[key_of(entry.strategy.steps)] = (entry, self._context.estimates([entry])[0])
+        plain = baseline and _without_sharding(baseline.plan)  # all plain strategies have this plan
+        twins = _find_equivalents({name: entry for name, (entry, _) in resolved.items()}, key)
         candidates = []
-        for name, (one, estimated) in resolved.items():
-            candidate = self.candidate(one, estimated, is_baseline=name == key, limit=limit)
-            if _without_sharding(one.plan) == plain:
-                candidate = replace(candidate, is_plain=True, fits_alone=self._fits_alone(one, limit))
+        for name, (entry, estimated) in resolved.items():
+            candidate = self.candidate(entry, estimated, is_baseline=name == key, limit=limit)
+            if _without_sharding(entry.plan) == plain:
+                candidate = replace(candidate, is_plain=True, fits_alone=self._fits_alone(entry, limit))
             if name in twins:
                 candidate = self._same_as(candidate, resolved[twins[name]][0])
             candidates.append(candidate)
-        plans = [one.plan for one, _ in resolved.values()]
+        plans = [entry.plan for entry, _ in resolved.values()]
         candidates = self._sort_candidates(self._with_batches(candidates, plans, limit))
         return candidates if key is not None else _mark_simplest(candidates)
 
     def _fits_alone(self, resolved: Resolved, limit: Limits) -> bool:
-        """Whether there are several processes, and one is predicted to hold the whole batch with what is left there."""
+        # In one process, methods that need several fall away.
         context, estimated = replace(self._context, cluster=self._context.cluster.alone), None
         with contextlib.suppress(StrategyError):
             (estimated,) = context.estimates([context.resolve(resolved.strategy)])
@@ -126,7 +128,6 @@ class CandidateWriter:
         return candidates
 
     def _same_as(self, candidate: Candidate, other: Resolved) -> Candidate:
-        """The candidate, pruned because it amounts to another."""
         label = label_of(other.strategy.steps, leave_out=self._implied_methods(other))
         return replace(candidate, pruned=Pruned(kind="same", reason=f"amounts to {label} on this cluster"))
 
@@ -141,6 +142,7 @@ class CandidateWriter:
         """One strategy as a candidate, pruned if its predicted peak is beyond the limit."""
         steps = resolved.strategy.steps
         alone = [(item.method.name, item.method.plan(Plan(), item.config)) for item in resolved.chosen]
+        # Each method alone on an empty plan tells whether it sets dtypes.
         dtypes = [name for name, plan in alone if plan.precision != Plan().precision]
         limit = limit or memory_limit(self._context.cluster, self._context.settings)
         pruned = None
@@ -160,7 +162,7 @@ class CandidateWriter:
         )
 
     def _implied_methods(self, resolved: Resolved) -> list[str]:
-        """Methods that labels leave out, since every strategy has them in this form."""
+        # A mesh of data ranks alone goes without saying in a label, unless nothing else would be left.
         left = [item for item in resolved.chosen if item.method.default_for is None]
         plain_mesh = resolved.plan.size("data") == self._context.cluster.world_size
         return [
@@ -170,13 +172,14 @@ class CandidateWriter:
         ]
 
     def _with_batches(self, candidates: list[Candidate], plans: list[Plan], limit: Limits) -> list[Candidate]:
-        """The candidates with their largest batches, where that is the objective."""
-        if self._context.settings.objective != "batch" or any(one.estimate is None for one in candidates):
+        if self._context.settings.objective != "batch" or any(
+            candidate.estimate is None for candidate in candidates
+        ):
             return candidates
         table = PlanTable.of(plans)
         largest = np.zeros(len(table), dtype=np.int64)
         peaks = np.zeros(len(table))
-        for power in range(16):
+        for power in range(16):  # doubled up to 32,768 times, until nothing fits
             batch = self._context.workload.global_batch << power
             prices = price(
                 table,
@@ -191,53 +194,61 @@ class CandidateWriter:
             peaks[fits] = prices.peak_bytes[fits]
             if not fits.any():
                 break
-        given = self._context.workload.global_batch
+        global_batch = self._context.workload.global_batch
         return [
-            replace(one, largest_batch=int(size), largest_batch_bytes=float(peak), given_batch=given)
-            for one, size, peak in zip(candidates, largest, peaks, strict=True)
+            replace(
+                candidate, largest_batch=int(size), largest_batch_bytes=float(peak), given_batch=global_batch
+            )
+            for candidate, size, peak in zip(candidates, largest, peaks, strict=True)
         ]
 
     def _sort_candidates(self, candidates: list[Candidate]) -> list[Candidate]:
-        def order(one: Candidate) -> tuple[Any, ...]:
-            if one.estimate is None:
-                return (one.pruned is not None, 0.0, len(one.steps), one.key)
-            first = {"memory": one.estimate.peak_bytes, "batch": -float(one.largest_batch or 0)}.get(
-                self._context.settings.objective, one.estimate.step_seconds
+        def order(candidate: Candidate) -> tuple[Any, ...]:
+            if candidate.estimate is None:
+                return (candidate.pruned is not None, 0.0, len(candidate.steps), candidate.key)
+            first = {
+                "memory": candidate.estimate.peak_bytes,
+                "batch": -float(candidate.largest_batch or 0),
+            }.get(self._context.settings.objective, candidate.estimate.step_seconds)
+            return (
+                candidate.pruned is not None,
+                first,
+                candidate.estimate.step_seconds,
+                len(candidate.steps),
+                candidate.key,
             )
-            return (one.pruned is not None, first, one.estimate.step_seconds, len(one.steps), one.key)
 
         return sorted(candidates, key=order)
 
 
 def _without_sharding(plan: Plan) -> Plan:
-    """The plan without its precision, and without what data parallelism does, so that plain strategies are equal."""
+    # Without precision and data parallelism, plain strategies are equal.
     axes = tuple((name, size) for name, size in plan.axes if name in MODEL_AXES and size > 1)
     free = ("rank_order", "gradient_sync", "precision", "sharding")
     return plan.changed(axes=axes, **{name: getattr(Plan(), name) for name in free})
 
 
 def _find_equivalents(resolved: dict[str, Resolved], baseline: str | None) -> dict[str, str]:
-    """Keys of strategies that run like another, with that other's; the baseline is kept, else the first."""
     first: dict[Plan, str] = {}
-    if baseline is not None:
+    if baseline is not None:  # which is kept, whatever comes first
         first[canonical(resolved[baseline].plan)] = baseline
     twins = {}
     for name, strategy in resolved.items():
         kept = first.setdefault(canonical(strategy.plan), name)
         if kept != name:
-            twins[name] = kept
+            twins[name] = kept  # they run alike
     return twins
 
 
 def _mark_simplest(candidates: list[Candidate]) -> list[Candidate]:
-    """The candidates with the simplest one as the baseline, where the plain strategy may not be used."""
+    # Where the plain strategy may not be used, the simplest candidate is the baseline.
     free = [candidate for candidate in candidates if candidate.pruned is None] or candidates
     simplest = min(free, key=lambda candidate: len(candidate.steps))
     return [replace(candidate, is_baseline=candidate is simplest) for candidate in candidates]
 
 
 def _setup_seconds(resolved: Resolved, cluster: Cluster) -> float:
-    """Seconds that compilation adds to a trial: inductor took 20 to 60 for a block on 2 CPU cores, about 20 on GPUs."""
     if not resolved.plan.compiled:
         return 0.0
+    # Compilation by inductor took 20 to 60 seconds for a block on 2 CPU cores, about 20 on GPUs.
     return 40.0 if cluster.device_type == "cpu" else 20.0

@@ -28,9 +28,10 @@ from torch import nn
 
 from atorch_ns.errors import StepError
 
+# Names under which configs hold K, the number of experts chosen for a token.
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k", "moe_k")
 _COEFFICIENT = "router_aux_loss_coef"
-_TOLERANCE = 1e-3
+_TOLERANCE = 1e-3  # relative: sums in another order differ by less
 
 
 class GlobalBalance:
@@ -67,20 +68,21 @@ class GlobalBalance:
         if seen is None or counts is None:
             self._give_up(model)
             return None
-        total = counts[-1]
+        total = counts[-1]  # rows of all ranks
+        # E * sum of f_e * P_e: f of all ranks and P of this rank, both divided by the rows of all ranks.
+        # Times the number of ranks, so that the mean over ranks is the loss of the whole batch.
         balanced = (counts[:-1] * seen.probabilities).sum() / total**2 * len(seen.counts) * self._group.size()
         changed = {**output, "aux_loss": balanced.to(loss)}
         if output.get("loss") is not None:
-            changed["loss"] = output["loss"] + coefficient * (balanced - loss)
+            changed["loss"] = output["loss"] + coefficient * (balanced - loss)  # the model has added its own
         return type(output)(**changed)
 
     @torch.no_grad()
     def _over_ranks(self, seen: _Seen, loss: torch.Tensor) -> torch.Tensor | None:
-        """Choices by expert and rows over all ranks, ``[E + 1]``; ``None`` if the loss of some rank is a different one."""
-        unknown = seen.rows.new_full((1,), float(not seen.explains(loss)))
-        sent = torch.cat([seen.counts, seen.rows.reshape(1), unknown])
+        unknown = seen.rows.new_full((1,), float(not seen.explains(loss)))  # 1 if this loss is another one
+        sent = torch.cat([seen.counts, seen.rows.reshape(1), unknown])  # [E + 2]
         dist.all_reduce(sent, group=self._group)
-        return None if bool(sent[-1]) else sent[:-1]
+        return None if bool(sent[-1]) else sent[:-1]  # [E + 1]; all ranks decide alike
 
     def _give_up(self, model: nn.Module) -> None:
         self._given_up = True
@@ -94,17 +96,11 @@ class GlobalBalance:
 
 
 class _Seen(NamedTuple):
-    """The terms of the loss, over this rank's tokens and all layers.
+    """The terms of the loss, over this rank's tokens and all layers."""
 
-    Attributes:
-        counts: ``[E]``, choices by expert.
-        probabilities: ``[E]``, sums of the router's probabilities; has a gradient.
-        rows: 0-d, tokens times layers.
-    """
-
-    counts: torch.Tensor
-    probabilities: torch.Tensor
-    rows: torch.Tensor
+    counts: torch.Tensor  # [E], choices by expert
+    probabilities: torch.Tensor  # [E], sums of the router's probabilities; has a gradient
+    rows: torch.Tensor  # 0-d, tokens times layers
 
     @classmethod
     def of(cls, logits: Any, top_k: Any, mask: Any) -> _Seen | None:
@@ -113,15 +109,15 @@ class _Seen(NamedTuple):
             return None
         if any(not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 for tensor in logits):
             return None
-        weight = logits[0].new_ones(len(logits[0]), dtype=torch.float32)
+        weight = logits[0].new_ones(len(logits[0]), dtype=torch.float32)  # [tokens]; 0 for padding
         if isinstance(mask, torch.Tensor):
             if mask.numel() != len(weight):
                 return None
             weight = mask.reshape(-1).to(weight)
         counts = probabilities = weight.new_zeros(logits[0].size(-1))
         for layer in logits:
-            shares = layer.softmax(-1)
-            chosen = shares.topk(top_k, dim=-1).indices
+            shares = layer.softmax(-1)  # [tokens, E]
+            chosen = shares.topk(top_k, dim=-1).indices  # [tokens, K]
             counts = counts.scatter_add(0, chosen.reshape(-1), weight.repeat_interleave(top_k))
             probabilities = probabilities + (shares.float() * weight[:, None]).sum(0)
         return cls(counts, probabilities, weight.sum() * len(logits))
@@ -133,8 +129,8 @@ class _Seen(NamedTuple):
 
 
 def _model_setting(model: nn.Module, names: tuple[str, ...]) -> Any:
-    """The first of ``names`` that the model or its config has."""
     config = getattr(model, "config", None)
+    # A model of images and text has the settings of its language model in `text_config`.
     for holder in (model, config, getattr(config, "text_config", None)):
         for name in names:
             if isinstance(getattr(holder, name, None), (int, float)):

@@ -25,9 +25,9 @@ from atorch_ns.text import error_text
 T = TypeVar("T")
 R = TypeVar("R")
 
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # by dtype, in units of the largest value
 _LOW_PRECISION_TOLERANCE = 5e-2
-_ROWS, _TOKENS = 2, 9
+_ROWS, _TOKENS = 2, 9  # of the input that a layer is tested with
 
 
 @torch.no_grad()
@@ -52,6 +52,7 @@ def why_not_dividable(experts: FoundExperts, ranks: int) -> str | None:
         if not bool(torch.isfinite(whole).all()):  # values that were never set: nothing can be compared
             return None
         try:
+            # One choice of each token at a time: a module that mixes the choices gives another sum.
             parts = sum(
                 _by_shares(experts, ranks, tokens, index[:, k : k + 1], weights[:, k : k + 1])
                 for k in range(index.size(1))
@@ -104,14 +105,12 @@ def why_not_answerable(listed: ListedExperts) -> str | None:
 
 @contextmanager
 def _eval_mode(module: nn.Module) -> Iterator[None]:
-    """Turns dropout off, so that two calls can be compared."""
     with modes_kept(module):
-        module.eval()
+        module.eval()  # without dropout two calls can be compared
         yield
 
 
 def _first_accepted(inputs: Iterable[T], call: Callable[[T], R]) -> tuple[T, R]:
-    """The first input that ``call`` accepts, with its result; else the last error is raised."""
     last: Exception | None = None
     for sample in inputs:
         try:
@@ -119,22 +118,22 @@ def _first_accepted(inputs: Iterable[T], call: Callable[[T], R]) -> tuple[T, R]:
         except Exception as refused:  # the user's code, on an input of a guessed shape
             last = refused
     assert last is not None
-    raise last
+    raise last  # no input was accepted
 
 
 def _by_frequency(sizes: list[int]) -> list[int]:
-    """The distinct sizes, the most frequent first."""
-    return sorted(set(sizes), key=lambda size: -sizes.count(size))
+    return sorted(set(sizes), key=lambda size: -sizes.count(size))  # the most frequent first
 
 
 def _make_batch(experts: FoundExperts, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A few tokens with two choices each, such that every share is chosen; of the first width that fits."""
     generator = torch.Generator().manual_seed(0)
     count = experts.num_experts
     step = max(1, count // 8)  # of many experts only some
-    choice = torch.arange(0, count, step)
+    choice = torch.arange(0, count, step)  # [N], the first choice of each token
+    # [N, 2]: first and second choices alternate over the experts, so that every share is chosen.
     index = torch.stack([choice, (choice + 1 + step // 2) % count], dim=1).to(like.device)
     weights = torch.rand(len(choice), 2, generator=generator).to(like)
+    # The width of the model is likely the size that its weights have most often.
     widths = _by_frequency(
         [size for name in experts.divided for size in experts.module.get_parameter(name).shape[1:]]
     )
@@ -146,7 +145,7 @@ def _make_batch(experts: FoundExperts, like: torch.Tensor) -> tuple[torch.Tensor
 def _call_experts(
     experts: FoundExperts, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    result = experts.module(tokens.clone(), index, weights)
+    result = experts.module(tokens.clone(), index, weights)  # it may write into its tokens
     if not isinstance(result, torch.Tensor) or result.numel() != tokens.numel():
         raise TypeError(f"it returns {type(result).__name__}, not a tensor like its tokens")
     return result.reshape(tokens.shape)
@@ -157,7 +156,7 @@ def _by_shares(
 ) -> torch.Tensor:
     out, per_rank = torch.zeros_like(tokens), experts.num_experts // ranks
     for rank in range(ranks):
-        rows = (index[:, 0] // per_rank == rank).nonzero()[:, 0]
+        rows = (index[:, 0] // per_rank == rank).nonzero()[:, 0]  # the tokens of this share
         if len(rows):
             with _select_experts(experts, slice(rank * per_rank, (rank + 1) * per_rank)):
                 out[rows] = _call_experts(experts, tokens[rows], index[rows] - rank * per_rank, weights[rows])
@@ -166,13 +165,13 @@ def _by_shares(
 
 @contextmanager
 def _select_experts(experts: FoundExperts, chosen: slice) -> Iterator[None]:
-    """Leaves the module only the ``chosen`` experts inside the block."""
     module = experts.module
     parameters = {name: module._parameters[name] for name in experts.divided}
     try:
         for name, parameter in parameters.items():
             assert parameter is not None
             module._parameters[name] = parameter[chosen]  # type: ignore[assignment]  # it need not be trained
+        # Code that goes through its experts by number must see those of a share.
         for name in experts.counts:
             setattr(module, name, chosen.stop - chosen.start)
         yield
@@ -183,11 +182,11 @@ def _select_experts(experts: FoundExperts, chosen: slice) -> Iterator[None]:
 
 
 def _run_whole_layer(listed: ListedExperts) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Tokens that the layer accepts, and its results and gradients for them."""
     like = next(listed.experts[0].parameters())
     widths = _by_frequency([size for parameter in listed.experts[0].parameters() for size in parameter.shape])
     generator = torch.Generator().manual_seed(0)
     shapes = (shape for width in widths for shape in ((_ROWS, _TOKENS, width), (_ROWS * _TOKENS, width)))
+    # Layers take [B, T, D] or [N, D].
     inputs = (torch.randn(shape, generator=generator).to(like).requires_grad_() for shape in shapes)
     return _first_accepted(
         inputs, lambda sample: _results_and_gradients(_gradient_targets(listed, sample), listed.layer(sample))
@@ -195,16 +194,17 @@ def _run_whole_layer(listed: ListedExperts) -> tuple[torch.Tensor, list[torch.Te
 
 
 def _run_passes(listed: ListedExperts, calls: ExpertCalls, tokens: torch.Tensor) -> list[torch.Tensor] | None:
-    """The results of the two passes; ``None`` if the layer calls no expert."""
     targets = _gradient_targets(listed, tokens)
+    # First pass, without the layer's hooks: calls of experts are recorded and return zeros.
     calls.begin()
     with buffers_and_generators_kept(listed.layer, tokens.device), _hide_parameters(listed):
         listed.layer.forward(tokens)
     rows = calls.rows()
-    if rows is None:
+    if rows is None:  # no expert was called
         return None
     calls.answer(rows.results(listed.num_experts, lambda number, inputs: listed.experts[number](*inputs)))
     with _hide_parameters(listed):
+        # Second pass: the recorded calls return the results.
         output = listed.layer(tokens)
     return _results_and_gradients(targets, output)
 
@@ -214,9 +214,8 @@ def _gradient_targets(listed: ListedExperts, tokens: torch.Tensor) -> list[torch
 
 
 def _results_and_gradients(targets: list[torch.Tensor], output: Any) -> list[torch.Tensor]:
-    """The floating results, and the gradients of their weighted sum."""
     results = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
-    total = weighted_sum(results, seed=1)
+    total = weighted_sum(results, seed=1)  # one loss of all results
     if total is None or not total.requires_grad:
         raise TypeError("it returns no tensor of floats with a gradient")
     return [*(tensor.detach() for tensor in results), *gradients_of(total, targets)]
@@ -224,7 +223,7 @@ def _results_and_gradients(targets: list[torch.Tensor], output: Any) -> list[tor
 
 @contextmanager
 def _hide_parameters(listed: ListedExperts) -> Iterator[None]:
-    """Fills the experts' parameters with NaN: code that reads them would get those of a part."""
+    # NaN stands in for the experts' parameters: code that reads them outside a call would get a part of them.
     modules = [module for expert in listed.experts for module in expert.modules()]
     kept = [(module, dict(module._parameters)) for module in modules]
     try:

@@ -28,9 +28,9 @@ from torch import nn
 
 from atorch_ns.capture.blocks import select_modules
 
-_COUNT = re.compile(r"experts$")
-_INDEX = re.compile(r"ind(ex|ices)|selected|expert_ids|topk_ids")
-_WEIGHT = re.compile(r"weight|score|prob|gate")
+_COUNT = re.compile(r"experts$")  # num_experts, n_routed_experts
+_INDEX = re.compile(r"ind(ex|ices)|selected|expert_ids|topk_ids")  # top_k_index, selected_experts
+_WEIGHT = re.compile(r"weight|score|prob|gate")  # top_k_weights, routing_weights
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ def find_experts(
 def _looks_like_experts(name: str, module: nn.Module) -> bool:
     if _argument_names(module) is not None and any(True for _ in module.parameters()):
         return True
+    # Lists of blocks look like lists of experts: only the name tells.
     return _is_list_of_experts(module) and "expert" in name.rpartition(".")[2].lower()
 
 
@@ -154,6 +155,7 @@ def _examine_module(name: str, module: nn.Module) -> FoundExperts | UnfitExperts
             "hidden_states, top_k_index and top_k_weights would do",
         )
     parameters = dict(module.named_parameters(recurse=False))
+    # Matrices of all experts are [E, …, …]; biases [E, …] and shared matrices have fewer dimensions.
     sizes = {parameter.shape[0] for parameter in parameters.values() if parameter.dim() >= 3}
     if len(sizes) != 1:
         return UnfitExperts(
@@ -208,6 +210,7 @@ def _argument_names(module: nn.Module) -> tuple[str, str, str] | None:
         return None
     if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters[3:]):
         return None
+    # Further arguments have defaults, since the test calls the module with three.
     tokens, index, weights = (parameter.name for parameter in parameters[:3])
     if _INDEX.search(index) and _WEIGHT.search(weights):
         return tokens, index, weights

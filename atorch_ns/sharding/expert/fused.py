@@ -78,23 +78,28 @@ class Route:
         """
         ranks, per_rank = group.size(), num_experts // group.size()
         num_tokens, num_choices = index.shape
-        chosen = index.reshape(-1).long()
+        chosen = index.reshape(-1).long()  # [N K]
+        # [N K], the rank that holds the expert of each choice; S for a choice of none.
         target = torch.div(chosen, per_rank, rounding_mode="floor").clamp(max=ranks)
-        order = torch.argsort(target, stable=True)
+        order = torch.argsort(target, stable=True)  # choices by rank; those of none come last
         target = target[order]
-        tokens = torch.div(order, num_choices, rounding_mode="floor")
-        goes = torch.zeros(ranks + 1, num_tokens, dtype=torch.bool, device=index.device)
-        goes[target, tokens] = True
+        tokens = torch.div(order, num_choices, rounding_mode="floor")  # [N K], the token of each choice
+        goes = torch.zeros(ranks + 1, num_tokens, dtype=torch.bool, device=index.device)  # [S + 1, N]
+        goes[target, tokens] = True  # once for each rank, however many of its experts are chosen
         position = goes.long().cumsum(1) - 1  # of a token among those that go to one rank
+        # [S + 1]: choices to each rank; bincount would wait for the device.
         pairs_to = target.new_zeros(ranks + 1).scatter_add(0, target, torch.ones_like(target))
-        counts = torch.stack([goes[:ranks].sum(1), pairs_to[:ranks]], dim=1)
+        counts = torch.stack([goes[:ranks].sum(1), pairs_to[:ranks]], dim=1)  # [S, 2], rows and pairs
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=group)
+        # One copy to the host, which waits for the device: exchanges need their sizes there.
         (sent_rows, sent_pairs), (received_rows, received_pairs) = torch.stack([counts, arriving]).mT.tolist()
-        kept = slice(0, sum(sent_pairs))
+        kept = slice(0, sum(sent_pairs))  # without choices of none
+        # [P, 2]: the place of a pair's row among those to its rank, and its expert from that rank's first on.
         pairs = torch.stack([position[target, tokens], chosen[order] - target * per_rank], dim=1)[kept]
         pairs = exchange(pairs, sent_pairs, received_pairs, group)
-        arrived = torch.tensor(received_rows, device=index.device)
+        arrived = torch.tensor(received_rows, device=index.device)  # [S]
+        # [P'], where the rows of a pair's sender begin. Without output_size the host waits for the device.
         first_rows = (arrived.cumsum(0) - arrived).repeat_interleave(
             torch.tensor(received_pairs, device=index.device), output_size=sum(received_pairs)
         )
@@ -133,7 +138,8 @@ class Route:
         Returns:
             ``[N, D]``.
         """
-        mine = results[: len(self.pair_rows)]
+        mine = results[: len(self.pair_rows)]  # without the pair of zeros of a rank to which none came
+        # The results of a token are added up here first: one row for each token and rank travels back.
         rows = mine.new_zeros(sum(self.received_rows), mine.size(1)).index_add(0, self.pair_rows, mine)
         rows = exchange(rows, self.received_rows, self.sent_rows, self.group)
         # The addition saves its indices for the backward pass. As the last operator that saves anything, it makes
@@ -178,10 +184,10 @@ def shard_parameter(parameter: torch.Tensor, mesh: DeviceMesh, dim: int, *, equa
     return nn.Parameter(share, requires_grad=parameter.requires_grad)
 
 
-class _Place(NamedTuple):
+class _Slot(NamedTuple):
     """A parameter and where a module keeps it: a dictionary that, unlike assignment, takes any tensor."""
 
-    held: dict[str, Any]
+    table: dict[str, Any]
     key: str
     parameter: torch.Tensor
 
@@ -196,13 +202,13 @@ class _DividedForward:
         self._signature = inspect.signature(experts.module.forward)
         self._module = experts.module
         self._group = mesh.get_group()
-        self._under_way: list[tuple[Route, torch.Size, list[_Place]]] = []
+        self._under_way: list[tuple[Route, torch.Size, list[_Slot]]] = []  # a stack of running passes
 
     def attach(self) -> None:
         """Adds the hooks."""
         before, after = torch.compiler.disable(self._send_tokens), torch.compiler.disable(self._return_tokens)
         self._module.register_forward_pre_hook(before, with_kwargs=True)
-        self._module.register_forward_hook(after, always_call=True)
+        self._module.register_forward_hook(after, always_call=True)  # also after a pass that failed
 
     def _send_tokens(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         bound = self._signature.bind(*args, **kwargs)
@@ -213,7 +219,8 @@ class _DividedForward:
         places = list(self._parameter_slots(module))
         self._under_way.append((route, hidden.shape, places))
         for slot in places:
-            slot.held[slot.key] = scale_gradient(local_part(slot.parameter), 1 / self._group.size())
+            # The code sees this rank's plain part, whose gradient is a mean over the ranks' losses.
+            slot.table[slot.key] = scale_gradient(local_part(slot.parameter), 1 / self._group.size())
         values = (arrived.tokens, arrived.index, arrived.weights)
         bound.arguments.update(zip(self._arguments, values, strict=True))
         return bound.args, bound.kwargs
@@ -225,11 +232,11 @@ class _DividedForward:
             return None
         route, shape, places = self._under_way.pop()
         for slot in places:
-            slot.held[slot.key] = slot.parameter
-        return None if output is None else route.bring_back(output).view(shape)
+            slot.table[slot.key] = slot.parameter
+        return None if output is None else route.bring_back(output).view(shape)  # None: the pass failed
 
-    def _parameter_slots(self, module: nn.Module) -> Iterator[_Place]:
+    def _parameter_slots(self, module: nn.Module) -> Iterator[_Slot]:
         for name in self._names:
             owner, _, key = name.rpartition(".")
             parameters: dict[str, Any] = module.get_submodule(owner)._parameters
-            yield _Place(parameters, key, parameters[key])
+            yield _Slot(parameters, key, parameters[key])

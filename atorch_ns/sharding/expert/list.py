@@ -34,8 +34,7 @@ from atorch_ns.sharding.expert.find import ListedExperts
 from atorch_ns.sharding.expert.fused import Arrived, Route, shard_parameter
 from atorch_ns.sharding.rank_context import divide_class
 
-_SETTING = "_expert_calls"
-"""The attribute of an expert that holds its calls and its number."""
+_SETTING = "_expert_calls"  # the attribute of an expert that holds its calls and its number
 
 
 def divide_expert_list(listed: ListedExperts, mesh: DeviceMesh, *, equal: bool) -> None:
@@ -54,7 +53,7 @@ def divide_expert_list(listed: ListedExperts, mesh: DeviceMesh, *, equal: bool) 
     for expert in listed.experts:
         for name, parameter in list(expert.named_parameters()):
             dim = listed.dim_of(name, mesh.size())
-            if dim is None:
+            if dim is None:  # it stays whole, and each rank has a summand of its gradient
                 if not equal:
                     dist.broadcast(parameter.data, src=first, group=mesh.get_group())
                 continue
@@ -82,6 +81,7 @@ class _DividedLayer:
     def _answer_calls(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         self._calls.begin()
         device = next(self._listed.experts[0].parameters()).device
+        # First pass, without hooks, of which this is one. The second one begins with the same random states.
         with buffers_and_generators_kept(layer, device):
             layer.forward(*args, **kwargs)
         rows = self._calls.rows()
@@ -96,13 +96,12 @@ class _DividedLayer:
         self._calls.end()
 
     def _route_rows(self, rows: Rows) -> torch.Tensor:
-        """The experts' results for the rows, [R, D]; collective."""
         route = Route.find(rows.experts[:, None], len(self._listed.experts), self._group)
+        # A row has one expert, with weight 1: the layer's code weights the results itself.
         arrived = route.send(rows.features, rows.features.new_ones(len(rows.features), 1))
-        return route.bring_back(self._compute_local_experts(arrived, rows.widths))
+        return route.bring_back(self._compute_local_experts(arrived, rows.widths))  # [R, D]
 
     def _compute_local_experts(self, arrived: Arrived, widths: tuple[int, ...]) -> torch.Tensor:
-        """The results of this rank's experts for the P rows that arrived."""
         experts = self._listed.experts
         per_rank = len(experts) // self._group.size()
         first = self._group.rank() * per_rank
@@ -112,22 +111,23 @@ class _DividedLayer:
             output: torch.Tensor = functional_call(experts[first + index], parameters[index], inputs)
             return output
 
-        return Rows(arrived.tokens, arrived.index[:, 0], widths).results(per_rank, compute)
+        return Rows(arrived.tokens, arrived.index[:, 0], widths).results(per_rank, compute)  # [P, D]
 
     def _local_expert_parameters(self, per_rank: int) -> list[dict[str, torch.Tensor]]:
-        """The parameters of this rank's experts, whole; collective."""
+        # Each rank sends its part of every expert to the rank that computes it: one all-to-all a parameter.
         ranks, first = self._group.size(), self._group.rank() * per_rank
         parameters: list[dict[str, torch.Tensor]] = [{} for _ in range(per_rank)]
         every = [dict(expert.named_parameters()) for expert in self._listed.experts]
         for name, like in every[0].items():
             if isinstance(like, DTensor):
                 parts = torch.stack([of[name].to_local() for of in every])  # type: ignore[attr-defined]
+                # From [E, …] with parts along `dim` to whole ones of this rank's experts, [E / n, …].
                 dim = 1 + like.placements[0].dim  # type: ignore[attr-defined]
                 mine = list(all_to_all(parts, 0, dim, self._group).unbind(0))
             else:
-                mine = [of[name] for of in every[first : first + per_rank]]
+                mine = [of[name] for of in every[first : first + per_rank]]  # whole on every rank
             for index, tensor in enumerate(mine):
-                parameters[index][name] = scale_gradient(tensor, 1 / ranks)
+                parameters[index][name] = scale_gradient(tensor, 1 / ranks)  # the mean over the ranks' losses
         return parameters
 
 
@@ -149,11 +149,11 @@ class Rows:
         self, num_experts: int, compute: Callable[[int, tuple[torch.Tensor, ...]], torch.Tensor]
     ) -> torch.Tensor:
         """The results of ``compute(expert, arguments)`` on the rows of each expert, in the order of the rows."""
-        order = self.experts.argsort(stable=True)
+        order = self.experts.argsort(stable=True)  # [R]; stable: calls keep their order
         counts = torch.bincount(self.experts, minlength=num_experts).tolist()
         pieces = enumerate(self.features[order].split(counts))
         outputs = [compute(expert, piece.split(self.widths, -1)) for expert, piece in pieces if len(piece)]
-        return torch.cat(outputs)[order.argsort()]
+        return torch.cat(outputs)[order.argsort()]  # back in the order of the rows
 
 
 class ExpertCalls:
@@ -171,7 +171,7 @@ class ExpertCalls:
         self._name = name
         self._recorded: list[tuple[int, torch.Size, tuple[torch.Tensor, ...]]] = []
         self._answers: list[torch.Tensor] = []
-        self._next = 0
+        self._next = 0  # the next call of the second pass
 
     def begin(self) -> None:
         """Starts recording calls."""
@@ -179,7 +179,7 @@ class ExpertCalls:
 
     def rows(self) -> Rows | None:
         """The recorded rows, in the order of calls; ``None`` if no expert was called."""
-        self.state = "compute"
+        self.state = "compute"  # between the passes experts are computed
         if not self._recorded:
             return None
         widths = {tuple(tensor.size(-1) for tensor in inputs) for _, _, inputs in self._recorded}
@@ -202,15 +202,19 @@ class ExpertCalls:
 
     def call(self, number: int, args: Sequence[Any], kwargs: Any) -> torch.Tensor:
         """Records or answers a call of one expert."""
-        if kwargs or not args or not all(isinstance(one, torch.Tensor) and one.dim() for one in args):
+        if (
+            kwargs
+            or not args
+            or not all(isinstance(tensor, torch.Tensor) and tensor.dim() for tensor in args)
+        ):
             raise self._calls_error("its experts are called with more than tensors of rows")
         lead = args[0].shape[:-1]
         if self.state == "record":
-            inputs = tuple(one.reshape(lead.numel(), -1) for one in args)
+            inputs = tuple(tensor.reshape(lead.numel(), -1) for tensor in args)  # [rows, width] each
             self._recorded.append((number, lead, inputs))
-            return torch.zeros_like(args[0])
+            return torch.zeros_like(args[0])  # results are taken to be as wide as the first argument
         index, self._next = self._next, self._next + 1
-        if index >= len(self._recorded) or self._recorded[index][:2] != (number, lead):
+        if index >= len(self._recorded) or self._recorded[index][:2] != (number, lead):  # another call
             raise self._calls_error(
                 f"call {index + 1} of its experts is another one when its code runs again: it may depend on what "
                 "experts return"

@@ -126,17 +126,18 @@ def multi_head_attention(
         raise InputError(
             "attention with bias_k, add_zero_attn or static keys cannot be divided over positions."
         )
-    is_batched = it["query"].dim() == 3
+    is_batched = it["query"].dim() == 3  # [T, B, D], else [T, D]
     query, key, value = (
         it[name] if is_batched else it[name].unsqueeze(1) for name in ("query", "key", "value")
     )
+    # Keys of another sequence are another tensor of another length.
     crossed = it["key"] is not it["query"] and it["key"].size(0) != it["query"].size(0)
     heads = it["num_heads"]
     q, k, v = (_split_heads(x, heads) for x in _project_inputs(it, query, key, value))
     causal, mask = _combine_masks(it, heads, crossed, widen)
     # [B, H, T, E].
     mixed = attend(AttentionCall(q, k, v, mask, it["dropout_p"] if it["training"] else 0.0, causal))
-    joined = mixed.permute(2, 0, 1, 3).flatten(2)
+    joined = mixed.permute(2, 0, 1, 3).flatten(2)  # [T, B, D]
     out = F.linear(joined, it["out_proj_weight"], it["out_proj_bias"])
     return (out if is_batched else out.squeeze(1)), None
 
@@ -147,29 +148,28 @@ def _project_inputs(
     if it["use_separate_proj_weight"]:
         weights = [it[f"{name}_proj_weight"] for name in "qkv"]
     else:
-        weights = list(it["in_proj_weight"].chunk(3))
+        weights = list(it["in_proj_weight"].chunk(3))  # fused as [q | k | v]
     bias = it["in_proj_bias"]
     biases = [None] * 3 if bias is None else list(bias.chunk(3))
     return [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
 
 
 def _split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[T, B, D] to [B, H, T, E]."""
     divided: torch.Tensor = x.unflatten(-1, (heads, -1))
-    return divided.permute(1, 2, 0, 3)
+    return divided.permute(1, 2, 0, 3)  # [T, B, H, E] to [B, H, T, E]
 
 
 def _combine_masks(
     it: dict[str, Any], heads: int, crossed: bool, widen: Widen
 ) -> tuple[bool, torch.Tensor | None]:
-    """Whether the call is causal, and the mask that is added to [B, H, T, S]."""
     attention, padding = it["attn_mask"], it["key_padding_mask"]
-    if it["is_causal"] and padding is None:
+    if it["is_causal"] and padding is None:  # as in torch, the flag stands for the mask then
         return True, None
     dtype = it["query"].dtype
-    summands = []
+    summands = []  # each broadcasts to [B, H, T, S]
     if attention is not None:
         added = widen(additive_mask(attention, dtype), crossed)
+        # torch takes a mask of each head as [B H, T, S].
         summands.append(added.unflatten(0, (-1, heads)) if added.dim() == 3 else added)
     if padding is not None:
         rows = padding if padding.dim() == 2 else padding.unsqueeze(0)
@@ -186,7 +186,7 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
 
 
-_HEADS = -3
+_HEADS = -3  # of [..., H, T, E]
 _POSITIONS = -2
 
 
@@ -210,6 +210,7 @@ def ulysses_attention(call: AttentionCall, layout: SequenceLayout, group: Group)
             f"Use a divisor of {call.num_heads} for sequence, or kind='ring'."
         )
     key, value, grouped = _enough_heads(call, ranks)
+    # Divided by heads: [..., H / n, T, E], all positions in order.
     whole = replace(
         call,
         query=_to_heads(call.query, layout, group),
@@ -218,25 +219,25 @@ def ulysses_attention(call: AttentionCall, layout: SequenceLayout, group: Group)
         mask=None if call.mask is None else _mask_of_heads(call.mask, call.num_heads, layout, group),
         grouped=grouped,
     )
+    # Divided by positions again, with padding where the length does not divide.
     return all_to_all(layout.by_rank(whole.run(), _POSITIONS), _POSITIONS, _HEADS, group)
 
 
 def _enough_heads(call: AttentionCall, ranks: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Keys and values with heads that the ranks divide, shared heads repeated, and whether heads are still shared."""
+    # Shared heads are repeated as often as it takes for the ranks to divide them.
     heads, key_heads = call.num_heads, call.num_key_heads
     times = ranks // math.gcd(key_heads, ranks)
     if times == 1:
         return call.key, call.value, call.grouped
     if (heads // key_heads) % times:
-        times = heads // key_heads
+        times = heads // key_heads  # a key head for each query head
     key = call.key.repeat_interleave(times, _HEADS)
     value = call.value.repeat_interleave(times, _HEADS)
-    return key, value, key_heads * times < heads
+    return key, value, key_heads * times < heads  # the last: whether heads are still shared
 
 
 def _to_heads(x: torch.Tensor, layout: SequenceLayout, group: Group) -> torch.Tensor:
-    """All positions, in order and without padding, of this rank's heads."""
-    return layout.in_order(all_to_all(x, _HEADS, _POSITIONS, group), _POSITIONS)
+    return layout.in_order(all_to_all(x, _HEADS, _POSITIONS, group), _POSITIONS)  # [..., H / n, T, E]
 
 
 def whole_mask(mask: torch.Tensor, layout: SequenceLayout, group: Group) -> torch.Tensor:
@@ -256,9 +257,8 @@ def own_rows(mask: torch.Tensor, layout: SequenceLayout, group: Group) -> torch.
 
 
 def _mask_of_heads(mask: torch.Tensor, num_heads: int, layout: SequenceLayout, group: Group) -> torch.Tensor:
-    """The mask for all queries and keys of this rank's heads."""
-    if mask.dim() < 3 or mask.size(_HEADS) == 1:
+    if mask.dim() < 3 or mask.size(_HEADS) == 1:  # one mask for all heads
         return whole_mask(mask, layout, group)
     if mask.size(_HEADS) == num_heads and mask.shape[-2:] == (layout.local, layout.length):
-        return _to_heads(mask, layout, group)
+        return _to_heads(mask, layout, group)  # rows of L queries for each head travel as queries do
     return whole_mask(mask, layout, group).chunk(group.size(), _HEADS)[group.rank()]

@@ -29,6 +29,7 @@ from atorch_ns.sharding.sequence.ring import ring_attention
 
 Function = Callable[..., Any]
 
+# Functions that make square masks of T x T.
 _FILLED: Final[frozenset[Function]] = frozenset({torch.ones, torch.zeros, torch.full, torch.empty})
 _FILLED_LIKE: Final[frozenset[Function]] = frozenset(
     {torch.Tensor.new_ones, torch.Tensor.new_zeros, torch.Tensor.new_full, torch.Tensor.new_empty}
@@ -40,7 +41,7 @@ _TRIANGLES: Final[dict[Function, Literal["lower", "upper"]]] = {
     torch.triu: "upper",
     torch.Tensor.triu: "upper",
 }
-_OTHER = -1
+_OTHER = -1  # the count of a call that numbers no positions
 USE_SDPA: Final = (
     "Use an attention that calls torch.nn.functional.scaled_dot_product_attention, in transformers' models where they "
     "offer it by attn_implementation='sdpa', or divide over the axes data, zero or pipeline."
@@ -68,7 +69,7 @@ class SeenCalls(TorchFunctionMode):
         self.num_products = 0
         self.sites: set[int] = set()
         self._length = length
-        self._count = 0
+        self._count = 0  # of calls so far that may number positions
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -77,6 +78,7 @@ class SeenCalls(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.attentions.append(AttentionCall.of(*args, **kwargs))
         elif func is F.multi_head_attention_forward:
+            # Only to see its attention call: the result is computed below, by torch.
             multi_head_attention(self._record_attention, lambda mask, _: mask, *args, **kwargs)
         elif (count := position_count(func, args, kwargs)) is not None:
             if count == self._length:
@@ -124,6 +126,7 @@ class DividedCalls(TorchFunctionMode):
             return self._run_divided_attention(AttentionCall.of(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             return multi_head_attention(self._run_divided_attention, self._widen_mask, *args, **kwargs)
+        # Sites are counted in the order of calls, as when the block was seen whole.
         if self._plan.sites and (count := position_count(func, args, kwargs)) is not None:
             self._num_sites += 1
             numbers = self._plan.sites.get(self._num_sites - 1)
@@ -164,7 +167,6 @@ class DividedCalls(TorchFunctionMode):
     def _gather_keys(
         self, product: Product, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a product, with the keys of all ranks where they are those of the sequence."""
         index = self._num_products
         self._num_products += 1
         dim = self._plan.products.get(index)
@@ -184,12 +186,13 @@ class DividedCalls(TorchFunctionMode):
     def _run_divided_attention(self, call: AttentionCall) -> torch.Tensor:
         index = self._num_attentions
         self._num_attentions += 1
-        call = call.cast()
+        call = call.cast()  # before anything travels: autocast would cast inside the kernel alone
         if call.query.size(-2) != self._layout.local:
             raise InputError(
                 f"an attention call has {call.query.size(-2)} queries where this rank holds "
                 f"{self._layout.local} positions: only queries that are the sequence's can be divided."
             )
+        # Keys of another sequence may happen to be L long: the test has noted such calls.
         if index in self._plan.crossed or call.key.size(-2) != self._layout.local:
             self.crossed.add(index)
             return self._run_cross_attention(call)
@@ -198,12 +201,11 @@ class DividedCalls(TorchFunctionMode):
         return ulysses_attention(call, self._layout, self._group)
 
     def _run_cross_attention(self, call: AttentionCall) -> torch.Tensor:
-        """Attention of this rank's queries to keys that every rank has whole."""
         if call.causal:
             raise InputError("a causal attention call sees keys that are not divided as its queries are.")
         mask = call.mask
         if mask is not None and mask.dim() > 1 and mask.size(-2) == self._layout.length:
-            mask = self._layout.select(mask, -2)
+            mask = self._layout.select(mask, -2)  # the rows of this rank's queries
         return replace(call, mask=mask).run()
 
     def _widen_mask(self, mask: torch.Tensor, crossed: bool) -> torch.Tensor:
@@ -249,17 +251,18 @@ def with_positions(
     A square is that of all positions: a mask has a row and a column for each. With ``rows``, those that are this rank's
     own are the rows of its positions.
     """
-    own_square = rows and numbers == "own"
+    own_square = rows and numbers == "own"  # [L, T] in place of [T, T]
     if func is torch.arange:
         output = func(*args, **kwargs)
-        local = layout.own(output.device).to(output)
+        local = layout.local_positions(output.device).to(output)
         return local if numbers == "own" else torch.arange(layout.length, device=local.device).to(output)
     if func is torch.Tensor.__getitem__:
         table, index = args
         indices = [slice(0, layout.length) if _is_prefix(item) else item for item in _index_tuple(index)]
+        # Of [:T, :T] the first prefix is that of rows, which alone may be this rank's.
         prefixes = [slot for slot, item in enumerate(_index_tuple(index)) if _is_prefix(item)]
         if own_square or (numbers == "own" and len(prefixes) == 1):
-            indices[prefixes[0]] = layout.own(table.device)
+            indices[prefixes[0]] = layout.local_positions(table.device)
         return table[tuple(indices)]
     size = _size_of(func, args, kwargs)
     assert size is not None
@@ -275,7 +278,8 @@ def triangle(
         return None
     diagonal = args[1] if len(args) > 1 else kwargs.get("diagonal", 0)
     device = args[0].device
-    offsets = torch.arange(layout.length, device=device) - layout.own(device)[:, None] - diagonal
+    # [L, T]: column less row, with rows at this rank's positions.
+    offsets = torch.arange(layout.length, device=device) - layout.local_positions(device)[:, None] - diagonal
     kept = offsets <= 0 if _TRIANGLES[func] == "lower" else offsets >= 0
     matrix: torch.Tensor = args[0].masked_fill(~kept, 0)
     return matrix
@@ -296,7 +300,7 @@ def square_view(
 
 
 def _range_of(*bounds: Any, start: Any = 0, end: Any = None, step: Any = 1, **_: Any) -> tuple[Any, Any, Any]:
-    if len(bounds) == 1:
+    if len(bounds) == 1:  # arange(end)
         return start, bounds[0], step
     if bounds:
         start, end, step = (*bounds, step)[:3]
@@ -312,13 +316,13 @@ def _is_prefix(index: Any) -> bool:
         isinstance(index, slice)
         and index.start in (None, 0)
         and isinstance(index.stop, int)
-        and index.stop > 0
+        and index.stop > 0  # not counted from the end
         and index.step in (None, 1)
     )
 
 
 def _size_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any] | None:
-    arguments = args[1:] if func in _FILLED_LIKE else args
+    arguments = args[1:] if func in _FILLED_LIKE else args  # methods begin with a tensor
     if not arguments:
         size = kwargs.get("size")
         return size if isinstance(size, (tuple, list)) else None

@@ -31,7 +31,7 @@ from atorch_ns.sharding.sequence.plan import (
     find_hidden,
     gather_results,
 )
-from atorch_ns.sharding.sequence.selftest import Subject, find_block_plan
+from atorch_ns.sharding.sequence.selftest import TestedBlock, find_block_plan
 from atorch_ns.sharding.sequence.tokens import DividedTokens, TokenPart
 from atorch_ns.torch_compat import in_backward, pipeline_unit, plain_name
 
@@ -46,8 +46,8 @@ class _Call:
     is_random: bool
 
 
+# The tensors that a block is called with: paths, numbers of dimensions, and which may be masks of a row each.
 _Form = frozenset[tuple[Path, int, bool]]
-"""The tensors that a block is called with: paths, numbers of dimensions, and which may be masks of a row each."""
 
 
 @dataclass
@@ -74,22 +74,18 @@ class BlockChain:
         self._kinds = tuple(kinds)
         self._settings = settings
         self._known: dict[str, _Known] = {}
-        self._plans: dict[int, BlockPlan] = {}
-        """The plan of each block's last call."""
-        self._whole: dict[int, InputError] = {}
-        """The blocks that run whole, and why they cannot be divided."""
-        self._zigzag: bool | None = None
-        self._joined: dict[int, frozenset[Path]] = {}
+        self._plans: dict[int, BlockPlan] = {}  # of each block's last call
+        self._whole: dict[int, InputError] = {}  # blocks that run whole, and why they cannot be divided
+        self._zigzag: bool | None = None  # None until a plan has decided
+        self._joined: dict[int, frozenset[Path]] = {}  # by joined block: results that it gathers
         self._divides_tail = False
+        # The path of the hidden states that the last block has handed on, and this rank's positions of them.
         self._tail: tuple[Path, TokenPart] | None = None
-        """The path of the hidden states that the last block has handed on, and this rank's positions of them."""
-        self._has_part = False
-        """Whether the first block was last given this rank's positions."""
-        self._due: int | None = None
-        self._lengths = WeakTensorKeyDictionary()
-        """The length of the whole sequence by the parts of it that blocks handed on."""
-        self._last_length = 0
-        self._running: list[_Call | None] = []
+        self._has_part = False  # whether the first block was last given this rank's positions
+        self._due: int | None = None  # the block that must be called next
+        self._lengths = WeakTensorKeyDictionary()  # T by the parts that blocks handed on
+        self._last_length = 0  # T of the last call on parts
+        self._running: list[_Call | None] = []  # a stack; None for a block that runs whole
         self._randomness = RankRandomness(settings.group.rank(), settings.device)
 
     def attach(self) -> None:
@@ -114,7 +110,7 @@ class BlockChain:
         """
         self._joined, self._due = {}, None
         for block_index, links in places.items():
-            if self._whole.keys() & {block_index, block_index + 1}:
+            if self._whole.keys() & {block_index, block_index + 1}:  # one of the two runs whole
                 continue
             following = self._plans.get(block_index + 1)
             hidden = [path for _, path in links[:1]]
@@ -143,14 +139,14 @@ class BlockChain:
 
         self._when_wrapped(root, 0, attach)
 
-    def _when_wrapped(self, root: nn.Module, place: int, attach: Callable[[nn.Module], object]) -> None:
-        """Calls ``attach`` with what has been put around a block when ``root`` is first called."""
-        path = plain_name(self.blocks[place].name)
+    def _when_wrapped(self, root: nn.Module, index: int, attach: Callable[[nn.Module], object]) -> None:
+        path = plain_name(self.blocks[index].name)
 
         def before(module: nn.Module, args: Any) -> None:
             if module is not root:  # a copy
                 return
             handle.remove()
+            # Wrappers have the plain name of what they wrap; the outermost one comes first.
             attach(next(wrapper for name, wrapper in module.named_modules() if plain_name(name) == path))
 
         handle = root.register_forward_pre_hook(torch.compiler.disable(before))
@@ -160,12 +156,13 @@ class BlockChain:
         hidden = find_hidden(arguments, self._settings.dim)
         plan = self._known[self._kinds[0]].plans.get(_argument_form(arguments))
         self._has_part = hidden is not None and isinstance(plan, BlockPlan) and hidden[0] in plan.divided
+        # Before its first test a block must get whole hidden states.
         if hidden is None or not isinstance(plan, BlockPlan) or not self._has_part:
             return None
         path, whole = hidden
         self._last_length = whole.size(self._settings.dim)
         part = self._sequence_layout(self._last_length).divide(whole, plan.divided[path], group)
-        part = scale_gradient(part, 1 / group.size())
+        part = scale_gradient(part, 1 / group.size())  # as divide_arguments has it
         self._lengths[part] = self._last_length
         return map_leaves(lambda leaf_path, leaf: part if leaf_path == path else leaf, arguments)
 
@@ -193,15 +190,15 @@ class BlockChain:
         """The names of the blocks that run whole, with the reason."""
         return {self.blocks[index].name: why for index, why in sorted(self._whole.items())}
 
-    def _make_enter_hook(self, place: int) -> Any:
+    def _make_enter_hook(self, index: int) -> Any:
         def entering(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if module is not self.blocks[place].module:  # a copy under test
+            if module is not self.blocks[index].module:  # a copy under test
                 return None
             arguments = (args, kwargs)
-            length = self._length_of(place, arguments)
-            plan = self._plan_for_call(place, arguments, length)
+            length = self._length_of(index, arguments)
+            plan = self._plan_for_call(index, arguments, length)
             if plan is None:
-                self._running.append(None)
+                self._running.append(None)  # the block runs whole
                 return None
             layout = self._sequence_layout(length)
             arguments = divide_arguments(arguments, plan, layout, self._settings.group)
@@ -214,21 +211,22 @@ class BlockChain:
 
         return torch.compiler.disable(entering)
 
-    def _make_leave_hook(self, place: int) -> Any:
+    def _make_leave_hook(self, index: int) -> Any:
         def leaving(module: nn.Module, args: Any, output: Any) -> Any:
-            if module is not self.blocks[place].module or not self._running:  # or it failed before it began
+            if module is not self.blocks[index].module or not self._running:  # or it failed before it began
                 return None
             call = self._running.pop()
             if call is None:
                 self._tail = None
                 return None
-            if call.is_random:
+            if call.is_random:  # undone in the reverse order of entering
                 self._randomness.leave()
             call.calls.leave()
             if output is None:  # the call failed
                 return None
             call.calls.check()
-            plan, wanted = call.plan, self._joined.get(place)
+            # A joined block gathers only the results that the next one takes whole.
+            plan, wanted = call.plan, self._joined.get(index)
             if wanted is not None:
                 self._last_length = call.layout.length
                 self._lengths.update(
@@ -239,25 +237,24 @@ class BlockChain:
                 plan = replace(
                     plan, outputs={path: plan.outputs[path] for path in wanted & plan.outputs.keys()}
                 )
-            elif self._divides_tail and place == len(self.blocks) - 1:
+            elif self._divides_tail and index == len(self.blocks) - 1:
                 plan = self._without_tail(plan, call.layout, output)
             return gather_results(output, plan, call.layout, self._settings.group)
 
         return torch.compiler.disable(leaving)
 
     def _without_tail(self, plan: BlockPlan, layout: SequenceLayout, output: Any) -> BlockPlan:
-        """The plan of the last block with its hidden states left in parts."""
         hidden = find_hidden(output, self._settings.dim)
         dim = None if hidden is None else plan.outputs.get(hidden[0])
         if hidden is None or dim is None:
             self._tail = None
             return plan
+        # Not gathered: `_hand_on` shows them as DividedTokens.
         self._tail = hidden[0], TokenPart(layout, self._settings.group, dim, length=layout.length)
         return replace(plan, outputs={path: dim for path, dim in plan.outputs.items() if path != hidden[0]})
 
-    def _length_of(self, place: int, arguments: Any) -> int:
-        """The whole sequence's length, and a check that the blocks are called in their order."""
-        name = self.blocks[place].name
+    def _length_of(self, index: int, arguments: Any) -> int:
+        name = self.blocks[index].name
         entry = find_hidden(arguments, self._settings.dim)
         if entry is None:
             raise InputError(
@@ -265,53 +262,52 @@ class BlockChain:
                 f"{self._settings.dim} dimensions, so there are no hidden states to divide. Set sequence_dim, or "
                 "name other modules in blocks."
             )
-        if not in_backward():
-            due = self._due if self._due is not None else None if self._is_first(place) else place - 1
-            if place != 0 and due is not None and place != self._due:
+        if not in_backward():  # a recomputation calls the blocks that it needs
+            due = self._due if self._due is not None else None if self._is_first(index) else index - 1
+            if index != 0 and due is not None and index != self._due:
                 raise InputError(
                     f"sequence_parallel: {name} is called where {self.blocks[due].name} should be. The "
                     "blocks of a chain must be called one after another, none left out (set layer dropout to 0); "
                     "name in blocks only those that are."
                 )
-            self._due = place + 1 if place in self._joined else None
+            self._due = index + 1 if index in self._joined else None
         hidden = entry[1]
         size = hidden.size(self._settings.dim)
-        if self._is_first(place):
+        if self._is_first(index):
             is_part = self._has_part
             if in_backward():  # of this call or of another
                 is_part = is_part and size == self._sequence_layout(self._last_length).local
-            if place or not is_part:
+            if index or not is_part:
                 return int(self._lengths.get(hidden, size))
+        # What wraps a block may hand on another tensor with the same values: then the last length holds.
         return int(self._lengths.get(hidden, self._last_length))
 
-    def _is_first(self, place: int) -> bool:
-        """Whether the block takes whole hidden states."""
-        return place == 0 or place - 1 not in self._joined
+    def _is_first(self, index: int) -> bool:
+        return index == 0 or index - 1 not in self._joined  # it takes whole hidden states
 
     def _sequence_layout(self, length: int) -> SequenceLayout:
         group = self._settings.group
         return SequenceLayout(length, group.size(), group.rank(), bool(self._zigzag))
 
-    def _plan_for_call(self, place: int, arguments: Any, length: int) -> BlockPlan | None:
-        """The plan of a call; ``None`` for a block that runs whole."""
-        known = self._known[self._kinds[place]]
+    def _plan_for_call(self, index: int, arguments: Any, length: int) -> BlockPlan | None:
+        known = self._known[self._kinds[index]]
         form = _argument_form(arguments)
         plan = known.plans.get(form)
         if plan is None:
-            plan = known.plans[form] = self._find_plan(place, arguments, length)
-        known.uncalled.discard(place)
+            plan = known.plans[form] = self._find_plan(index, arguments, length)
+        known.uncalled.discard(index)
         if not known.uncalled:
-            known.copy = None
+            known.copy = None  # all equal blocks have been called: frees its memory
         if isinstance(plan, InputError):
-            self._whole[place] = plan
+            self._whole[index] = plan
             return None
-        self._plans[place] = plan
+        self._plans[index] = plan
         return plan
 
-    def _find_plan(self, place: int, arguments: Any, length: int) -> BlockPlan | InputError:
-        known = self._known[self._kinds[place]]
-        device, copied, name = self._settings.device, known.copy, self.blocks[place].name
-        if copied is None:
+    def _find_plan(self, index: int, arguments: Any, length: int) -> BlockPlan | InputError:
+        known = self._known[self._kinds[index]]
+        device, copied, name = self._settings.device, known.copy, self.blocks[index].name
+        if copied is None:  # called with other tensors later, when nothing is left to test
             likeliest = next(iter(known.plans.values()))
             if isinstance(likeliest, BlockPlan) and likeliest.products:
                 raise InputError(
@@ -320,14 +316,14 @@ class BlockChain:
                     "batch all that others have, such as an attention_mask with padding."
                 )
             return likeliest
-        subject = Subject(
+        subject = TestedBlock(
             name=name,
             # Outside of modes that follow the tensors of this pass: a tensor with references cannot be swapped.
             block=isolated(lambda: copied.to(device), device),
             arguments=arguments,
             length=length,
             zigzag=self._zigzag,
-            may_stay_whole=self._settings.leave_whole and place not in self._joined and self._is_first(place),
+            may_stay_whole=self._settings.leave_whole and index not in self._joined and self._is_first(index),
             settings=self._settings,
         )
         outcome = find_block_plan(subject)
@@ -346,16 +342,17 @@ def _argument_form(arguments: Any) -> _Form:
 
 
 def _test_copy(block: nn.Module) -> nn.Module:
-    """A float32 copy with noise added to its weights: weights of zero would pass any test."""
     generator = torch.Generator().manual_seed(2)
     copied = copy.deepcopy(block)
     if any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers())):
         copied = copied.to_empty(device="cpu")
-        blank = True
+        blank = True  # no values to add noise to
     else:
         blank = False
     copied = copied.float().eval()
     with torch.no_grad():
+        # Noise, since a block whose last weights are zero would pass any test. Without values, matrices are
+        # noise around 0, and vectors are noise around 1, as norms have them.
         for tensor in (*copied.parameters(), *(copied.buffers() if blank else ())):
             if tensor.is_floating_point():
                 values = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -24,6 +24,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.sharding.sequence.block_chain import BlockChain
 from atorch_ns.sharding.sequence.plan import SequenceSettings, find_hidden
 
+# Properties that tell nothing of a tensor's values: their getters may be called by code between blocks.
 _METADATA = (
     "dtype", "device", "requires_grad", "is_cuda", "is_leaf", "layout", "grad_fn", "is_meta", "is_sparse",
 )  # fmt: skip
@@ -71,13 +72,13 @@ class _Watch(TorchFunctionMode):
             for name, parameter in block.named_parameters()
         }
         self._kept = WeakTensorKeyDictionary()  # the block that computed a tensor inside
-        self._given: set[int] = set()
-        self._depth = 0
-        self._calls: list[int] = []
-        self._continues: list[bool] = []
+        self._inputs: set[int] = set()  # ids of what the running block is called with
+        self._depth = 0  # of blocks inside blocks; 0 between them
+        self._calls: list[int] = []  # indices of the blocks called
+        self._continues: list[bool] = []  # for each call, whether it takes a result of the one before
         self._outputs = WeakTensorKeyDictionary()  # the call that returned a tensor
-        self._last: set[int] = set()
-        self._read: set[int] = set()
+        self._last: set[int] = set()  # ids of the last call's results
+        self._read: set[int] = set()  # calls whose results other code has read
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -95,9 +96,9 @@ class _Watch(TorchFunctionMode):
         self._depth += 1
         if self._depth > 1:
             return
-        self._given = {id(tensor) for tensor in tensors_of((args, kwargs))}
+        self._inputs = {id(tensor) for tensor in tensors_of((args, kwargs))}
         self._calls.append(index)
-        self._continues.append(bool(self._last & self._given))
+        self._continues.append(bool(self._last & self._inputs))
         self._mark_read_outputs((args, kwargs), but=self._last)
 
     def leave(self, _: int, __: nn.Module, args: Any, output: Any) -> None:
@@ -109,7 +110,7 @@ class _Watch(TorchFunctionMode):
         self._last = {id(tensor) for tensor in tensors}
         for tensor in tensors:
             self._outputs[tensor] = len(self._calls) - 1
-            self._kept.pop(tensor, None)
+            self._kept.pop(tensor, None)  # it is returned
 
     def chains(self) -> list[list[int]]:
         """The calls, separated where hidden states are not handed on untouched, or a block is called again."""
@@ -124,16 +125,14 @@ class _Watch(TorchFunctionMode):
         return segments
 
     def _mark_read_outputs(self, values: Any, but: Collection[int] = ()) -> None:
-        """Marks the calls whose outputs are among ``values`` as read by something other than the next block."""
         for leaf in tensors_of(values):
             position = self._outputs.get(leaf)
             if position is not None and id(leaf) not in but:
                 self._read.add(position)
 
     def _record_inner_tensors(self, result: Any) -> None:
-        """Remembers tensors that a block computes inside."""
         for leaf in tensors_of(result):
-            if id(leaf) not in self._given | self._parameters.keys():
+            if id(leaf) not in self._inputs | self._parameters.keys():  # a function may return its argument
                 self._kept[leaf] = self._calls[-1]
 
     def _refuse_outside_uses(self, values: Any, result: Any) -> None:
@@ -147,7 +146,7 @@ class _Watch(TorchFunctionMode):
                 )
             if self._shared_parameters or id(leaf) not in self._parameters:
                 continue
-            if tensors_of(result):
+            if tensors_of(result):  # else it asked for a dtype or a shape
                 owner, name = self._parameters[id(leaf)]
                 raise InputError(
                     f"{name} of {self._block_label(owner)} is used outside of that block, in the model's own code or in the "
@@ -184,7 +183,7 @@ def join_blocks(
     if refused and not any(chain.plans() for chain in chains):
         raise refused[0]
     agreed = _agree_on_pairs(links.keys(), len(blocks), settings)
-    first = 0
+    first = 0  # index of the chain's first block among those of all chains
     for chain in chains:
         last = first + len(chain.blocks) - 1
         chain.join({index - first: links[index, index + 1] for index in agreed if first <= index < last})
@@ -221,6 +220,7 @@ def find_links(
         called = {index for chain in chains for index in chain}
         pairs = {pair for chain in chains for pair in itertools.pairwise(chain)} & seen.keys()
         joined |= pairs
+        # A pair of which one is called without the other, in one of the modes, is not joined in any.
         separate |= {
             (index, index + 1)
             for index in range(len(blocks) - 1)
@@ -238,7 +238,7 @@ def join_at_first_call(module: nn.Module, chains: Sequence[BlockChain], settings
         if called is not module:  # a copy
             return
         handle.remove()
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):  # a compiled graph would hide functions and hooks
             join_blocks(module, chains, settings, lambda: module(*args, **kwargs))
         if isinstance(module, FSDPModule):
             module.unshard()  # as it was before this hook
@@ -249,7 +249,6 @@ def join_at_first_call(module: nn.Module, chains: Sequence[BlockChain], settings
 def _observe_chains(
     blocks: Sequence[nn.Module], dim: int, forward: Callable[[], object]
 ) -> tuple[list[list[int]], dict[Pair, Links]]:
-    """The chains of a pass, and for blocks that handed hidden states to others the links between them."""
     handed: dict[Pair, Links] = {}
     last: tuple[int, list[tuple[Path, Any]]] = (-1, [])
 
@@ -257,6 +256,7 @@ def _observe_chains(
         hidden = find_hidden((args, kwargs), dim)
         if hidden is not None and any(hidden[1] is leaf for _, leaf in last[1]):
             others = [(path, leaf) for path, leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            # Hidden states come first, then other tensors that the block before has returned.
             inputs = [hidden, *(entry for entry in others if entry[0] != hidden[0])]
             handed[last[0], index] = tuple(
                 (source, path) for path, leaf in inputs for source, tensor in last[1] if tensor is leaf
@@ -271,19 +271,17 @@ def _observe_chains(
 
 
 def _agree_on_pairs(pairs: Iterable[Pair], num_blocks: int, settings: SequenceSettings) -> list[int]:
-    """The first blocks of the pairs that all ranks of the group have found; collective."""
     joined = torch.zeros(max(num_blocks, 1), dtype=torch.int32, device=settings.device)
     for index, following in pairs:
         joined[index] = int(following == index + 1)
-    dist.all_reduce(joined, op=dist.ReduceOp.MIN, group=settings.group)
+    dist.all_reduce(joined, op=dist.ReduceOp.MIN, group=settings.group)  # 1 where every rank has found it
     return [index for index, value in enumerate(joined.tolist()) if value]
 
 
 @contextmanager
 def _preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Modes, buffers and random states are afterwards as before; inside, random states are equal on all ranks."""
     with modes_kept(module), buffers_and_generators_kept(module, device):
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # equal numbers on all ranks, and so equal branches
         if device.type == "cuda":
             torch.cuda.manual_seed(0)
         yield

@@ -20,8 +20,7 @@ from torch import nn
 from atorch_ns.capture.nests import Path, leaves, map_leaves
 from atorch_ns.sharding.collectives import Group, copy_to, gather_from, scale_gradient, scatter_to
 
-_LEAST_LOCAL = 2
-"""Code that takes a single query for a decoding step must not do so on a part."""
+_LEAST_LOCAL = 2  # code that takes a single query for a decoding step must not do so on a part
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class SequenceLayout:
         if not self.zigzag:
             return (range(rank * self.local, (rank + 1) * self.local),)
         half = self.local // 2
-        early, late = rank * half, (2 * self.ranks - 1 - rank) * half
+        early, late = rank * half, (2 * self.ranks - 1 - rank) * half  # where pieces r and 2n-1-r begin
         return range(early, early + half), range(late, late + half)
 
     def num_real(self, rank: int) -> int:
@@ -76,13 +75,13 @@ class SequenceLayout:
         """:meth:`positions`, int64 [L], made on ``device``: a copy from the host would wait for what it computes."""
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self._rank_spans(rank)])
 
-    def own(self, device: torch.device) -> torch.Tensor:
+    def local_positions(self, device: torch.device) -> torch.Tensor:
         """This rank's positions, int64 [L]; padding stands at the last position."""
         return self.places(self.rank, device).clamp_(max=self.length - 1)
 
     def select(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's positions of a whole ``x``; gradients stay on this rank."""
-        return x.index_select(dim, self.own(x.device))
+        return x.index_select(dim, self.local_positions(x.device))
 
     def divide(self, x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
         """This rank's positions of a whole ``x``; the gradient is that of the whole."""
@@ -96,7 +95,7 @@ class SequenceLayout:
         """The parts of all ranks, joined along ``dim`` rank by rank, in the order of positions without padding."""
         if self.zigzag:
             chunks = x.chunk(2 * self.ranks, dim)
-            early, late = chunks[0::2], chunks[1::2]
+            early, late = chunks[0::2], chunks[1::2]  # pieces r rise from rank to rank, pieces 2n-1-r fall
             x = torch.cat([*early, *reversed(late)], dim)
         return x if self.padded == self.length else x.narrow(dim, 0, self.length)
 
@@ -180,6 +179,7 @@ def divide_arguments(arguments: Any, plan: BlockPlan, layout: SequenceLayout, gr
             return leaf
         dim = plan.divided.get(path)
         if dim is not None:
+            # What a joined block hands on is a part already.
             is_whole = leaf.dim() > dim and leaf.size(dim) == layout.length
             return scale_gradient(layout.divide(leaf, dim, group), 1 / layout.ranks) if is_whole else leaf
         return scale_gradient(copy_to(leaf, group), 1 / layout.ranks) if leaf.requires_grad else leaf
@@ -194,6 +194,7 @@ def gather_results(output: Any, plan: BlockPlan, layout: SequenceLayout, group: 
         dim = plan.outputs.get(path)
         if dim is None or leaf is None:
             return leaf
+        # Into a block gradients are n times those of the whole, and out of it they are divided by n again.
         return layout.gather(scale_gradient(leaf, float(layout.ranks)), dim, group)
 
     return map_leaves(gather, output)
@@ -215,11 +216,12 @@ def sequence_dims(tensor: torch.Tensor, length: int, dim: int, *, squares: bool 
     """
     sizes = tensor.shape
     if not squares and tensor.dim() >= 2 and sizes[-1] == sizes[-2] == length:
-        return (tensor.dim() - 2,)
+        return (tensor.dim() - 2,)  # a table: one row for each position
     if tensor.dim() >= 3 and sizes[-1] == length and sizes[-2] in (1, length):
+        # A mask [..., T, T] or [..., 1, T].
         return tuple(axis for axis in (tensor.dim() - 2, tensor.dim() - 1) if sizes[axis] == length)
     if tensor.dim() > dim and sizes[dim] == length:
-        return (dim,)
+        return (dim,)  # hidden states, ids of tokens or positions
     if 1 <= tensor.dim() <= 2 and sizes[0] == length:
-        return (0,)
+        return (0,)  # a table, or a list of numbers
     return ()

@@ -19,6 +19,7 @@ import torch
 from atorch_ns.sharding.collectives import Group, all_gather
 from atorch_ns.sharding.sequence.plan import SequenceLayout
 
+# The place of the first factor among the arguments, and the names of both.
 _FACTORS: Final[dict[Callable[..., Any], tuple[int, str, str]]] = {
     torch.matmul: (0, "input", "other"),
     torch.Tensor.matmul: (0, "self", "other"),
@@ -28,7 +29,6 @@ _FACTORS: Final[dict[Callable[..., Any], tuple[int, str, str]]] = {
     torch.Tensor.baddbmm: (1, "batch1", "batch2"),
     torch.einsum: (1, "", ""),
 }
-"""The place of the first factor among the arguments, and the names of both."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Product:
 
     Attributes:
         left, right: its factors, of three dimensions or more: products with single weights are none of attention's.
-        place: of ``right`` among the arguments, or its name.
+        position: of ``right`` among the arguments, or its name.
         terms: the dimensions of both factors and of the result as letters; others may lead.
     """
 
     left: torch.Tensor
     right: torch.Tensor
-    place: int | str
+    position: int | str
     terms: tuple[str, str, str]
 
     @classmethod
@@ -57,9 +57,10 @@ class Product:
         left, right = (arguments.get(key) for key in places)
         if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
             return None
-        if min(left.dim(), right.dim()) < 3:
+        if min(left.dim(), right.dim()) < 3:  # the weight of a layer has two
             return None
         terms = _parse_equation(args[0]) if func is torch.einsum else ("ij", "jk", "ik")
+        # A fourth argument is the third factor of an einsum.
         return None if terms is None or len(args) > 3 else cls(left, right, places[1], terms)
 
     def gathered_dim(self, length: int) -> int | None:
@@ -68,10 +69,12 @@ class Product:
         That is where each of T queries meets each of T keys, or a weight for each meets values.
         """
         left, right, result = self.terms
+        # Letters of the left factor alone that stay in the result: queries.
         queries = (set(left) & set(result)) - set(right)
         if not any(self.left.size(_dim_of_letter(left, letter)) == length for letter in queries):
             return None
         for letter in right:
+            # Keys are new in the result of q k^T; in the product of weights and values they are summed over.
             is_key = (letter in result) != (letter in left)
             if is_key and self.right.size(_dim_of_letter(right, letter)) == length:
                 return _dim_of_letter(right, letter)
@@ -81,9 +84,9 @@ class Product:
         self, right: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with another second factor."""
-        if isinstance(self.place, str):
-            return args, {**kwargs, self.place: right}
-        return (*args[: self.place], right, *args[self.place + 1 :]), kwargs
+        if isinstance(self.position, str):
+            return args, {**kwargs, self.position: right}
+        return (*args[: self.position], right, *args[self.position + 1 :]), kwargs
 
     def gathered(self, dim: int, layout: SequenceLayout, group: Group) -> torch.Tensor:
         """The second factor for the keys of all ranks."""
@@ -91,7 +94,7 @@ class Product:
 
 
 def _parse_equation(equation: Any) -> tuple[str, str, str] | None:
-    """Letters of ``"...ab,...bc->...ac"``; ``None`` unless the result is written and dots stand in front."""
+    # Letters of "...ab,...bc->...ac"; None unless the result is written out, and dots stand in front only.
     factors, arrow, result = str(equation).replace(" ", "").partition("->")
     left, comma, right = factors.partition(",")
     terms = tuple(term.removeprefix("...") for term in (left, right, result))
@@ -101,5 +104,4 @@ def _parse_equation(equation: Any) -> tuple[str, str, str] | None:
 
 
 def _dim_of_letter(term: str, letter: str) -> int:
-    """Counted from the end, since dimensions may lead."""
-    return term.index(letter) - len(term)
+    return term.index(letter) - len(term)  # from the end, since dimensions may lead

@@ -34,9 +34,9 @@ from atorch_ns.sharding.sequence.attention import AttentionCall, own_rows
 from atorch_ns.sharding.sequence.plan import SequenceLayout
 from atorch_ns.torch_compat import FlashAttention
 
+# Rounding errors of values around 1; a wrong order of logarithms or a lost factor gives 1e-1 or more.
 _TOLERANCES: Final = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-"""Rounding errors of values around 1; a wrong order of logarithms or a lost factor gives 1e-1 or more."""
-_LARGEST_WIDTH: Final = 256
+_LARGEST_WIDTH: Final = 256  # of a head in flash attention
 
 
 @functools.cache
@@ -51,15 +51,14 @@ def _tested_kernel(device: torch.device, dtype: torch.dtype, width: int) -> Flas
         )
     except (RuntimeError, TypeError, AttributeError):  # missing in this build or device, or another signature
         return None
-    return kernel if max(errors) < _TOLERANCES[dtype] else None
+    return kernel if all(error < _TOLERANCES[dtype] for error in errors) else None
 
 
 def _kernel_error(
     kernel: FlashAttention, device: torch.device, dtype: torch.dtype, width: int, causal: bool
 ) -> float:
-    """The largest deviation of a kernel from the formula."""
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(1, 2, 8, width, generator=generator).to(device, dtype) for _ in range(4)]
+    drawn = [torch.randn(1, 2, 8, width, generator=generator).to(device, dtype) for _ in range(4)]  # q k v dO
     query, key, value, gradient = (tensor.float() for tensor in drawn)
     scale = width**-0.5
     scores = query @ key.transpose(-1, -2) * scale
@@ -68,7 +67,7 @@ def _kernel_error(
         scores = scores.masked_fill(hidden, float("-inf"))
     weights, lse = scores.softmax(-1), scores.logsumexp(-1)
     out = weights @ value
-    share = (gradient * out).sum(-1, keepdim=True)
+    share = (gradient * out).sum(-1, keepdim=True)  # rowsum(dO * O)
     of_scores = weights * (gradient @ value.transpose(-1, -2) - share) * scale
     of_key, of_value = of_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
     tensors = (drawn[0], drawn[1], drawn[2])
@@ -76,17 +75,17 @@ def _kernel_error(
     gradients = kernel.backward(drawn[3], tensors, (out.to(dtype), lse), causal, scale)
     expected = (out, lse, of_scores @ key, of_key, of_value)
     pairs = zip((*outputs, *gradients), expected, strict=True)
-    return max(float((mine.float() - theirs).abs().max()) for mine, theirs in pairs)
+    # Python's max would pass over what is not a number.
+    return float(torch.stack([(mine.float() - theirs).abs().max() for mine, theirs in pairs]).max())
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-_MOST_SCORES: Final = 2**22
-"""Scores that are alive at once where no kernel can be used: 16 MiB of float32."""
+_MOST_SCORES: Final = 2**22  # alive at once where no kernel can be used: 16 MiB of float32
 
 
 @dataclass(frozen=True)
-class Part:
+class RingPart:
     """The way in which queries see a part of the keys.
 
     Attributes:
@@ -104,6 +103,7 @@ class Part:
         scores = query[..., rows, :].float() @ key.float().transpose(-1, -2) * self.scale
         if self.causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            # Row i of the slice is query rows.start + i: the diagonal moves with it.
             scores = scores.masked_fill_(hidden.triu_(1 + rows.start), float("-inf"))
         if self.mask is None:
             return scores
@@ -124,13 +124,13 @@ class Part:
         alike = query.dtype == key.dtype == value.dtype and value.size(-1) == width
         if self.mask is not None or (self.causal and not square) or not alike:
             return None
-        if query.dim() != 4 or width % 8 or width > _LARGEST_WIDTH:
+        if query.dim() != 4 or width % 8 or width > _LARGEST_WIDTH:  # what flash kernels take: [B, H, T, E]
             return None
         return _tested_kernel(query.device, query.dtype, width)
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: Part
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, part: RingPart
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of [..., H, T, E] to [..., H, S, E].
 
@@ -146,7 +146,7 @@ def attend(
     for rows in _query_chunks(query, key):
         scores = part.scores(query, key, rows)
         logarithms.append(torch.logsumexp(scores, -1))
-        weights = scores.sub_(_finite_lse(logarithms[-1])[..., None]).exp_()
+        weights = scores.sub_(_finite_lse(logarithms[-1])[..., None]).exp_()  # softmax over this part
         outs.append(weights @ value.float())
     return torch.cat(outs, -2), torch.cat(logarithms, -1)
 
@@ -156,7 +156,7 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result and the logarithm over the keys of both."""
     total = torch.logaddexp(lse, more_lse)
-    safe = _finite_lse(total)
+    safe = _finite_lse(total)  # a query that sees no key in either stays 0
     out = out * torch.exp(lse - safe)[..., None] + more * torch.exp(more_lse - safe)[..., None]
     return out, total
 
@@ -165,7 +165,7 @@ def attend_backward(
     gradient: torch.Tensor,
     tensors: Tensors,
     result: tuple[torch.Tensor, torch.Tensor],
-    part: Part,
+    part: RingPart,
     *,
     trains_mask: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -192,6 +192,7 @@ def attend_backward(
     if trains_mask and part.mask is not None:
         of_mask = torch.zeros_like(part.mask, dtype=torch.float32)
     for rows in _query_chunks(query, key):
+        # As FlashAttention: P = exp(S - lse), with lse of all keys, and dS = P * (dO V^T - rowsum(dO * O)).
         weights = part.scores(query, key, rows).sub_(_finite_lse(lse[..., rows])[..., None]).exp_()
         mine = gradient[..., rows, :]
         of_value += weights.transpose(-1, -2) @ mine
@@ -199,23 +200,22 @@ def attend_backward(
         of_scores = weights.mul_((mine @ values.transpose(-1, -2)).sub_(share))
         if of_mask is not None:
             part.add_rows(of_mask, of_scores, rows)
-        of_scores = of_scores.mul_(part.scale)
+        of_scores = of_scores.mul_(part.scale)  # after the mask, which is added to scaled scores
         of_query.append(of_scores @ keys)
         of_key += of_scores.transpose(-1, -2) @ query[..., rows, :].float()
     return torch.cat(of_query, -2), of_key, of_value, of_mask
 
 
 def _query_chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
-    """Slices of queries with at most ``_MOST_SCORES`` scores."""
     length = query.size(-2)
-    per_row = query[..., 0, 0].numel() * key.size(-2)
+    per_row = query[..., 0, 0].numel() * key.size(-2)  # scores of one query in all samples and heads
     step = max(1, _MOST_SCORES // max(per_row, 1))
     for start in range(0, length, step):
         yield slice(start, min(start + step, length))
 
 
 def _finite_lse(lse: torch.Tensor) -> torch.Tensor:
-    """The logarithms, zero where no key is seen, so that exp(-inf - lse) is zero and not NaN."""
+    # Zero where no key is seen, so that exp(-inf - lse) is zero and not NaN.
     return torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
 
 
@@ -247,21 +247,17 @@ class _Step:
 
     queries: slice
     keys: slice
-    part: Part
+    part: RingPart
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """The settings of one ring attention call.
-
-    Attributes:
-        causal: whether queries see earlier positions only.
-    """
+    """The settings of one ring attention call."""
 
     layout: SequenceLayout
     group: Group
     scale: float
-    causal: bool
+    causal: bool  # whether queries see earlier positions only
 
     def step(self, sender: int, mask: torch.Tensor | None) -> _Step | None:
         """The computation of this rank with the keys of ``sender``; ``None`` if it sees none of them.
@@ -270,17 +266,19 @@ class _Ring:
         """
         layout, rank = self.layout, self.layout.rank
         real = layout.num_real(sender)
-        if real == 0:
+        if real == 0:  # nothing but padding
             return None
         everything = slice(0, layout.local)
         if not self.causal or sender == rank:
-            part = Part(self.scale, self.causal, self._mask_columns(mask, sender, real))
+            part = RingPart(self.scale, self.causal, self._mask_columns(mask, sender, real))
             # Under a causal mask what is padding comes last and need not see anything here.
             return _Step(slice(0, real) if self.causal else everything, slice(0, real), part)
-        part = Part(self.scale)
+        part = RingPart(self.scale)
         half = layout.local // 2
+        # An earlier rank: its early piece lies before both of this rank's, its late one after both.
         if sender < rank:
             return _Step(everything, slice(0, min(real, half) if layout.zigzag else real), part)
+        # A later rank: in zigzag both of its pieces lie between this rank's, in order all of it lies after.
         return _Step(slice(half, layout.local), slice(0, real), part) if layout.zigzag else None
 
     def _mask_columns(self, mask: torch.Tensor | None, sender: int, real: int) -> torch.Tensor | None:
@@ -292,13 +290,13 @@ class _Ring:
         """The first positions of a rank."""
         return self.layout.places(sender, device)[:real]
 
-    def add_columns(self, of_mask: torch.Tensor, found: torch.Tensor, sender: int, rows: slice) -> None:
+    def add_columns(self, of_mask: torch.Tensor, gradient: torch.Tensor, sender: int, rows: slice) -> None:
         """Adds the gradient of the mask that the keys of ``sender`` give: [..., rows, S], or with size 1 for both."""
         part = of_mask[..., rows, :] if of_mask.dim() > 1 and of_mask.size(-2) > 1 else of_mask
         if of_mask.size(-1) == 1:
-            part += found
+            part += gradient
         else:
-            part.index_add_(-1, self.positions(sender, found.size(-1), found.device), found)
+            part.index_add_(-1, self.positions(sender, gradient.size(-1), gradient.device), gradient)
 
     def turns(self, *tensors: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
         """The tensors of every rank in turn, with that rank's number, this rank's first.
@@ -306,9 +304,10 @@ class _Ring:
         The next ones travel while the caller computes with these.
         """
         size, rank = self.group.size(), self.group.rank()
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])  # one message for all
         lengths = [tensor.numel() for tensor in tensors]
         for turn in range(size):
+            # Keys of the rank `turn` places before this one have arrived; in the last turn none are sent on.
             pending, following = ([], flat) if turn == size - 1 else sent_on(flat, self.group)
             pieces = flat.split(lengths)
             yield (rank - turn) % size, tuple(p.view(t.shape) for p, t in zip(pieces, tensors, strict=True))
@@ -329,6 +328,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         out = torch.zeros((*query.shape[:-1], value.size(-1)), dtype=torch.float32, device=query.device)
         lse = torch.full(query.shape[:-1], float("-inf"), dtype=torch.float32, device=query.device)
+        # Query heads that share a key head: keys travel once for all of them.
         groups = query.size(-3) // key.size(-3) if query.dim() > 2 and key.dim() > 2 else 1
         for sender, (keys, values) in ring.turns(key, value):
             step = ring.step(sender, mask)
@@ -389,10 +389,9 @@ def _key_value_views(
 
 
 def _repeat_heads(x: torch.Tensor, times: int) -> torch.Tensor:
-    """Shared heads [..., K, S, E] repeated for every query head, [..., H, S, E]."""
-    return x if times == 1 else x.repeat_interleave(times, -3)
+    return x if times == 1 else x.repeat_interleave(times, -3)  # [..., K, S, E] to [..., H, S, E]
 
 
 def _sum_repeated_heads(x: torch.Tensor, times: int) -> torch.Tensor:
-    """The sum over the query heads that share a key head: the gradient of :func:`_repeat_heads`."""
+    # The gradient of _repeat_heads: the sum over the query heads that share a key head.
     return x if times == 1 else x.unflatten(-3, (-1, times)).sum(-3)

@@ -48,18 +48,17 @@ from atorch_ns.text import error_text
 T = TypeVar("T")
 
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# In units of the largest value: rounding gives 1e-6, a wrong position or a lost gradient 1e-1.
 _TOLERANCE: Final = 1e-3
-"""Error in units of the largest value: rounding gives 1e-6, a wrong position or a lost gradient 1e-1."""
 
+# Numbers of positions of one rank in the test, preferred first: even, and unlike the sizes that models have.
 _LOCAL_LENGTHS: Final = (22, 26, 14, 10, 6, 34, 38, 4, 2, 8)
-"""Numbers of positions of one rank in the test, preferred first: even, and unlike the sizes that models have."""
-_ROWS: Final = 2
-_MOST_SITES: Final = 5
-"""Most position numbers in a block that are guessed one by one."""
+_ROWS: Final = 2  # samples in the test
+_MOST_SITES: Final = 5  # the most position numbers in a block that are guessed one by one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class TestedBlock:
     """A block to be tested.
 
     Attributes:
@@ -92,7 +91,7 @@ Found = tuple[BlockPlan, bool]
 """A plan, and whether the sequence is in zigzag."""
 
 
-def find_block_plan(subject: Subject) -> Found | InputError:
+def find_block_plan(subject: TestedBlock) -> Found | InputError:
     """The plan by which a block gives on parts what it gives whole; collective.
 
     Returns:
@@ -111,17 +110,18 @@ def find_block_plan(subject: Subject) -> Found | InputError:
     if not subject.may_stay_whole:
         return isolated(lambda: agreed(lambda: _try_all(subject)), subject.settings.device)
     outcome = isolated(lambda: agreed(lambda: or_refusal(lambda: _try_all(subject))), subject.settings.device)
+    # Whole on every rank or divided on every rank: where they differ, all fail together.
     refusing = gathered(isinstance(outcome, InputError), distributed=True, group=group)
     return agreed(lambda: _plan_of(outcome)) if any(refusing) and not all(refusing) else outcome
 
 
-def _plan_of(found: Found | InputError) -> Found:
-    if isinstance(found, InputError):
-        raise found
-    return found
+def _plan_of(outcome: Found | InputError) -> Found:
+    if isinstance(outcome, InputError):
+        raise outcome
+    return outcome
 
 
-def _try_all(subject: Subject) -> Found:
+def _try_all(subject: TestedBlock) -> Found:
     norms = [name for name, module in subject.block.named_modules() if isinstance(module, BatchNorm)]
     if norms:
         raise InputError(
@@ -131,7 +131,7 @@ def _try_all(subject: Subject) -> Found:
         )
     with InFloat32():
         whole, seen, arguments, length = _run_whole(subject)
-    best: tuple[float, str] = (float("inf"), "")
+    best: tuple[float, str] = (float("inf"), "")  # the least error so far, and where it is
     for plan, zigzag in candidates(subject, seen, arguments, length):
         error, full_plan, why = _error_of(subject, plan, (length, zigzag), arguments, whole)
         if error <= _TOLERANCE:
@@ -141,8 +141,7 @@ def _try_all(subject: Subject) -> Found:
     raise InputError(_refusal_message(subject, seen, *best))
 
 
-def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
-    """Runs the block whole, on the first of several small inputs that it accepts."""
+def _run_whole(subject: TestedBlock) -> tuple[_Outcome, SeenCalls, Any, int]:
     failure: Exception | None = None
     for length, few_rows, squares in itertools.product(
         lengths_to_test(subject), (True, False), (True, False)
@@ -156,6 +155,7 @@ def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
             return _compute_outcome(subject.block, output, arguments), seen, arguments, length
         except Exception as error:  # the user's block may raise anything: a table may end, a view not fit
             failure = error if failure is None or (squares and few_rows) else failure
+    # The error kept is that of few samples with squares as masks, at the last length.
     assert failure is not None  # there is a length to test
     raise InputError(
         f"sequence_parallel tests {subject.name} on a small input before it divides it, and the block "
@@ -164,7 +164,6 @@ def _run_whole(subject: Subject) -> tuple[_Outcome, SeenCalls, Any, int]:
 
 
 def _compute_outcome(block: nn.Module, output: Any, arguments: Any) -> _Outcome:
-    """The gradients of a weighted sum of the floating results."""
     floats = (leaf for _, leaf in leaves(output) if _is_trained(leaf) and leaf.is_floating_point())
     loss = weighted_sum(floats, seed=1)
     if loss is None:
@@ -172,15 +171,14 @@ def _compute_outcome(block: nn.Module, output: Any, arguments: Any) -> _Outcome:
     targets = {path_text(path): leaf for path, leaf in leaves(arguments) if _is_trained(leaf)}
     weights_of = {name: p for name, p in block.named_parameters() if p.requires_grad}
     named = {**{f"input {name}": leaf for name, leaf in targets.items()}, **weights_of}
-    local_grads = map(local_part, gradients_of(loss, list(named.values())))
+    local_grads = map(local_part, gradients_of(loss, list(named.values())))  # weights may be DTensors
     detached = map_leaves(lambda _, leaf: leaf.detach() if _is_tensor(leaf) else leaf, output)
     return _Outcome(detached, dict(zip(named, local_grads, strict=True)))
 
 
 def _error_of(
-    subject: Subject, plan: BlockPlan, sizes: tuple[int, bool], arguments: Any, whole: _Outcome
+    subject: TestedBlock, plan: BlockPlan, sizes: tuple[int, bool], arguments: Any, whole: _Outcome
 ) -> tuple[float, BlockPlan, str]:
-    """The largest error of the block on parts, over all ranks, with the plan completed and the reason."""
     length, zigzag = sizes
     settings = subject.settings
 
@@ -194,6 +192,7 @@ def _error_of(
         ranks = simulate(settings.group.size(), run, settings.device)
     except Exception as failure:  # a wrong guess fails in whatever way the block's code does
         return float("inf"), plan, f"it raises {error_text(failure)}"
+    # The worst rank decides. The plan is completed by what this rank's run has shown.
     error, why = max((_compare_outcomes(whole, outcome) for _, outcome in ranks), key=itemgetter(0))
     return error, ranks[settings.group.rank()][0], why
 
@@ -217,6 +216,7 @@ def _run_divided(
         outputs=_divided_outputs(output, whole.output, layout),
     )
     outcome = _compute_outcome(block, gather_results(output, plan, layout, group), arguments)
+    # Weights: the mean over ranks. Inputs: every rank has the whole gradient.
     gradients = {
         name: gradient if name.startswith("input ") else total(gradient, group) / group.size()
         for name, gradient in outcome.gradients.items()
@@ -225,13 +225,13 @@ def _run_divided(
 
 
 def _divided_outputs(output: Any, whole: Any, layout: SequenceLayout) -> dict[Path, int]:
-    """The results that are parts, which are L long where the whole one is T, with their dimension."""
     shapes = {path: leaf.shape for path, leaf in leaves(whole) if _is_tensor(leaf)}
     dims: dict[Path, int] = {}
     for path, leaf in leaves(output):
         if not _is_tensor(leaf) or path not in shapes:
             continue
         expected = shapes[path]
+        # A part is L long in exactly one dimension, where the whole result is T long.
         differing = [
             dim for dim, size in enumerate(leaf.shape) if dim < len(expected) and size != expected[dim]
         ]
@@ -240,9 +240,8 @@ def _divided_outputs(output: Any, whole: Any, layout: SequenceLayout) -> dict[Pa
     return dims
 
 
-def _compare_outcomes(whole: _Outcome, found: _Outcome) -> tuple[float, str]:
-    """The largest error, relative to the largest value, and a clause that says where."""
-    outputs = dict(leaves(found.output))
+def _compare_outcomes(whole: _Outcome, actual: _Outcome) -> tuple[float, str]:
+    outputs = dict(leaves(actual.output))
     errors = {
         f"result {path or ''}": relative_error(outputs.get(path), leaf)
         for path, leaf in leaves(whole.output)
@@ -250,12 +249,12 @@ def _compare_outcomes(whole: _Outcome, found: _Outcome) -> tuple[float, str]:
     }
     floor = gradient_floor(whole.gradients.values())
     for name, gradient in whole.gradients.items():
-        errors[f"the gradient of {name}"] = relative_error(found.gradients.get(name), gradient, floor=floor)
+        errors[f"the gradient of {name}"] = relative_error(actual.gradients.get(name), gradient, floor=floor)
     where = max(errors, key=errors.__getitem__)
     return errors[where], f"{where} is off by {errors[where]:.1e}"
 
 
-def _refusal_message(subject: Subject, seen: SeenCalls, error: float, why: str) -> str:
+def _refusal_message(subject: TestedBlock, seen: SeenCalls, error: float, why: str) -> str:
     kind = type(subject.block).__name__
     head = (
         f"sequence_parallel cannot divide {subject.name} ({kind}) over {subject.settings.group.size()} ranks: on a small "
@@ -299,7 +298,7 @@ def _is_trained(value: Any) -> bool:
 
 
 def candidates(
-    subject: Subject, seen: SeenCalls, arguments: Any, length: int
+    subject: TestedBlock, seen: SeenCalls, arguments: Any, length: int
 ) -> Iterator[tuple[BlockPlan, bool]]:
     """Plans to try for a block, likeliest first, each with whether the sequence is in zigzag."""
     hidden = find_hidden(arguments, subject.settings.dim)
@@ -312,6 +311,7 @@ def candidates(
         )
     ]
     for kind in _candidate_kinds(subject, seen):
+        # Zigzag balances ring attention under a causal mask. Blocks tested before have decided for all.
         preferred = (
             kind == "ring" and subject.settings.balanced and any(call.causal for call in seen.attentions)
         )
@@ -322,15 +322,14 @@ def candidates(
 
 
 def _unique_values(values: Sequence[T]) -> list[T]:
-    """The first of equal values each."""
-    return [value for index, value in enumerate(values) if value not in values[:index]]
+    return [value for index, value in enumerate(values) if value not in values[:index]]  # unhashable
 
 
 def _candidate_numberings(seen: SeenCalls) -> list[Mapping[int, Numbers]]:
-    """The possible meanings of numbers and tables of the sequence's length: none, a rank's positions, or all."""
     sites = sorted(seen.sites)
     if not sites:
         return [{}]
+    # Sites may not be of positions, or number those of this rank, or those of the whole sequence.
     same: list[Mapping[int, Numbers]] = [{}, dict.fromkeys(sites, "own"), dict.fromkeys(sites, "whole")]
     if 1 < len(sites) <= _MOST_SITES:
         choices: tuple[Numbers, ...] = ("own", "whole")
@@ -340,7 +339,7 @@ def _candidate_numberings(seen: SeenCalls) -> list[Mapping[int, Numbers]]:
     return _unique_values(same)
 
 
-def _candidate_kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, ...]:
+def _candidate_kinds(subject: TestedBlock, seen: SeenCalls) -> tuple[AttentionKind, ...]:
     self_calls = [call for call in seen.attentions if call.query.size(-2) == call.key.size(-2)]
     kind = subject.settings.kind
     if seen.products and kind != "auto":
@@ -351,7 +350,8 @@ def _candidate_kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, 
     if kind != "auto":
         return (kind,)
     if seen.products and not self_calls:
-        return ("gather",)
+        return ("gather",)  # no attention call of the sequence
+    # Heads that the tensor axis is still to divide must divide by both degrees.
     ranks = subject.settings.group.size()
     return (
         ("ulysses",)
@@ -363,21 +363,16 @@ def _candidate_kinds(subject: Subject, seen: SeenCalls) -> tuple[AttentionKind, 
 def _candidate_divisions(
     arguments: Any, hidden: tuple[Path, torch.Tensor], length: int, dim: int, *, squares: bool, rows: bool
 ) -> list[dict[Path, int]]:
-    """Sets of arguments to divide, the likeliest first.
-
-    Arguments that look like hidden states of another sequence stay whole at first, then are divided. A trained bias
-    of attention has the rows of this rank's queries, so that each rank trains its own; other masks are whole at first,
-    unless attention is written out (``rows``).
-    """
     path, states = hidden
-    others: dict[Path, int] = {}
-    streams: dict[Path, int] = {}
-    biases: dict[Path, int] = {}
-    masks: dict[Path, int] = {}
+    others: dict[Path, int] = {}  # numbers of positions, tables, masks [B, T]
+    streams: dict[Path, int] = {}  # like hidden states of another sequence: whole at first
+    biases: dict[Path, int] = {}  # trained, so that each rank trains the rows of its queries
+    masks: dict[Path, int] = {}  # whole at first, unless attention is written out
     for leaf_path, leaf in leaves(arguments):
         if leaf_path == path or not isinstance(leaf, torch.Tensor):
             continue
         dims = sequence_dims(leaf, length, dim, squares=squares)
+        # A mask [..., 1, T] is of keys, which attention sees whole: it is not divided.
         if len(dims) == 1 and not (leaf.dim() >= 3 and dims[0] == leaf.dim() - 1):
             is_stream = leaf.is_floating_point() and leaf.dim() == states.dim() and leaf.shape == states.shape
             (streams if is_stream else others)[leaf_path] = dims[0]
@@ -394,7 +389,7 @@ def _candidate_divisions(
     return _unique_values(divisions)
 
 
-def lengths_to_test(subject: Subject) -> list[int]:
+def lengths_to_test(subject: TestedBlock) -> list[int]:
     """Lengths to test with: some whose parts differ from all sizes in the block, and the real one."""
     ranks = subject.settings.group.size()
     sizes = {size for tensor in subject.block.parameters() for size in tensor.shape}
@@ -404,16 +399,17 @@ def lengths_to_test(subject: Subject) -> list[int]:
         if isinstance(leaf, torch.Tensor) and sequence_dims(leaf, subject.length, subject.settings.dim)
     ]
     fixed = len(others) > 1  # besides the hidden states something has the length, and can only be shortened
+    # A part must be unlike all sizes of weights, or a reshape by the wrong one might pass.
     chosen = [
         local * ranks
         for local in _LOCAL_LENGTHS
         if not any(size % local == 0 for size in sizes) and not (fixed and local * ranks > subject.length)
     ]
-    short = [length for length in chosen if length <= subject.length]
+    short = [length for length in chosen if length <= subject.length]  # a table may have no more rows
     return list(dict.fromkeys([*chosen[:2], *short[:2], subject.length]))
 
 
-def small_arguments(subject: Subject, length: int, *, squares: bool, few_rows: bool = True) -> Any:
+def small_arguments(subject: TestedBlock, length: int, *, squares: bool, few_rows: bool = True) -> Any:
     """The arguments with ``length`` positions; hidden states are random, equal on all ranks.
 
     Args:

@@ -11,7 +11,7 @@ from torch import nn
 
 from atorch_ns.capture.nests import map_leaves, resized_batch, samples_and_tokens
 from atorch_ns.errors import InputError
-from atorch_ns.profile.record.steps import Subject
+from atorch_ns.profile.record.steps import TracedModel
 from atorch_ns.sharding.sequence.find_chains import Links, find_links
 from atorch_ns.sharding.sequence.plan import SequenceLayout, find_hidden
 from atorch_ns.sharding.sequence.tokens import DividedTokens, TokenPart
@@ -33,7 +33,7 @@ def study_tail(
         dim: the hidden states' dimension of positions.
     """
     sizes = samples_and_tokens(batch)
-    subject = Subject(model, batch, run, sizes, sizes)
+    subject = TracedModel(model, batch, run, sizes, sizes)
     study = LossStudy(replays=False)
     for prepare, at in ways_to_run(sizes, degree):
         study = LossStudy(batch=resized_batch(batch, sizes, at), replays=False)
@@ -45,7 +45,7 @@ def study_tail(
             return study
         except Exception as error:
             study.failure = error_line(error)
-            if study.uses.changed:
+            if study.uses.changed:  # a change in place is refused in any other way too
                 return study
     return study
 
@@ -55,6 +55,7 @@ def _divide_after(model: nn.Module, blocks: Sequence[str], degree: int, dim: int
 
     def leaving(path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            # After the last block hidden states are in parts: no block may take them.
             if blocks[-1] in called:
                 raise InputError(f"{path} is called after {blocks[-1]}")
             called.append(path)
@@ -64,7 +65,7 @@ def _divide_after(model: nn.Module, blocks: Sequence[str], degree: int, dim: int
             if hidden is None:
                 raise InputError(f"{path} returns no hidden states")
             length = hidden[1].size(dim)
-            at = TokenPart(SequenceLayout(length, degree, 0), None, dim, length=length)
+            at = TokenPart(SequenceLayout(length, degree, 0), None, dim, length=length)  # shapes alone
             part = at.select(hidden[1], dim, ())
             return map_leaves(
                 lambda key, leaf: DividedTokens.of(part, at, study.uses) if key == hidden[0] else leaf, output
@@ -77,10 +78,9 @@ def _divide_after(model: nn.Module, blocks: Sequence[str], degree: int, dim: int
 
 
 def _used_parameter_names(model: nn.Module, study: LossStudy) -> frozenset[str] | None:
-    """All names of the parameters that were used on parts; ``None`` where a value computed from some was."""
     used = {id(tensor) for tensor in study.uses.parameters}
     named = {plain_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-    if not used <= set(named.values()):
+    if not used <= set(named.values()):  # a value computed from parameters was used
         return None
     return frozenset(name for name, parameter in named.items() if parameter in used)
 
@@ -95,7 +95,7 @@ def study_links(
         InputError: if something outside of a block uses a value that it keeps.
     """
     sizes = samples_and_tokens(batch)
-    subject = Subject(model, batch, run, sizes, sizes)
+    subject = TracedModel(model, batch, run, sizes, sizes)
     for prepare, at in ways_to_run(sizes):
         try:
             with prepare(subject, at) as (copy, small):

@@ -29,10 +29,10 @@ from atorch_ns.torch_compat import tensor_without_storage
 
 
 def _find_functions(names: str, *homes: Any) -> frozenset[Any]:
-    """The functions of these names in each of the homes that has them."""
     return frozenset(getattr(home, name) for name in names.split() for home in homes if hasattr(home, name))
 
 
+# Functions of each position by itself; other tensors among their arguments are broadcast.
 _ELEMENTWISE: Final = _find_functions(
     "float half bfloat16 double to type type_as contiguous clone detach cpu cuda neg abs exp log log1p sqrt rsqrt square "
     "pow tanh sigmoid relu clamp clamp_min clamp_max masked_fill add sub mul div true_divide eq ne lt le gt ge bool long "
@@ -43,16 +43,15 @@ _ELEMENTWISE: Final = _find_functions(
     torch,
     F,
 )
-"""Functions of each position by itself; other tensors among their arguments are broadcast."""
+# Functions of the last dimensions of each position, whose other tensors are weights.
 _WITH_WEIGHTS: Final = _find_functions("linear layer_norm rms_norm", F, torch)
-"""Functions of the last dimensions of each position, whose other tensors are weights."""
+# Functions over dimensions, ``dim``.
 _OVER_FEATURES: Final = _find_functions(
     "sum mean amax amin argmax argmin logsumexp var std prod all any softmax log_softmax norm",
     Tensor,
     torch,
     F,
 )
-"""Functions over dimensions, ``dim``."""
 _SUMS: Final = _find_functions("sum mean", Tensor, torch)
 _MEANS: Final = _find_functions("mean", Tensor, torch)
 _VIEWS: Final = _find_functions("view reshape", Tensor, torch)
@@ -96,24 +95,24 @@ class TokenPart:
         """The dimension of the part that is the whole tensor's ``dim``, of ``num_dims``."""
         return dim % num_dims + (self.dim if self.merged else 0)
 
-    def own(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def local_indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """[L] this rank's positions as indices of the whole tensor, and whether each is one of it and no padding."""
         places = self.layout.places(self.layout.rank, device)
         kept = (places < self.layout.length) & (places >= self.start) & (places < self.start + self.length)
-        return (places - self.start).clamp_(0, max(0, self.length - 1)), kept
+        return (places - self.start).clamp_(0, max(0, self.length - 1)), kept  # some valid index for the rest
 
     def mask(self, part: torch.Tensor) -> torch.Tensor:
         """Whether each position of ``part`` counts, of a shape that broadcasts to it."""
         shape = [1] * part.dim()
         shape[self.dim] = -1
-        return self.own(part.device)[1].view(shape)
+        return self.local_indices(part.device)[1].view(shape)
 
     def select(self, whole: torch.Tensor, dim: int, lead: Sequence[int]) -> torch.Tensor:
         """This rank's positions of a whole tensor, along its dimension ``dim``; ``lead``: sizes that are merged with it."""
         if self.merged:
             whole = whole.unflatten(0, (*lead, self.length))
             dim = self.dim
-        return whole.index_select(dim, self.own(whole.device)[0])
+        return whole.index_select(dim, self.local_indices(whole.device)[0])
 
     def spread(self, whole: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
         """This rank's positions of a whole tensor's gradient: zeros for those that the tensor does not have."""
@@ -137,7 +136,7 @@ class TokenPart:
 class DividedTokens(DividedTensor):
     """A tensor that looks like the whole […, T, …] and holds this rank's […, L, …], which may be divided logits."""
 
-    held = "a part of the positions"
+    part_name = "a part of the positions"
     method = "sequence_parallel"
 
     _at: TokenPart
@@ -156,7 +155,7 @@ class DividedTokens(DividedTensor):
         part: torch.Tensor = whole_logits(self._part)
         at = self._at
         if at.group is None:
-            return part.new_zeros(at.whole_shape(part.shape)) + 0 * part.sum()
+            return part.new_zeros(at.whole_shape(part.shape)) + 0 * part.sum()  # keeps the graph
         whole = at.layout.gather(scale_gradient(part, float(at.layout.ranks)), at.dim, at.group)
         return whole.narrow(at.dim, at.start, at.length).reshape(at.whole_shape(part.shape))
 
@@ -193,7 +192,7 @@ class DividedTokens(DividedTensor):
         if func in _DROPOUT:
             passed = inspect.signature(F.dropout).bind(*args, **kwargs)
             passed.apply_defaults()
-            idle = not passed.arguments["training"] or passed.arguments["p"] == 0
+            idle = not passed.arguments["training"] or passed.arguments["p"] == 0  # no rank draws numbers
             return divided._wrap_part(divided._part.clone()) if idle else NotImplemented
         if func in _OVER_FEATURES:
             return divided._run_over_dims(func, args[1:], kwargs)
@@ -214,12 +213,12 @@ class DividedTokens(DividedTensor):
         return DividedTokens.of(part, replace(self._at, **changes), self._uses)
 
     def _map_elements(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function of each element: other tensors are taken at this rank's positions where they have all."""
         parts = [self._localise_argument(argument) for argument in args]
         named = {name: self._localise_argument(argument) for name, argument in kwargs.items()}
         if any(argument is NotImplemented for argument in (*parts, *named.values())):
             return NotImplemented
         out = func(*parts, **named)
+        # The result must have its positions in the dimension where the part has them.
         size = self._part.size(self._at.dim)
         if not isinstance(out, Tensor) or out.dim() != self._part.dim() or out.size(self._at.dim) != size:
             return NotImplemented
@@ -227,25 +226,23 @@ class DividedTokens(DividedTensor):
         return self._wrap_part(out)
 
     def _localise_argument(self, other: Any) -> Any:
-        """Another argument of an element-wise function at this rank's positions; ``NotImplemented`` if it has others."""
         if isinstance(other, DividedTokens):
             alike = other._at == self._at and other._part.dim() == self._part.dim()
-            return other._part if alike else NotImplemented
+            return other._part if alike else NotImplemented  # else it is at other positions
         if not isinstance(other, Tensor):
             return NotImplemented if isinstance(other, (list, tuple)) else other
         after = self.dim() - 1 - self._at.whole_dim  # dimensions after that of positions
         if other.dim() > self.dim():
             return NotImplemented
         if other.dim() <= after or other.size(-1 - after) == 1:
-            return self._at.enter(other)
+            return self._at.enter(other)  # it is the same for all positions
         if other.size(-1 - after) != self.size(self._at.whole_dim):
             return NotImplemented
         return self._at.select(self._at.enter(other), other.dim() - 1 - after, self._leading_sizes)
 
     @property
     def _leading_sizes(self) -> Sequence[int]:
-        """Sizes of the part before positions."""
-        return self._part.shape[: self._at.dim]
+        return self._part.shape[: self._at.dim]  # those of the part before positions
 
     def _with_weights(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         after = self.dim() - 1 - self._at.whole_dim
@@ -272,9 +269,9 @@ class DividedTokens(DividedTensor):
             ]
 
     def _run_over_dims(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function over dimensions; over positions, a sum or a mean of all ranks'."""
         named, rest = dict(kwargs), list(args)
         dims = rest.pop(0) if rest else named.pop("dim", None)
+        # norm takes its order before dims. Without dims positions are included: only sums can be added up.
         if func is Tensor.norm or func is torch.norm or (dims is None and func not in _SUMS):
             return NotImplemented
         if isinstance(dims, torch.dtype) or any(isinstance(argument, Tensor) for argument in (dims, *rest)):
@@ -282,11 +279,14 @@ class DividedTokens(DividedTensor):
         at = self._at
         wanted = list(range(self.dim())) if dims is None else [dims] if isinstance(dims, int) else list(dims)
         wanted = [dim % self.dim() for dim in wanted]
-        places = [at.part_dim(dim, self.dim()) for dim in wanted]
+        places = [at.part_dim(dim, self.dim()) for dim in wanted]  # dimensions of the part
         if at.whole_dim in wanted:
             return self._sum_positions(func, wanted, rest, named) if func in _SUMS else NotImplemented
-        keeps = bool(named.get("keepdim", rest[0] if rest and isinstance(rest[0], bool) else False))
+        deviates = func in _find_functions("var std", Tensor, torch)  # whose first flag is unbiased
+        flags = [argument for argument in rest if isinstance(argument, bool)][deviates:]
+        keeps = bool(named.get("keepdim", flags[0] if flags else False))
         keeps = keeps or func in _find_functions("softmax log_softmax", Tensor, torch, F)
+        # The dimension of positions moves by those before it that the function removes.
         before = 0 if keeps else sum(axis < at.dim for axis in places)
         if len(places) > 1 and func not in _SUMS | _find_functions(
             "amax amin logsumexp var std", Tensor, torch
@@ -298,7 +298,6 @@ class DividedTokens(DividedTensor):
     def _sum_positions(
         self, func: Callable[..., Any], wanted: Sequence[int], rest: list[Any], named: dict[str, Any]
     ) -> Any:
-        """A sum or mean over positions, a plain tensor that is the same on all ranks."""
         at = self._at
         if rest or named.keys() - {"dtype", "keepdim"} or (at.merged and named.get("keepdim")):
             return NotImplemented
@@ -306,16 +305,16 @@ class DividedTokens(DividedTensor):
         places = {at.part_dim(dim, self.dim()) for dim in wanted} | (
             set(range(at.dim)) if at.merged else set()
         )
+        # Padding does not count. Sums of half precision are added up over ranks in fp32.
         values = self._part.masked_fill(~at.mask(self._part), 0)
         summed_in = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else None
         summed = values.sum(tuple(sorted(places)), keepdim=bool(named.get("keepdim")), dtype=summed_in)
         result = at.total(summed)
         if func in _MEANS:
-            result = result / math.prod(self.size(dim) for dim in wanted)
+            result = result / math.prod(self.size(dim) for dim in wanted)  # of the whole tensor
         return result.to(dtype) if dtype.is_floating_point else result
 
     def _gather_features(self, dim: int, index: Any = None, **kwargs: Any) -> Any:
-        """Values at whole or divided indices along a dimension of features."""
         at = self._at
         if kwargs or dim % self.dim() == at.whole_dim or not isinstance(index, Tensor):
             return NotImplemented
@@ -325,7 +324,6 @@ class DividedTokens(DividedTensor):
         return self._wrap_part(self._part.gather(at.part_dim(dim, self.dim()), local_index))
 
     def _view_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Other sizes, where positions stay apart or become one dimension with all before them, or the reverse."""
         wanted = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(wanted, (tuple, list)):
             wanted = args
@@ -336,13 +334,13 @@ class DividedTokens(DividedTensor):
             known = math.prod(size for size in sizes if size != -1)
             sizes[sizes.index(-1)] = self.numel() // known if known else 0
         at, shape = self._at, list(self._part.shape)
+        # Positions stay a dimension, or merge with all before it, or the reverse. The part keeps its shape.
         for merged in (at.merged, not at.merged):
             if sizes == replace(at, merged=merged).whole_shape(shape):
                 return self._wrap_part(self._part.view(self._part.shape), merged=merged)
         return NotImplemented
 
     def _reshape_tokens(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Functions that merge, add, remove or exchange dimensions."""
         at, name = self._at, func.__name__
         dims = [*args, *kwargs.values()]
         if not all(isinstance(dim, int) for dim in dims) or (kwargs and args):
@@ -357,7 +355,7 @@ class DividedTokens(DividedTensor):
             axis = dims[0] % (self.dim() + (name == "unsqueeze"))
             if axis == at.whole_dim and (name == "squeeze" or at.merged):
                 return NotImplemented
-            moves = not at.merged and axis <= at.dim
+            moves = not at.merged and axis <= at.dim  # whether the dimension of positions moves
             if name == "squeeze" and self.size(axis) != 1:
                 return self
             part_dim = axis + (at.dim if at.merged else 0)
@@ -370,12 +368,12 @@ class DividedTokens(DividedTensor):
         return NotImplemented
 
     def _index_tokens(self, index: Any) -> Any:
-        """``tokens[…]`` by numbers and slices; a slice of positions without steps keeps the part as it is."""
         items = list(index) if isinstance(index, tuple) else [index]
         if not all(item is Ellipsis or isinstance(item, (slice, int)) for item in items):
             return NotImplemented
         if any(isinstance(item, bool) for item in items) or items.count(Ellipsis) > 1:
             return NotImplemented
+        # An item for each dimension: the ellipsis and those missing at the end stand for whole ones.
         missing = [slice(None)] * (self.dim() - len(items) + items.count(Ellipsis))
         gap = items.index(Ellipsis) if Ellipsis in items else len(items)
         items = [*items[:gap], *missing, *items[gap + 1 :]]
@@ -388,6 +386,7 @@ class DividedTokens(DividedTensor):
             return NotImplemented
         items[at.whole_dim] = slice(None)
         before = sum(isinstance(item, int) for item in items[: at.whole_dim])
+        # A slice of positions leaves the part as it is, and notes which of its positions count.
         kept = self._part[tuple([slice(None)] * (at.dim if at.merged else 0) + items)]
         moved = {} if whole else {"start": at.start + start, "length": stop - start}
         return self._wrap_part(kept, dim=at.dim - before, **moved)
@@ -403,7 +402,6 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """``torch.nn.functional.cross_entropy`` of divided logits; its mean divides by what counts in whole samples."""
     if not isinstance(input, DividedTokens) or isinstance(target, DividedTokens):
         return NotImplemented
     at, classes = input._at, 1 if input.dim() > 1 else 0
@@ -425,11 +423,12 @@ def _cross_entropy(
     if input._uses is not None:
         call = (tuple(input.shape), classes, ignore_index, reduction, weight is not None, label_smoothing)
         input._uses.losses.append(LossCall(*call))
+    # Labels have no dimension of classes.
     dim = at.dim - (1 if not at.merged and classes < at.dim else 0)
     own_at = replace(at, dim=dim)
     labels = own_at.select(target, dim, input._leading_sizes)
-    labels = labels.masked_fill(~own_at.mask(labels), ignore_index)
-    rows = input._part.movedim(at.part_dim(classes, input.dim()), -1)
+    labels = labels.masked_fill(~own_at.mask(labels), ignore_index)  # padding does not count
+    rows = input._part.movedim(at.part_dim(classes, input.dim()), -1)  # […, V]
     losses = F.cross_entropy(
         rows.reshape(-1, rows.size(-1)),
         labels.reshape(-1),
@@ -442,6 +441,7 @@ def _cross_entropy(
     loss = at.total(losses)
     if reduction == "sum":
         return loss
+    # The mean is over whole samples: by all labels that count, not by those of this rank.
     counted = target != ignore_index
     if weight is None:
         return loss / counted.sum()
@@ -459,4 +459,4 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.at.spread(gradients[0], ctx.lead) * float(ctx.at.layout.ranks), None
+        return ctx.at.spread(gradients[0], ctx.lead) * float(ctx.at.layout.ranks), None  # as in a block

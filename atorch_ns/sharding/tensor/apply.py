@@ -54,7 +54,7 @@ def divide(
     done = Divided()
     names = names_of(model)
     modules = {plain_name(path): module for path, module in model.named_modules(remove_duplicate=False)}
-    parts_made: dict[int, nn.Parameter] = {}
+    parts_made: dict[int, nn.Parameter] = {}  # by id: parts that are plain tensors have no mark
     region_of = _make_regions(modules, regions, group, stream)
     for path, layer in layout.layers.items():
         module = modules[path]
@@ -68,11 +68,12 @@ def divide(
             shard = _divide_parameter(parameter, dim, packing, group)
             parts_made[id(shard)] = shard
             _replace_parameter(modules, names[id(parameter)], shard, dim, packing, done)
+        # An nn.MultiheadAttention is divided by heads; all others have a kind.
         if kind is None:
             attention_by_heads(module, group)
         else:
             as_divided(module, kind, layer.style, group, region_of.get(path))
-        without_fast_path(modules[path.rpartition(".")[0]])
+        without_fast_path(modules[path.rpartition(".")[0]])  # the parent's fast path reads whole weights
     for attribute in layout.attributes:
         _divide_attribute(modules, attribute, group.size)
     narrow_inputs(modules, layout, group.size)
@@ -105,15 +106,14 @@ def divide_parameters(model: nn.Module, dims: Mapping[str, int], group: TensorGr
 def _replace_parameter(
     modules: Mapping[str, nn.Module],
     names: Sequence[str],
-    made: nn.Parameter,
+    parameter: nn.Parameter,
     dim: int,
     packing: Packing | None,
     done: Divided,
 ) -> None:
-    """Puts a divided parameter in the place of the whole one, under all its names."""
-    for name in names:
+    for name in names:  # tied parameters stay tied
         holder, _, key = name.rpartition(".")
-        modules[holder]._parameters[key] = made
+        modules[holder]._parameters[key] = parameter
         done.dims[name] = dim
         if packing is not None:
             done.packings[name] = packing
@@ -127,14 +127,14 @@ def _divide_parameter(
     if packing is not None:
         whole = packing.pack(whole)
     part: torch.Tensor
-    if group.mesh is None:
+    if group.mesh is None:  # simulated ranks, or shapes alone
         part = whole.chunk(group.size, dim)[group.rank].contiguous()
     elif whole.is_meta:
         part = on_meta(whole, dim, group.mesh)
     else:
-        part = distribute_tensor(whole, group.mesh, [Shard(dim)])
+        part = distribute_tensor(whole, group.mesh, [Shard(dim)])  # collective: values of the first rank
     shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    shard.__dict__.update(vars(parameter))
+    shard.__dict__.update(vars(parameter))  # what the user or other methods have noted on it
     return shard
 
 
@@ -158,7 +158,7 @@ def _make_regions(
         region = Region(
             group,
             num_rows=len(spec.rows),
-            random=spec.random and not divided,
+            random=spec.random and not divided,  # on pieces the block does it: tensor/sequence.py
             sequence_dim=stream.dim if stream is not None and divided else None,
             traced=divided
             and group.traced
@@ -171,6 +171,7 @@ def _make_regions(
             region.watch(modules[common_parent(spec.layers)])
         if stream is not None and divided:
             home = common_parent(spec.columns)
+            # The input of a block stays in pieces: columns right inside the block gather for themselves.
             if not any(home == block for chain in stream.chains for block in chain):
                 gather_into(modules[home], region, group, stream, _own_gather(modules, spec))
         regions.update(dict.fromkeys(spec.layers, region))
@@ -178,22 +179,23 @@ def _make_regions(
 
 
 def _own_gather(modules: Mapping[str, nn.Module], spec: RegionSpec) -> Gather | None:
-    """The gather of the columns, where they have one and nothing else reads what it returns."""
+    # What a gather in fewer bits returns only the columns' own product can read.
     columns: list[Any] = [modules[path] for path in spec.columns]
     has_one = spec.one_use and all(kind_of(column) is ROUNDING for column in columns)
     return columns[0].gathered if has_one else None
 
 
 def _divide_attribute(modules: Mapping[str, nn.Module], path: str, degree: int) -> None:
-    """Divides one attribute by the degree; a settings object that others share is copied first."""
+    # The longest prefix that is a module; between it and the attribute stand settings objects.
     parts = path.split(".")
     for length in range(len(parts) - 1, -1, -1):
         holder: Any = modules.get(".".join(parts[:length]))
         if holder is not None:
             break
     *settings, name = parts[length:]
+    # Other modules share the settings object: this one gets a copy.
     for attribute in settings:
         clone = copy.copy(getattr(holder, attribute))
         setattr(holder, attribute, clone)
         holder = clone
-    object.__setattr__(holder, name, getattr(holder, name) // degree)
+    object.__setattr__(holder, name, getattr(holder, name) // degree)  # a dataclass may be frozen

@@ -34,12 +34,12 @@ def attention_dims(module: nn.MultiheadAttention) -> Dims:
     """The dimension of each divided parameter, and the parts of fused ones."""
     width = module.embed_dim
     if module.in_proj_weight is not None:
-        dims: Dims = {"in_proj_weight": (0, (width,) * 3)}
+        dims: Dims = {"in_proj_weight": (0, (width,) * 3)}  # fused as [q | k | v]
     else:
         dims = {f"{name}_proj_weight": (0, None) for name in "qkv"}
     if module.in_proj_bias is not None:
         dims["in_proj_bias"] = (0, (width,) * 3)
-    return {**dims, "out_proj.weight": (1, None)}
+    return {**dims, "out_proj.weight": (1, None)}  # its bias stays whole: it is added to the sum
 
 
 class DividedAttention:
@@ -61,7 +61,7 @@ class DividedAttention:
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Same arguments and results as ``nn.MultiheadAttention.forward``."""
-        batched = query.dim() == 3
+        batched = query.dim() == 3  # else [T, D] of one sample
         inputs = [_batch_first(self, x, batched) for x in (query, key, value)]
         q, k, v = _project_heads(self, [self._region.enter(x) for x in inputs])
         self._region.inside(self.training, q.device)
@@ -71,15 +71,16 @@ class DividedAttention:
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
-            scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+            scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # [B, H / n, T, S]
             weights = torch.softmax(scores if mask is None else scores + mask, -1)
-            mixed = F.dropout(weights, dropout) @ v
+            weights = F.dropout(weights, dropout)  # as torch's, whose weights are those after dropout
+            mixed = weights @ v
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
         self._region.outside()
         out = self._region.leave(F.linear(mixed.transpose(1, 2).flatten(2), local_part(self.out_proj.weight)))
         if self.out_proj.bias is not None:
-            out = out + self.out_proj.bias.to(out.dtype)
+            out = out + self.out_proj.bias.to(out.dtype)  # once, after the sum over ranks
         if weights is not None:
             weights = _whole_weights(self, weights, average_attn_weights, batched)
         if not batched:
@@ -94,24 +95,23 @@ def _batch_first(module: Any, x: torch.Tensor, batched: bool) -> torch.Tensor:
 
 
 def _project_heads(module: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Queries, keys and values of this rank's heads, each [B, H / n, T or S, D / H]."""
     if module.in_proj_weight is not None:
-        weights = local_part(module.in_proj_weight).chunk(3)
+        weights = local_part(module.in_proj_weight).chunk(3)  # this rank's [q | k | v]
     else:
         weights = tuple(local_part(getattr(module, f"{name}_proj_weight")) for name in "qkv")
     biases: tuple[Any, ...] = (None,) * 3
     if module.in_proj_bias is not None:
         biases = local_part(module.in_proj_bias).chunk(3)
     flat = [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
+    # Queries, keys and values of this rank's heads, each [B, H / n, T or S, D / H].
     return [x.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for x in flat]
 
 
 def _combine_masks(
     module: Any, padding: torch.Tensor | None, mask: torch.Tensor | None, num_samples: int, batched: bool
 ) -> torch.Tensor | None:
-    """Both masks as one that is added to the scores: broadcastable to [B, H / n, T, S]."""
     dtype: torch.dtype = module.out_proj.weight.dtype
-    total: torch.Tensor | None = None
+    total: torch.Tensor | None = None  # added to the scores: broadcasts to [B, H / n, T, S]
     if mask is not None:
         total = additive_mask(mask, dtype)
         if total.dim() == 3:  # [B * H, T, S]: each head has its own
@@ -125,12 +125,11 @@ def _combine_masks(
 
 
 def _whole_weights(module: Any, weights: torch.Tensor, average: bool, batched: bool) -> torch.Tensor:
-    """The weights of all heads, or their mean."""
     group: TensorGroup = module._tensor_group
     if average:
-        weights = group.leave(weights.sum(1)) / (weights.shape[1] * group.size)
+        weights = group.leave(weights.sum(1)) / (weights.shape[1] * group.size)  # [B, T, S], their mean
     else:
-        weights = group.gather(weights, 1)
+        weights = group.gather(weights, 1)  # [B, H, T, S]
     return weights if batched else weights.squeeze(0)
 
 

@@ -27,7 +27,7 @@ from atorch_ns.sharding.tensor.plan import (
     model_plan,
 )
 from atorch_ns.sharding.tensor.regions import candidate_regions, layout_of, regions_in
-from atorch_ns.sharding.tensor.selftest import Failure, SelfTest
+from atorch_ns.sharding.tensor.selftest import SelfTest, UnitFailure
 from atorch_ns.sharding.tensor.sequence import StreamSpec, stream_of
 from atorch_ns.sharding.tensor.trace import LayerGraph
 from atorch_ns.text import first_few
@@ -36,8 +36,7 @@ Source = Literal["auto", "model", "found"]
 
 Undivided = Literal["error", "keep"]
 
-_LARGEST_DEGREE = 64
-"""The largest degree that a message offers."""
+_LARGEST_DEGREE = 64  # the largest degree that a message offers
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,8 @@ def choose_plan(
     layout = plan.resolve(model)
     if not users and undivided == "error":
         check_heads(model, layout, graph, degree)
+    # A unit that fails is left whole with all of its kind, until the rest passes. A user's plan is kept,
+    # except that sizes of fused layers which it lacks are taken from a found plan, once.
     while True:
         regions = regions_in(graph, layout)
         failure, partial = test.plan(layout, regions)
@@ -135,11 +136,6 @@ def choose_plan(
 def _own_plan(
     model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, notes: list[str], *, required: bool
 ) -> TensorPlan | None:
-    """The model's own plan, completed by its vocabulary, if it passes the test.
-
-    Raises:
-        InputError: if it is required and there is none.
-    """
     plan, why = _tested_own_plan(model, degree, graph, test)
     notes += [why] if why else []
     if plan is None and required:
@@ -153,7 +149,6 @@ def _own_plan(
 def _tested_own_plan(
     model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest
 ) -> tuple[TensorPlan | None, str]:
-    """The model's own plan, or none and why it is not used."""
     plan = model_plan(model)
     if plan is None:
         return None, ""
@@ -182,28 +177,30 @@ def _with_vocabulary_as_asked(model: nn.Module, plan: TensorPlan, *, divided: bo
         return plan
     layout = plan.resolve(model)
     ends = {
-        p for p, one in layout.layers.items() if one.style in ("colwise_gather_output", "embedding_rowwise")
+        p
+        for p, layer in layout.layers.items()
+        if layer.style in ("colwise_gather_output", "embedding_rowwise")
     }
-    inner = replace(layout, layers={path: one for path, one in layout.layers.items() if path not in ends})
+    inner = replace(layout, layers={path: layer for path, layer in layout.layers.items() if path not in ends})
     left = {**plan.left, **dict.fromkeys(sorted(ends), "vocabulary=False")}
     return replace(plan_from(model, inner, left=left), where=plan.where)
 
 
-def _with_parts(model: nn.Module, plan: TensorPlan, found: TensorPlan) -> TensorPlan:
-    """The plan with the sizes of fused layers of a found one."""
-    mine, other = plan.resolve(model).layers, found.resolve(model).layers
+def _with_parts(model: nn.Module, plan: TensorPlan, source: TensorPlan) -> TensorPlan:
+    mine, other = plan.resolve(model).layers, source.resolve(model).layers
     parts = {path: layer.parts for path, layer in other.items() if layer.parts and path in mine}
-    return replace(plan, parts={**parts, **plan.parts})
+    return replace(plan, parts={**parts, **plan.parts})  # sizes that the user gives come first
 
 
 def _degrees_by_size(model: nn.Module, graph: LayerGraph) -> list[int]:
-    """The degrees that divide the sizes of some region."""
+    # Sizes alone: heads are not looked at here.
     layouts = [layout_of(spec) for spec in candidate_regions(graph)]
-    return [n for n in range(2, _LARGEST_DEGREE + 1) if any(not misfits(model, one, n) for one in layouts)]
+    return [
+        n for n in range(2, _LARGEST_DEGREE + 1) if any(not misfits(model, layout, n) for layout in layouts)
+    ]
 
 
 def _check_users(model: nn.Module, plan: TensorPlan, degree: int, graph: LayerGraph) -> None:
-    """Refuses patterns that match nothing and layers that cannot be divided."""
     missing = plan.unmatched(model)
     if missing:
         raise InputError(
@@ -223,7 +220,6 @@ def _check_users(model: nn.Module, plan: TensorPlan, degree: int, graph: LayerGr
 
 
 def _nothing_divided(model: nn.Module, degree: int, plan: TensorPlan, graph: LayerGraph) -> InputError:
-    """The error for a plan that leaves every layer whole."""
     if plan.where == "user":
         return InputError(
             f"the plan of tensor_parallel divides no layer of {type(model).__name__}: all that it names is replicate or "
@@ -236,11 +232,11 @@ def _nothing_divided(model: nn.Module, degree: int, plan: TensorPlan, graph: Lay
 
 
 def _make_plan_error(
-    model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, plan: TensorPlan, failure: Failure
+    model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, plan: TensorPlan, failure: UnitFailure
 ) -> InputError:
-    """The error for a user's plan, with the settings that would work where some are found."""
+    # A plan that passes shows what the user's plan lacks there.
     valid_plan = find_tensor_plan(model, degree, graph, test)
-    right = valid_plan.resolve(model)
+    right = valid_plan.resolve(model)  # may leave the unit whole
     mine = plan.resolve(model)
     local = right.filtered(lambda path: is_inside(path, failure.path))
     advice = (
@@ -251,7 +247,7 @@ def _make_plan_error(
     missing = [name for name in local.attributes if name not in mine.attributes]
     inputs = [name for name in local.narrow_inputs if name not in mine.narrow_inputs]
     parts = [path for path, layer in local.layers.items() if layer.parts]
-    ends = open_ends(mine, graph)
+    ends = open_ends(mine, graph)  # the likeliest cause comes first
     if ends:
         advice = f"{ends}. {advice}"
     elif missing:
@@ -267,15 +263,15 @@ def _make_plan_error(
 
 
 def _drop_failed_unit(
-    model: nn.Module, plan: TensorPlan, layout: Layout, failure: Failure, degree: int
+    model: nn.Module, plan: TensorPlan, layout: Layout, failure: UnitFailure, degree: int
 ) -> TensorPlan:
-    """The plan that leaves the failed unit whole, with those of its kind and the layers that share their weights."""
 
     def failed(path: str) -> bool:
         return any(is_inside(path, unit) for unit in failure.alike)
 
     why = f"each of its unit's layers passes the test alone, and together {failure.reason}"
     unfit = {path: why for path in layout.layers if failed(path)}
+    # Layers that share a weight with one that stays whole do not fit any more: they stay whole too.
     while unfit.keys() & layout.layers.keys():
         layout = layout.filtered(lambda path: path not in unfit and not failed(path))
         unfit.update(misfits(model, layout, degree))
@@ -283,7 +279,7 @@ def _drop_failed_unit(
 
 
 def _partial_by_flow(graph: LayerGraph, regions: Iterable[RegionSpec]) -> set[str]:
-    """Whole parameters that meet results of columns, so that each rank's gradient covers its own features only."""
+    # Whole parameters that meet results of columns: the gradient of each rank covers its own features only.
     columns = {path for spec in regions for path in spec.columns}
     return {name for name, sources in graph.met.items() if sources & columns}
 
@@ -296,16 +292,10 @@ def _choose_stream(
     regions: Sequence[RegionSpec],
     dim: int,
 ) -> tuple[StreamSpec, set[str]]:
-    """The blocks between which the sequence can be divided, and the parameters that then have partial gradients.
-
-    Hidden states are in pieces only inside a chain of blocks that hand them on untouched: code between two chains,
-    such as a mean over the sequence or a learned scale, sees them whole.
-
-    Raises:
-        InputError: if no block can be divided, or one computes something else on pieces.
-    """
+    # Hidden states are in pieces only inside a chain of blocks that hand them on untouched: code between two
+    # chains, such as a mean over the sequence or a learned scale, sees them whole.
     chains = _find_block_chains(graph, regions, dim)
-    failure = Failure("", "it repeats no block whose layers are all divided")
+    failure = UnitFailure("", "it repeats no block whose layers are all divided")  # if there are no chains
     kept = [(path, why) for chain in chains for path in chain if (why := graph.blocks.kept.get(path))]
     if kept:
         path, why = kept[0]
@@ -314,6 +304,7 @@ def _choose_stream(
             f"and its hidden states leave it by another way than its output: {why}. Return what other code needs, or set "
             "sequence=False."
         )
+    # Gradients are summed at the gathers first, then at each column: that is right for any code before it.
     for tight in (True, False):
         if not chains:
             break
@@ -330,10 +321,10 @@ def _choose_stream(
 
 
 def _with_uses_of_input(spec: RegionSpec, graph: LayerGraph, dim: int) -> RegionSpec:
-    """The region with its ``one_input`` and ``one_use``."""
     home = common_parent(spec.columns)
     streams = {path: stream_of(call.args, call.kwargs, dim) for path, call in graph.calls.items()}
     stream = streams.get(home)
+    # The very tensor that the module is called with must reach all columns, with no norm between.
     if stream is None or any(streams.get(path) is not stream for path in spec.columns):
         return replace(spec, one_input=False, one_use=False)
     others = (path for path in streams if path.startswith(f"{home}.") and path not in spec.columns)
@@ -342,11 +333,8 @@ def _with_uses_of_input(spec: RegionSpec, graph: LayerGraph, dim: int) -> Region
 
 
 def _check_partial(graph: LayerGraph, partial: Iterable[str], stream: StreamSpec | None) -> None:
-    """Checks that a gradient that is summed over ranks has no part that every rank has whole.
-
-    Raises:
-        InputError: for a parameter that code outside the divided blocks uses as well.
-    """
+    # Of a partial gradient each rank has a summand; from code outside the blocks each has the whole:
+    # no sum or mean over ranks is right for both.
     for name in sorted(partial):
         users = graph.blocks.users.get(name, set())
         inside = {path for path in users if (stream.holds(path) if stream is not None and path else path)}
@@ -362,7 +350,6 @@ def _check_partial(graph: LayerGraph, partial: Iterable[str], stream: StreamSpec
 
 
 def _find_block_chains(graph: LayerGraph, regions: Iterable[RegionSpec], dim: int) -> list[tuple[str, ...]]:
-    """Chains of blocks that hold divided layers and hand their first output to the next one's stream."""
     specs = list(regions)
     chains: list[list[str]] = []
     for untouched in graph.blocks.chains:
@@ -371,6 +358,7 @@ def _find_block_chains(graph: LayerGraph, regions: Iterable[RegionSpec], dim: in
             holds = any(is_inside(spec.rows[0], path) for spec in specs)
             if not holds or any(spec.crosses(path) for spec in specs):
                 before = None
+            # Its stream is the first output of the block before: one chain.
             elif before is not None and _hands_on(graph, before, path, dim):
                 chains[-1].append(path)
                 before = path

@@ -67,6 +67,7 @@ def _misfit_reason(module: nn.Module, layer: LayerStyle, degree: int) -> str | N
         return f"{layer.style} does not go with {type(module).__name__}"
     outputs, inputs = kind.sizes(module)
     row = layer.style == "rowwise"
+    # Rows divide inputs and columns outputs; of fused columns every part must divide.
     wanted = layer.parts if layer.parts and not row else (inputs,) if row else (outputs,)
     if layer.parts and not row and sum(layer.parts) != outputs:
         return f"its parts {list(layer.parts)} do not add up to {outputs} outputs"
@@ -77,7 +78,7 @@ def _misfit_reason(module: nn.Module, layer: LayerStyle, degree: int) -> str | N
 
 
 def _tied_mismatch(model: nn.Module, layout: Layout, path: str, names: Mapping[int, list[str]]) -> str | None:
-    """The reason why a layer does not divide a parameter as another layer does that shares it."""
+    # A tied parameter is divided once: all layers that hold it must divide it along one dimension.
     module = model.get_submodule(path)
     mine = parameter_dims(module, layout.layers[path])
     for name, parameter in module.named_parameters(recurse=False):
@@ -116,7 +117,7 @@ def degrees(model: nn.Module) -> list[int]:
     heads = num_heads(model)
     groups = num_key_value_heads(model)
     both = _find_divisors(math.gcd(heads, groups)) if heads else []
-    return both if len(both) > 1 else _find_divisors(heads)
+    return both if len(both) > 1 else _find_divisors(heads)  # one shared key head: those of queries
 
 
 def no_layer_divides(
@@ -152,7 +153,7 @@ def check_heads(model: nn.Module, layout: Layout, graph: LayerGraph, degree: int
     """
     for path, heads in _whole_attention(model, layout, graph):
         works = _find_divisors(math.gcd(*heads.values()))
-        if degree in works or len(works) == 1:
+        if degree in works or len(works) == 1:  # it stays whole for another reason, or no degree divides it
             continue
         counts = " and ".join(f"{name}={number}" for name, number in heads.items())
         raise InputError(
@@ -165,7 +166,7 @@ def check_heads(model: nn.Module, layout: Layout, graph: LayerGraph, degree: int
 def heads_reason(model: nn.Module, spec: RegionSpec, degree: int) -> str:
     """The reason why heads keep attention whole, and the degrees that divide them; empty where they do not."""
     outputs, inputs = _region_widths(model, spec)
-    if len(outputs) == 1 and outputs[0] <= inputs:
+    if len(outputs) == 1 and outputs[0] <= inputs:  # an MLP, which has no heads
         return ""
     heads = _head_counts(model, spec, common_parent(spec.layers))
     uneven = [f"{name}={number}" for name, number in heads.items() if number % degree]
@@ -179,7 +180,7 @@ def heads_reason(model: nn.Module, spec: RegionSpec, degree: int) -> str:
 def _whole_attention(
     model: nn.Module, layout: Layout, graph: LayerGraph
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """Attention modules that the layout leaves whole, with their numbers of heads by name."""
+    # An nn.MultiheadAttention is in no region: it never calls its layers, but reads their weights.
     for path, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and path in graph.calls and path not in layout.layers:
             yield path, {"num_heads": module.num_heads}
@@ -193,7 +194,7 @@ def _whole_attention(
 
 
 def _attention_head_counts(model: nn.Module, spec: RegionSpec, path: str) -> dict[str, int]:
-    """The numbers of heads around the layers, by name; empty where they cannot be attention's."""
+    # Attention has columns for queries, keys and values, or a fused one that is wider than the row's input.
     outputs, inputs = _region_widths(model, spec)
     return {} if len(outputs) < 3 and max(outputs) <= inputs else _head_counts(model, spec, path)
 
@@ -205,12 +206,11 @@ def _region_widths(model: nn.Module, spec: RegionSpec) -> tuple[list[int], int]:
 
 
 def _head_counts(model: nn.Module, spec: RegionSpec, path: str) -> dict[str, int]:
-    """The numbers of heads that the modules around the layers hold, by name."""
     _, inputs = _region_widths(model, spec)
     home = model.get_submodule(path)
     counts: dict[str, int] = {}
     for module in home.modules():
-        if kind_of(module) is not None:
+        if kind_of(module) is not None:  # the sizes of a layer count no heads
             continue
         for name, number, _ in integers(module):
             attribute = name.rpartition(".")[2]

@@ -31,14 +31,12 @@ from atorch_ns.sharding.tensor.selftest import SelfTest, Verdict
 from atorch_ns.sharding.tensor.trace import LayerGraph
 from atorch_ns.sharding.tensor.unit import unit_for
 
+# torch's error for a view of the wrong size.
 _SHAPE = re.compile(r"shape '?\[([\d, -]+)\]'? is invalid for input of size (\d+)")
-"""torch's error for a view of the wrong size."""
 
-_MOST_ENDS = 4
-"""The most layers that a message names."""
+_MOST_ENDS = 4  # the most layers that a message names
 
-_MOST_TRIES = 24
-"""The most layouts of one region that are compared with the whole."""
+_MOST_TRIES = 24  # the most layouts of one region that are compared with the whole
 
 
 @dataclass
@@ -60,9 +58,9 @@ def find_tensor_plan(model: nn.Module, degree: int, graph: LayerGraph, test: Sel
         test: decides between layouts.
     """
     draft = _Found()
-    known: dict[object, tuple[Layout | None, str]] = {}
+    known: dict[object, tuple[Layout | None, str]] = {}  # regions with one signature are tried once
     for spec in sorted(candidate_regions(graph), key=partial(_is_low_rank, model)):
-        if any(path in draft.layout.layers for path in spec.layers):
+        if any(path in draft.layout.layers for path in spec.layers):  # a smaller region has them
             continue
         key = signature(model, spec)
         parent = common_parent(spec.layers)
@@ -82,8 +80,7 @@ def find_tensor_plan(model: nn.Module, degree: int, graph: LayerGraph, test: Sel
 
 
 def _is_low_rank(model: nn.Module, spec: RegionSpec) -> bool:
-    """Whether a region narrows what it is given, as the factors of an adapter do: the layers beside them are divided first,
-    and the factors with them."""
+    # The factors of an adapter (LoRA) narrow their input. They are divided after the layers beside them.
     sizes = {
         path: kind.sizes(layer)
         for path in spec.layers
@@ -98,7 +95,6 @@ def _is_low_rank(model: nn.Module, spec: RegionSpec) -> bool:
 def _divide_region(
     model: nn.Module, degree: int, graph: LayerGraph, spec: RegionSpec, test: SelfTest
 ) -> tuple[Layout | None, str]:
-    """The first layout that works, or why none does."""
     unfit = misfits(model, layout_of(spec), degree)
     if unfit:
         path, why = next(iter(unfit.items()))
@@ -114,14 +110,15 @@ def _divide_region(
         verdict = test.unit(home, layout, [spec], training=bool(layout.narrow_inputs))
         if verdict.passed:
             return layout, ""
-        if not verdict.whole_runs:
+        if not verdict.whole_runs:  # it fails undivided too: no layout can be tested
             return None, verdict.reason
         tried.append((layout, verdict))
         if verdict.runs:
-            wrong.append(layout)
+            wrong.append(layout)  # shapes fit, numbers do not
         refusals.append("no layout tried gives the results of the whole" if verdict.runs else verdict.reason)
         if len(wrong) >= _MOST_TRIES:
             break
+    # Layouts whose shapes fit tell more than those that failed to run.
     if wrong:
         return None, narrow_reason(wrong) or refusals[0]
     widths = [size for path in spec.layers for size in layer_sizes(model.get_submodule(path))]
@@ -130,11 +127,11 @@ def _divide_region(
 
 
 def _does_as(layout: Layout, other: Layout, verdict: Verdict) -> bool:
-    """Whether a layout fails as another one: it differs only in numbers that the code has not read, or in the parts of
-    fused layers where sizes alone fail."""
+    # It fails as the other one if it differs only in numbers that the code has not read.
     differ = {*layout.attributes} ^ {*other.attributes}
     if layout.narrow_inputs != other.narrow_inputs or differ & verdict.reads:
         return False
+    # Parts of fused layers change the order of elements, never a shape: they matter only if shapes fit.
     if verdict.runs:
         return layout.layers == other.layers
     return _layer_styles(layout) == _layer_styles(other)
@@ -145,10 +142,9 @@ def _layer_styles(layout: Layout) -> dict[str, str]:
 
 
 def _divide_attention(
-    model: nn.Module, degree: int, graph: LayerGraph, found: _Found, test: SelfTest
+    model: nn.Module, degree: int, graph: LayerGraph, result: _Found, test: SelfTest
 ) -> None:
-    """Divides instances of ``nn.MultiheadAttention`` by heads."""
-    known: dict[object, str] = {}
+    known: dict[object, str] = {}  # the reason against it by kind; empty: it is divided
     for path, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention) or path not in graph.calls:
             continue
@@ -162,22 +158,22 @@ def _divide_attention(
                 wrong = "divided by heads it does not give the results of the whole"
                 known[key] = verdict.reason and (wrong if verdict.runs else verdict.reason)
         if known[key]:
-            found.left[path] = known[key]
+            result.left[path] = known[key]
         else:
-            found.layout = found.layout.joined(layout)
+            result.layout = result.layout.joined(layout)
 
 
 def with_vocabulary(model: nn.Module, layout: Layout, degree: int, graph: LayerGraph) -> Layout:
     """The layout that also divides the embedding of the vocabulary and the heads that end the model."""
     ends = _end_styles(model, layout, graph)
     wanted = layout.joined(Layout(ends))
+    # An end that is tied to one that does not fit no longer fits either.
     while unfit := misfits(model, wanted, degree).keys() & ends.keys():
         wanted = replace(wanted, layers={p: s for p, s in wanted.layers.items() if p not in unfit})
     return wanted
 
 
 def _end_styles(model: nn.Module, layout: Layout, graph: LayerGraph) -> dict[str, LayerStyle]:
-    """Styles for the embedding of the vocabulary and the heads that end the model, where the layout leaves them whole."""
     heads = {
         path: LayerStyle("colwise_gather_output")
         for path in graph.nodes
@@ -192,13 +188,13 @@ def _is_head(model: nn.Module, path: str, graph: LayerGraph) -> bool:
     kind = kind_of(module)
     if kind is None or isinstance(module, nn.Embedding) or graph.nodes[path].used_elsewhere:
         return False
+    # A head ends the model: no layer reads it, and it widens its input to the vocabulary.
     read = any(path in node.sources for node in graph.nodes.values())
     outputs, inputs = kind.sizes(module)
     return not read and outputs >= inputs
 
 
 def _find_vocabularies(model: nn.Module, graph: LayerGraph) -> Iterable[str]:
-    """Embeddings of ids with at least half as many rows as the largest, without those of positions."""
     rows = {
         path: module.num_embeddings
         for path, node in graph.nodes.items()
@@ -206,25 +202,26 @@ def _find_vocabularies(model: nn.Module, graph: LayerGraph) -> Iterable[str]:
         # A class made from it may take a weight for each row instead.
         if not any(tensor.is_floating_point() for tensor in unique_tensors_of(graph.calls[path].args))
     }
+    # Tables of positions may be as large. Their names say "pos", and GPT-2's is wpe.
     words = {
         path: n
         for path, n in rows.items()
         if "pos" not in path.rpartition(".")[2].lower() and "wpe" not in path
     }
-    return [path for path, n in words.items() if 2 * n >= max(words.values())]
+    return [path for path, n in words.items() if 2 * n >= max(words.values())]  # so no token types
 
 
-def _name_the_rest(model: nn.Module, graph: LayerGraph, found: _Found, degree: int) -> None:
-    ends = _end_styles(model, found.layout, graph)
+def _name_the_rest(model: nn.Module, graph: LayerGraph, result: _Found, degree: int) -> None:
+    ends = _end_styles(model, result.layout, graph)
     uneven = {
         path: f"its size {size} is not divisible by {degree}"
         for path in ends
         if (kind := kind_of(module := model.get_submodule(path))) and (size := kind.sizes(module)[0]) % degree
     }
     for path in graph.nodes:
-        if path not in found.layout.layers and path not in found.left:
+        if path not in result.layout.layers and path not in result.left:
             elsewhere = graph.nodes[path].used_elsewhere
-            found.left[path] = uneven.get(
+            result.left[path] = uneven.get(
                 path, "its weight is used outside it too" if elsewhere else "no pair of layers to divide"
             )
 
@@ -264,7 +261,7 @@ def reshape_reason(refusals: Iterable[str], widths: Iterable[int], degree: int) 
         if match is None:
             continue
         shape = [int(size) for size in match[1].split(",")]
-        if math.prod(shape) != degree * int(match[2]):
+        if math.prod(shape) != degree * int(match[2]):  # it is wrong for another reason
             continue
         heads, size = shape[-2:] if len(shape) > 1 else (0, 0)
         if shape[-1] in whole:
@@ -298,6 +295,7 @@ def narrow_reason(wrong: Sequence[Layout]) -> str:
 
 def grouped(left: Mapping[str, str]) -> dict[str, str]:
     """Reasons by pattern rather than by path: ``blocks.*.attn.{q,k,v,o}``."""
+    # Names of layers by parent pattern and reason; and for each the numbers of the blocks in which it occurs.
     patterns: dict[tuple[str, str], dict[str, None]] = {}
     numbers: dict[tuple[str, str, str], set[str]] = {}
     for path, why in left.items():
@@ -309,12 +307,13 @@ def grouped(left: Mapping[str, str]) -> dict[str, str]:
         numbers.setdefault((starred, reason, name), set()).add(digits)
     reasons: dict[str, str] = {}
     for (parent, reason), names in patterns.items():
+        # Names with the same block numbers share one pair of braces.
         alike: dict[frozenset[str], list[str]] = {}
         for name in names:
             alike.setdefault(frozenset(numbers[parent, reason, name]), []).append(name)
         for places, members in alike.items():
             where = parent
-            if len(places) == 1:
+            if len(places) == 1:  # in one block only: its number stays
                 placed = iter(next(iter(places)).split("."))
                 where = ".".join(next(placed) if part == "*" else part for part in parent.split("."))
             last = members[0] if len(members) == 1 else "{" + ",".join(members) + "}"
@@ -324,8 +323,7 @@ def grouped(left: Mapping[str, str]) -> dict[str, str]:
 
 
 def _without_path(why: str, path: str) -> str:
-    """The reason without numbers of blocks, so that equal layers have equal reasons."""
-    numbers = [part for part in path.split(".") if part.isdigit()]
+    numbers = [part for part in path.split(".") if part.isdigit()]  # of blocks: equal layers, equal reasons
     for number in dict.fromkeys(numbers):
         why = re.sub(rf"(?<=\.){number}(?=\.)", "*", why)
     return why

@@ -28,9 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _not_compiled(forward: F) -> F:
-    """A compiler breaks its graph around a divided layer. Inside one, torch's collectives in place are lost without an
-    error (torch 2.13), with the gradients of what they return. Where samples are divided too, it computes on parts of them."""
-
+    # Where the positions of samples are divided too, a layer computes on the part.
     @functools.wraps(forward)
     def on_parts(layer: Any, x: torch.Tensor) -> torch.Tensor:
         return (
@@ -39,29 +37,25 @@ def _not_compiled(forward: F) -> F:
             else forward(layer, x)
         )
 
+    # A compiler breaks its graph around a divided layer. In a graph, torch's in-place collectives are lost
+    # without an error (torch 2.13), with the gradients of what they return.
     return torch.compiler.disable(on_parts)  # type: ignore[no-any-return]
 
 
 @dataclass
 class _Setting:
-    """The settings of a divided layer.
+    """The settings of a divided layer."""
 
-    Attributes:
-        kind: the kind of the layer when it was whole.
-        region: the region that it begins or ends; ``None`` for embeddings and heads.
-        keeps_divided: whether a head leaves its outputs divided.
-    """
-
-    kind: LayerKind
+    kind: LayerKind  # of the layer when it was whole
     group: TensorGroup
-    region: Region | None
-    keeps_divided: bool = False
+    region: Region | None  # that it begins or ends; None for embeddings and heads
+    keeps_divided: bool = False  # whether a head leaves its outputs divided
 
 
 def _entered_columns(layer: Any, setting: _Setting, x: torch.Tensor) -> torch.Tensor:
-    """This rank's columns, of an input whose gradient is summed over the ranks."""
     kind, group, region = setting.kind, setting.group, setting.region
     weight, bias = local_part(layer.weight), None if layer.bias is None else local_part(layer.bias)
+    # The first column sums the gradient of the input, after other columns have added theirs.
     is_first = region is None or not region.has_entered(x)
     if is_first and x.requires_grad and torch.is_grad_enabled() and can_overlap(group, kind, x):
         return overlapped_columns(x, weight, bias, kind, group, region)
@@ -155,14 +149,13 @@ class _TracedRow:
 def _scattered_rows(
     layer: RoundingLinear, x: torch.Tensor, weight: torch.Tensor, setting: _Setting
 ) -> torch.Tensor:
-    """This rank's piece of the sum, with tokens as the first dimension of the product: torch's
-    ``fused_scaled_matmul_reduce_scatter`` cuts rows in their order (torch 2.13), so that with samples first and more than one of
-    them ranks would get whole samples for their tokens."""
+    # torch's fused_scaled_matmul_reduce_scatter cuts rows in their order (torch 2.13). So tokens come first:
+    # with several samples first, ranks would get whole samples in the place of their tokens.
     assert setting.region is not None
     dim, group = setting.region.sequence_dim, setting.group.process_group
     assert dim is not None
     assert isinstance(group, ProcessGroup)
-    first = x.movedim(dim, 0)
+    first = x.movedim(dim, 0)  # [T, B, I / n]
     piece: torch.Tensor = layer.scattered(layer.product(first.flatten(0, -2), weight), group)
     piece = piece.unflatten(0, (-1, *first.shape[1:-1])).movedim(0, dim)
     return piece
@@ -192,17 +185,18 @@ class _VocabularyRows:
         setting: _Setting = self._tensor
         weight = local_part(self.weight)
         rows = weight.size(0)
-        local = ids - setting.group.rank * rows
-        foreign = (local < 0) | (local >= rows)
+        local = ids - setting.group.rank * rows  # rows of this rank's part
+        foreign = (local < 0) | (local >= rows)  # ids that other ranks look up
         padding = self.padding_idx
         try:
+            # padding_idx counts rows of the whole table; here it must count those of the part.
             if padding is not None:
                 mine = padding - setting.group.rank * rows
                 self.padding_idx = mine if 0 <= mine < rows else None
             out = setting.kind.compute(self, local.masked_fill(foreign, 0), weight, None)
         finally:
             self.padding_idx = padding
-        return setting.group.leave(out.masked_fill(foreign.unsqueeze(-1), 0))
+        return setting.group.leave(out.masked_fill(foreign.unsqueeze(-1), 0))  # one rank has each id's row
 
 
 _CLASSES = {
@@ -219,6 +213,7 @@ def as_divided(
 ) -> None:
     """Makes ``module``, whose parameters are divided, compute in ``style``; ``kind`` is its kind when whole."""
     vars(module)["_tensor"] = _Setting(kind, group, region)
+    # Code may reshape by out_features or in_features: they become those of the part.
     count = {"colwise": kind.counts[0], "colwise_gather_output": kind.counts[0], "rowwise": kind.counts[1]}
     name = count.get(style)
     if name and isinstance(getattr(module, name, None), int):

@@ -21,8 +21,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.sharding.tensor.plan import Layout, forward_arguments, layer_sizes
 from atorch_ns.sharding.tensor.trace import LayerGraph
 
-_WHOLE = "_whole_input"
-"""The attribute in which a stand-in holds the tensor that it stands for."""
+_WHOLE = "_whole_input"  # the attribute in which a stand-in holds the tensor that it stands for
 
 
 def narrowable(
@@ -64,20 +63,14 @@ def narrow_inputs(modules: Mapping[str, nn.Module], layout: Layout, degree: int)
 
 
 class _Home:
-    """The hooks of one module that sees stand-ins.
-
-    Args:
-        path: the module's path, for messages.
-        names: names of the arguments of its forward that are replaced.
-        degree: n.
-    """
+    """The hooks of one module that sees stand-ins."""
 
     def __init__(self, path: str, names: Sequence[str], degree: int) -> None:
-        self._path = path
-        self._names = names
-        self._degree = degree
-        self._places: dict[str, int] = {}
-        self._given: dict[int, torch.Tensor] = {}
+        self._path = path  # of the module, for messages
+        self._names = names  # of the arguments of its forward that are replaced
+        self._degree = degree  # n
+        self._places: dict[str, int] = {}  # of these among all arguments
+        self._inputs: dict[int, torch.Tensor] = {}  # by module: what it gets in place of a stand-in
 
     def attach(self, home: nn.Module, divided: set[int], columns: set[int]) -> None:
         order = list(inspect.signature(home.forward).parameters)
@@ -104,6 +97,7 @@ class _Home:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _into_column(self, column: nn.Module, args: tuple[Any, ...]) -> Any:
         x = _unwrap_stand_in(args[0])
+        # Code has computed with the stand-in: its result has the width of one rank.
         if x.size(-1) != layer_sizes(column)[1]:
             raise InputError(
                 f"{self._path} computes with its input {', '.join(self._names)} before a divided layer takes it: the "
@@ -115,33 +109,31 @@ class _Home:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _into_other(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._given.pop(id(module), None)
+        self._inputs.pop(id(module), None)  # of a call that failed
         for value in (*args, *kwargs.values()):
             if _unwrap_stand_in(value) is not value:
-                self._given[id(module)] = _unwrap_stand_in(value)
+                self._inputs[id(module)] = _unwrap_stand_in(value)
         return tuple(map(_unwrap_stand_in, args)), {
             name: _unwrap_stand_in(value) for name, value in kwargs.items()
         }
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _out_of_other(self, module: nn.Module, args: Any, output: Any) -> Any:
-        argument = self._given.pop(id(module), None)
+        argument = self._inputs.pop(id(module), None)
         if argument is None or not isinstance(output, torch.Tensor) or output.shape != argument.shape:
             return output
-        return self._stand_in(output)
+        return self._stand_in(output)  # as wide as its input: the code may reshape by it
 
     def _stand_in(self, x: Any) -> Any:
-        """NaN [..., C / n] without memory of its own; a value that cannot be divided is returned as it is."""
         if not _can_divide(x, self._degree):
             return x
-        narrow = x.new_full((1,) * x.dim(), float("nan"))
-        narrow = narrow.expand(*x.shape[:-1], x.size(-1) // self._degree)
+        narrow = x.new_full((1,) * x.dim(), float("nan"))  # one element of memory
+        narrow = narrow.expand(*x.shape[:-1], x.size(-1) // self._degree)  # [..., C / n]
         vars(narrow)[_WHOLE] = x
         return narrow
 
 
 def _unwrap_stand_in(value: Any) -> Any:
-    """The tensor that a stand-in stands for; any other value as it is."""
     return vars(value).get(_WHOLE, value) if isinstance(value, torch.Tensor) else value
 
 
@@ -152,7 +144,6 @@ def _can_divide(value: Any, degree: int) -> bool:
 
 
 def _stays_whole(module: nn.Module, divided: set[int]) -> bool:
-    """Whether a module has parameters, none of them divided."""
-    if next(module.parameters(), None) is None:
+    if next(module.parameters(), None) is None:  # such as a dropout: it may compute on the stand-in
         return False
     return not any(id(inner) in divided for inner in module.modules())

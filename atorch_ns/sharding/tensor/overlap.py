@@ -82,7 +82,7 @@ class _Columns(torch.autograd.Function):
         kind: LayerKind,
         group: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a result that nobody used has None for its gradient
         ctx.group = group
         return kind.compute(None, *_save_factors(ctx, kind, x, weight), bias), x.view_as(x)
 
@@ -93,12 +93,12 @@ class _Columns(torch.autograd.Function):
             return None if of_others is None else total(of_others, ctx.group), None, None, None, None
         x, weight = ctx.saved_tensors  # once: a recomputation gives each a single time
         totals = _Totals(ctx.group)
-        halves = gradient.chunk(2)
+        halves = gradient.chunk(2)  # of samples; one if there is one sample
         others = [None] * len(halves) if of_others is None else of_others.chunk(2)
         for half, other in zip(halves, others, strict=True):
             of_input = _of_input(ctx, half, weight)
             totals.begin(of_input if other is None else of_input + other)
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None  # during a reduction
         of_weight = _of_weight(ctx, gradient, x)  # during the last reduction
         return totals.wait(), of_weight, of_bias, None, None
 
@@ -111,7 +111,7 @@ class _Rows(torch.autograd.Function):
         x, weight = _save_factors(ctx, kind, x, weight)
         totals = _Totals(group)
         for half in x.chunk(2):
-            totals.begin(kind.compute(None, half, weight, None))
+            totals.begin(kind.compute(None, half, weight, None))  # summed while the next half is computed
         return totals.wait()
 
     @staticmethod
@@ -125,21 +125,21 @@ class _Rows(torch.autograd.Function):
 def _save_factors(
     ctx: Any, kind: LayerKind, x: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both factors in the dtype that autocast multiplies them in, kept for the backward pass."""
+    # Autocast would cast inside the product, where the backward pass could not get at the factors.
     ctx.kind, ctx.dtypes = kind, (x.dtype, weight.dtype)
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:  # autocast leaves float64 alone
         x, weight = (factor.to(torch.get_autocast_dtype(device)) for factor in (x, weight))
     ctx.save_for_backward(x, weight)
     return x, weight
 
 
 def _of_input(ctx: Any, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return (gradient @ (weight if ctx.kind.out_dim == 0 else weight.t())).to(ctx.dtypes[0])
+    return (gradient @ (weight if ctx.kind.out_dim == 0 else weight.t())).to(ctx.dtypes[0])  # […, I]
 
 
 def _of_weight(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     if not ctx.needs_input_grad[1]:
         return None
-    x, rows = x.flatten(0, -2), gradient.flatten(0, -2)
+    x, rows = x.flatten(0, -2), gradient.flatten(0, -2)  # [B T, I], [B T, O]
     return (rows.t() @ x if ctx.kind.out_dim == 0 else x.t() @ rows).to(ctx.dtypes[1])

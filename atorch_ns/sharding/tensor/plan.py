@@ -53,7 +53,7 @@ def _compute_linear(_: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.T
 
 
 def _compute_conv1d(_: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    rows = x.reshape(-1, x.size(-1))
+    rows = x.reshape(-1, x.size(-1))  # as transformers computes it: its weight is [I, O]
     out = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
     return out.view(*x.shape[:-1], weight.size(1))
 
@@ -65,7 +65,7 @@ def _embed_ids(module: Any, ids: torch.Tensor, weight: torch.Tensor, _: torch.Te
 def _as_written(
     module: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Runs the code of the module's own class on the values given (a linear layer in fp8, a scaled embedding)."""
+    # The code of the module's own class, on the values given (a linear layer in fp8, a scaled embedding).
     with own_values(module, weight, bias):
         out: torch.Tensor = type(module).whole_forward(module, x)
     return out
@@ -93,10 +93,11 @@ def own_values(module: nn.Module, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 LINEAR = LayerKind("linear", 0, 1, _compute_linear, ("out_features", "in_features"))
-CONV1D = LayerKind("Conv1D", 1, 0, _compute_conv1d, ("nf", "nx"))
-EMBEDDING = LayerKind("embedding", 0, 1, _embed_ids, ("", ""))
+CONV1D = LayerKind("Conv1D", 1, 0, _compute_conv1d, ("nf", "nx"))  # of transformers, for GPT-2
+EMBEDDING = LayerKind("embedding", 0, 1, _embed_ids, ("", ""))  # no attribute is divided
 ROUNDING = LayerKind("linear", 0, 1, _by_product, ("out_features", "in_features"))
 """Of a :class:`~atorch_ns.sharding.tensor.layers.RoundingLinear`."""
+# Classes with a forward of their own, which runs on a part of the weight.
 _LINEAR_AS_WRITTEN = LayerKind("linear", 0, 1, _as_written, ("out_features", "in_features"))
 _EMBEDDING_AS_WRITTEN = LayerKind("embedding", 0, 1, _as_written, ("", ""))
 
@@ -112,11 +113,13 @@ def kind_of(module: nn.Module) -> LayerKind | None:
             return LINEAR
         return ROUNDING if hasattr(cls, "product") else _LINEAR_AS_WRITTEN
     if isinstance(module, nn.Embedding):
+        # Ids of other ranks look up row 0 of a part: max_norm would rescale it, frequencies would count it.
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             return None
         if len(list(module.parameters())) > 1:  # which would see the rows of one rank alone
             return None
         return EMBEDDING if cls.forward is nn.Embedding.forward else _EMBEDDING_AS_WRITTEN
+    # By name and shape: transformers need not be installed.
     if cls.__name__ == "Conv1D" and weight.shape == (getattr(module, "nx", 0), getattr(module, "nf", 0)):
         return CONV1D
     return None
@@ -142,7 +145,7 @@ STYLES: Mapping[str, str] = {row["style"]: row["effect"] for row in _ROWS}
 
 _ALIASES = {alias: row["style"] for row in _ROWS for alias in row["aliases"].split()}
 
-_UNDIVIDED = ("replicate", "sequence")
+_UNDIVIDED = ("replicate", "sequence")  # styles that leave a layer whole
 
 Where = Literal["user", "model", "found"]
 
@@ -193,12 +196,12 @@ class TensorPlan:
         layers: dict[str, LayerStyle] = {}
         for pattern, style in self.styles.items():
             for path in matching(pattern, modules):
-                layers[path] = LayerStyle(style)
+                layers[path] = LayerStyle(style)  # the last pattern holds
         for pattern, sizes in self.parts.items():
             for path in set(matching(pattern, modules)) & layers.keys():
                 layers[path] = LayerStyle(layers[path].style, tuple(sizes))
         divided = {path: layer for path, layer in layers.items() if layer.style not in _UNDIVIDED}
-        order = {path: index for index, path in enumerate(modules)}
+        order = {path: index for index, path in enumerate(modules)}  # that of the model
         return Layout(
             dict(sorted(divided.items(), key=lambda item: order[item[0]])),
             _all_matching(self.attributes, integer_paths(model) if self.attributes else []),
@@ -348,6 +351,7 @@ class Packing:
     def order(self, device: torch.device) -> torch.Tensor:
         """The user's index at each place, int64, as long as the dimension."""
         starts = [sum(self.sizes[:part]) for part in range(len(self.sizes))]
+        # Rank by rank, and for each rank its share of every part.
         pieces = [
             torch.arange(
                 start + rank * size // self.ranks, start + (rank + 1) * size // self.ranks, device=device
@@ -363,11 +367,11 @@ class Packing:
 
     def unpack(self, whole: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`pack`."""
-        return whole.index_select(self.dim, torch.argsort(self.order(whole.device)))
+        return whole.index_select(self.dim, torch.argsort(self.order(whole.device)))  # inverse permutation
 
 
+# Styles of modules that stay whole; the self-test finds which of their gradients are summed over ranks.
 _WHOLE = {"replicated_with_grad_allreduce", "replicate", "all_reduce"}
-"""Styles of modules that stay whole; the self-test finds which of their gradients are summed over ranks."""
 
 
 def model_plan(model: nn.Module) -> TensorPlan | None:
@@ -389,7 +393,7 @@ def model_plan(model: nn.Module) -> TensorPlan | None:
             styles[pattern] = style_named(style)
         except ValueError:
             return None
-        if style == "packed_colwise":
+        if style == "packed_colwise":  # the gate and the up projection, of equal sizes
             half = layer_sizes(layers[0])[0] // 2
             parts[pattern] = (half, half)
     return TensorPlan(styles=styles, parts=parts, where="model") if styles else None
@@ -449,7 +453,7 @@ def integers(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
     """Path and value of integer attributes of a module and of the settings objects that it holds, and whether it is one
     of those."""
     for name, value in vars(module).items():
-        if type(value) is int:
+        if type(value) is int:  # not bool
             yield name, value, False
         elif is_settings(value):
             yield from (
@@ -477,6 +481,7 @@ def with_wildcards(paths: Iterable[str], all_paths: Iterable[str]) -> list[str]:
     left, candidates = list(paths), list(all_paths)
     wanted, result = set(left), []
     while left:
+        # It may match no path but the given ones, or others would be divided too.
         pattern = next(
             (p for p in _star_patterns(left[0]) if set(fnmatch.filter(candidates, p)) <= wanted), left[0]
         )
@@ -487,8 +492,7 @@ def with_wildcards(paths: Iterable[str], all_paths: Iterable[str]) -> list[str]:
 
 
 def _star_patterns(path: str) -> list[str]:
-    """The path with ``*`` in place of all its numbers, then in place of each one."""
     parts = path.split(".")
     places = [index for index, part in enumerate(parts) if part.isdigit()]
-    stars = [places, *([index] for index in places)]
+    stars = [places, *([index] for index in places)]  # all numbers, then each one alone
     return [".".join("*" if index in those else part for index, part in enumerate(parts)) for those in stars]

@@ -20,8 +20,8 @@ from atorch_ns.sharding.tensor.plan import (
 )
 from atorch_ns.sharding.tensor.trace import LayerGraph
 
+# Parts of the names of numbers that give a module's place in the model: they differ from block to block.
 _PLACE_WORDS = ("idx", "index", "layer", "depth")
-"""Parts of the names of numbers that give a module's place in the model: they differ from block to block."""
 
 
 def candidate_regions(graph: LayerGraph) -> list[RegionSpec]:
@@ -35,12 +35,13 @@ def candidate_regions(graph: LayerGraph) -> list[RegionSpec]:
     order = {path: index for index, path in enumerate(graph.nodes)}
     specs = []
     for columns, rows in _find_components(graph):
-        leaks = columns & graph.outputs
+        leaks = columns & graph.outputs  # results that leave the model must be whole
         outside = [path for path in columns | rows if graph.nodes[path].used_elsewhere]
         if leaks or outside or columns & rows:
             continue
         inside = tuple(sorted(columns, key=order.__getitem__))
         spec = RegionSpec(inside, tuple(sorted(rows, key=order.__getitem__)))
+        # Its layers are on several ranks of a pipeline.
         if len({graph.stage_of(layer) for layer in spec.layers}) > 1:
             continue
         specs.append(replace(spec, random=bool(columns & graph.random)))
@@ -52,6 +53,7 @@ def _find_components(graph: LayerGraph) -> list[tuple[set[str], set[str]]]:
     for path, node in graph.nodes.items():
         if not node.sources:
             continue
+        # A row joins all components with which it shares a column.
         columns, rows = set(node.sources), {path}
         separate = []
         for component in components:
@@ -93,12 +95,13 @@ def signature(model: nn.Module, spec: RegionSpec) -> tuple[object, ...]:
     names = tuple(relative(path, parent) for path in spec.layers)
     shapes = tuple(tuple(model.get_submodule(path).weight.shape) for path in spec.layers)  # type: ignore[arg-type]
     home = model.get_submodule(parent)
+    # Containers have no code of their own: regions in two of them may differ in the code around.
     shared = parent if isinstance(home, (nn.ModuleList, nn.Sequential)) or not parent else ""
     return type(home), shared, len(spec.columns), names, shapes, _integer_attributes(home)
 
 
 def _integer_attributes(home: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Integers that code may reshape by, without those that give a module's place."""
+    # Numbers by which code may reshape: those of a place differ from block to block.
     return tuple(
         (f"{path}.{name}", value)
         for path, module in home.named_modules()
@@ -107,14 +110,11 @@ def _integer_attributes(home: nn.Module) -> tuple[tuple[str, int], ...]:
     )
 
 
-_MOST_SUBSETS = 6
-"""Most numbers of which all subsets are tried; of more, only whole groups."""
+_MOST_SUBSETS = 6  # the most numbers of which all subsets are tried; of more, only whole groups
 
-_MOST_LAYERS = 8
-"""A region of more layers is not an attention or MLP, and is slow to try."""
+_MOST_LAYERS = 8  # a region of more layers is not an attention or MLP, and is slow to try
 
-_MOST_OTHERS = 64
-"""The most sets tried of numbers whose names do not show what they are."""
+_MOST_OTHERS = 64  # the most sets tried of numbers whose names do not show what they are
 
 Parts = Mapping[str, tuple[int, ...] | None]
 
@@ -137,7 +137,7 @@ def candidate_layouts(
 
 
 def _part_choices(model: nn.Module, spec: RegionSpec) -> Iterator[Parts]:
-    inner = layer_sizes(model.get_submodule(spec.rows[0]))[1]
+    inner = layer_sizes(model.get_submodule(spec.rows[0]))[1]  # the width between columns and rows
     outputs = {path: layer_sizes(model.get_submodule(path))[0] for path in spec.columns}
     alone = len(set(outputs.values())) == 1  # several are summands of one result, as a layer and its adapter
     options: list[list[tuple[str, tuple[int, ...] | None]]] = [
@@ -154,24 +154,23 @@ def _part_choices(model: nn.Module, spec: RegionSpec) -> Iterator[Parts]:
 
 
 def _list_splits(outputs: int, inner: int, *, alone: bool) -> list[tuple[int, ...] | None]:
-    """The ways in which a layer with that many outputs may be fused, where rows take ``inner`` inputs."""
+    # A column of `outputs` features may be fused in these ways, where rows take `inner` features.
     splits: list[tuple[int, ...] | None] = []
     if alone and outputs > inner:
         rest = outputs - inner
         if outputs % inner == 0:
-            splits.append((inner,) * (outputs // inner))
+            splits.append((inner,) * (outputs // inner))  # [q | k | v], or gate and up
         if rest % 2 == 0:
             splits.append((inner, rest // 2, rest // 2))  # queries, fewer keys and values
     elif outputs == 2 * inner:
-        splits.append((inner, inner))
-    return list(dict.fromkeys([*splits, None]))
+        splits.append((inner, inner))  # [k | v] beside queries
+    return list(dict.fromkeys([*splits, None]))  # None: not fused, or fused head by head
 
 
 def _unique_sets(
     groups: Iterable[tuple[str, ...]], known: Iterable[tuple[str, ...]] = ()
 ) -> list[tuple[str, ...]]:
-    """The first of equal sets each, without the ``known`` ones."""
-    seen = {frozenset(group) for group in known}
+    seen = {frozenset(group) for group in known}  # their order does not matter
     result = []
     for group in groups:
         if frozenset(group) not in seen:
@@ -181,25 +180,24 @@ def _unique_sets(
 
 
 def _likely_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tuple[str, ...]]:
-    """Sets of numbers to divide whose names or values show what they are."""
     attributes, settings = (
         _size_candidates(model, spec, degree, of_settings=of_settings) for of_settings in (False, True)
     )
     for numbers in (attributes, settings, [*attributes, *settings]):
         heads, wide, _ = _sorted_numbers(model, spec, numbers)
-        yield from ((), heads, (*heads, *wide), wide)
+        yield from ((), heads, (*heads, *wide), wide)  # none first: code may go by the sizes that it finds
         both = (*heads, *wide)
         if len(both) <= _MOST_SUBSETS:
             yield from (s for n in range(1, len(both) + 1) for s in itertools.combinations(both, n))
 
 
 def _other_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tuple[str, ...]]:
-    """Sets with numbers whose names do not show what they are, the smallest first, with and without the likely ones."""
     if len(spec.layers) > _MOST_LAYERS:
         return
     attributes = _size_candidates(model, spec, degree, of_settings=False)
     for numbers in (attributes, [*attributes, *_size_candidates(model, spec, degree, of_settings=True)]):
         heads, wide, others = _sorted_numbers(model, spec, numbers)
+        # Few numbers first, each set with and without the likely ones.
         sets = (
             (*likely, *chosen)
             for n in range(1, len(others) + 1)
@@ -212,10 +210,10 @@ def _other_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tup
 def _sorted_numbers(
     model: nn.Module, spec: RegionSpec, numbers: list[tuple[str, int]]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """The paths of numbers that count heads, of those that are widths, and of others that divide a width."""
     sizes = {size for path in spec.layers for size in layer_sizes(model.get_submodule(path))}
+    # Widths of layers, and halves and thirds of fused ones.
     widths = sizes | {size // parts for size in sizes for parts in (2, 3) if size % parts == 0}
-    heads = tuple(path for path, _ in numbers if counts_heads(path))
+    heads = tuple(path for path, _ in numbers if counts_heads(path))  # by name; widths by value
     wide = tuple(path for path, value in numbers if value in widths and path not in heads)
     others = tuple(
         path
@@ -232,6 +230,7 @@ def counts_heads(path: str) -> bool:
     name = path.rpartition(".")[2].lower()
     if name in ("h", "n_h", "nh", "nhead", "n_head", "heads", "kv", "n_kv", "num_kv"):
         return True
+    # head_dim, head_size and num_kv_head_groups count no heads.
     return "head" in name and not any(
         word in name for word in ("dim", "size", "width", "group", "idx", "index")
     )
@@ -240,12 +239,11 @@ def counts_heads(path: str) -> bool:
 def _size_candidates(
     model: nn.Module, spec: RegionSpec, degree: int, *, of_settings: bool
 ) -> list[tuple[str, int]]:
-    """Path and value of numbers that the degree divides, in the modules around the layers of the region."""
     parent = common_parent(spec.layers)
     pairs = [
         (".".join(filter(None, (parent, inner, name))), value)
         for inner, module in model.get_submodule(parent).named_modules()
-        if kind_of(module) is None
+        if kind_of(module) is None  # as_divided changes the numbers of layers
         for name, value, in_settings in integers(module)
         if in_settings is of_settings
     ]

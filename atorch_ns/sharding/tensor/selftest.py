@@ -32,15 +32,15 @@ from atorch_ns.sharding.tensor.apply import Divided, divide
 from atorch_ns.sharding.tensor.plan import Layout, RegionSpec, common_parent, integers, is_inside
 from atorch_ns.sharding.tensor.sequence import StreamSpec
 from atorch_ns.sharding.tensor.trace import LayerGraph
-from atorch_ns.sharding.tensor.unit import Unit, unit_for
+from atorch_ns.sharding.tensor.unit import TestedUnit, unit_for
 from atorch_ns.text import error_line
 
 TOLERANCE = 1e-3
 """The largest error that counts as rounding, in units of the largest value of the tensor compared. In fp32 a
 right layout shows about 1e-6; a head too few or a wrong order of parts shows about 1."""
 
+# Styles whose results are whole: such a layer is right whatever stands around it.
 _OWN = ("embedding_rowwise", "colwise_gather_output")
-"""Styles whose results are whole: such a layer is right whatever stands around it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Failure:
+class UnitFailure:
     """A unit that computes something else when it is divided.
 
     Attributes:
@@ -108,7 +108,7 @@ class SelfTest:
         self._degree = degree
         self._device = torch.device(device)
         self._run_numerics = run_numerics
-        self._shapes: dict[str, list[torch.Size]] = {}
+        self._shapes: dict[str, list[torch.Size]] = {}  # of whole results, by path of the unit
 
     def unit(
         self,
@@ -139,6 +139,7 @@ class SelfTest:
             for spec in regions
             if is_inside(spec.rows[0], unit.path)
         ]
+        # Shapes first: they cost no memory, and most wrong layouts fail there.
         shapes = _run_without_memory(
             unit, local, specs, self._degree, stream, training=training, wanted=self._shapes.get(unit.path)
         )
@@ -158,7 +159,7 @@ class SelfTest:
 
     def plan(
         self, layout: Layout, regions: Iterable[RegionSpec], stream: StreamSpec | None = None
-    ) -> tuple[Failure | None, set[str]]:
+    ) -> tuple[UnitFailure | None, set[str]]:
         """Tests every distinct unit of a layout.
 
         Returns:
@@ -169,21 +170,18 @@ class SelfTest:
         for alike in self._group_test_paths(layout, specs, calls=stream is not None):
             path = alike[0]
             inside = stream is not None and stream.holds(path)
+            # As the unit sees it: one block, which is the unit itself.
             its_stream = replace(stream, chains=(("",),)) if stream is not None and inside else None
             verdict = self.unit(path, layout, specs, its_stream, may_read_values=True)
             if not verdict.passed:
-                return Failure(path, verdict.reason, alike), partial
+                return UnitFailure(path, verdict.reason, alike), partial
             partial |= {".".join(filter(None, (each, name))) for each in alike for name in verdict.partial}
         return None, partial
 
     def _group_test_paths(
         self, layout: Layout, regions: Iterable[RegionSpec], *, calls: bool
     ) -> list[tuple[str, ...]]:
-        """Paths of the blocks that hold divided layers, those of one kind together, and of the module that holds the
-        layers of no block and those of regions that begin in one block and end in another.
-
-        With ``calls``, blocks with other arguments are distinct too: the first may get one tensor twice.
-        """
+        # Blocks of one kind are tested once.
         layers = [path for path, layer in layout.layers.items() if layer.style not in _OWN]
         groups: dict[object, list[str]] = {}
         covered: set[str] = set()
@@ -191,16 +189,18 @@ class SelfTest:
             mine = [path for path in layers if path.startswith(f"{block.name}.")]
             if not mine or block.name not in self._graph.calls:
                 continue
-            if any(spec.crosses(block.name) for spec in regions):
+            if any(spec.crosses(block.name) for spec in regions):  # tested below, with other blocks
                 continue
             covered |= set(mine)
             inner = layout.within(block.name)
             shapes = tuple((name, tuple(p.shape)) for name, p in block.module.named_parameters())
+            # With other arguments a block is another kind: the first one may get one tensor twice.
             signature = _argument_signature(self._graph.calls[block.name]) if calls else ()
             numbers = (inner.attributes, inner.narrow_inputs)
             key = (type(block.module), tuple(inner.layers.items()), numbers, shapes, signature)
             groups.setdefault(key, []).append(block.name)
         places = [tuple(paths) for paths in groups.values()]
+        # Layers of no block, and of regions over several blocks: tested in the module that holds them all.
         rest = [path for path in layers if path not in covered]
         if rest:
             places.append((unit_for(self._model, self._graph, common_parent(rest)).path,))
@@ -209,23 +209,16 @@ class SelfTest:
 
 @dataclass
 class _Shapes:
-    """What a run without memory shows.
+    """What a run without memory shows."""
 
-    Attributes:
-        reason: why the divided unit does not run or gives other shapes; empty if it is right.
-        whole_runs: whether the undivided one runs.
-        wanted: shapes of the undivided one's results.
-        reads: names of the numbers that the divided one has read.
-    """
-
-    reason: str = ""
-    whole_runs: bool = False
-    wanted: list[torch.Size] = field(default_factory=list)
-    reads: set[str] = field(default_factory=set)
+    reason: str = ""  # why the divided unit does not run or gives other shapes; empty if it is right
+    whole_runs: bool = False  # whether the undivided one runs
+    wanted: list[torch.Size] = field(default_factory=list)  # shapes of the undivided one's results
+    reads: set[str] = field(default_factory=set)  # names of the numbers that the divided one has read
 
 
 def _run_without_memory(
-    unit: Unit,
+    unit: TestedUnit,
     layout: Layout,
     regions: Iterable[RegionSpec],
     degree: int,
@@ -234,18 +227,17 @@ def _run_without_memory(
     training: bool,
     wanted: list[torch.Size] | None,
 ) -> _Shapes:
-    """Runs the divided unit, and before it the undivided one, where its results are not known."""
     shapes = _Shapes()
     try:
         with unit.without_memory() as (module, args, kwargs):
-            if wanted is None:
+            if wanted is None:  # its shapes are not known from an earlier layout
                 wanted = [tensor.shape for tensor in unit.results(module(*args, **kwargs))]
             shapes.whole_runs, shapes.wanted = True, wanted
             divide(module, layout, TensorGroup(degree), regions, stream)
             _note_reads(module, shapes.reads)
             sizes = [tensor.shape for tensor in unit.results(module(*args, **kwargs))]
             if training:
-                module.train()(*args, **kwargs)
+                module.train()(*args, **kwargs)  # only whether it runs
     except Exception as error:  # whatever its code raises
         shapes.reason = f"it fails with {error_line(error)}"
     else:
@@ -261,9 +253,8 @@ class _Noting:
 
 
 def _note_reads(module: nn.Module, names: set[str]) -> None:
-    """From now on, adds to ``names`` each integer attribute of a module or its settings that code reads, by its path."""
-    prefixes: dict[int, list[str]] = {}
-    owners: dict[int, Any] = {}
+    prefixes: dict[int, list[str]] = {}  # paths by id: several modules may hold one settings object
+    owners: dict[int, Any] = {}  # keeps the ids valid
     for path, part in module.named_modules(remove_duplicate=False):
         for name, _, _ in integers(part):
             inner = name.rpartition(".")[0]
@@ -293,14 +284,13 @@ def _make_noting_class(kind: type, prefixes: Sequence[str], names: set[str]) -> 
 
 
 def _compare_runs(
-    unit: Unit,
+    unit: TestedUnit,
     layout: Layout,
     regions: Sequence[RegionSpec],
     stream: StreamSpec | None,
     degree: int,
     device: torch.device,
 ) -> Verdict:
-    """Compares outputs and all gradients of the unit, divided and whole, on random inputs."""
     module, args, kwargs = unit.with_values(device)
 
     def run(group: SimulatedGroup) -> tuple[_Run, Divided]:
@@ -308,6 +298,7 @@ def _compare_runs(
         done = divide(copy, layout, TensorGroup(group), regions, stream)
         return _run_unit(unit, copy, args, kwargs), done
 
+    # All copies share the memory of the weights; gradients are their own.
     reference = _run_unit(unit, copy_to_run(module), args, kwargs)
     runs, (done, *_) = zip(*simulate(degree, run, device), strict=True)
     floor = gradient_floor(reference.inputs)
@@ -334,18 +325,17 @@ class _Run:
 
 
 def _by_rank(
-    reference: _Run, found: Sequence[_Run], tensors: Callable[[_Run], list[torch.Tensor]]
+    reference: _Run, runs: Sequence[_Run], tensors: Callable[[_Run], list[torch.Tensor]]
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Each tensor of the reference, with those of all ranks."""
-    return zip(tensors(reference), *map(tensors, found), strict=True)
+    return zip(tensors(reference), *map(tensors, runs), strict=True)  # the whole one, then each rank's
 
 
-def _run_unit(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
+def _run_unit(unit: TestedUnit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
     inputs: list[torch.Tensor] = []
     clones: dict[int, torch.Tensor] = {}
 
     def make_clone(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in clones:
+        if id(tensor) not in clones:  # a tensor that is passed twice stays one
             leaf = tensor.detach().requires_grad_(tensor.requires_grad)
             if leaf.requires_grad:  # as in the model: masks and rotary tables get no gradients
                 inputs.append(leaf)
@@ -372,32 +362,32 @@ def _dense_gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compare_parameters(
-    found: Sequence[_Run], reference: _Run, done: Divided, errors: dict[str, float]
+    runs: Sequence[_Run], reference: _Run, done: Divided, errors: dict[str, float]
 ) -> tuple[str, ...]:
-    """Adds the errors of all gradients; returns the names of those whose sum over ranks is the right one."""
     partial = []
     least = gradient_floor(reference.parameters.values())
     for name, whole in reference.parameters.items():
-        ranks, what = [run.parameters[name] for run in found], f"the gradient of {name}"
-        if name in done.dims:
-            wanted = done.packings[name].pack(whole) if name in done.packings else whole
+        ranks, what = [run.parameters[name] for run in runs], f"the gradient of {name}"
+        if name in done.dims:  # divided: each rank has the gradient of its part
+            wanted = done.packings[name].pack(whole) if name in done.packings else whole  # as ranks hold it
             pairs = zip(ranks, wanted.chunk(len(ranks), done.dims[name]), strict=True)
             floor = max(least, largest(whole))
             errors[what] = max(relative_error(mine, part, floor=floor) for mine, part in pairs)
             continue
+        # Each rank has a whole parameter's gradient, or a summand of it: the smaller error tells.
         total = torch.stack(ranks).sum(0)
         summed, alone = relative_error(total, whole), max(relative_error(mine, whole) for mine in ranks)
         if summed < alone:
-            partial.append(name)
+            partial.append(name)  # each rank has a summand
         right = [total] if summed < alone else ranks
         errors[what] = max(relative_error(mine, whole, floor=least) for mine in right)
     return tuple(partial)
 
 
 def _argument_signature(call: ModuleCall) -> tuple[object, ...]:
-    """The shapes of a call's tensors, and which of its arguments hold the same ones."""
     values = (*call.args, *call.kwargs.values())
     tensors = unique_tensors_of(values)
     index = {id(tensor): number for number, tensor in enumerate(tensors)}
+    # For each argument the numbers of its tensors: one that is passed twice has one number.
     indices = tuple(tuple(index[id(tensor)] for tensor in unique_tensors_of(value)) for value in values)
     return tuple(tuple(tensor.shape) for tensor in tensors), indices

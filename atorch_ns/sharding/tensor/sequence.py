@@ -60,11 +60,12 @@ def gather_into(
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         def whole(x: torch.Tensor) -> torch.Tensor:
+            # Columns sum the gradient then: in the backward pass this gather takes its piece alone.
             if not spec.tight:
                 return group.gather(x, spec.dim)
             entered = group.enter_whole(x, spec.dim, gather)
             if not region.traced:
-                region.entered(entered)
+                region.entered(entered)  # columns take it as it is
             return entered
 
         return _on_stream(whole, args, kwargs, spec.dim)
@@ -76,10 +77,7 @@ def gather_into(
 
 @dataclass(eq=False)
 class _BlockHooks:
-    """The hooks of a block whose stream is divided.
-
-    Each rank draws random numbers of its own in a block, since it works on other tokens.
-    """
+    """The hooks of a block whose stream is divided."""
 
     path: str
     group: TensorGroup
@@ -97,7 +95,7 @@ class _BlockHooks:
     def _enter_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.first:
             args, kwargs = _on_stream(self._scatter_sequence, args, kwargs, self.dim)
-        if block.training:
+        if block.training:  # random numbers of this rank's own: it works on other tokens
             stream = stream_of(args, kwargs, self.dim)
             device = torch.device("cpu") if stream is None else stream.device
             self.random = RankRandomness(self.group.rank, device)
@@ -109,12 +107,12 @@ class _BlockHooks:
         if self.random is not None:
             self.random.leave()
             self.random = None
-        if not self.last or output is None:
+        if not self.last or output is None:  # None: the pass failed
             return None
         if isinstance(output, torch.Tensor):
             return self.group.gather(output, self.dim)
         outputs = list(output)
-        outputs[0] = self.group.gather(outputs[0], self.dim)
+        outputs[0] = self.group.gather(outputs[0], self.dim)  # hidden states come first
         return type(output)(outputs)
 
     def _scatter_sequence(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,6 +127,7 @@ class _BlockHooks:
 
 
 def _is_stream(value: Any, dim: int) -> bool:
+    # Features lie after the sequence: a mask [B, T] is no stream.
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > dim + 1
 
 
@@ -140,10 +139,9 @@ def stream_of(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> torch
 def _on_stream(
     function: Callable[[torch.Tensor], torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], dim: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with ``function`` applied to the stream, wherever among them it is passed."""
     stream = stream_of(args, kwargs, dim)
     if stream is None:
         return tuple(args), dict(kwargs)
     output = function(stream)
-    named = {name: output if value is stream else value for name, value in kwargs.items()}
+    named = {name: output if value is stream else value for name, value in kwargs.items()}  # all its places
     return tuple(output if value is stream else value for value in args), named

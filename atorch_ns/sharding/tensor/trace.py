@@ -18,7 +18,7 @@ from atorch_ns.capture.random_states import random_states_kept
 from atorch_ns.capture.structure import copy_structure
 from atorch_ns.errors import InputError
 from atorch_ns.profile.record.fake_steps import FakeSteps
-from atorch_ns.profile.record.steps import ModuleCall, Precision, Subject
+from atorch_ns.profile.record.steps import ModuleCall, StepPrecision, TracedModel
 from atorch_ns.sharding.sequence.find_chains import find_chains
 from atorch_ns.sharding.tensor.plan import kind_of
 from atorch_ns.sharding.tensor.sequence import stream_of
@@ -44,10 +44,10 @@ class BlockTrace:
 
 
 def _written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operator changes in place; batch norm does not declare its own."""
     schema = func._schema
     values = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs)
     names = {argument.name for argument in schema.arguments if _is_changed(argument)}
+    # Batch norm does not declare that it writes its statistics.
     if values.get("training", values.get("train")) is True:
         names |= {"running_mean", "running_var"}
     return [value for name, value in values.items() if name in names and isinstance(value, torch.Tensor)]
@@ -58,7 +58,7 @@ def _is_changed(argument: Any) -> bool:
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(tensor.untyped_storage()._cdata)  # shared by views; fake tensors have no data pointer
 
 
 _log = logging.getLogger(__name__)
@@ -69,14 +69,13 @@ Run = Callable[[nn.Module, Any], Any]
 Loss = Callable[[Any, Any], object]
 """``(batch, output) -> loss``."""
 
-_NUM_SAMPLES, _NUM_TOKENS = 2, 16
-"""Sizes of the batch that is traced, where the model runs with so few tokens."""
+_NUM_SAMPLES, _NUM_TOKENS = 2, 16  # of the batch that is traced, where the model runs with so few
 
 _SEED = 7
 
 
 @dataclass
-class Node:
+class LayerNode:
     """A layer that can be divided.
 
     Attributes:
@@ -106,7 +105,7 @@ class LayerGraph:
         stages: the stage of every unit of a pipeline, by its path: no region crosses a cut.
     """
 
-    nodes: dict[str, Node] = field(default_factory=dict)
+    nodes: dict[str, LayerNode] = field(default_factory=dict)
     outputs: set[str] = field(default_factory=set)
     met: dict[str, set[str]] = field(default_factory=dict)
     random: set[str] = field(default_factory=set)
@@ -151,14 +150,15 @@ def trace_layers(
     sizes = samples_and_tokens(batch)
     failure: Exception | None = None
     for how, size in ways_to_run(sizes, multiple_of):
-        subject = Subject(model, batch, run, sizes, sizes)
+        subject = TracedModel(model, batch, run, sizes, sizes)
         try:
             with how(subject, size) as (copy, small), torch.enable_grad():
                 return _trace_model(model, copy, small, run, loss if chains else None, chains=chains)
+        # A refusal holds for every way to run.
         except InputError:
             raise
         except Exception as error:
-            failure = failure or error
+            failure = failure or error  # the first one, of the smallest run without memory
     assert failure is not None
     raise failure
 
@@ -168,7 +168,7 @@ def ways_to_run(
 ) -> list[tuple[Callable[..., AbstractContextManager[tuple[nn.Module, Any]]], tuple[int, int]]]:
     """The ways to run a copy of a model once: ``(subject, (B, T)) -> (copy, batch)`` with (B, T), in the order to try
     them; without memory first, the smallest first."""
-    tokens = -(-_NUM_TOKENS // multiple_of) * multiple_of
+    tokens = -(-_NUM_TOKENS // multiple_of) * multiple_of  # rounded up
     few = (min(sizes[0], _NUM_SAMPLES), min(sizes[1], tokens))
     return [(how, size) for how in (_without_memory, _with_memory) for size in dict.fromkeys((few, sizes))]
 
@@ -208,6 +208,7 @@ def _trace_model(
     # A block that is called several times is a chain of its own each time; they count as one.
     paths = [path for path, _ in blocks.values()]
     graph.blocks.chains = [list(chain) for chain in dict.fromkeys(tuple(paths[i] for i in c) for c in calls)]
+    # The caller of the model reads what it returns.
     for tensor in unique_tensors_of(outputs):
         graph.outputs |= flow.of(tensor)
         flow.note_reads([tensor])
@@ -215,14 +216,14 @@ def _trace_model(
 
 
 def _without_memory(
-    subject: Subject, sizes: tuple[int, int]
+    subject: TracedModel, sizes: tuple[int, int]
 ) -> AbstractContextManager[tuple[nn.Module, Any]]:
-    return FakeSteps(subject, {}, "cpu").prepared(Precision.parse("float32"), sizes)
+    return FakeSteps(subject, {}, "cpu").prepared(StepPrecision.parse("float32"), sizes)
 
 
 @contextmanager
-def _with_memory(subject: Subject, sizes: tuple[int, int]) -> Iterator[tuple[nn.Module, Any]]:
-    """A copy with random weights, for a model whose code looks at values."""
+def _with_memory(subject: TracedModel, sizes: tuple[int, int]) -> Iterator[tuple[nn.Module, Any]]:
+    # For a model whose code looks at values, which tensors without memory do not have.
 
     def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
         if kind != "parameter" and not tensor.is_meta:
@@ -236,27 +237,22 @@ def _with_memory(subject: Subject, sizes: tuple[int, int]) -> Iterator[tuple[nn.
 
 
 class _Flow(TorchDispatchMode):
-    """Follows the outputs of layers through the operators between them, and what blocks make of their input, by their storage.
-
-    Args:
-        models: the model that runs, and the one that it is a copy of, whose parameters a loss may use too.
-        graph: is filled.
-    """
+    """Follows the outputs of layers through operators, and what blocks make of their input, by their storage."""
 
     def __init__(self, models: tuple[nn.Module, nn.Module], graph: LayerGraph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._graph = graph
-        self._sources: dict[int, set[str]] = {}
+        self._graph = graph  # filled as the model runs
+        self._sources: dict[int, set[str]] = {}  # by storage: the layers whose outputs flowed into it
         self._alive: list[Any] = []  # a freed storage's address could be reused
-        self._active: list[str] = []
-        self._returned: dict[int, list[tuple[str, int]]] = {}
+        self._active: list[str] = []  # the layers that are being called
+        self._returned: dict[int, list[tuple[str, int]]] = {}  # by storage: paths, and places in results
         self._used_elsewhere: set[str] = set()
-        self._owners: dict[int, set[str]] = {}
-        self._names: dict[int, str] = {}
-        self._block, self._given = "", set[int]()  # a block, and hidden states that it was called with
-        self._made: dict[int, str] = {}  # blocks that have computed something of theirs
-        self._all_names: dict[int, list[str]] = {}
-        for model in models:
+        self._owners: dict[int, set[str]] = {}  # by storage of a parameter: the layers that have it
+        self._names: dict[int, str] = {}  # of parameters outside layers, by storage
+        self._block, self._streams = "", set[int]()  # a block, and hidden states that it was called with
+        self._makers: dict[int, str] = {}  # blocks that have computed something of theirs
+        self._all_names: dict[int, list[str]] = {}  # of all parameters, tied ones by each name
+        for model in models:  # the copy that runs, and its original, whose parameters a loss may use
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 self._all_names.setdefault(_storage_id(parameter), []).append(plain_name(name))
         for path, module in models[0].named_modules():
@@ -276,24 +272,26 @@ class _Flow(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         inputs = tensors_of((args, tuple(kwargs.values())))
         sources = set().union(*(self.of(tensor) for tensor in inputs))
+        # An operator outside layers: what it reads is read by code of the model.
         if not self._active and func.namespace != "prim":  # which asks for the device
             self._graph.read_by_code.update(map(_storage_id, inputs))
             self._alive += [tensor.untyped_storage() for tensor in inputs]
         self.note_reads(inputs)
-        memories = list(map(_storage_id, inputs))
+        memories = list(map(_storage_id, inputs))  # [inputs], their storages
         for memory in memories:
             self._note_use(memory, sources)
         if sources and _is_random(func, args, kwargs):
             self._graph.random |= sources
         self._note_block(func, memories)
         output = func(*args, **kwargs)
-        if self._block and any(memory in self._given or memory in self._made for memory in memories):
+        # What a block makes of its hidden states is its own until the block returns it.
+        if self._block and any(memory in self._streams or memory in self._makers for memory in memories):
             for tensor in (*unique_tensors_of(output), *_written_tensors(func, args, kwargs)):
-                if _storage_id(tensor) not in self._given:
-                    self._made[_storage_id(tensor)] = self._block
+                if _storage_id(tensor) not in self._streams:
+                    self._makers[_storage_id(tensor)] = self._block
                     self._alive.append(tensor.untyped_storage())
         if sources:
-            changed = inputs[:1] if func._schema.is_mutable else []
+            changed = inputs[:1] if func._schema.is_mutable else []  # in place: the first argument
             for tensor in (*tensors_of(output), *changed):
                 self._set_sources(tensor, self.of(tensor) | sources)
         return output
@@ -305,27 +303,27 @@ class _Flow(TorchDispatchMode):
                 self._graph.read[path].add(index)
 
     def _note_use(self, memory: int, sources: set[str]) -> None:
-        """Notes that an operator reads ``memory`` together with results of ``sources``."""
-        if memory in self._names and sources:
+        if memory in self._names and sources:  # a parameter outside layers meets outputs of layers
             self._graph.met.setdefault(self._names[memory], set()).update(sources)
         owners = self._owners.get(memory, set())
-        if owners and not owners & set(self._active):
+        if owners and not owners & set(self._active):  # read while none of its layers runs
             self._used_elsewhere |= owners
 
     def _note_block(self, func: Any, memories: list[int]) -> None:
         trace, where = self._graph.blocks, f"in {self._block}" if self._block else "outside it"
         for memory in memories:
+            # Reading without a gradient is no use of a parameter.
             if torch.is_grad_enabled() and func is not torch.ops.aten.detach.default:
                 for name in self._all_names.get(memory, ()):
                     trace.users.setdefault(name, set()).add(self._block)
-            maker = self._made.get(memory, self._block)
+            maker = self._makers.get(memory, self._block)
             if maker != self._block:
                 trace.kept.setdefault(maker, f"code {where} uses what it makes and does not return")
 
     def look_at_buffers(self, model: nn.Module) -> None:
         """Notes buffers that hold hidden states of blocks after the pass."""
         for name, buffer in model.named_buffers():
-            block = self._made.get(_storage_id(buffer))
+            block = self._makers.get(_storage_id(buffer))
             if block is not None:
                 self._graph.blocks.kept.setdefault(block, f"it updates {plain_name(name)} from them")
 
@@ -334,16 +332,16 @@ class _Flow(TorchDispatchMode):
         if not self._block:
             self._block = path
             stream = stream_of(args, kwargs, 0)
-            self._given = set() if stream is None else {_storage_id(stream)}
+            self._streams = set() if stream is None else {_storage_id(stream)}
 
     def leave_block(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
         """The hook after a block."""
         if self._block != path:
             return
-        self._block, self._given = "", set()
+        self._block, self._streams = "", set()
         tensors = unique_tensors_of(output)
         for tensor in tensors:
-            self._made.pop(_storage_id(tensor), None)
+            self._makers.pop(_storage_id(tensor), None)
         if tensors:
             self._graph.blocks.results.setdefault(path, tensors[0])
 
@@ -356,10 +354,10 @@ class _Flow(TorchDispatchMode):
             self._graph.nodes[owner].used_elsewhere = True
 
     def _enter_module(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._graph.calls.setdefault(path, ModuleCall(tuple(args), dict(kwargs)))
+        self._graph.calls.setdefault(path, ModuleCall(tuple(args), dict(kwargs)))  # the first call
         if kind_of(module) is not None:
             sources = set().union(*(self.of(tensor) for tensor in unique_tensors_of((args, kwargs))))
-            self._graph.nodes.setdefault(path, Node(path)).sources |= sources
+            self._graph.nodes.setdefault(path, LayerNode(path)).sources |= sources
             self._active.append(path)
 
     def _leave_module(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -371,7 +369,7 @@ class _Flow(TorchDispatchMode):
         if kind_of(module) is None:
             return
         self._active.remove(path)
-        sources = set() if isinstance(module, nn.Embedding) else {path}
+        sources = set() if isinstance(module, nn.Embedding) else {path}  # no column: its results are whole
         for tensor in unique_tensors_of(output):
             self._set_sources(tensor, sources)
 
@@ -381,9 +379,9 @@ class _Flow(TorchDispatchMode):
 
 
 def _is_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator draws random numbers: not attention whose dropout is 0."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
+    # Attention has the tag even where its dropout is 0: the argument decides, by position or by name.
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name in ("dropout_p", "p"):
             return bool(value)

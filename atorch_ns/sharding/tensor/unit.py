@@ -19,7 +19,7 @@ from atorch_ns.torch_compat import fake_tensor_mode, fake_tensor_type, quiet_fak
 
 
 @dataclass(frozen=True)
-class Unit:
+class TestedUnit:
     """A module with the call that it is tested with.
 
     Args:
@@ -47,7 +47,7 @@ class Unit:
         with fake_tensor_mode(), torch.enable_grad(), quiet_fake_kernels():
             copy = copy_structure(self.module, lambda _, tensor: _make_empty(tensor), {})
             args, kwargs = self._map_inputs(_make_empty)
-            with RealValues():
+            with RealValues():  # the code may read values of a mask
                 yield copy.eval(), args, kwargs
 
     def with_values(self, device: torch.device | str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -55,7 +55,7 @@ class Unit:
         generator = torch.Generator().manual_seed(7)
 
         def parameter(kind: str, tensor: torch.Tensor) -> torch.Tensor:
-            if kind != "parameter" and not tensor.is_meta:
+            if kind != "parameter" and not tensor.is_meta:  # buffers keep their values: masks, rotary tables
                 return _as_float32(tensor.detach().clone()).to(device)
             return _make_random(tensor, generator, kind).to(device)
 
@@ -75,8 +75,7 @@ class Unit:
     def _map_inputs(
         self, make: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments on other tensors; what was one tensor stays one."""
-        memo: dict[int, torch.Tensor] = {}
+        memo: dict[int, torch.Tensor] = {}  # by id: what was one tensor stays one
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in memo:
@@ -88,15 +87,15 @@ class Unit:
         return args, kwargs
 
 
-def unit_for(model: nn.Module, graph: LayerGraph, path: str) -> Unit:
+def unit_for(model: nn.Module, graph: LayerGraph, path: str) -> TestedUnit:
     """The unit at ``path``, or at the innermost module around it that is called."""
     while path not in graph.calls and path:
         path = path.rpartition(".")[0]
-    return Unit(path, model.get_submodule(path), graph.calls[path], frozenset(graph.read[path]))
+    return TestedUnit(path, model.get_submodule(path), graph.calls[path], frozenset(graph.read[path]))
 
 
 def _drop_cache(value: Any) -> Any:
-    """The argument, or ``None`` for a cache of keys and values, which the traced call has filled."""
+    # A cache of keys and values: the traced call has filled it.
     return None if "Cache" in type(value).__name__ else value
 
 
@@ -105,32 +104,31 @@ def _without_values(tensor: torch.Tensor) -> bool:
 
 
 def _make_empty(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of that shape; known integers and truth values are kept."""
+    # Integers and truth values that are known are kept: code looks at ids and masks.
     if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return _make_zeros(tensor) if _without_values(tensor) else tensor.to("cpu")
 
 
 def _make_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Ids that every table has, and masks that hide half of every row, whichever of their values it is that hides."""
+    # 0 is an id that every table has. Masks hide half of every row, whether it is True or False that hides.
     result = torch.zeros(tensor.shape, dtype=tensor.dtype)
     if tensor.dtype != torch.bool:
         return result
     if tensor.dim() < 2:
-        return ~result
-    result[..., ::2, ::2] = result[..., 1::2, 1::2] = True
+        return ~result  # all True
+    result[..., ::2, ::2] = result[..., 1::2, 1::2] = True  # a checkerboard
     return result
 
 
 def _make_random(tensor: torch.Tensor, generator: torch.Generator, kind: str) -> torch.Tensor:
-    """Random values that keep activations of about one size."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return _make_zeros(tensor)
     shape = tuple(tensor.shape)
     if kind in ("parameter", "input") and len(shape) > 1:
-        scale = shape[-1] ** -0.5 if kind == "parameter" else 1.0
+        scale = shape[-1] ** -0.5 if kind == "parameter" else 1.0  # activations keep their size
         return torch.randn(shape, generator=generator, dtype=torch.float32) * scale
-    return torch.rand(shape, generator=generator, dtype=torch.float32) + 0.5
+    return torch.rand(shape, generator=generator, dtype=torch.float32) + 0.5  # norms and biases: none near 0
 
 
 def _as_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Functions of each element alone: applied to the part, they give the part of the result.
 _CASTS = frozenset(
     {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.to, Tensor.contiguous, Tensor.clone}
     | {Tensor.detach, Tensor.cpu, Tensor.cuda, torch.clone, torch.detach}
@@ -23,6 +24,7 @@ _WITH_NUMBERS = frozenset(
     | {Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.__add__, Tensor.__radd__, Tensor.__sub__}
     | {Tensor.__neg__}
 )
+# Functions that move or cut dimensions: shapes show where the vocabulary is afterwards.
 _SHAPE_NAMES = (
     "transpose", "swapaxes", "permute", "movedim", "squeeze", "unsqueeze", "flatten", "narrow", "select",
     "chunk", "split", "unbind",
@@ -71,9 +73,9 @@ def apply_to_part(
     operands = (*args, *kwargs.values())
     if func is Tensor.__getitem__:
         return _index_logits(part, dim, args[0])
-    if any(isinstance(value, torch.Tensor) for value in operands):
+    if any(isinstance(value, torch.Tensor) for value in operands):  # it may vary along the vocabulary
         return None
-    if func in _CASTS or func in _WITH_NUMBERS:
+    if func in _CASTS or func in _WITH_NUMBERS:  # their other operands are plain numbers
         return Kept((func(part, *args, **kwargs),), (dim,))
     if func in _VIEWS:
         return _view_logits(part, dim, degree, args, kwargs)
@@ -81,18 +83,19 @@ def apply_to_part(
 
 
 def _index_logits(part: torch.Tensor, dim: int, index: Any) -> Kept | None:
-    """``logits[index]``, where the vocabulary is last and the index takes all of it."""
+    # The vocabulary must be the last dimension, and the index must take all of it.
     if dim != part.dim() - 1:
         return None
     items = index if isinstance(index, tuple) else (index,)
     if any(isinstance(item, (list, bool)) for item in items):
         return None
-    takes = [_dims_taken(item) for item in items]
+    takes = [_dims_taken(item) for item in items]  # [items] dimensions that each takes
     has_rest = any(item is Ellipsis for item in items)
+    # The last item is the vocabulary's if the index names all dimensions, or if an ellipsis stands before it.
     reaches = sum(takes) == part.dim() or (has_rest and items[-1] is not Ellipsis)
     if reaches and not (isinstance(items[-1], slice) and items[-1] == slice(None)):
         return None
-    if sum(takes) > part.dim():
+    if sum(takes) > part.dim():  # on the whole torch raises its own error
         return None
     output = part[index]
     return Kept((output,), (output.dim() - 1,))
@@ -100,26 +103,25 @@ def _index_logits(part: torch.Tensor, dim: int, index: Any) -> Kept | None:
 
 def _dims_taken(item: Any) -> int:
     if item is None or item is Ellipsis:
-        return 0
+        return 0  # None adds a dimension; an ellipsis takes the rest
     if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
-        return item.dim()
+        return item.dim()  # a mask takes as many as it has
     return 1
 
 
 def _view_logits(
     part: torch.Tensor, dim: int, degree: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Kept | None:
-    """``logits.view(…, V)``."""
-    if kwargs.keys() - {"shape", "size"}:
+    if kwargs.keys() - {"shape", "size"}:  # such as view(dtype=…)
         return None
     wanted = args[0] if args else next(iter(kwargs.values()), None)
     sizes = list(wanted) if isinstance(wanted, (tuple, list)) else list(args)
     if dim != part.dim() - 1 or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
-    words = part.shape[-1] * degree
+    words = part.shape[-1] * degree  # V
     if -1 in sizes:
         known = math.prod(size for size in sizes if size != -1)
-        if not known:
+        if not known:  # torch calls -1 ambiguous beside a size of 0
             return None
         sizes[sizes.index(-1)] = part.numel() * degree // known
     if sizes[-1] != words or math.prod(sizes) != part.numel() * degree:
@@ -135,14 +137,13 @@ def _reshape_logits(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Kept | None:
-    """A function that moves or cuts other dimensions. The shapes of its results for the whole and for a part show
-    where the vocabulary is afterwards."""
+    # Run for the whole on meta, and for the part: shapes show where the vocabulary is afterwards.
     shape = [size * degree if axis == dim else size for axis, size in enumerate(part.shape)]
     wholes = func(torch.empty(shape, device="meta"), *args, **kwargs)
     output = func(part, *args, **kwargs)
-    several = not isinstance(output, torch.Tensor)
+    several = not isinstance(output, torch.Tensor)  # chunk, split, unbind
     parts, wholes = (tuple(output), tuple(wholes)) if several else ((output,), (wholes,))
-    if len(parts) != len(wholes) or not parts:
+    if len(parts) != len(wholes) or not parts:  # cut along the vocabulary
         return None
     dims = [
         _find_vocabulary_dim(piece.shape, whole.shape, part.shape[dim], degree)
@@ -153,9 +154,9 @@ def _reshape_logits(
 
 
 def _find_vocabulary_dim(part: Sequence[int], whole: Sequence[int], local: int, degree: int) -> int | None:
-    """The dimension that holds the vocabulary, by the shapes of a part and of the whole."""
     if len(part) != len(whole):
         return None
+    # Exactly one size may differ between the part and the whole, and by the degree.
     other = [axis for axis, (size, all_) in enumerate(zip(part, whole, strict=True)) if size != all_]
     if len(other) != 1 or (part[other[0]], whole[other[0]]) != (local, local * degree):
         return None

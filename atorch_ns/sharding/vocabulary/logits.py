@@ -22,8 +22,8 @@ from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.vocabulary import dispatch
 from atorch_ns.torch_compat import tensor_without_storage
 
+# Exponentials are summed for an eighth of the rows at a time, since all of them are as large as the logits.
 _PIECES = 8
-"""Exponentials are summed for an eighth of the rows at a time, since all of them are as large as the logits."""
 
 
 def cross_entropy_on_parts(
@@ -47,10 +47,10 @@ def cross_entropy_on_parts(
     if tuple(target.shape) != wanted:
         raise ValueError(f"Expected target size {list(wanted)}, got {list(target.shape)}")
     _check_targets(target, call)
-    if torch.is_autocast_enabled(part.device.type):
+    if torch.is_autocast_enabled(part.device.type):  # autocast computes cross_entropy in fp32
         part = part.float()
-    rows = part.movedim(call.dim, -1).reshape(-1, part.shape[call.dim])
-    flat = target.reshape(-1).long()
+    rows = part.movedim(call.dim, -1).reshape(-1, part.shape[call.dim])  # [N, V / n]
+    flat = target.reshape(-1).long()  # [N]
     with torch.autocast(part.device.type, enabled=False):
         losses: torch.Tensor = _OnParts.apply(rows, flat, call, group)  # type: ignore[no-untyped-call]
         loss = _reduce_losses(losses, flat, weight, call).to(part.dtype)
@@ -58,7 +58,7 @@ def cross_entropy_on_parts(
 
 
 def _check_targets(target: torch.Tensor, call: LossCall) -> None:
-    """Raises for targets outside the vocabulary, as torch does for whole logits; on parts no rank would notice."""
+    # torch checks the targets of whole logits. On parts a wrong target lies on no rank, and no rank notices.
     if target.device.type != "cpu" or not target.numel():
         return  # elsewhere a look at values would make the host wait
     wrong = (target != call.ignore_index) & ((target < 0) | (target >= call.shape[call.dim]))
@@ -69,14 +69,14 @@ def _check_targets(target: torch.Tensor, call: LossCall) -> None:
 def _reduce_losses(
     losses: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, call: LossCall
 ) -> torch.Tensor:
-    """[N] losses, those of ignored targets 0, with the weights of their classes and reduced."""
     counted = target != call.ignore_index
-    weights = counted.to(losses.dtype)
+    weights = counted.to(losses.dtype)  # [N], 0 for ignored targets, as losses are
     if weight is not None:
         weights = weights * weight.to(losses.dtype)[target.masked_fill(~counted, 0)]
         losses = losses * weights
     if call.reduction == "none":
         return losses
+    # As in torch, a mean divides by the weights of the targets that count, not by N.
     return losses.sum() / weights.sum() if call.reduction == "mean" else losses.sum()
 
 
@@ -87,29 +87,33 @@ class _OnParts(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, target: torch.Tensor, call: LossCall, group: Group
     ) -> torch.Tensor:
-        ignored = target == call.ignore_index
-        local = target - group.rank() * rows.shape[1]
-        inside = (local >= 0) & (local < rows.shape[1]) & ~ignored
-        local = local.masked_fill(~inside, 0).unsqueeze(1)
+        ignored = target == call.ignore_index  # [N]
+        local = target - group.rank() * rows.shape[1]  # [N], the class counted from this part's first
+        inside = (local >= 0) & (local < rows.shape[1]) & ~ignored  # whether this rank has its logit
+        local = local.masked_fill(~inside, 0).unsqueeze(1)  # some valid index: masked again below
         dtype = torch.promote_types(rows.dtype, torch.float32)
-        largest = maximum(rows.amax(1).to(dtype), group)
+        largest = maximum(rows.amax(1).to(dtype), group)  # [N], over all ranks
         logs = rows - largest.unsqueeze(1)  # in dtype
         pieces = logs.split(max(1, -(-len(logs) // _PIECES)))
+        # [N], the target's logit less the largest; 0 on ranks that do not hold it, since ranks are summed.
         scores = logs.gather(1, local).squeeze(1).masked_fill(~inside, 0)
         if call.smoothing:
+            # The target is 1 - s of its own class and s / V of every class.
             scores = (1 - call.smoothing) * scores + call.smoothing / call.shape[call.dim] * logs.sum(1)
+        # [2, N]: sums of exponentials and scores of all ranks, in one all-reduce.
         sums = total(torch.stack([torch.cat([piece.exp().sum(1) for piece in pieces]), scores]), group)
         log_sum = sums[0].log()
         ctx.call = call
+        # Kept: log-probabilities, in the memory of `logs` where the dtype is the same.
         ctx.save_for_backward(logs.sub_(log_sum.unsqueeze(1)).to(rows.dtype), local, inside, ignored)
-        return (log_sum - sums[1]).masked_fill(ignored, 0)
+        return (log_sum - sums[1]).masked_fill(ignored, 0)  # [N], -log softmax at the target
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradient of a row is its probabilities less those of the target."""
         logs, local, inside, ignored = ctx.saved_tensors
-        above = gradients[0].masked_fill(ignored, 0).to(logs.dtype)
-        grad_rows = logs.exp().mul_(above.unsqueeze(1))
+        above = gradients[0].masked_fill(ignored, 0).to(logs.dtype)  # [N]
+        grad_rows = logs.exp().mul_(above.unsqueeze(1))  # [N, V / n]
         call: LossCall = ctx.call
         if call.smoothing:
             grad_rows.sub_((above * (call.smoothing / call.shape[call.dim])).unsqueeze(1))
@@ -126,7 +130,7 @@ class DividedLogits(DividedTensor):
     all ranks of the group must do together. Changes in place are refused.
     """
 
-    held = "a part of the vocabulary"
+    part_name = "a part of the vocabulary"
     method = "tensor_parallel"
 
     _dim: int
@@ -164,7 +168,7 @@ class DividedLogits(DividedTensor):
     def _on_parts(
         cls, divided: DividedLogits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not args or args[0] is not divided:
+        if not args or args[0] is not divided:  # another operand is divided, or it is a keyword
             return NotImplemented
         if func is F.cross_entropy:
             return divided._cross_entropy(*args[1:], **kwargs)
@@ -186,13 +190,12 @@ class DividedLogits(DividedTensor):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> torch.Tensor:
-        """Same arguments and result as ``torch.nn.functional.cross_entropy``."""
         options: dict[str, Any] = {
             "ignore_index": ignore_index,
             "reduction": reduction,
             "label_smoothing": label_smoothing,
         }
-        legacy = size_average is not None or reduce is not None
+        legacy = size_average is not None or reduce is not None  # deprecated arguments of torch
         why = _needs_whole(self, target, weight, legacy, label_smoothing)
         if why is not None:
             if legacy:
@@ -204,15 +207,14 @@ class DividedLogits(DividedTensor):
         )
         if self._uses is not None:
             self._uses.losses.append(call)
-        if self._group.process_group is None:
+        if self._group.process_group is None:  # a study without ranks, of shapes alone
             whole: torch.Tensor = F.cross_entropy(self.whole(), target, weight, **options)
             return whole
         return cross_entropy_on_parts(self._part, target, weight, call, self._group.process_group)
 
 
 class _Joined(torch.autograd.Function):
-    """A part presented as the whole, also to users' autograd functions. The gradient of the whole is the same on all
-    ranks, and each takes its piece."""
+    """A part presented as the whole, also to users' autograd functions."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
@@ -223,13 +225,14 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # The gradient of the whole is the same on all ranks, and each takes its piece.
         return gradients[0].chunk(ctx.group.size, ctx.dim)[ctx.group.rank], None, None
 
 
 def _needs_whole(
     logits: DividedLogits, target: Any, weight: Any, legacy: bool, label_smoothing: float
 ) -> str | None:
-    """The reason why a cross-entropy cannot be computed on the parts; ``None`` if it can."""
+    # A reason, or None. With smoothing torch weights the term of every class, which the parts do not compute.
     if label_smoothing and weight is not None:
         return "cross_entropy with label smoothing and weights"
     if legacy:
@@ -238,6 +241,6 @@ def _needs_whole(
         return "cross_entropy with class probabilities"
     if weight is not None and weight.requires_grad:
         return "cross_entropy with weights that are trained"
-    if logits._dim != (1 if logits.dim() > 1 else 0):
+    if logits._dim != (1 if logits.dim() > 1 else 0):  # where cross_entropy has its classes
         return "cross_entropy over another dimension than the vocabulary"
     return None

@@ -22,7 +22,7 @@ from atorch_ns.capture.nests import (
     unique_tensors_of,
 )
 from atorch_ns.errors import StepError
-from atorch_ns.profile.record.steps import Subject
+from atorch_ns.profile.record.steps import TracedModel
 from atorch_ns.sharding.collectives import SimulatedGroup, simulate
 from atorch_ns.sharding.compare import gradients_of, largest, relative_error
 from atorch_ns.sharding.divided_tensor import DividedTensor, LogitUses, LossCall, whole_logits
@@ -53,12 +53,13 @@ def explain_divided_weights(loss: Loss, model: nn.Module) -> Loss:
         try:
             loss_value = loss(batch, output)
         except RuntimeError as error:
-            if "DTensor" not in str(error):
+            if "DTensor" not in str(error):  # torch's refusal to mix DTensors with plain tensors names them
                 raise
             names = _find_read_parameters(loss, batch, output, model)
             if not names:
                 raise
             raise _refusal_error(names) from error
+        # No plain tensor was mixed in: then the loss itself is a DTensor, of which a rank may hold a summand.
         if any(isinstance(tensor, DTensor) for tensor in tensors_of(loss_value)):
             names = _find_read_parameters(loss, batch, output, model)
             raise _refusal_error(names)
@@ -73,7 +74,7 @@ class _Reads(TorchFunctionMode):
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
-        self.found: dict[str, None] = {}
+        self.parameters: dict[str, None] = {}  # a set that keeps the order
         self._names = names
 
     def __torch_function__(
@@ -82,18 +83,17 @@ class _Reads(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         for tensor in tensors_of((args, kwargs)):
             if isinstance(tensor, torch.Tensor) and id(tensor) in self._names:
-                self.found.setdefault(self._names[id(tensor)])
+                self.parameters.setdefault(self._names[id(tensor)])
         return func(*args, **kwargs)
 
 
 def _find_read_parameters(loss: Loss, batch: Any, output: Any, model: nn.Module) -> list[str]:
-    """The divided parameters that the loss reads, found by running it once more."""
     names = {id(p): plain_name(name) for name, p in model.named_parameters() if isinstance(p, DTensor)}
     reads = _Reads(names)
     # It has just failed and may fail again: what counts is what it read until then.
     with contextlib.suppress(Exception), reads, torch.no_grad():
         loss(batch, output)
-    return list(reads.found)
+    return list(reads.parameters)
 
 
 def _refusal_error(names: Sequence[str]) -> StepError:
@@ -114,7 +114,7 @@ class LogitOutputs:
         self._in_step = False
 
     def __deepcopy__(self, memo: Any) -> LogitOutputs:
-        return self
+        return self  # hooks of a copied model follow the same steps
 
     def attach(self, model: nn.Module, heads: Sequence[nn.Module]) -> None:
         """Makes the divided ``heads`` of ``model`` return divided logits."""
@@ -165,7 +165,7 @@ def study_logits(model: nn.Module, batch: Any, run: Run, heads: Sequence[str], d
         degree: the number of ranks that they are divided over.
     """
     sizes = samples_and_tokens(batch)
-    subject = Subject(model, batch, run, sizes, sizes)
+    subject = TracedModel(model, batch, run, sizes, sizes)
     study = LossStudy()
     for prepare, at in ways_to_run(sizes, degree):
         study = LossStudy(batch=resized_batch(batch, sizes, at))
@@ -176,7 +176,7 @@ def study_logits(model: nn.Module, batch: Any, run: Run, heads: Sequence[str], d
             return study
         except Exception as error:
             study.failure = error_line(error)
-            if study.uses.changed:
+            if study.uses.changed:  # a change in place is refused in any other way too
                 return study
     return study
 
@@ -185,7 +185,7 @@ def _divide_outputs(model: nn.Module, heads: Sequence[str], degree: int, uses: L
     group = TensorGroup(degree)
 
     def divided(module: nn.Module, args: Any, output: torch.Tensor) -> DividedLogits:
-        return DividedLogits.of(output.chunk(degree, -1)[0], group, uses=uses)
+        return DividedLogits.of(output.chunk(degree, -1)[0], group, uses=uses)  # only shapes count
 
     for path in heads:
         model.get_submodule(path).register_forward_hook(divided)
@@ -239,6 +239,7 @@ def _loss_errors(
     for mine, gradients, shares in simulate(degree, run, device):
         yield relative_error(mine, whole)
         for gradient, reference, share in zip(gradients, references, shares, strict=True):
+            # On the scale of the whole gradient: the share of one rank may be all but zero.
             yield relative_error(gradient, share(reference), floor=largest(reference))
 
 
@@ -253,8 +254,7 @@ def _random_values(
     device: torch.device,
     uses: LogitUses,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Gives random values to the tensors of an output, the same on every rank and divided over ``group``; floating ones are added to ``leaves``."""
-    generator = torch.Generator().manual_seed(13)
+    generator = torch.Generator().manual_seed(13)  # the same values on every rank
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
@@ -265,7 +265,7 @@ def _random_values(
             if isinstance(tensor, DividedTensor) and group is not None
             else (values, _identity_map, _identity_map)
         )
-        leaves.append(values.requires_grad_())
+        leaves.append(values.requires_grad_())  # gradients of these are compared
         shares.append(share)
         with torch.enable_grad():
             return join(values.clone())  # a loss may change what is not a leaf
@@ -278,13 +278,14 @@ def _identity_map(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cross_entropy_error(call: LossCall, group: TensorGroup, device: torch.device) -> float:
-    """The error of a cross-entropy as the model calls it."""
+    # The sizes and options of the model's own call, on random logits, targets and weights of classes.
     generator = torch.Generator().manual_seed(17)
     words = call.shape[call.dim]
     logits = torch.randn(call.shape, generator=generator).to(device)
     shape = [size for axis, size in enumerate(call.shape) if axis != call.dim]
     targets = torch.randint(words, shape, generator=generator).to(device)
     weight = torch.rand(words, generator=generator).to(device) if call.weighted else None
+    # The part is cut before the whole requires a gradient, so that both are leaves.
     part = logits.chunk(group.size, call.dim)[group.rank].contiguous().requires_grad_()
     logits.requires_grad_()
 

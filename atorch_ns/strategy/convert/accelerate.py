@@ -20,7 +20,7 @@ from atorch_ns.strategy.file import Requires
 
 _FSDP: Final = "fsdp_config.fsdp_"
 _SHARDINGS: Final = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
-_PREFETCHES: Final = {
+_PREFETCHES: Final = {  # names, and numbers of FSDP1's enumeration
     "BACKWARD_PRE": "BACKWARD_PRE",
     "1": "BACKWARD_PRE",
     "BACKWARD_POST": "BACKWARD_POST",
@@ -28,13 +28,12 @@ _PREFETCHES: Final = {
     "NO_PREFETCH": None,
     "NONE": None,
 }
-_SWITCHES: Final = {
+_SWITCHES: Final = {  # Accelerate's names, and fsdp's here
     "offload_params": "cpu_offload",
     "forward_prefetch": "forward_prefetch",
     "sync_module_states": "sync_module_states",
 }
-_UNSHARDED: Final = read_reasons("accelerate without shards")
-"""Keys without effect under NO_SHARD, each with the reason."""
+_UNSHARDED: Final = read_reasons("accelerate without shards")  # keys without effect under NO_SHARD
 _POLICIES: Final = {
     "TRANSFORMER_BASED_WRAP": "TRANSFORMER_BASED_WRAP: a unit for each of the named classes, or for each repeated block",
     "SIZE_BASED_WRAP": "SIZE_BASED_WRAP: a unit for each module of that many parameters",
@@ -43,7 +42,6 @@ _POLICIES: Final = {
 
 
 def _read_fsdp(converter: Converter) -> None:
-    """Adds ``fsdp``, or ``ddp`` where nothing is sharded."""
     setting = converter.take(f"{_FSDP}version")
     version = str(setting or 1)
     if setting is not None:
@@ -65,9 +63,8 @@ def _read_fsdp(converter: Converter) -> None:
 
 
 def _read_sharding(converter: Converter) -> str:
-    """The sharding strategy, whichever of its two keys says it."""
     sharding = "FULL_SHARD"
-    for key in (f"{_FSDP}sharding_strategy", f"{_FSDP}reshard_after_forward"):
+    for key in (f"{_FSDP}sharding_strategy", f"{_FSDP}reshard_after_forward"):  # of FSDP1, of FSDP2
         value = converter.take(key)
         if value is None:
             continue
@@ -83,7 +80,7 @@ def _read_sharding(converter: Converter) -> str:
                 key, f"{value}: nothing is sharded" if text == "NO_SHARD" else f"{value} → {text}"
             )
         sharding = text
-    if sharding not in ("FULL_SHARD", "NO_SHARD"):
+    if sharding not in ("FULL_SHARD", "NO_SHARD"):  # fsdp's default, and ddp
         converter.use("fsdp", sharding_strategy=sharding)
     return sharding
 
@@ -97,7 +94,7 @@ def _units_and_switches(converter: Converter) -> None:
     if policy == "NO_WRAP":
         converter.use("fsdp", atorch_wrap_cls=[])
     if classes is not None:
-        names = classes if isinstance(classes, list) else str(classes).split(",")
+        names = classes if isinstance(classes, list) else str(classes).split(",")  # a list, or with commas
         converter.use("fsdp", atorch_wrap_cls=[str(each).strip() for each in names])
         converter.carry(f"{_FSDP}transformer_layer_cls_to_wrap", "→ fsdp.atorch_wrap_cls")
     if least is not None:
@@ -126,7 +123,6 @@ _MEGATRON: Final = "megatron_lm_config.megatron_lm_"
 
 
 def _read_megatron(converter: Converter, *, processes: int | None) -> None:
-    """Adds the axes, their methods, and what is sharded over the data ranks."""
     degrees = {f"{_MEGATRON}tp_degree": "tensor", f"{_MEGATRON}pp_degree": "pipeline"}
     sizes = read_degrees(converter, degrees, methods=True)
     if converter.flag(
@@ -151,7 +147,6 @@ def _read_megatron(converter: Converter, *, processes: int | None) -> None:
 
 
 def _micro_batches(converter: Converter, *, staged: bool) -> None:
-    """How many parts a step has; Accelerate accumulates gradients by these alone with Megatron-LM."""
     key, other = f"{_MEGATRON}num_micro_batches", "gradient_accumulation_steps"
     value = converter.take(key)
     if value is None:
@@ -165,12 +160,12 @@ def _micro_batches(converter: Converter, *, staged: bool) -> None:
         converter.carry(key, f"{value} → gradient_accumulation, since nothing is cut into stages")
     else:
         converter.carry(key, "1: every batch is computed in one pass")
-    if converter.raw(other) is not None:
+    if converter.raw(other) is not None:  # Accelerate ignores it with Megatron-LM
         converter.leave(other, f"Megatron-LM accumulates by {key}")
 
 
 _KINDS: Final = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "TP")
-_SIZES: Final = {
+_SIZES: Final = {  # axes of Accelerate's mesh, and those here
     "dp_replicate": "data",
     "dp_shard": "zero",
     "tp": "tensor",
@@ -204,10 +199,10 @@ def convert_accelerate(document: Mapping[str, Any], *, name: str) -> Conversion:
         converter.carry("distributed_type", f"{kind} → ddp")
     else:
         converter.carry("distributed_type", f"{kind}: no method of its own")
-    if kind != "DEEPSPEED":
+    if kind != "DEEPSPEED":  # read_deepspeed_section reads it
         _read_precision(converter)
     _read_compile(converter)
-    if not converter.has_remark("gradient_accumulation_steps"):
+    if not converter.has_remark("gradient_accumulation_steps"):  # DeepSpeed or Megatron-LM may have decided
         read_accumulation(converter, "gradient_accumulation_steps")
     use_axes(converter, read_degrees(converter, _AXES, methods=False), processes=requires.world_size)
     return converter.finish(requires)

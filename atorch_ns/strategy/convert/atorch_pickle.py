@@ -16,7 +16,7 @@ from atorch_ns.strategy.strategy import Strategy
 from atorch_ns.text import with_article
 
 _BUILTINS = frozenset({"list", "dict", "tuple", "set", "frozenset", "str", "int", "float", "bool", "bytes"})
-_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})  # which become their names
 _STRATEGY_CLASSES = frozenset(
     {("atorch.auto.strategy", "Strategy"), ("atorch.auto.strategy", "OptimizationMethod")}
 )
@@ -41,12 +41,13 @@ class _KnownNamesUnpickler(pickle.Unpickler):
         self._allowed = frozenset(allowed)
 
     def find_class(self, module: str, name: str) -> Any:
+        # Every name in a pickle is looked up here; only constructors of plain values come back themselves.
         if module in ("builtins", "__builtin__") and name in _BUILTINS:
-            return getattr(builtins, name)
+            return getattr(builtins, name)  # constructors of plain values
         if (module, name) in _STRATEGY_CLASSES:
             return _PickledObject
         if f"{module}.{name}" in self._allowed:
-            return f"{module}.{name}"
+            return f"{module}.{name}"  # a name, which is never resolved
         if module == "torch" and name in _DTYPES:
             return name
         reason = _no_module_class(module, name)
@@ -98,15 +99,11 @@ def _check_class(name: str) -> None:
 
 
 def _no_module_class(module: str, name: str) -> str | None:
-    """Why a name is known to be no class of ``torch.nn.Module``; ``None`` if it may be one.
-
-    Only modules that are imported already are looked into. A name that passes is still only a name: it is never
-    resolved here.
-    """
-    if module.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+    """Why a name is known to be no class of ``torch.nn.Module``; ``None`` if it may be one."""
+    if module.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:  # a script may define modules
         return f"{module} belongs to Python's own library, which has no torch.nn.Module"
     if module not in sys.modules:
-        return None
+        return None  # nothing is imported to find out
     from torch import nn
 
     attribute = vars(sys.modules[module]).get(name)
@@ -119,7 +116,7 @@ def _no_module_class(module: str, name: str) -> str | None:
 def _read_entries(value: Any, source: str, classes: Collection[str]) -> list[Any]:
     if isinstance(value, _PickledObject):
         state = value.state if isinstance(value.state, dict) else {}
-        value = state.get("opt_list", value.items)
+        value = state.get("opt_list", value.items)  # of ATorch's Strategy
     if not isinstance(value, (list, tuple)):
         raise StrategyFileError(
             f"holds {with_article(value)} where a list of methods is expected", source=source

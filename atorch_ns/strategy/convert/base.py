@@ -18,6 +18,7 @@ from atorch_ns.strategy.file import Requires
 from atorch_ns.strategy.strategy import Strategy
 from atorch_ns.system import table_rows
 
+# Files of DeepSpeed are often JSON with comments and last commas. Strings match first, and stay as they are.
 _STRING_OR_COMMENT: Final = re.compile(r'(?P<kept>"(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 _STRING_OR_LAST_COMMA: Final = re.compile(r'(?P<kept>"(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
 
@@ -41,7 +42,7 @@ def parsed(content: bytes, name: str) -> Any:
         StrategyFileError: if it is neither JSON nor YAML.
     """
     try:
-        text = content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")  # Windows editors write a byte order mark
         plain = _without_comments(text)
         return json.loads(plain) if plain.lstrip()[:1] in ("{", "[") else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
@@ -54,8 +55,7 @@ def parsed(content: bytes, name: str) -> Any:
 
 
 def _without_comments(text: str) -> str:
-    """JSON without comments and last commas; what stands in strings is kept."""
-    spaced = _STRING_OR_COMMENT.sub(lambda match: match["kept"] or " ", text)
+    spaced = _STRING_OR_COMMENT.sub(lambda match: match["kept"] or " ", text)  # a space divides tokens
     return _STRING_OR_LAST_COMMA.sub(lambda match: match["kept"] or "", spaced)
 
 
@@ -112,7 +112,7 @@ class Converter:
     source: str
     name: str
     reasons: Mapping[str, str]
-    _steps: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
+    _steps: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)  # configs by method
     _carried: list[Remark] = field(default_factory=list, init=False)
     _left_out: list[Remark] = field(default_factory=list, init=False)
     _warnings: list[str] = field(default_factory=list, init=False)
@@ -193,7 +193,7 @@ class Converter:
 
     def absorb(self, other: Converter, *, prefix: str) -> None:
         """Takes over the methods and remarks of another file that this one names; ``prefix`` marks its keys."""
-        other._leave_the_rest()
+        other._leave_the_rest()  # with reasons of its own system
         for method, config in other._steps.items():
             self.use(method, **config)
         self._carried += [Remark(f"{prefix}{key}", text) for key, text in other._carried]
@@ -221,29 +221,27 @@ class Converter:
         )
 
     def _leave_the_rest(self) -> None:
-        """Says of every key without a remark why it became nothing."""
         for key in [key for key in _leaf_keys(self.document) if not self.has_remark(key)]:
             matching = (
                 reason
                 for pattern, reason in self.reasons.items()
                 if fnmatchcase(key, pattern) or key.startswith(f"{pattern}.")
             )
-            self.leave(key, next(matching, "this version knows no counterpart"))
+            self.leave(key, next(matching, "this version knows no counterpart"))  # the first that matches
 
 
-_SWITCHES: Final = {
+_SWITCHES: Final = {  # as YAML and shells write them
     **dict.fromkeys(("true", "yes", "1"), True),
     **dict.fromkeys(("false", "no", "0", "none"), False),
 }
+# Order of converted methods in the strategy.
 _ORDER: Final = (
     "parallel_mode", "pipeline_parallel", "tensor_parallel", "half", "amp_native", "fp8", "checkpoint",
     "ddp", "zero1", "zero2", "fsdp", "optimizer_offload", "compile", "gradient_accumulation",
 )  # fmt: skip
-"""How converted methods stand in the strategy."""
 
 
 def _leaf_keys(document: Mapping[str, Any], before: str = "") -> list[str]:
-    """The keys of values, with dots between those of nested mappings."""
     names = []
     for key, value in document.items():
         name = f"{before}{key}"
@@ -251,8 +249,7 @@ def _leaf_keys(document: Mapping[str, Any], before: str = "") -> list[str]:
     return names
 
 
-_AXIS_ORDER: Final = ("tensor", "sequence", "expert", "zero", "data", "pipeline")
-"""Axes from the innermost out, as in a search: ranks along ``tensor`` are neighbours."""
+_AXIS_ORDER: Final = ("tensor", "sequence", "expert", "zero", "data", "pipeline")  # innermost first
 
 
 def use_axes(converter: Converter, sizes: Mapping[str, int], *, processes: int | None = None) -> None:
@@ -266,6 +263,7 @@ def use_axes(converter: Converter, sizes: Mapping[str, int], *, processes: int |
     large = {axis: size for axis, size in sizes.items() if size > 1}
     if not large:
         return
+    # All axes but data have sizes in the file; data takes the processes that are left.
     others = math.prod(size for axis, size in large.items() if axis != "data")
     if processes is not None:
         if processes % others:
@@ -378,6 +376,7 @@ def read_offload(
             wanted[part] = (key, device)
         elif value is not None:
             converter.carry(key, "none: nothing is offloaded")
+    # What DeepSpeed itself does not offload in this stage is left out, with the reason.
     if method == "ddp":
         for part, (key, device) in wanted.items():
             least = "1" if part == "optimizer" else "3"
@@ -405,7 +404,7 @@ def _into_host_memory(converter: Converter, method: str, *, one_process: bool) -
         converter.use("fsdp", cpu_offload=True)
         return f"fsdp.cpu_offload: {_TOGETHER}"
     fp16 = any((converter.config(name) or {}).get("dtype") == "fp16" for name in ("half", "amp_native"))
-    converter.drop(method)
+    converter.drop(method)  # the method that offloads takes its place
     if one_process and not fp16:
         converter.use("optimizer_offload")
         return f"optimizer_offload, without {method}, which has nothing to shard over in one process"

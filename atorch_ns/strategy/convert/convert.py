@@ -19,7 +19,7 @@ _CONVERTERS: Final[Mapping[str, Callable[..., Conversion]]] = {
     "accelerate": convert_accelerate,
     "deepspeed": convert_deepspeed,
 }
-_SIGNS: Final = {
+_SIGNS: Final = {  # keys by which a file is known
     "accelerate": {
         *("compute_environment", "distributed_type", "mixed_precision", "fsdp_config", "num_machines")
     },
@@ -28,7 +28,6 @@ _SIGNS: Final = {
         *("gradient_clipping", "zero_allow_untested_optimizer"),
     },
 }
-"""Keys by which a file is known."""
 
 
 def convert_file(
@@ -49,7 +48,7 @@ def convert_file(
     if source not in ("auto", "atorch", *_CONVERTERS):
         raise InputError(f"--from={source!r} is not known. Use auto, atorch, accelerate or deepspeed.")
     content = read_bytes(file_path)
-    if content[:1] == b"\x80":
+    if content[:1] == b"\x80":  # pickles of protocol 2 and later begin so
         if source not in ("auto", "atorch"):
             raise StrategyFileError(
                 "this is a pickle, and only ATorch wrote such; use --from atorch", source=str(file_path)
@@ -72,13 +71,13 @@ def _as_it_is(strategy: Strategy) -> Conversion:
 
 
 def _system_of(document: Any, name: str) -> str:
-    """The system whose file this is, by its keys."""
     if isinstance(document, list) or (isinstance(document, Mapping) and {"steps", "schema"} & set(document)):
         return "atorch"
     keys = set(document) if isinstance(document, Mapping) else set()
+    # The system with most known keys; a tie tells nothing.
     counts = {system: len(keys & signs) for system, signs in _SIGNS.items()}
     best = max(counts, key=counts.__getitem__)
-    if not counts[best] or list(counts.values()).count(counts[best]) > 1:
+    if not counts[best] or list(counts.values()).count(counts[best]) > 1:  # none, or a tie
         raise StrategyFileError(
             "it is not clear whose file this is. Say it with --from atorch, accelerate or deepspeed",
             source=name,

@@ -28,7 +28,7 @@ from atorch_ns.strategy.file import Requires
 from atorch_ns.text import with_article
 
 _ZERO: Final = "zero_optimization"
-_PRECISIONS: Final = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+_PRECISIONS: Final = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}  # bfloat16: an older name
 _METHOD_OF_STAGE: Final = {"0": "ddp", "1": "zero1", "2": "zero2", "3": "fsdp"}
 
 
@@ -72,7 +72,6 @@ def _read_config(converter: Converter, *, processes: int | None = None) -> str:
 
 
 def _read_stage(converter: Converter, stage: Any, key: str) -> str:
-    """Adds the method of a ZeRO stage, and returns its name."""
     if str(stage) not in _METHOD_OF_STAGE:
         raise converter.wrong(key, stage, ", ".join(_METHOD_OF_STAGE))
     method = _METHOD_OF_STAGE[str(stage)]
@@ -86,7 +85,7 @@ def _read_offload_devices(converter: Converter, method: str, *, one_process: boo
     for part, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
         key = f"{_ZERO}.offload_{part}.device"
         devices[part] = (key, converter.take(key))
-        for name in (f"{_ZERO}.{old}", f"{_ZERO}.{old}s"):
+        for name in (f"{_ZERO}.{old}", f"{_ZERO}.{old}s"):  # such as cpu_offload_params
             value = converter.take(name)
             if value is None:
                 continue
@@ -99,10 +98,9 @@ def _read_offload_devices(converter: Converter, method: str, *, one_process: boo
     read_offload(converter, method, devices, one_process=one_process)
 
 
-def _use_half(converter: Converter, key: str, given: Any, dtype: str) -> None:
-    """Adds 16-bit weights with fp32 masters, as DeepSpeed has them."""
-    converter.use("half", dtype=dtype, master_weights=True)
-    converter.carry(key, f"{given} → half {dtype}, with fp32 master weights as DeepSpeed has")
+def _use_half(converter: Converter, key: str, text: Any, dtype: str) -> None:
+    converter.use("half", dtype=dtype, master_weights=True)  # as DeepSpeed trains
+    converter.carry(key, f"{text} → half {dtype}, with fp32 master weights as DeepSpeed has")
 
 
 def _read_precision(converter: Converter) -> None:
@@ -132,7 +130,7 @@ def _read_precision(converter: Converter) -> None:
         )
 
 
-_AXES: Final = {
+_AXES: Final = {  # axes of the mesh, by key
     "pipeline.stages": "pipeline",
     "tensor_parallel.autotp_size": "tensor",
     "tensor_parallel.tp_size": "tensor",
@@ -141,7 +139,6 @@ _AXES: Final = {
 
 
 def _read_axes(converter: Converter, processes: int | None) -> None:
-    """Pipeline stages and tensor parallelism."""
     sizes = read_degrees(converter, _AXES, methods=True)
     name = "pipeline.partition" if converter.raw("pipeline.partition") else "pipeline.partition_method"
     partition = converter.take(name)
@@ -167,14 +164,13 @@ def _read_compile(converter: Converter) -> None:
 
 _SECTION: Final = "deepspeed_config."
 _FILE: Final = f"{_SECTION}deepspeed_config_file"
-_FILLS: Final = {
+_FILLS: Final = {  # Accelerate's keys that fill in an "auto" of DeepSpeed's file
     "zero_optimization.stage": (f"{_SECTION}zero_stage",),
     "zero_optimization.offload_optimizer.device": (f"{_SECTION}offload_optimizer_device",),
     "zero_optimization.offload_param.device": (f"{_SECTION}offload_param_device",),
     "gradient_accumulation_steps": (f"{_SECTION}gradient_accumulation_steps", "gradient_accumulation_steps"),
     "gradient_clipping": (f"{_SECTION}gradient_clipping",),
 }
-"""Keys of Accelerate that fill in an ``"auto"`` of DeepSpeed's file."""
 
 
 def read_deepspeed_section(converter: Converter, *, processes: int | None) -> None:
@@ -203,7 +199,7 @@ def read_deepspeed_section(converter: Converter, *, processes: int | None) -> No
 
 
 def _accelerate_precision(converter: Converter) -> None:
-    """16-bit weights with fp32 masters: Accelerate writes fp16.enabled or bf16.enabled for DeepSpeed."""
+    # Accelerate writes fp16.enabled or bf16.enabled for DeepSpeed: 16-bit weights with fp32 masters.
     text = str(converter.take("mixed_precision", "no")).lower()
     if text in ("fp16", "bf16"):
         _use_half(converter, "mixed_precision", text, text)
@@ -218,8 +214,7 @@ def _accelerate_precision(converter: Converter) -> None:
 
 
 def _with_file(converter: Converter, file: str, processes: int | None) -> None:
-    """Converts the file of DeepSpeed, with what Accelerate fills in."""
-    path = Path(converter.name).parent / file
+    path = Path(converter.name).parent / file  # beside Accelerate's file
     try:
         document = parsed(read_bytes(path), str(path))
     except StrategyFileError as error:
@@ -235,14 +230,13 @@ def _with_file(converter: Converter, file: str, processes: int | None) -> None:
     inner = _make_converter(_fill_document(converter, document, file), str(path))
     method = _read_config(inner, processes=processes)
     converter.absorb(inner, prefix=f"{path.name}: ")
-    if str(converter.take("mixed_precision", "no")).lower() == "fp8":
+    if str(converter.take("mixed_precision", "no")).lower() == "fp8":  # bf16 was filled in for the rest
         converter.use("fp8")
     converter.carry(_FILE, f"{file}: read, see its keys")
     converter.carry("distributed_type", f"DEEPSPEED → the method of the file's stage, {method}")
 
 
 def _fill_document(converter: Converter, document: Mapping[str, Any], file: str) -> dict[str, Any]:
-    """DeepSpeed's document, with Accelerate's values for ``"auto"``."""
     filled = copy.deepcopy(dict(document))
     for key, names in _FILLS.items():
         for name in names:
@@ -253,6 +247,7 @@ def _fill_document(converter: Converter, document: Mapping[str, Any], file: str)
                 converter.carry(name, f"fills 'auto' in {file}")
             else:
                 converter.leave(name, f"{file} decides: {key} is not 'auto' there")
+    # Accelerate's mixed_precision decides where the file leaves fp16 or bf16 out, or 'auto'.
     precision = converter.take("mixed_precision")
     if precision is None:
         return filled

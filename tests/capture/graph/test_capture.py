@@ -15,7 +15,7 @@ from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.capture.graph.capture import capture, flat_arguments
 from atorch_ns.errors import InputError
 from atorch_ns.operators import DividedForward, OperatorGraph, OperatorPlan, capture_shallow, division_of
-from atorch_ns.operators.divided.divide import Division
+from atorch_ns.operators.divided.divide import OperatorDivision
 from atorch_ns.sharding.collectives import simulate
 from tests.operators.networks import NETWORKS, network
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def attached(model: nn.Module, group: Any) -> DividedForward:
     """The model, running by its captured graph with nothing divided."""
 
-    def whole(graph: OperatorGraph) -> Division:
+    def whole(graph: OperatorGraph) -> OperatorDivision:
         return division_of(OperatorPlan(), graph, 2)
 
     forward = DividedForward(model, [block.name for block in repeated_blocks(model)], whole, group, CPU)

@@ -9,7 +9,7 @@ import pytest
 from atorch_ns.engine.coordinator.coordinator import Coordinator
 from atorch_ns.engine.coordinator.trial import NotJoinedError, Over
 from atorch_ns.errors import CoordinatorError
-from atorch_ns.search import Ended, Event, Note, TrialEnded, TrialStarted, TrialTask
+from atorch_ns.search import Ended, Event, SearchNote, TrialEnded, TrialStarted, TrialTask
 from tests.engine.fake_search import FakeClock, FakeSearch, InThread, report
 
 
@@ -74,7 +74,7 @@ def test_trials_begin_when_all_ranks_are_here() -> None:
             coordinator.heartbeat(rank)
 
     clock.pass_(25.0, beat)
-    assert [event.text for event in events if isinstance(event, Note)] == [
+    assert [event.text for event in events if isinstance(event, SearchNote)] == [
         "waiting for rank 2 to join the search, 10 s so far",
         "waiting for rank 2 to join the search, 20 s so far",
     ]
@@ -120,7 +120,7 @@ def test_a_task_whose_answer_was_lost_is_handed_out_again() -> None:
 def test_a_rank_that_vanishes_is_noticed_in_ten_seconds() -> None:
     notes: list[str] = []
     coordinator, search, clock = joined(
-        on_event=lambda event: notes.append(event.text) if isinstance(event, Note) else None
+        on_event=lambda event: notes.append(event.text) if isinstance(event, SearchNote) else None
     )
     task = task_of(coordinator, 0)
     clock.pass_(9.0, lambda: coordinator.heartbeat(0))

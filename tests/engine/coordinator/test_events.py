@@ -8,11 +8,11 @@ import pytest
 
 from atorch_ns.engine.coordinator.events import EventQueue, EventStream, event_from_json, event_to_json
 from atorch_ns.errors import InputError
-from atorch_ns.search import Event, Note, Profiling, TrialEnded, TrialOutcome, TrialStarted
+from atorch_ns.search import Event, Profiling, SearchNote, TrialEnded, TrialOutcome, TrialStarted
 from tests.engine.fake_search import FakeSearch
 
 
-@pytest.mark.parametrize("event", [Note("a rank is late"), Profiling("Tiny"), TrialEnded(
+@pytest.mark.parametrize("event", [SearchNote("a rank is late"), Profiling("Tiny"), TrialEnded(
     number=2, candidate=FakeSearch().candidates[0], outcome=TrialOutcome(status="ok", step_seconds=(0.1,)), best="a"
 )])  # fmt: skip
 def test_an_event_travels_as_json(event: Event) -> None:
@@ -52,7 +52,7 @@ def test_an_observer_that_fails_is_logged_once(caplog: pytest.LogCaptureFixture)
     queue = EventQueue([], broken)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            queue.put(Note("x"))
+            queue.put(SearchNote("x"))
         queue.deliver()
     assert caplog.text.count("the observer of the search fails") == 1
     assert len(queue.after(0)) == 3
@@ -61,11 +61,11 @@ def test_an_observer_that_fails_is_logged_once(caplog: pytest.LogCaptureFixture)
 def test_a_stream_delivers_each_event_once_and_begins_anew_after_a_restart() -> None:
     seen: list[Event] = []
     stream = EventStream(seen.append)
-    data = [event_to_json(Note(text)) for text in ("a", "b", "c")]
+    data = [event_to_json(SearchNote(text)) for text in ("a", "b", "c")]
     assert stream.take(data[:2], 0) == 2
     assert stream.take(data, 0) == 1, "an answer that came twice"
-    stream.note(Note("own"))
+    stream.note(SearchNote("own"))
     assert (stream.take([b"garbage"], 3), stream.num_events) == (1, 4)
     stream.start_again()
     assert stream.take(data[:1], 0) == 1
-    assert seen == [Note(text) for text in ("a", "b", "c", "own", "a")]
+    assert seen == [SearchNote(text) for text in ("a", "b", "c", "own", "a")]

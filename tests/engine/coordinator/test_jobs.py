@@ -200,6 +200,18 @@ def test_jobs_are_made_once(tmp_path: Path) -> None:
         assert "there is no job 'other'" in str(error)
 
 
+def test_a_job_whose_search_cannot_begin_is_not_kept(tmp_path: Path) -> None:
+    with engine(tmp_path) as server:
+        with (
+            contextlib.closing(
+                CoordinatorClient(server.address, TOKEN, 0, job="job", reconnect_s=5.0)
+            ) as client,
+            pytest.raises(CoordinatorError),
+        ):
+            client.create_job(2, setting(), SETTINGS.model_copy(update={"sampler": "nobody"}), options())
+        assert not list((tmp_path / "jobs").glob("*.json"))
+
+
 def test_ctrl_c_is_no_answer_for_the_next_job(tmp_path: Path) -> None:
     jobs = EngineJobs(tmp_path)
     jobs.create(RECORD)

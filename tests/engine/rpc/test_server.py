@@ -28,7 +28,7 @@ from atorch_ns.engine.rpc.meeting import run_agent
 from atorch_ns.engine.rpc.server import CoordinatorServer, tls_files
 from atorch_ns.engine.rpc.servicer import SERVICE
 from atorch_ns.errors import CoordinatorError, InputError, RankError
-from atorch_ns.search import Ended, Event, Note, SearchOutcome, TrialEnded, TrialStarted, TrialTask
+from atorch_ns.search import Ended, Event, SearchNote, SearchOutcome, TrialEnded, TrialStarted, TrialTask
 from atorch_ns.testing import run_ranks
 from tests.engine.fake_search import FakeSearch, FakeWorker, InThread, report, until_cancelled
 
@@ -249,13 +249,13 @@ def test_an_observer_elsewhere_hears_of_a_restart_and_may_fail() -> None:
     server.close()
     with CoordinatorServer(Coordinator(FakeSearch(["b"]), 1), token=TOKEN, port=server.port):
         assert call.wait().error is None
-    texts = [event.text if isinstance(event, Note) else type(event).__name__ for event in seen]
+    texts = [event.text if isinstance(event, SearchNote) else type(event).__name__ for event in seen]
     restarted = "the coordinator was started again; the search goes on"
     assert texts == ["TrialStarted", restarted, "TrialStarted", "TrialEnded", "Ended"]
 
 
 def test_events_that_are_none_are_refused() -> None:
-    note = Note("a rank is late")
+    note = SearchNote("a rank is late")
     assert event_from_json(event_to_json(note)) == note
     for data in (b"", b"[]", b'{"kind": "Other", "event": {}}', b'{"kind": "Note", "event": {"text": 3}}'):
         with pytest.raises(InputError):
@@ -305,7 +305,7 @@ def test_one_that_was_there_is_looked_for_longer_with_a_note(monkeypatch: pytest
     with CoordinatorServer(Coordinator(FakeSearch(["b"]), 2), token=TOKEN, port=server.port):
         calls.append(agent(server, FakeWorker(1)))
         assert [call.wait().error for call in calls] == [None, None]
-    texts = [event.text for event in seen if isinstance(event, Note)]
+    texts = [event.text for event in seen if isinstance(event, SearchNote)]
     told = [
         text for text in texts if text.startswith(f"the coordinator at {server.address} has not answered")
     ]

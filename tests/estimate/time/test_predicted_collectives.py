@@ -92,7 +92,7 @@ def _executed(case_name: str, strategies: Sequence[Sequence[Any]]) -> list[dict[
         result.train_step(batch)  # DDP makes its buckets anew at the end of the first step
         with CollectiveCount() as count:
             result.train_step(batch)
-        found.append(count.found)
+        found.append(count.totals)
     return found
 
 

@@ -18,7 +18,7 @@ from atorch_ns.errors import InputError
 from atorch_ns.operators import OperatorPlan, Shallow, capture_shallow, division_of, random_plan
 from atorch_ns.operators.divided import check as check_module
 from atorch_ns.operators.divided.check import check_division
-from atorch_ns.operators.divided.divide import Division, Piece, pieces
+from atorch_ns.operators.divided.divide import OperatorDivision, Piece, pieces
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.sharding import collectives
 from tests.operators.networks import network
@@ -33,11 +33,11 @@ def captured(name: str) -> tuple[Shallow, Any, list[torch.Tensor]]:
     return capture_shallow(copy.deepcopy(model), (), batch, device=CPU), model, list(batch.values())
 
 
-def division(name: str, plan: OperatorPlan) -> Division:
+def division(name: str, plan: OperatorPlan) -> OperatorDivision:
     return division_of(plan, captured(name)[0].graph, DEGREE)
 
 
-def check(name: str, made: Division, run: Sequence[Piece] | None = None) -> None:
+def check(name: str, made: OperatorDivision, run: Sequence[Piece] | None = None) -> None:
     _, model, tensors = captured(name)
     check_division(made, model, tensors, CPU, run)
 
@@ -154,7 +154,7 @@ def test_fifty_random_plans_are_right(name: str, degree: int) -> None:
         check_division(found, model, tensors, CPU)
 
 
-def divided_pieces(seed: int) -> tuple[Division, list[Piece]]:
+def divided_pieces(seed: int) -> tuple[OperatorDivision, list[Piece]]:
     """A division and its pieces, each with a body of its own that may be changed."""
     made = division("llama", random_plan(captured("llama")[0].graph, DEGREE, seed))
     own = [replace(piece, body=copy.deepcopy(piece.body)) for piece in pieces(made)]

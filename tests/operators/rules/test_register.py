@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from atorch_ns.capture.graph.capture import capture
 from atorch_ns.capture.graph.operator_graph import OperatorGraph
 from atorch_ns.errors import InputError
-from atorch_ns.operators.rules.custom import Registry, register_op, registered_rules
+from atorch_ns.operators.rules.custom import OperatorRegistry, register_op, registered_rules
 from tests.operators.confirm import call_of, confirm
 
 CPU = torch.device("cpu")
@@ -26,8 +26,8 @@ NUMBERS = itertools.count()
 
 
 @pytest.fixture
-def registry() -> Registry:
-    return Registry(f"atorch_ns_tests_{next(NUMBERS)}")
+def registry() -> OperatorRegistry:
+    return OperatorRegistry(f"atorch_ns_tests_{next(NUMBERS)}")
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ class Caller(nn.Module):
         return (self._function(x, self.weight, *self._rest) * x.sum()).sum()
 
 
-def called(registry: Registry, name: str, *arguments: Any) -> tuple[Any, ...]:
+def called(registry: OperatorRegistry, name: str, *arguments: Any) -> tuple[Any, ...]:
     return registry.operator(name, arguments), *arguments
 
 
@@ -72,7 +72,7 @@ def gradients(model: nn.Module, loss: Callable[[torch.Tensor], torch.Tensor]) ->
 
 @pytest.mark.parametrize("where", ["eager", "checkpoint", "autocast", "program"])
 def test_gradients_are_those_of_the_function(
-    registry: Registry, scaled: Callable[..., torch.Tensor], where: str
+    registry: OperatorRegistry, scaled: Callable[..., torch.Tensor], where: str
 ) -> None:
     model = Caller(register_op("m k, k n -> m n", registry=registry)(scaled))
     plain = Caller(scaled)
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_function(
 
 
 def test_no_gradient_is_kept_without_grad_mode(
-    registry: Registry, scaled: Callable[..., torch.Tensor]
+    registry: OperatorRegistry, scaled: Callable[..., torch.Tensor]
 ) -> None:
     function = register_op("m k, k n -> m n", registry=registry)(scaled)
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_no_gradient_is_kept_without_grad_mode(
 
 
 def test_a_capture_holds_one_operator_for_each_call(
-    registry: Registry, scaled: Callable[..., torch.Tensor]
+    registry: OperatorRegistry, scaled: Callable[..., torch.Tensor]
 ) -> None:
     function = register_op("m k, k n -> m n", "product", registry=registry)(scaled)
     graph = captured(Caller(function, 3.0), torch.randn(8, 4))
@@ -107,7 +107,7 @@ def test_a_capture_holds_one_operator_for_each_call(
     assert [str(rule) for rule in registered_rules(one.call, 2, registry) or ()] == ["0 <- 0,R", "1 <- R,1"]
 
 
-def test_arguments_of_any_kind_and_several_results(registry: Registry) -> None:
+def test_arguments_of_any_kind_and_several_results(registry: OperatorRegistry) -> None:
     @register_op("a b, ?, ?, ?, ?, ? -> a b, b a", registry=registry)
     def mixed(x: Any, sizes: Any, flag: Any, text: Any, dtype: Any, others: Any, gone: Any = None) -> Any:
         assert flag is True
@@ -127,7 +127,7 @@ def test_arguments_of_any_kind_and_several_results(registry: Registry) -> None:
 
 
 def test_calls_with_other_types_add_overloads(
-    registry: Registry, scaled: Callable[..., torch.Tensor]
+    registry: OperatorRegistry, scaled: Callable[..., torch.Tensor]
 ) -> None:
     function = register_op("m k+, k+ n -> m n", registry=registry)(scaled)
     x, w = torch.randn(3, 4), torch.randn(4, 4)
@@ -136,7 +136,7 @@ def test_calls_with_other_types_add_overloads(
     assert getattr(torch.ops, registry.namespace).scaled.overloads() == ["default", "form1", "form2"]
 
 
-def test_results_never_share_memory_with_arguments(registry: Registry) -> None:
+def test_results_never_share_memory_with_arguments(registry: OperatorRegistry) -> None:
     @register_op("(h t) k -> h t k", registry=registry)
     def apart(x: torch.Tensor, h: int = 2) -> torch.Tensor:
         return x.view(h, -1, x.size(-1))
@@ -148,7 +148,7 @@ def test_results_never_share_memory_with_arguments(registry: Registry) -> None:
     assert [str(rule) for rule in registered_rules(call, 3, registry) or ()] == ["2 <- 1"]
 
 
-def test_a_function_that_looks_at_values_has_the_shapes_of_its_annotation(registry: Registry) -> None:
+def test_a_function_that_looks_at_values_has_the_shapes_of_its_annotation(registry: OperatorRegistry) -> None:
     @register_op("m k, k n -> m n", registry=registry)
     def by_values(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return x @ w if x.sum().item() > 0 else x @ w * 2
@@ -170,7 +170,7 @@ def test_a_function_that_looks_at_values_has_the_shapes_of_its_annotation(regist
         captured(Caller(unknown), torch.randn(8, 4))
 
 
-def test_a_function_that_writes_to_its_arguments_is_refused(registry: Registry) -> None:
+def test_a_function_that_writes_to_its_arguments_is_refused(registry: OperatorRegistry) -> None:
     @register_op("m k, k n -> m k", registry=registry)
     def writes(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return x.add_(w.sum())
@@ -179,7 +179,7 @@ def test_a_function_that_writes_to_its_arguments_is_refused(registry: Registry) 
         captured(Caller(writes), torch.randn(8, 4))
 
 
-def test_results_that_the_annotation_lacks_are_refused(registry: Registry) -> None:
+def test_results_that_the_annotation_lacks_are_refused(registry: OperatorRegistry) -> None:
     pair = register_op("a -> a, ?", "pair", registry=registry)(lambda x: (x + 1, 10))
     with pytest.raises(InputError, match="pair returns a tuple, but by its annotation it returns 2 tensors"):
         pair(torch.ones(2))
@@ -197,7 +197,7 @@ class Doubled(torch.autograd.Function):
         return gradients[0] * 7, None
 
 
-def test_an_autograd_function_keeps_its_gradient(registry: Registry) -> None:
+def test_an_autograd_function_keeps_its_gradient(registry: OperatorRegistry) -> None:
     original = Doubled.apply
     try:
         assert register_op("* -> *", registry=registry)(Doubled) is Doubled
@@ -212,7 +212,7 @@ def test_an_autograd_function_keeps_its_gradient(registry: Registry) -> None:
         Doubled.apply = original  # type: ignore[method-assign]
 
 
-def test_a_function_registered_later_is_replaced_where_it_was_imported(registry: Registry) -> None:
+def test_a_function_registered_later_is_replaced_where_it_was_imported(registry: OperatorRegistry) -> None:
     home, user = types.ModuleType("a_home"), types.ModuleType("a_user")
     sys.modules.update({"a_home": home, "a_user": user})
     try:
@@ -225,7 +225,9 @@ def test_a_function_registered_later_is_replaced_where_it_was_imported(registry:
         del sys.modules["a_home"], sys.modules["a_user"]
 
 
-def test_a_function_may_give_the_annotation(registry: Registry, scaled: Callable[..., torch.Tensor]) -> None:
+def test_a_function_may_give_the_annotation(
+    registry: OperatorRegistry, scaled: Callable[..., torch.Tensor]
+) -> None:
     def annotation(x: torch.Tensor, w: torch.Tensor, **options: Any) -> str:
         assert x.dim() == 2
         assert set(options) == {"factor", "bias"}
@@ -237,7 +239,7 @@ def test_a_function_may_give_the_annotation(registry: Registry, scaled: Callable
 
 
 def test_rules_of_torchs_operators_are_replaced(
-    registry: Registry, scaled: Callable[..., torch.Tensor]
+    registry: OperatorRegistry, scaled: Callable[..., torch.Tensor]
 ) -> None:
     call = call_of(torch.ops.aten.roll.default, torch.ones(4, 4), [1], [0])
     assert registered_rules(call, 2, registry) is None
@@ -264,7 +266,7 @@ def test_rules_of_torchs_operators_are_replaced(
     ],
 )
 def test_a_wrong_annotation_is_refused(
-    registry: Registry, scaled: Callable[..., torch.Tensor], annotation: str, problem: str
+    registry: OperatorRegistry, scaled: Callable[..., torch.Tensor], annotation: str, problem: str
 ) -> None:
     """Sums before ``relu`` are not sums after it."""
     function = register_op(annotation, registry=registry)(scaled)
@@ -276,7 +278,7 @@ def test_a_wrong_annotation_is_refused(
         [confirm(call, rule, arguments, {}, 2) for rule in registered_rules(call, 2, registry) or ()]
 
 
-def test_right_rules_are_confirmed(registry: Registry) -> None:
+def test_right_rules_are_confirmed(registry: OperatorRegistry) -> None:
     function = register_op("b m k+, b k+ n -> b m n", registry=registry)(
         torch.bmm.__get__(None) if False else bmm
     )
@@ -294,7 +296,7 @@ def bmm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_cannot_be_registered_is_refused(
-    registry: Registry, scaled: Callable[..., torch.Tensor]
+    registry: OperatorRegistry, scaled: Callable[..., torch.Tensor]
 ) -> None:
     register_op("m k, k n -> m n", "product", registry=registry)(scaled)
     register_op("m k, k n -> m n", "product", registry=registry)(scaled)  # the same again

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from atorch_ns.capture.graph.call import UNKNOWN_SIZE
+from atorch_ns.operators.rules.views import _equal_products
 from tests.operators.rules.values import confirmed, const, ids, x
 
 aten = torch.ops.aten
@@ -65,6 +67,16 @@ CASES = [
     (lambda: confirmed(aten.randint.low, 0, 5, [4, 8]), "0 <- ; 1 <- "),
     (lambda: confirmed(aten.arange.default, 8), ""),
 ]
+
+
+_JOINED = ((UNKNOWN_SIZE, 4), (UNKNOWN_SIZE,))
+
+
+@pytest.mark.parametrize(("before", "after"), [_JOINED, _JOINED[::-1]])
+def test_sizes_that_depend_on_values_are_joined_and_cut(
+    before: tuple[int, ...], after: tuple[int, ...]
+) -> None:
+    assert list(_equal_products(before, after)) == [([0], [0])]
 
 
 @pytest.mark.parametrize(("rules", "expected"), CASES)

@@ -12,7 +12,15 @@ from torch.distributed.tensor import Shard
 from atorch_ns.capture.graph.operator_graph import Operator
 from atorch_ns.cluster import cluster_from_spec
 from atorch_ns.errors import InputError
-from atorch_ns.operators import Prices, Shallow, Solved, States, capture_shallow, legal_rules, solved_plan
+from atorch_ns.operators import (
+    OperatorPrices,
+    Shallow,
+    Solved,
+    States,
+    capture_shallow,
+    legal_rules,
+    solved_plan,
+)
 from atorch_ns.operators.rules.rule import Rule
 from atorch_ns.operators.solver.assemble import assemble
 
@@ -33,7 +41,7 @@ def llama(rows: int, tokens: int, layers: int = 8) -> Shallow:
 
 
 def found(shallow: Shallow, degree: int = DEGREE, **given: Any) -> Solved:
-    prices = Prices.on(cluster_from_spec(f"{degree}xH100-80GB"), degree, "bfloat16")
+    prices = OperatorPrices.on(cluster_from_spec(f"{degree}xH100-80GB"), degree, "bfloat16")
     return solved_plan(shallow.graph, degree, prices, States(), CPU, **given)
 
 
@@ -73,7 +81,7 @@ def test_less_memory_costs_time_and_is_kept_to() -> None:
 
 
 def test_depth_does_not_change_the_problem() -> None:
-    prices = Prices.on(cluster_from_spec("8xH100-80GB"), DEGREE, "bfloat16")
+    prices = OperatorPrices.on(cluster_from_spec("8xH100-80GB"), DEGREE, "bfloat16")
     few, many = (
         assemble(shallow.graph, legal_rules(shallow.graph, DEGREE), prices, States(), CPU)
         for shallow in (llama(1, 4096), llama(1, 4096, 40))

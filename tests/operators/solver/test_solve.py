@@ -10,14 +10,14 @@ import pytest
 
 from atorch_ns.errors import InputError
 from atorch_ns.operators.solver.problem import (
-    Conversion,
+    ConversionCost,
     Group,
     Input,
     Label,
-    Node,
+    OperatorNode,
     Option,
+    PlacementProblem,
     Price,
-    Problem,
     Use,
     price,
 )
@@ -25,17 +25,17 @@ from atorch_ns.operators.solver.solve import solve
 from atorch_ns.text import bytes_text
 
 _LABELS = ("R", "P", "0", "1")
-_FREE = {(one, one): Conversion() for one in _LABELS}
+_FREE = {(one, one): ConversionCost() for one in _LABELS}
 
 
-def _random(rng: random.Random) -> Problem:
+def _random(rng: random.Random) -> PlacementProblem:
     """Up to 8 nodes of up to 3 options, with shared uses, several instances, and groups of all kinds."""
     groups = {}
     if rng.random() < 0.6:
         groups["g"] = Group(count=rng.randint(1, 3), recomputed=rng.choice([None, None, True, False]))
     if rng.random() < 0.3:
         groups["h"] = Group(count=rng.randint(1, 3), recomputed=rng.choice([None, True]))
-    nodes: list[Node] = []
+    nodes: list[OperatorNode] = []
     uses: list[Use] = []
     for number in range(rng.randint(1, 8)):
         group, inputs = rng.choice(["", *groups]), []
@@ -46,17 +46,18 @@ def _random(rng: random.Random) -> Problem:
                 uses.append(_random_use(rng, rng.randrange(len(nodes))))
             inputs.append(Input(rng.choice(shared), rng.random() < 0.5))
         options = tuple(_random_option(rng, len(inputs)) for _ in range(rng.randint(1, 3)))
-        node = Node(
+        node = OperatorNode(
             name=f"node {number}", options=options, inputs=tuple(inputs), count=rng.randint(1, 3), group=group
         )
         nodes.append(node)
-    return Problem(tuple(nodes), tuple(uses), groups)
+    return PlacementProblem(tuple(nodes), tuple(uses), groups)
 
 
 def _random_use(rng: random.Random, node: int) -> Use:
     pairs = [pair for pair in itertools.product(_LABELS, repeat=2) if rng.random() < 0.8]
     costs = {
-        pair: Conversion(*(rng.randint(0, most) for most in (9, 9, 4, rng.choice((0, 30))))) for pair in pairs
+        pair: ConversionCost(*(rng.randint(0, most) for most in (9, 9, 4, rng.choice((0, 30)))))
+        for pair in pairs
     }
     return Use(
         node=node,
@@ -79,7 +80,7 @@ def _random_option(rng: random.Random, num_inputs: int) -> Option:
     )
 
 
-def _prices(problem: Problem) -> Iterator[Price]:
+def _prices(problem: PlacementProblem) -> Iterator[Price]:
     """The price of every legal choice."""
     free = [name for name, group in problem.groups.items() if group.recomputed is None]
     every = itertools.product(*(range(len(node.options)) for node in problem.nodes))
@@ -118,12 +119,18 @@ def test_the_solver_finds_what_trying_every_choice_finds(seed: int) -> None:
 
 def _node(
     name: str, *options: Option, reads: tuple[Input, ...] = (), count: int = 1, group: str = ""
-) -> Node:
-    return Node(name=name, options=options, inputs=reads, count=count, group=group)
+) -> OperatorNode:
+    return OperatorNode(name=name, options=options, inputs=reads, count=count, group=group)
+
+
+def test_a_host_that_starts_operators_slower_than_they_run_bounds_the_price() -> None:
+    node = _node("product", *(Option(outputs=("R",), needs=(), seconds=seconds) for seconds in (1.0, 2.0)))
+    solved = solve(PlacementProblem((node,), (), {}, host_seconds=5.0))
+    assert (solved.choices, solved.price.seconds, solved.bound, solved.gap) == ((0,), 5.0, 5.0, 0.0)
 
 
 def test_readers_of_a_use_share_a_conversion_and_what_is_saved() -> None:
-    costs = {("0", "R"): Conversion(5.0, 7.0), ("0", "1"): Conversion(2.0, 3.0)}
+    costs = {("0", "R"): ConversionCost(5.0, 7.0), ("0", "1"): ConversionCost(2.0, 3.0)}
     use = Use(node=0, conversions=costs, saved={"R": 100.0, "1": 10.0}, count=4)
     source = _node("source", Option(outputs=("0",), seconds=1.0, resident=50.0))
     whole, divided = Option(needs=("R",), transient=8.0), Option(needs=("1",), transient=6.0)
@@ -132,7 +139,7 @@ def test_readers_of_a_use_share_a_conversion_and_what_is_saved() -> None:
         _node("saves too", whole, divided, reads=(Input(0, True),)),
         _node("saves nothing", whole, divided, reads=(Input(0),)),
     ]
-    problem = Problem((source, *readers), (use,))
+    problem = PlacementProblem((source, *readers), (use,))
     same = price(problem, (0, 0, 0, 0))
     assert (same.conversion_seconds, same.bytes_moved, same.saved, same.transient) == (
         20.0,
@@ -150,10 +157,10 @@ def test_readers_of_a_use_share_a_conversion_and_what_is_saved() -> None:
     assert (other.seconds, other.memory) == (29.0, 50.0 + 40.0 + 14.0)
 
 
-def _group(recomputed: bool | None) -> Problem:
+def _group(recomputed: bool | None) -> PlacementProblem:
     """Two instances of ``enter -> inner -> last``, of which the last two save what they read."""
-    costs = {("R", "R"): Conversion(1.0, 0.0, 0.25)}
-    return Problem(
+    costs = {("R", "R"): ConversionCost(1.0, 0.0, 0.25)}
+    return PlacementProblem(
         (
             _node("outside", Option(outputs=("R",))),
             *(
@@ -203,7 +210,7 @@ def test_too_little_memory_names_the_bound_and_what_needs_most() -> None:
     heavy = _node("layers.*.mlp", Option(resident=4 * 2**30), Option(resident=2 * 2**30))
     light = [_node(f"light {number}", Option(resident=float(number))) for number in range(6)]
     with pytest.raises(InputError) as raised:
-        solve(Problem((heavy, *light)), memory_limit=2.0**30)
+        solve(PlacementProblem((heavy, *light)), memory_limit=2.0**30)
     text = str(raised.value)
     assert f"no division fits in {bytes_text(2**30)}" in text
     assert f"at least {bytes_text(2 * 2**30 + 15)} are needed" in text
@@ -218,7 +225,7 @@ def test_the_proof_of_the_search_is_the_least_memory() -> None:
         "reader", Option(needs=("1",), resident=10.0), Option(needs=("0",), resident=80.0), reads=(Input(0),)
     )
     with pytest.raises(InputError, match="the division that needs the least needs 90 B"):
-        solve(Problem((source, reader), (Use(node=0, conversions=_FREE),)), memory_limit=50.0)
+        solve(PlacementProblem((source, reader), (Use(node=0, conversions=_FREE),)), memory_limit=50.0)
 
 
 def test_labels_without_a_conversion_are_refused_with_both_names() -> None:
@@ -226,18 +233,18 @@ def test_labels_without_a_conversion_are_refused_with_both_names() -> None:
         _node("source", Option(outputs=("P",))),
         _node("reader", Option(needs=("0",)), reads=(Input(0),)),
     )
-    problem = Problem((source, reader), (Use(node=0, conversions=_FREE),))
+    problem = PlacementProblem((source, reader), (Use(node=0, conversions=_FREE),))
     with pytest.raises(InputError, match="source cannot be joined to reader"):
         solve(problem)
     with pytest.raises(InputError, match="source gives P, but reader needs 0"):
         price(problem, (0, 0))
 
 
-def _chain(num_nodes: int, num_options: int) -> Problem:
+def _chain(num_nodes: int, num_options: int) -> PlacementProblem:
     """Every node reads the one before; each pair of labels has a cost of its own."""
     labels = _LABELS[:num_options]
-    costs: dict[tuple[Label, Label], Conversion] = {
-        (one, other): Conversion(float(1 + 4 * place + number) if one != other else 0.0)
+    costs: dict[tuple[Label, Label], ConversionCost] = {
+        (one, other): ConversionCost(float(1 + 4 * place + number) if one != other else 0.0)
         for place, one in enumerate(labels)
         for number, other in enumerate(labels)
     }
@@ -252,7 +259,7 @@ def _chain(num_nodes: int, num_options: int) -> Problem:
         )
         for number in range(num_nodes)
     ]
-    return Problem(
+    return PlacementProblem(
         tuple(nodes), tuple(Use(node=number, conversions=costs) for number in range(num_nodes - 1))
     )
 
@@ -272,13 +279,17 @@ def test_fixed_and_dominated_options_cost_no_column() -> None:
     node = fixed.nodes[0]
     slower = Option(outputs=("R",), seconds=9.0)
     assert (
-        solve(Problem((_node(node.name, slower, *node.options), *fixed.nodes[1:]), fixed.uses)).num_columns
+        solve(
+            PlacementProblem((_node(node.name, slower, *node.options), *fixed.nodes[1:]), fixed.uses)
+        ).num_columns
         == 2
     )
 
 
 def test_an_option_that_is_slower_but_smaller_is_no_longer_dominated_within_a_limit() -> None:
-    problem = Problem((_node("node", Option(seconds=1.0, resident=9.0), Option(seconds=2.0, resident=5.0)),))
+    problem = PlacementProblem(
+        (_node("node", Option(seconds=1.0, resident=9.0), Option(seconds=2.0, resident=5.0)),)
+    )
     assert solve(problem).choices == (0,)
     assert solve(problem, memory_limit=8.0).choices == (1,)
 

@@ -25,7 +25,7 @@ from atorch_ns.job import Inputs, Job
 from atorch_ns.method import load_registry, resolve
 from atorch_ns.strategy import Plan, Strategy
 from atorch_ns.testing import get_case, run_ranks
-from opt_lib.checkpoint import Checkpoint, CheckpointConfig
+from opt_lib.checkpoint import ActivationCheckpointConfig, Checkpoint
 from opt_lib.fp8 import Fp8, Fp8Config
 
 HOPPER = Cluster(
@@ -261,7 +261,7 @@ def test_full_precision_is_restored_outside_of_autocast(install: Callable[..., F
 def test_recomputation_is_the_package_s_own(install: Callable[..., Fake]) -> None:
     fake, case = install(), get_case("mlp")
     job = applied(case.build(), recomputation={"kind": "blocks"})
-    Checkpoint().apply(job, CheckpointConfig())
+    Checkpoint().apply(job, ActivationCheckpointConfig())
     case.loss_func(case.make_batch(4, 0), job.module(*case.make_batch(4, 0))).backward()
     assert [call["use_reentrant"] for call in fake.recomputed] == [False] * 4
     assert {type(call["function"]).__name__ for call in fake.recomputed} == {"ResidualBlock"}
@@ -271,7 +271,7 @@ def test_recomputation_has_no_settings_of_ours(install: Callable[..., Fake]) -> 
     install()
     job = applied(get_case("mlp").build(), recomputation={"kind": "blocks"})
     with pytest.raises(InputError, match="save_operators"):
-        Checkpoint().apply(job, CheckpointConfig(save_operators=("aten.mm",)))
+        Checkpoint().apply(job, ActivationCheckpointConfig(save_operators=("aten.mm",)))
 
 
 def test_a_version_whose_recomputation_takes_no_keywords_is_refused(install: Callable[..., Fake]) -> None:

@@ -13,13 +13,13 @@ from torch import nn
 from atorch_ns.capture.blocks import NamedModule
 from atorch_ns.errors import InputError
 from atorch_ns.pipeline import CallGraph, find_units, refused_cuts, split_units
-from atorch_ns.pipeline.cut.graph import Call, TensorSpec, Value
+from atorch_ns.pipeline.cut.graph import TensorSignature, UnitCall, Value
 from atorch_ns.pipeline.cut.shards import farthest_min_deps, live_values, make_shards, nearest_min_deps
 from atorch_ns.testing.models import get_case
 from tests.pipeline.chains import trace
 from tests.pipeline.odd_models import Base, SkipConnections, build, mean_loss, tokens
 
-SPEC = TensorSpec((2, 2), torch.float32, True)
+SPEC = TensorSignature((2, 2), torch.float32, True)
 
 
 def graph_of(length: int, skips: Mapping[int, Collection[int]] | None = None) -> CallGraph:
@@ -28,7 +28,7 @@ def graph_of(length: int, skips: Mapping[int, Collection[int]] | None = None) ->
     for number in range(length):
         read = [number - 1] if number else []
         read += [made for made, readers in (skips or {}).items() if number in readers]
-        calls.append(Call(path=f"unit.{number}", arguments=tuple(read), outputs=(number,), output=SPEC))
+        calls.append(UnitCall(path=f"unit.{number}", arguments=tuple(read), outputs=(number,), output=SPEC))
     values = [
         Value(spec=SPEC, position=number + 1, last_call=number, call=number, leaf=0)
         for number in range(length)

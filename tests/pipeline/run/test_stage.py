@@ -21,7 +21,7 @@ from atorch_ns.pipeline import (
 )
 from atorch_ns.pipeline.cut.install import ranges
 from atorch_ns.pipeline.run.forward_pass import CALL_STRIDE, StagePass
-from atorch_ns.pipeline.run.stage import Unit
+from atorch_ns.pipeline.run.stage import StageUnit
 from atorch_ns.torch_compat import plain_name
 from tests.pipeline.chains import CPU, assert_same, chain_pass, trace, whole_pass
 from tests.pipeline.odd_models import (
@@ -167,7 +167,7 @@ def test_blocks_are_found_inside_units_and_nowhere_else() -> None:
         "blocks.0",
         "blocks.1",
     ]
-    assert isinstance(part.blocks[0], Unit)
+    assert isinstance(part.blocks[0], StageUnit)
 
 
 def test_a_batch_for_which_the_model_calls_other_units_is_refused() -> None:

@@ -12,9 +12,9 @@ from atorch_ns.report import LineLog, LiveTable, SearchView, observer_for
 from atorch_ns.search import (
     Ended,
     Event,
-    Note,
     Priced,
     Profiling,
+    SearchNote,
     StopRule,
     TrialEnded,
     TrialOutcome,
@@ -39,7 +39,7 @@ def _events() -> list[Event]:
         Priced(SETTING, tuple(row.candidate for row in outcome.rows)),
         TrialStarted(1, base.candidate, _task()),
         TrialEnded(1, base.candidate, base.trial, "base"),
-        Note("resumed 2 trials"),
+        SearchNote("resumed 2 trials"),
         TrialStarted(2, boom.candidate, _task()),
         TrialEnded(2, boom.candidate, boom.trial, "base"),
         TrialStarted(3, win.candidate, _task()),
@@ -100,7 +100,7 @@ def test_nothing_is_written_after_the_end() -> None:
     log(Profiling("TinyLlama"))
     log(Ended(searched()))
     written = stream.getvalue()
-    log(Note("late"))
+    log(SearchNote("late"))
     time.sleep(0.1)
     assert stream.getvalue() == written
     assert not [thread for thread in threading.enumerate() if "heartbeat" in thread.name]

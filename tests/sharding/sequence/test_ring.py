@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 from atorch_ns.errors import InputError
+from atorch_ns.sharding.sequence import ring
 from atorch_ns.sharding.sequence.attention import AttentionCall
 from atorch_ns.sharding.sequence.plan import SequenceLayout
-from atorch_ns.sharding.sequence.ring import Part, attend, attend_backward, merge, ring_attention
+from atorch_ns.sharding.sequence.ring import RingPart, attend, attend_backward, merge, ring_attention
 from atorch_ns.testing.workers import run_ranks
 from tests.sharding.sequence.attention_cases import Form, errors, make
 
@@ -43,8 +44,8 @@ def _forms_alike() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key, value, gradient = (torch.randn(2, 3, 6, 8, generator=generator) for _ in range(4))
     for causal in (False, True):
-        fused = Part(0.3, causal)
-        plain = Part(0.3, causal, torch.ones(1, 1, 6, 6, dtype=torch.bool))
+        fused = RingPart(0.3, causal)
+        plain = RingPart(0.3, causal, torch.ones(1, 1, 6, 6, dtype=torch.bool))
         assert fused.kernel(query, key, value) is not None
         assert plain.kernel(query, key, value) is None
         results = [attend(query, key, value, part) for part in (fused, plain)]
@@ -61,9 +62,19 @@ def test_the_kernel_computes_the_formula() -> None:
     run_ranks(_forms_alike, 1)
 
 
+def test_a_kernel_whose_gradients_are_not_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "_kernel_error", lambda *_: 0.0)
+    of_kernel = (torch.device("cpu"), torch.float32, 24)
+    assert ring._tested_kernel(*of_kernel) is not None
+    monkeypatch.setattr(ring, "_kernel_error", lambda *call: float("nan") if call[-1] else 0.0)
+    ring._tested_kernel.cache_clear()
+    assert ring._tested_kernel(*of_kernel) is None
+    ring._tested_kernel.cache_clear()
+
+
 def test_few_scores_are_alive_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value, gradient = (torch.randn(1, 2, 7, 5) for _ in range(4))
-    part = Part(0.5, causal=True)
+    part = RingPart(0.5, causal=True)
     whole = attend(query, key, value, part)
     gradients = attend_backward(gradient, (query, key, value), whole, part)[:3]
     monkeypatch.setattr("atorch_ns.sharding.sequence.ring._MOST_SCORES", 30)
@@ -78,9 +89,9 @@ def test_few_scores_are_alive_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_merging_parts_of_the_keys_is_attention_to_all() -> None:
     query, key, value = (torch.randn(2, 3, 5, 4) for _ in range(3))
-    whole, whole_lse = attend(query, key, value, Part(0.5))
-    first = attend(query, key[..., :2, :], value[..., :2, :], Part(0.5))
-    second = attend(query, key[..., 2:, :], value[..., 2:, :], Part(0.5))
+    whole, whole_lse = attend(query, key, value, RingPart(0.5))
+    first = attend(query, key[..., :2, :], value[..., :2, :], RingPart(0.5))
+    second = attend(query, key[..., 2:, :], value[..., 2:, :], RingPart(0.5))
     out, lse = merge(*first, *second)
     assert torch.allclose(out, whole, atol=1e-6)
     assert torch.allclose(lse, whole_lse, atol=1e-6)
@@ -88,7 +99,7 @@ def test_merging_parts_of_the_keys_is_attention_to_all() -> None:
 
 def test_queries_that_see_nothing_stay_finite() -> None:
     query, key, value = (torch.randn(1, 1, 3, 4) for _ in range(3))
-    nothing = Part(1.0, mask=torch.zeros(3, 3, dtype=torch.bool))
+    nothing = RingPart(1.0, mask=torch.zeros(3, 3, dtype=torch.bool))
     out, lse = attend(query, key, value, nothing)
     assert torch.equal(out, torch.zeros_like(out))
     merged, _ = merge(out, lse, *attend(query, key, value, nothing))

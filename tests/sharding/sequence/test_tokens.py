@@ -60,11 +60,17 @@ def _of_samples(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w).sum(1).tanh().square().sum()
 
 
+def _deviated(x: Tensor, w: Tensor) -> Tensor:
+    """By the forms with flags, of which the first says whether the deviation is unbiased."""
+    spread = x.var(0, True).tanh().sum(1).mean() + x.std(0, False, True).tanh().sum(2).mean()
+    return spread + w.square().mean()
+
+
 def _whole(x: Tensor, w: Tensor) -> Tensor:
     return (x.flip(1).cumsum(1) @ w.T).logsumexp(-1).sum() + x[:, 0].square().sum()
 
 
-ON_PARTS = (_next, _as_transformers, _masked, _normed, _back_into_positions, _chosen, _of_samples)
+ON_PARTS = (_next, _as_transformers, _masked, _normed, _back_into_positions, _chosen, _of_samples, _deviated)
 
 
 def _run(loss: Loss, zigzag: bool) -> tuple[list[tuple[Tensor, Tensor, Tensor]], LogitUses]:

@@ -17,7 +17,7 @@ from atorch_ns.capture.blocks import repeated_blocks
 from atorch_ns.capture.nests import samples_and_tokens
 from atorch_ns.data import call_model
 from atorch_ns.profile.record.fake_steps import FakeSteps
-from atorch_ns.profile.record.steps import Precision, Subject
+from atorch_ns.profile.record.steps import StepPrecision, TracedModel
 from atorch_ns.sharding import choose_plan, parameter_dims, trace_layers
 from atorch_ns.testing.models import get_case
 from tests.sharding.tensor.test_regions import BackToWidth, SizeByHeads
@@ -68,8 +68,8 @@ def priced(model: nn.Module, batch: Any, loss: Run) -> Dims:
     """The dims by recorded operators."""
     blocks = {block.name: block.module for block in repeated_blocks(model)}
     sizes = samples_and_tokens(batch)
-    subject = Subject(model, batch, loss, sizes, sizes, blocks, dict.fromkeys(blocks, ""))
-    return dict(FakeSteps(subject, {}, "cpu").record(Precision.parse("float32"), sizes).dims)
+    subject = TracedModel(model, batch, loss, sizes, sizes, blocks, dict.fromkeys(blocks, ""))
+    return dict(FakeSteps(subject, {}, "cpu").record(StepPrecision.parse("float32"), sizes).dims)
 
 
 def divided(model: nn.Module, batch: Any, forward: Run, *, by_numbers: bool = False) -> Dims:
