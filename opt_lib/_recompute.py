@@ -84,7 +84,10 @@ class ListsOfUsers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         # Weak references keep no memory of a recomputation alive.
-        self._notes += [ref(tensor) for tensor in tensors_of(result) if tensor.requires_grad]
+        # What a function gives back as it was, such as a weight of the right dtype, is not of this pass.
+        known = set(map(id, tensors_of((args, kwargs or {}))))
+        new = (tensor for tensor in tensors_of(result) if id(tensor) not in known)
+        self._notes += [ref(tensor) for tensor in new if tensor.requires_grad and not tensor.is_leaf]
         return result
 
     def _remove_results(self) -> None:

@@ -181,7 +181,9 @@ class Checkpoint(Method[ActivationCheckpointConfig]):
             _warn_of_dropout(job, config)
         if config.offload:
             function = offloaded(function, job.device)
-        once = functools.partial(BufferSafeRecompute, function, ListsOfUsers(is_on=not job.plan.compiled))
+        # Compilers and other packages want the module itself.
+        lists = ListsOfUsers(is_on=not job.plan.compiled and job.step.recompute is None)
+        once = functools.partial(BufferSafeRecompute, function, lists)
         targets = _find_targets(job.module, config)
         if config.chunk > 1:
             _refuse_chunks(job, config)

@@ -196,16 +196,12 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(str(error)) from error
 
 
-_DEVICE_KEYS: Final = (
-    "like",
-    "memory",
-    *(each.name for each in fields(Device) if each.name != "memory_bytes"),
-)
+_DEVICE_KEYS: Final = ("like", "memory", *(key.name for key in fields(Device) if key.name != "memory_bytes"))
 _LINK_KEYS: Final = (
     "like",
     "latency_s",
     "bytes_per_s",
-    *(each.name for each in fields(Link) if each.name != "rate"),
+    *(key.name for key in fields(Link) if key.name != "rate"),
 )
 _MOST_RANKS: Final = 10_000_000  # a larger count is a mistake
 
