@@ -68,19 +68,19 @@ def _check_arguments(fn: object, args: object, nproc: object, timeout_s: object)
     """Raises :class:`InputError` for arguments that make no sense, before a process is started."""
     if not callable(fn):
         raise InputError(
-            f"fn is {fn!r}, which cannot be called. Give a function: notebook.run(train, args=(10,))."
+            f"fn is {fn!r}, which is not callable. Give a function: notebook.run(train, args=(10,))."
         )
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
         raise InputError(
             f"args is {str(args)[:80]!r}, of type {type(args).__qualname__}. Give a tuple with an entry for each argument; "
-            "for a single one that is args=(value,), with the comma."
+            "for a single argument, write args=(value,) with the comma."
         )
     if isinstance(nproc, bool) or not isinstance(nproc, int) or nproc < 1:
         raise InputError(f"nproc={nproc!r}: at least one process is needed. Use 2, or the number of GPUs.")
     number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if timeout_s is not None and not (number and 0 < timeout_s < math.inf):  # type: ignore[operator]
         raise InputError(
-            f"timeout_s={timeout_s!r} is no time. Give seconds, a number above 0, or None for no limit."
+            f"timeout_s={timeout_s!r} is not a time. Give a number of seconds above 0, or None for no limit."
         )
 
 
@@ -119,7 +119,7 @@ def _raise_failure(folder: Path, ends: Sequence[RankEnd], timeout_s: float | Non
     late = [end.rank for end in ends if end.ended_by_us]
     if late:
         raise RankError(
-            f"the ranks {late} still ran after timeout_s={timeout_s} seconds and were ended. Give more time, or "
+            f"ranks {late} were still running after timeout_s={timeout_s} seconds and were ended. Give more time, or "
             "print in the function to see where it waits."
         )
 

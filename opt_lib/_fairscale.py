@@ -67,7 +67,7 @@ def shard_gradients(job: Job, method: str) -> None:
     ``find_unused_parameters``.
     """
     if job.inputs.optim_func is None:
-        raise InputError("ShardedDataParallel follows its optimizer, so auto_accelerate needs optim_func.")
+        raise InputError("ShardedDataParallel needs its optimizer, so auto_accelerate needs optim_func.")
     job.place()
     job.make_states = _STATES
 
@@ -102,7 +102,7 @@ def _require_one_dtype(groups: list[dict[str, Any]]) -> None:
     if len(dtypes) > 1:
         raise BackendError(
             f"OSS packs each rank's parameters into one buffer, but they have {len(dtypes)} dtypes: "
-            f"{', '.join(sorted(map(str, dtypes)))}. Use zero1 or zero2 with their default backend, torch's."
+            f"{', '.join(sorted(map(str, dtypes)))}. Use zero1 or zero2 with their default backend (torch)."
         )
 
 
@@ -143,7 +143,7 @@ def _require_share(job: Job, parameters: Iterable[torch.Tensor]) -> None:
     empty = [rank for rank, count in enumerate(counts) if count == 0]
     if empty:
         raise BackendError(
-            f"ShardedDataParallel leaves data ranks {empty} of {len(counts)} without any trainable parameter, and fp16's "
+            f"ShardedDataParallel leaves data ranks {empty} of {len(counts)} without any trainable parameter, but fp16's "
             "loss scaling needs a gradient on every rank. Use fewer processes, bf16, or another backend."
         )
 
@@ -213,7 +213,7 @@ class _ReducedGradients:
         if any(parameter.grad is not None for parameter in self._local):
             raise StepError(
                 "the last backward pass did not average its gradients over the ranks. ShardedDataParallel does "
-                "that once for each forward pass, and in training mode only: call model.train(), add losses "
-                "before one backward pass, and leave the context that skips synchronisation for the last "
+                "that once per forward pass, and only in training mode: call model.train(), sum the losses "
+                "before one backward pass, and exit the context that skips synchronisation before the last "
                 "micro-batch."
             )

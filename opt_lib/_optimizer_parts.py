@@ -31,9 +31,9 @@ class _CheckpointHint:
             if "consolidated" not in str(error):
                 raise
             raise CheckpointError(
-                "optim.state_dict() is not there: each rank has the states of the parameters that it updates. Save by "
-                "atorch_ns.checkpoint.save(folder, result) and load by atorch_ns.checkpoint.load, under any strategy. "
-                "For the states in one place alone, call optim.consolidate_state_dict on all ranks first."
+                "optim.state_dict() is not available: each rank has only the states of parameters that it updates. Save with "
+                "atorch_ns.checkpoint.save(folder, result) and load with atorch_ns.checkpoint.load, under any strategy. "
+                "To get all states on one rank, call optim.consolidate_state_dict on all ranks first."
             ) from error
         return state
 
@@ -57,8 +57,8 @@ def _call_and_send(optimizer: Any, inner: torch.optim.Optimizer, name: str, *arg
     if [parameter._version for parameter in parameters] != before:
         if name not in ("train", "eval"):  # schedule-free ones write element by element
             raise StepError(
-                f"optim.{name}() has written weights, of which each rank's optimizer has a part: it saw the gradients of that part "
-                "alone, and other ranks would not see what it wrote. Use ddp, fsdp or zero2."
+                f"optim.{name}() has changed weights, but each rank's optimizer has only a part of them: it saw only that part's "
+                "gradients, and other ranks would not see the change. Use ddp, fsdp or zero2."
             )
         send_parts(optimizer)
     return result
@@ -110,8 +110,8 @@ def _refuse_changed_groups(optimizer: Any, *_: Any) -> None:
     # Groups behind the known ones were divided when they were added.
     if _identify_groups(optimizer)[: len(optimizer._known_groups)] != optimizer._known_groups:
         raise StepError(
-            "parameters were added to the groups of the optimizer, taken out or moved, and ranks have divided them as they were. "
-            "Freeze by requires_grad, make the groups by optim_param_func, or use ddp, fsdp or zero2."
+            "parameters were added to, removed from or moved between optimizer groups after ranks had divided them. "
+            "Freeze with requires_grad, make the groups with optim_param_func, or use ddp, fsdp or zero2."
         )
 
 

@@ -130,7 +130,7 @@ def _make_placeholder(result: Any, refuse: Callable[[torch.Tensor], None]) -> An
         return (_make_placeholder(result[0], refuse), *result[1:])
     if not isinstance(result, torch.Tensor):
         raise StepError(
-            f"checkpoint: chunk recomputes neighbouring blocks as one, which needs them to return a tensor, and they return "
+            f"checkpoint: chunk recomputes neighbouring blocks as one, which needs them to return a tensor, but they return "
             f"{with_article(result)}. Leave chunk out."
         )
     nan = torch.full((), float("nan"), dtype=result.dtype, device=result.device)  # memory of one element

@@ -83,12 +83,12 @@ class AmpNative(Method[AmpNativeConfig]):
         trained = [p for p in job.module.parameters() if p.requires_grad]
         if any(p.is_complex() for p in trained):
             raise InputError(
-                "amp_native with fp16 scales gradients, and torch cannot check complex ones for overflow, which the model has. "
+                "amp_native with fp16 scales gradients, but the model has complex ones, which torch cannot check for overflow. "
                 'Use ("amp_native", "bf16").'
             )
         if any(p.dtype is torch.float16 for p in trained):
             raise InputError(
-                "amp_native with fp16 scales gradients, which must be fp32, and the model has trainable weights in fp16. Give it "
+                "amp_native with fp16 scales gradients, which must be fp32, but the model has trainable weights in fp16. Give it "
                 'to auto_accelerate in fp32 (model.float()), or use ("half", "fp16"), which keeps fp32 copies of them.'
             )
         job.precision.loss_scaling = config.loss_scaling

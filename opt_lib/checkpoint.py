@@ -84,11 +84,11 @@ class ActivationCheckpointConfig(MethodConfig):
     def _shares_fit(self) -> ActivationCheckpointConfig:
         if self.share is None:
             if self.by_stage != "same":
-                raise ValueError(f"by_stage={self.by_stage!r} needs share, that of the first stage")
+                raise ValueError(f"by_stage={self.by_stage!r} needs share, for the first stage")
             return self
         if self.wrap_class is not None or self.every_n != 1 or self.save_operators:
             raise ValueError(
-                "share is of the repeated blocks; leave out wrap_class, every_n and save_operators"
+                "share applies to the repeated blocks; leave out wrap_class, every_n and save_operators"
             )
         RecomputeShare(self.share, self.by_stage)  # which checks them
         return self
@@ -203,7 +203,7 @@ class Checkpoint(Method[ActivationCheckpointConfig]):
         if not targets and not job.parts.stages:  # a stage may hold none of them
             raise InputError(
                 f"checkpoint found no module to recompute: {config.wrap_class or 'the repeated blocks'} matches "
-                "nothing in the model as the methods before it left it."
+                "nothing in the model as earlier methods left it."
             )
         saved = (
             config.save_operators if isinstance(config.save_operators, tuple) else (config.save_operators,)
@@ -297,7 +297,7 @@ def _warn_of_dropout(job: Job, config: ActivationCheckpointConfig) -> None:
     }
     if classes:
         job.warn(
-            f"checkpoint: with preserve_rng_state=False the recomputation draws other dropout masks than the forward "
+            f"checkpoint: with preserve_rng_state=False the recomputation draws different dropout masks from the forward "
             f"pass, so gradients are wrong: {', '.join(classes)} drop(s) activations. Leave the setting out, or set "
             "their probability to 0."
         )

@@ -140,8 +140,8 @@ class Ddp(Method[DdpConfig]):
             return
         if config.predivide is not None:
             raise InputError(
-                "predivide of ddp is for its own reducer, and gradients of a model with experts on several ranks are "
-                "averaged by torch's. Leave predivide out, or expert_parallel."
+                "predivide applies only to ddp's own reducer, but gradients of a model with experts on several ranks are "
+                "averaged by torch's. Leave out predivide or expert_parallel."
             )
         if job.mesh.divides_model:
             _replicate_parts(job, self.name)
@@ -153,8 +153,8 @@ def _reduce_by_torch(job: Job, config: DdpConfig) -> None:
     assert job.mesh is not None
     if tables := sparse_tables(job.model):
         raise InputError(
-            f"{first_few(list(tables.values()))} has sparse=True, beside which torch's DistributedDataParallel averages other gradients "
-            "wrongly over gloo: leave out reducer and the arguments that are torch's, or make it with sparse=False."
+            f"{first_few(list(tables.values()))} has sparse=True, so torch's DistributedDataParallel averages other gradients "
+            "wrongly over gloo: leave out reducer and torch's arguments, or create it with sparse=False."
         )
     find_unused = config.find_unused_parameters
     model = DistributedDataParallel(
@@ -271,8 +271,8 @@ class _Unreached:
         if not self._queued:
             if not self._awaited and self._model.require_backward_grad_sync:
                 raise StepError(
-                    "DistributedDataParallel averages the gradients of one backward pass after each forward pass, and this is a "
-                    "further one: its gradients would stay on their ranks. Add the losses up and call backward() once, or leave "
+                    "DistributedDataParallel averages the gradients of only one backward pass after each forward pass, but this is "
+                    "another one: its gradients would stay on their ranks. Add the losses up and call backward() once, or leave "
                     "out ddp's reducer: torch."
                 )
             self._queued = True

@@ -77,7 +77,7 @@ class Ds3dParallelConfig(MethodConfig):
         zero = value.get("zero_optimization", {})
         if not isinstance(zero, dict):
             raise ValueError(
-                "zero_optimization is a mapping of DeepSpeed's keys, and its stage is zero_stage"
+                "zero_optimization must be a mapping of DeepSpeed's keys; set its stage as zero_stage"
             )
         if "stage" in zero:
             raise ValueError("zero_optimization.stage is decided by zero_stage")

@@ -109,8 +109,8 @@ class Fp8(Method[Fp8Config]):
             return []
         return [
             Problem(
-                message=f"{folded(adapters)} are LoRA layers of peft: the products of their narrow matrices lose in "
-                "fp8 what they train, and neither package supports them. Leave fp8 out, or their names by exclude",
+                message=f"{folded(adapters)} are LoRA layers of peft: in fp8 the products of their narrow matrices "
+                "lose what they train, and neither package supports them. Leave fp8 out, or list their names in exclude",
                 method=self.name,
             )
         ]
@@ -179,10 +179,10 @@ class Fp8(Method[Fp8Config]):
         if selection.heads and selection.replaced:
             job.warn(
                 f"fp8: {folded(selection.heads)} stays as it is: it makes the logits, which fp8 harms. Name it in "
-                "include to have it in fp8, or in exclude to have no word of it"
+                "include to run it in fp8, or in exclude to silence this warning"
             )
         for part, reason in selection.refused(config.include or ()).items() if selection.replaced else ():
-            job.warn(f"fp8: {part!r}, which include names, stays as it is: {reason}")
+            job.warn(f"fp8: {part!r} in include stays as it is: {reason}")
         if config.verbose:
             job.warn(f"fp8: {selection.listed()}")
 
@@ -190,7 +190,7 @@ class Fp8(Method[Fp8Config]):
         for key, parts in (("include", config.include or ()), ("exclude", config.exclude)):
             for part, near in unmatched(job.module, parts).items():
                 nearest = f" Nearest: {', '.join(near)}." if near else ""
-                job.warn(f"fp8: no linear's name contains {part!r}, which {key} names.{nearest}")
+                job.warn(f"fp8: no linear's name contains {part!r} from {key}.{nearest}")
 
     def explain(self, config: Fp8Config, cluster: Cluster) -> str:
         """The purpose only: the replaced layers are reported when it is applied."""

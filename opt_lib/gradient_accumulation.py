@@ -54,7 +54,7 @@ class GradientAccumulation(Method[GradientAccumulationConfig]):
         asked = job.inputs.gradient_accumulation_steps
         if asked not in (1, config.num_micro_batches):  # 1 is the default
             raise InputError(
-                f"gradient_accumulation_steps={asked} was given to auto_accelerate, and the strategy says "
+                f"gradient_accumulation_steps={asked} was given to auto_accelerate, but the strategy has "
                 f"gradient_accumulation with num_micro_batches={config.num_micro_batches}. Leave one of them out."
             )
         job.step.num_micro_batches = config.num_micro_batches

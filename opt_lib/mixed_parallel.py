@@ -93,7 +93,7 @@ def _no_axis(others: Plan, cluster: Cluster) -> str:
 def _absent_axis_problem(axis: str, others: Plan) -> Problem:
     shown = ", ".join(f"{name}={size}" for name, size in others.axes)
     return Problem(
-        message=f"parallel_mode has {shown} and no axis {axis!r}. Name its degree there, as in "
+        message=f"parallel_mode has {shown} but no axis {axis!r}. Name its degree there, as in "
         f"({axis!r}, 2), or leave this config out",
         key=axis,
     )

@@ -76,7 +76,7 @@ class ModuleReplaceConfig(MethodConfig):
     def _not_both(self) -> ModuleReplaceConfig:
         both = sorted(set(self.include or ()) & set(self.exclude))
         if both:
-            raise ValueError(f"{', '.join(both)} stands in both include and exclude")
+            raise ValueError(f"{', '.join(both)} is in both include and exclude")
         return self
 
 
@@ -152,7 +152,7 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
             why = "; ".join(_row_texts(idle)) or "every replacement is excluded"
             job.warn(f"{self.name} replaced nothing: {why}")
         elif idle and config.include is not None:
-            job.warn(f"{self.name} does without some of include: {'; '.join(_row_texts(idle))}")
+            job.warn(f"{self.name} did not apply all of include: {'; '.join(_row_texts(idle))}")
 
 
 class _Row(NamedTuple):

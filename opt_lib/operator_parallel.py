@@ -81,7 +81,7 @@ class OperatorParallelConfig(MethodConfig):
         idle = [name for name in ("constraints", "memory_gib") if getattr(self, name) is not None]
         if idle and self.plan is None and self.policy != "solve":
             raise ValueError(
-                f"{' and '.join(idle)} count with the policy solve alone, and it is {self.policy}"
+                f"{' and '.join(idle)} can be used only with policy=solve, but it is {self.policy}"
             )
         return self
 
@@ -165,7 +165,7 @@ class OperatorParallel(Method[OperatorParallelConfig]):
             job.idle_axes["tensor"] = self.name, f"each of its {group.size} ranks computes all of its samples"
             job.warn(
                 f"operator_parallel: nothing is divided, so each of the {group.size} tensor ranks computes all of its samples, "
-                "and as many fewer processes would train as fast."
+                "and one process instead of these would train as fast."
             )
 
     def _divide_layers(self, job: Job, reason: str) -> None:

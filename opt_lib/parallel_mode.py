@@ -39,7 +39,7 @@ class ParallelModeConfig(MethodConfig):
     @classmethod
     def _each_rank_once(cls, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
         if order is not None and sorted(order) != list(range(len(order))):
-            raise ValueError(f"a rank order names each of the ranks 0 to {len(order) - 1} once")
+            raise ValueError(f"a rank order must name each of the ranks 0 to {len(order) - 1} once")
         return order
 
     @classmethod

@@ -56,7 +56,7 @@ class Zero1Config(MethodConfig):
         if self.use_ds_zero and self.backend == "fairscale":
             raise ValueError("backend=fairscale and use_ds_zero name two backends; choose one")
         if self.cpu_offload:
-            raise ValueError("zero1 offloads nothing: ('zero2', {'cpu_offload': True}) does, by torch")
+            raise ValueError("zero1 cannot offload; ('zero2', {'cpu_offload': True}) can, with torch")
         return self
 
     @property

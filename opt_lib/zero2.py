@@ -32,7 +32,7 @@ class Zero2Config(ShardConfig):
         if self.not_use_fsdp and self.use_ds_zero:
             raise ValueError("not_use_fsdp and use_ds_zero name two backends; choose one")
         if self.cpu_offload and (self.not_use_fsdp or self.use_ds_zero):
-            raise ValueError("cpu_offload is done by torch alone: leave out not_use_fsdp and use_ds_zero")
+            raise ValueError("only torch supports cpu_offload: leave out not_use_fsdp and use_ds_zero")
         return self
 
 

@@ -78,7 +78,7 @@ def test_an_interrupt_ends_all(tmp_path: Path) -> None:
 
 
 def test_a_time_limit() -> None:
-    with pytest.raises(RankError, match=r"the ranks \[0\] still ran after timeout_s=0.5"):
+    with pytest.raises(RankError, match=r"ranks \[0\] were still running after timeout_s=0.5"):
         notebook.run(time.sleep, (600,), nproc=1, timeout_s=0.5)
 
 
@@ -100,14 +100,14 @@ def test_what_cannot_be_sent_is_named() -> None:
 
 @pytest.mark.parametrize("timeout_s", ["x", 0, -1.0, float("nan"), float("inf"), True])
 def test_a_time_limit_that_is_none(timeout_s: Any) -> None:
-    with pytest.raises(InputError, match=r"timeout_s=.* is no time"):
+    with pytest.raises(InputError, match=r"timeout_s=.* is not a time"):
         notebook.run(print, nproc=1, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize(
     ("fn", "args", "said"),
     [
-        (4, (), r"fn is 4, which cannot be called"),
+        (4, (), r"fn is 4, which is not callable"),
         (print, 4, r"args is '4', of type int\. .*args=\(value,\)"),
         (print, "abc", r"args is 'abc', of type str"),
     ],

@@ -107,8 +107,8 @@ def _build_loader(job: Job) -> TrainLoader | None:
     extra = -len(dataset) % num_ranks if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") else 0
     if extra and not {"sampler", "batch_sampler"} & {*args} and not args.get("drop_last"):
         job.warn(
-            f"{num_ranks} ranks do not divide {len(dataset)} samples: the last batch of an epoch is filled up with the first "
-            f"{extra} of it, which one process does not train on twice. Set drop_last=True in dataloader_args to leave the rest out."
+            f"{num_ranks} ranks do not divide {len(dataset)} samples: the last batch of an epoch is padded with the epoch's first "
+            f"{extra} samples, which one process would not train on twice. Set drop_last=True in dataloader_args to drop the rest."
         )
     return build_dataloader(
         dataset,

@@ -220,12 +220,12 @@ def _check_batch(name: str, sample: Any) -> None:
             repr(sample) if sample is None or isinstance(sample, (int, float, str)) else with_article(sample)
         )
         raise InputError(
-            f"--sample={name!r} is {text}, which holds no tensor with a dim for samples. It must be one batch: a "
+            f"--sample={name!r} is {text}, which holds no tensor with a batch dimension. It must be one batch: a "
             "tensor, or a dictionary, list or tuple of tensors; or a function without arguments that returns one."
         )
     if 0 in sizes:
         raise InputError(
-            f"--sample={name!r} is an empty batch: a tensor of it has no rows. Give it a sample or more."
+            f"--sample={name!r} is an empty batch: one of its tensors has no rows. Give at least one sample."
         )
 
 
@@ -281,7 +281,7 @@ def _import_user_module(target: str, option: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and target.startswith(error.name):  # not a module that it imports
             raise InputError(
-                f"{option}: there is no module {target!r} here ({folder}) or where Python looks. Check the name, "
+                f"{option}: there is no module {target!r} here ({folder}) or on Python's path. Check the name, "
                 "or run the command in the folder that holds it."
             ) from None
         raise InputError(with_period(f"{option}: importing {target} failed: {error}")) from error

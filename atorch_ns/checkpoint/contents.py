@@ -213,7 +213,7 @@ def extra_states(module: nn.Module) -> dict[str, torch.Tensor]:
         if not isinstance(state, torch.Tensor):
             raise CheckpointError(
                 f"{type(child).__qualname__} at {path or 'the root'} has an extra state of type "
-                f"{type(state).__name__}; checkpoints hold tensors only. Return one from get_extra_state."
+                f"{type(state).__name__}; checkpoints hold only tensors. Return a tensor from get_extra_state."
             )
         states[plain_name(path)] = state
     return states
@@ -227,7 +227,7 @@ def class_name(thing: object) -> str:
 def _state_key(name: str, entry: str) -> str:
     if not isinstance(entry, str) or "." in entry or not entry:
         raise CheckpointError(
-            f"the optimizer calls a state of {name} {entry!r}; names must be texts without a dot."
+            f"the optimizer names a state of {name} {entry!r}; state names must be strings without a dot."
         )
     return f"{STATE}{name}.{entry}"
 

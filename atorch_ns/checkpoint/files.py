@@ -29,7 +29,7 @@ def record_files(folder: Path, rank: int) -> dict[str, FileRecord]:
         return {path.name: record_of(path) for path in sorted(paths)}
     except OSError as error:
         raise CheckpointError(
-            f"what was written to {folder} cannot be read back ({error}), so it was not made a checkpoint."
+            f"the data written to {folder} cannot be read back ({error}), so it did not become a checkpoint."
         ) from error
 
 

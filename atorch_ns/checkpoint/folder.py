@@ -83,12 +83,12 @@ def find(path: str | PathLike[str]) -> Path:
         return checkpoint
     if not folder.is_dir():
         raise CheckpointError(
-            f"there is no folder {folder}. Give the folder that was given to save, or one step's."
+            f"folder {folder} does not exist. Give the folder that was passed to save, or that of one step."
         )
     if STEP.fullmatch(folder.name) or (folder / ".metadata").is_file():
         raise DamagedError(f"{folder} is incomplete: it has no {MANIFEST}, which is written last.")
     raise CheckpointError(
-        f"{folder} holds no complete checkpoint, which would be a folder step-N with {MANIFEST}."
+        f"{folder} holds no complete checkpoint, which is a folder named step-N with {MANIFEST}."
     )
 
 

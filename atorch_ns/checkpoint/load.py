@@ -65,7 +65,7 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
 
     source = cluster.agree(open_source, what="checking the checkpoint")
     if result.optim is not None and any(p.grad is not None for p in result.model.parameters()):
-        log.warning("%s: gradients that are there are dropped, and count in no step that follows.", folder)
+        log.warning("%s: existing gradients are dropped and do not count in later steps.", folder)
         result.optim.zero_grad()
     _check_content(source, cluster)
     # Up to here nothing was changed; a failure from here on leaves a job that is half loaded.
@@ -75,8 +75,8 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
     except Exception as error:
         reason = error_text(error).removesuffix(".")
         raise CheckpointError(
-            f"loading {folder} failed after a part of it had been loaded: {reason}. The model and the optimizer are "
-            "changed: load a checkpoint, or start anew, before training goes on. "
+            f"loading {folder} failed after a part of it was loaded: {reason}. The model and the optimizer have "
+            "changed: load a checkpoint or start over before you continue training. "
             f"{alternative(folder)}"
         ) from error
     if result.job.step.same_weights is not None:
@@ -149,7 +149,7 @@ def _check_folder(path: Path) -> None:
     present = next(ancestor for ancestor in (path.absolute(), *path.absolute().parents) if ancestor.exists())
     if not present.is_dir():
         raise CheckpointError(
-            f"{present} is a file, so there are no checkpoints in {path}. Give the folder that is given to save."
+            f"{present} is a file, so there are no checkpoints in {path}. Give the folder that is passed to save."
         )
     try:
         os.scandir(present).close()  # fails where it cannot be read

@@ -47,8 +47,8 @@ def encode(value: Any, *, what: str) -> JSON:
     if type(value) in (dict, Counter):
         return _encode_mapping(value, what)
     raise CheckpointError(
-        f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which has no form in a checkpoint: "
-        "no objects are pickled. Keep numbers, texts, lists, tuples and dicts in it."
+        f"{what} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: "
+        "objects are not pickled. Use only numbers, strings, lists, tuples and dicts."
     )
 
 
@@ -157,8 +157,8 @@ def check_groups(
         return
     if ordered:
         raise CheckpointError(
-            f"the checkpoint has {len(saved)} parameter group(s) and this optimizer {len(present)}, cut or ordered "
-            "differently, and the scheduler counts them. Give optim_param_func the groups it was saved with."
+            f"the checkpoint has {len(saved)} parameter group(s) and this optimizer has {len(present)}, split or ordered "
+            "differently, and the scheduler counts them. Make optim_param_func return the saved groups."
         )
     _check_uniform(present, saved, "a group of this optimizer mixes parameters that the checkpoint has")
     _check_uniform(saved, present, "a group of the checkpoint holds parameters that this optimizer has")
@@ -226,8 +226,8 @@ def _check_uniform(groups: Iterable[GroupRecord], other: Sequence[GroupRecord], 
                     if options[name].get(key) != options[first].get(key)
                 )
                 raise CheckpointError(
-                    f"the parameter groups were cut differently: {what} under different {', '.join(keys)}: "
-                    f"{first} and {name}. Give optim_param_func the groups it was saved with."
+                    f"the parameter groups were split differently: {what} under different {', '.join(keys)}: "
+                    f"{first} and {name}. Make optim_param_func return the saved groups."
                 )
 
 
@@ -343,10 +343,10 @@ class Manifest(_Record):
                 for issue in error.errors()[:4]
             )
             raise DamagedError(
-                f"{folder / MANIFEST} is damaged, or of a version that this one cannot read: {issues}."
+                f"{folder / MANIFEST} is damaged, or this version cannot read it: {issues}."
             ) from error
         if STEP.fullmatch(folder.name) and folder.name != step_name(manifest.step):
             raise DamagedError(
-                f"{folder / MANIFEST} is damaged: it is of step {manifest.step}, and stands in {folder.name}."
+                f"{folder / MANIFEST} is damaged: it describes step {manifest.step}, but is in {folder.name}."
             )
         return manifest

@@ -161,7 +161,7 @@ def _read_states(
     result: Result, step: int, extra: Mapping[str, JSON] | None, position: Mapping[str, int] | None
 ) -> Contents:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise CheckpointError(f"step must be an integer from 0 on; it is {step!r}.")
+        raise CheckpointError(f"step must be a non-negative integer; it is {step!r}.")
     values: Any = plain_json(dict(extra or {}), what="extra")
     data = position if result.dataloader is None else result.dataloader.state_dict()
     return read_contents(result, step=step, extra=values, data=None if data is None else dict(data))
@@ -180,7 +180,7 @@ def _open_folder(parent: Path, step: int, job: Job) -> Path:
     def check() -> Path:
         if not folder.is_dir():
             raise CheckpointError(
-                f"rank 0 has made {folder}, which is not there for rank {cluster.rank}. Save to a folder that all ranks share."
+                f"rank 0 created {folder}, but rank {cluster.rank} cannot see it. Save to a folder that all ranks share."
             )
         return folder
 

@@ -106,7 +106,7 @@ def _check_optimizer(manifest: Manifest, states: TrainingStates, result: Result)
         return
     if record.class_name != states.optimizer_class():
         raise CheckpointError(
-            f"the checkpoint holds states of {record.class_name}, and this job trains with "
+            f"the checkpoint holds states of {record.class_name}, but this job trains with "
             f"{states.optimizer_class()}. Use the same optimizer, or import_state_dict for the weights alone."
         )
     ordered = manifest.scheduler is not None and result.lr_scheduler is not None  # schedulers count groups
@@ -128,8 +128,8 @@ def _check_scheduler(manifest: Manifest, result: Result) -> None:
     record, scheduler = manifest.scheduler, result.lr_scheduler
     if record is not None and scheduler is not None and record.class_name != class_name(scheduler):
         raise CheckpointError(
-            f"the checkpoint holds the state of {record.class_name}, and this job has {class_name(scheduler)}. "
-            "Use the same lr_scheduler_cls, or none and make a new one after loading."
+            f"the checkpoint holds the state of {record.class_name}, but this job has {class_name(scheduler)}. "
+            "Use the same lr_scheduler_cls, or omit it and create a new scheduler after loading."
         )
 
 
@@ -139,9 +139,9 @@ def _check_data(manifest: Manifest, result: Result) -> None:
         return
     if saved.get("global_batch_size") != loader.global_batch_size:
         raise CheckpointError(
-            f"the checkpoint counts batches of {saved.get('global_batch_size')} samples, and the global batch here "
+            f"the checkpoint counts batches of {saved.get('global_batch_size')} samples, but the global batch here "
             f"has {loader.global_batch_size}, so the position in the data does not carry over. Use the batch_size "
-            "it was saved with, or load(..., data_position=False) to begin an epoch."
+            "it was saved with, or load(..., data_position=False) to start a new epoch."
         )
 
 

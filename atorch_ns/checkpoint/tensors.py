@@ -145,7 +145,7 @@ def files_read(
         items = planner.create_local_plan().items
         return _file_sizes(metadata, [item.storage_index for item in items])
     except (KeyError, RuntimeError, ValueError) as error:
-        raise DamagedError(f"{folder / INDEX} is not of this checkpoint: {error}.") from error
+        raise DamagedError(f"{folder / INDEX} does not belong to this checkpoint: {error}.") from error
 
 
 def read_tensors(

@@ -255,7 +255,7 @@ def read_report_or_strategy(path: Path) -> TrainingReport | Strategy:
     if not path.exists():
         raise StrategyFileError("no such file", source=str(path))
     if path.suffix.lower() == ".html":
-        raise InputError(f"{path} is the page; give the report.json of the same search.")
+        raise InputError(f"{path} is the HTML page; give the report.json of the same search.")
     try:
         document = json.loads(path.read_bytes())
     except OSError as error:

@@ -152,11 +152,11 @@ def script_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as ended:  # the watch ends it so after the asked steps
             if ended.code not in (None, 0):
-                raise InputError(f"{script.name} ended itself with {ended.code!r}.") from ended
+                raise InputError(f"{script.name} exited with {ended.code!r}.") from ended
     if not watch.strategies:
         raise InputError(
-            f"{script.name} made no job with an optimizer: what is compared is what auto_accelerate, parallelize, the Trainer "
-            "and MerakTrainer make."
+            f"{script.name} created no job with an optimizer: only jobs from auto_accelerate, parallelize, the Trainer "
+            "and MerakTrainer can be compared."
         )
     return {"strategies": watch.strategies, "reduced": watch.is_reduced, "dropouts": watch.num_dropouts}
 
@@ -177,8 +177,8 @@ def calibrate_on_rank(request: Mapping[str, Any], check: Callable[[], None] | No
     local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if torch.cuda.is_available() and local_rank >= gpus:
         raise BackendError(
-            f"local rank {local_rank} has no GPU: torch sees {gpus} here. Start a rank for each, and let every rank see "
-            "all (CUDA_VISIBLE_DEVICES; under Slurm --gpu-bind=none)."
+            f"local rank {local_rank} has no GPU: torch sees {gpus} here. Start one rank per GPU, and let every rank see "
+            "all GPUs (CUDA_VISIBLE_DEVICES; under Slurm --gpu-bind=none)."
         )
     cluster = Cluster.detect()
     if request["device"] not in (None, cluster.device_type):
@@ -192,8 +192,8 @@ def calibrate_on_rank(request: Mapping[str, Any], check: Callable[[], None] | No
         found_on = cluster.gathered(machine_name(cluster))
         if len(set(found_on)) > 1:
             raise InputError(
-                f"the ranks have different devices, and a file is of one kind: {', '.join(sorted(set(found_on)))}. "
-                "Measure each kind on its own."
+                f"the ranks have different devices, but a file describes only one kind: {', '.join(sorted(set(found_on)))}. "
+                "Measure each kind separately."
             )
         tell = say if cluster.rank == 0 else None
         if tell is not None:

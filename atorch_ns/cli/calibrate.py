@@ -99,13 +99,13 @@ def _check_file(output: Path) -> None:
     from atorch_ns.cluster.measured import holds_something_else
 
     if output.suffix not in _SUFFIXES:
-        raise InputError(f"--output={output}: the suffix says how it is written; use {', '.join(_SUFFIXES)}.")
+        raise InputError(f"--output={output}: the suffix selects the format; use {', '.join(_SUFFIXES)}.")
     unwritable = options.unwritable(output=output)
     if unwritable:
         raise InputError(unwritable[0])
     if holds_something_else(output):
         raise InputError(
-            f"--output={output} is there and holds something else than measured speeds. Name another file."
+            f"--output={output} exists and holds something other than measured speeds. Name another file."
         )
 
 
@@ -143,12 +143,12 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
         first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", environ["SLURM_STEP_NODELIST"])
     except (KeyError, ValueError) as error:
         raise BackendError(
-            f"srun has started {world_size} tasks, but {error} is not as expected. Start torchrun by srun instead, as in "
+            f"srun has started {world_size} tasks, but {error} is not as expected. Start torchrun with srun instead, as in "
             "examples/launch/slurm.sbatch."
         ) from error
     if int(world_size) % nodes:
         raise BackendError(
-            f"srun has started {world_size} tasks on {nodes} nodes; give each as many: --ntasks-per-node."
+            f"srun has started {world_size} tasks on {nodes} nodes; give each node the same number: --ntasks-per-node."
         )
     return {
         "RANK": rank,

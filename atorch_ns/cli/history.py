@@ -33,12 +33,12 @@ def history(
     studies = read_history(file)
     if not studies and not file.stat().st_size:
         raise InputError(
-            f"the history {file} is empty. Give the file that search_history or --history named, once a search has begun."
+            f"the history {file} is empty. Give the file from search_history or --history after a search has started."
         )
     chosen = studies if study is None else tuple(each for each in studies if each.name.startswith(study))
     if study is not None and not chosen:
         raise InputError(
-            f"--study={study!r} begins no name. There are {', '.join(each.name for each in studies) or 'none'}."
+            f"no study name starts with --study={study!r}. Studies: {', '.join(each.name for each in studies) or 'none'}."
         )
     if as_json:
         print_json({"schema": 1, "studies": [_as_json(each) for each in chosen]})

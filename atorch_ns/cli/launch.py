@@ -57,7 +57,7 @@ def check_here(options: Launch) -> None:
     except socket.gaierror as error:
         raise InputError(
             f"--rendezvous={options.rendezvous}: the host {endpoint[0]!r} is not known here ({error.strerror}). Give the name "
-            "or address of one node that all reach."
+            "or address of one node that all nodes can reach."
         ) from None
 
 
@@ -72,7 +72,7 @@ def _check_module(name: str) -> None:
     except Exception:  # a parent package that raises: the script's own error, with its place
         return
     if spec is None:
-        raise InputError(f"there is no module {name!r} here ({folder}) or where Python looks.")
+        raise InputError(f"there is no module {name!r} here ({folder}) or on Python's path.")
 
 
 def launch(

@@ -70,7 +70,7 @@ def _report_lines(report: TrainingReport, why: str | None, name: str) -> tuple[s
 
     if report.search is None:
         if why is not None:
-            raise InputError(f"{name} is of a run whose strategy was given, so nothing was held against it.")
+            raise InputError(f"{name} is from a run with a given strategy, so no others were compared.")
         return tuple(str(report).splitlines())
     return explain_search(report.search) if why is None else explain_why(report.search, why)
 

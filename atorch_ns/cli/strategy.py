@@ -125,7 +125,7 @@ def convert(
 
     if output.suffix.lower() not in _SUFFIXES:
         raise InputError(
-            f"{output}: a strategy file is JSON or YAML by its suffix. Name it {output.stem}.json, or with .yaml or .yml."
+            f"{output}: the suffix of a strategy file selects JSON or YAML. Name it {output.stem}.json, .yaml or .yml."
         )
     converted = convert_file(file, source=source, classes=classes or ())
     converted.strategy.save(output)

@@ -127,9 +127,9 @@ def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -
         if isinstance(error, RankError):
             raise
         raise RankError(
-            f"{what} lost the connection to another rank, whose process has ended without a word: killed, out of memory, "
-            f"by an error outside of {what}, or by gloo, where ranks that divide one model were given batches of different "
-            "shapes. Its own output, or that of its launcher, says which rank and why."
+            f"{what} lost the connection to another rank, whose process ended silently: it was killed, ran out of memory, "
+            f"failed outside of {what}, or was ended by gloo because ranks that divide one model got batches of different "
+            "shapes. The output of that process or of its launcher says which rank and why."
         ) from error
 
 
@@ -293,8 +293,8 @@ def _translate_lost_connection(group: dist.ProcessGroup | None, value: object) -
         pickle.dumps(value)  # raises again if that was the reason
         ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
         raise RankError(
-            f"one of the ranks {ranks} no longer answers: killed, out of memory, or held up elsewhere; its own log says "
-            f"more. Seen here as: {error_text(error)}"
+            f"one of the ranks {ranks} no longer answers: it was killed, ran out of memory, or is blocked; its log says "
+            f"more. Error on this rank: {error_text(error)}"
         ) from error
 
 

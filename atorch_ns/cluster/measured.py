@@ -143,8 +143,8 @@ def measured_for(path: Path, cluster: Cluster) -> Hardware:
     problems = list(_hardware_differences(there, machine, cluster))
     if problems:
         raise InputError(
-            f"the figures of {path} are not of this job's cluster: {'; '.join(problems)}. Measure here, with the launcher "
-            f"and the processes of the job: atorch-ns calibrate -o {path.name}; or leave search_calibration out."
+            f"the figures in {path} are not from this job's cluster: {'; '.join(problems)}. Measure here, with the launcher "
+            f"and the processes of the job: atorch-ns calibrate -o {path.name}; or omit search_calibration."
         )
     on_cpu = cluster.device_type == "cpu"
     memory = cpu_device(cluster.local_world_size).memory_bytes if on_cpu else cluster.device_memory_bytes

@@ -66,13 +66,13 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
     """
     is_number = isinstance(num_bytes, numbers.Real) and not isinstance(num_bytes, bool)
     if not is_number or not 1 <= num_bytes < math.inf:
-        raise InputError(f"num_bytes={num_bytes!r}: a limit of memory must be a positive number of bytes.")
+        raise InputError(f"num_bytes={num_bytes!r}: a memory limit must be a positive number of bytes.")
     device = torch.device(device)
     around = room_bytes(device)
     num_bytes = min(int(num_bytes), _MOST if around is None else around + held_bytes)
     if held_bytes >= num_bytes:
         raise MemoryError(
-            f"{_OUT_OF_MEMORY} {bytes_text(held_bytes)} are in use before anything is trained, and the limit is "
+            f"{_OUT_OF_MEMORY} {bytes_text(held_bytes)} are in use before training starts, but the limit is "
             f"{bytes_text(num_bytes)}. Raise the limit."
         )
     gc.collect()  # tensors in cycles would be held now, and freed at some step of the block
@@ -91,7 +91,7 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
         used = max(0, _bytes_in_use(device) - before)  # the error's traceback keeps what was alive
         raise MemoryError(
             f"{_OUT_OF_MEMORY} {bytes_text(used)} of the limit of {bytes_text(num_bytes)} were in use when "
-            f"{_asked_for(error)} were asked for. Use a strategy that needs less, or raise the limit."
+            f"{_asked_for(error)} were requested. Use a strategy that needs less, or raise the limit."
         ) from error
 
 
@@ -221,7 +221,7 @@ def require_room_for_threads(num_threads: int, device: torch.device, *, what: st
     room = room_bytes(device)
     if room is not None and room < num_threads * STACK_BYTES:
         raise MemoryError(
-            f"{_OUT_OF_MEMORY} {bytes_text(room)} of the limit are left, and {what} start {num_threads} threads with stacks of "
+            f"{_OUT_OF_MEMORY} {bytes_text(room)} of the limit are left, but {what} start {num_threads} threads with stacks of "
             f"{bytes_text(STACK_BYTES)} each. Use a strategy that needs less, or raise the limit."
         )
 
@@ -234,7 +234,7 @@ def _bytes_in_use(device: torch.device) -> int:
     num_bytes = data_bytes()
     if num_bytes is None:
         raise BackendError(
-            f"a limit of memory cannot be enforced on {sys.platform}: it needs Linux, or CUDA."
+            f"a memory limit cannot be enforced on {sys.platform}: use Linux or a CUDA device."
         )
     return num_bytes
 

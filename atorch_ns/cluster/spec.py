@@ -181,7 +181,7 @@ def _read_file(path: Path, problems: list[str]) -> dict[str, Any]:
         )
     if isinstance(values.get("devices"), Mapping) and "schema" in values:
         raise InputError(
-            f"{path} holds factors that report.refit has written, no cluster; it is for search_calibration."
+            f"{path} holds factors written by report.refit, not a cluster; pass it as search_calibration."
         )
     refuse_unknown(values, SPEC_KEYS, "", problems)
     return {key: value for key, value in values.items() if key in SPEC_KEYS and value is not None}

@@ -184,10 +184,10 @@ def call_model(model: Callable[..., Any], data: Any, model_input_format: str | N
         if known == "unpack_sequence":
             return model(*data)
         if not data:
-            raise _misfit_error(known, "a list or tuple with an item", data)
+            raise _misfit_error(known, "a non-empty list or tuple", data)
         return model(data[0]) if known == "first" else call_model(model, data[0], "unpack_dict")
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-        raise _misfit_error(known, "a dictionary with strings as keys", data)
+        raise _misfit_error(known, "a dictionary with string keys", data)
     return model(**taken_items(model, data))
 
 
@@ -291,7 +291,7 @@ def _common_size(data: Any) -> int:
             )
     if not sizes:
         raise BatchSizeError(
-            f"there is no tensor to split into micro-batches: the data is {_describe_data(data)}."
+            f"the data holds no tensor to split into micro-batches: it is {_describe_data(data)}."
         )
     if len(sizes) > 1:
         details = ", ".join(f"{path} has {size} rows" for size, path in sizes.items())

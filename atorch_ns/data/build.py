@@ -195,7 +195,7 @@ def _is_stream(dataset: Any, num_ranks: int) -> bool:
     if hasattr(dataset, "__next__"):
         raise InputError(
             f"dataset is an iterator ({type(dataset).__name__}), which is empty after one epoch. "
-            "Give a torch.utils.data.IterableDataset that makes it."
+            "Give a torch.utils.data.IterableDataset that creates it."
         )
     if hasattr(dataset, "__getitem__"):
         return False
@@ -236,7 +236,7 @@ def _rank_share(
 def _make_sampler(sampler_cls: type | None, dataset: Any, read: LoaderArgs, seed: int) -> Iterable[Any]:
     if not hasattr(dataset, "__len__"):
         raise InputError(
-            f"dataset of type {type(dataset).__name__} has no __len__, so it cannot be put in an order. "
+            f"dataset of type {type(dataset).__name__} has no __len__, so its samples cannot be ordered. "
             "Add __len__, give a sampler, or make it an IterableDataset."
         )
     make: Callable[..., Iterable[Any]] = DistributedSampler if sampler_cls is None else sampler_cls

@@ -166,9 +166,9 @@ class TrainLoader(DataLoader[Any]):
         saved = state["global_batch_size"]
         if saved != self.global_batch_size:
             raise InputError(
-                f"the loader's state counts batches of {saved} samples, and this loader's global batch has "
+                f"the loader's state counts batches of {saved} samples, but this loader's global batch has "
                 f"{self.global_batch_size}, so the position does not carry over. Use the batch_size it was "
-                "saved with, or begin an epoch with set_epoch."
+                "saved with, or start a new epoch with set_epoch."
             )
         position = _Run(
             epoch=_check_count("epoch", state["epoch"]), batches=_check_count("batches", state["batches"])
@@ -208,5 +208,5 @@ def _epoch_listener(dataset: Any) -> Any | None:
 
 def _check_count(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InputError(f"{name} of the loader must be an integer from 0 on; it is {value!r}.")
+        raise InputError(f"the loader's {name} must be a non-negative integer; it is {value!r}.")
     return value

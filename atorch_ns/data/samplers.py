@@ -187,6 +187,6 @@ class StepSampler(Sampler[Any]):
 def _sampler_length(sampler: object) -> int:
     if not isinstance(sampler, Sized):
         raise TypeError(
-            f"the sampler of type {type(sampler).__name__} has no __len__, so the loader has none."
+            f"the sampler of type {type(sampler).__name__} has no __len__, so the loader has none either."
         )
     return len(sampler)

@@ -61,7 +61,7 @@ class StepWork:
             loss = self.scale_fn(loss)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise InputError(
-                    f"scale_fn must return the loss, changed: a tensor of one number. It returned {with_article(loss)}."
+                    f"scale_fn must return the scaled loss as a tensor of one number. It returned {with_article(loss)}."
                 )
         if number in self.dummies:  # it may be of anything, and infinite
             return (loss * 0.0).nan_to_num(0.0, 0.0, 0.0)
@@ -152,7 +152,7 @@ def weigh(
     most, total = max(row[1] for row in rows), sum(row[2] for row in by_place.values())
     if reduction == "mean" and total <= 0.0:
         raise InputError(
-            "the weights of all micro-batches sum to nothing, so that their losses have no mean."
+            "the weights of all micro-batches sum to zero, so the mean of their losses is undefined."
         )
     missing = int(most) - num  # dummies: all ranks run the same number of forwards and collectives
     factors = net_weights if losses == "means" else [float(not is_idle) for is_idle in idle]
@@ -198,14 +198,14 @@ def _refuse_unlike(rows: Sequence[Sequence[float]]) -> None:
     divides = [row[6] for row in rows]
     if len(set(divides)) > 1:
         raise InputError(
-            f"divisor was given on rank {divides.index(1.0)}, and not on rank {divides.index(0.0)}."
+            f"divisor was given on rank {divides.index(1.0)}, but not on rank {divides.index(0.0)}."
         )
     for rank, row in enumerate(rows):
         other = by_place[row[0]]
         both = f"ranks {rank} and {rows.index(other)} work on the same data and must be given the same micro-batches, but"
         if row[1:3] != other[1:3]:
             raise InputError(
-                f"{both} have {row[1]:.0f} that weigh {row[2]:g} and {other[1]:.0f} that weigh {other[2]:g}."
+                f"{both} have {row[1]:.0f} of total weight {row[2]:g} and {other[1]:.0f} of total weight {other[2]:g}."
             )
         if row[5] != other[5]:
             raise InputError(f"{both} differ in their shapes, or in losses, reduction or dummies.")

@@ -64,8 +64,8 @@ def examine_nodes(machine: Place, who: Who, names: Sequence[str]) -> Iterator[Fi
             yield Finding(check="nodes", verdict="fail", text="", fix="")  # for this rank's exit code
     except dist.DistError as error:
         raise BackendError(
-            f"rank {who.rank} on node {who.node} has lost the launcher's store at {who.host}:{who.port}: the node that "
-            "keeps it has stopped, or the network between has."
+            f"rank {who.rank} on node {who.node} has lost the launcher's store at {who.host}:{who.port}: the node "
+            "that hosts it has stopped, or the network to it is down."
         ) from error
     except BaseException:
         values.abort()  # others wait for rank 0
@@ -167,7 +167,7 @@ class _Exchange:
         if answer:  # empty after abort()
             return answer[0]
         raise BackendError(
-            "rank 0, on node 0, has failed or is silent. Look at what it printed, and whether it runs."
+            "rank 0, on node 0, has failed or is silent. Check its output, and whether it is still running."
         )
 
     def abort(self) -> None:

@@ -144,7 +144,7 @@ class Calibration:
         """
         if _is_measured(path):
             raise InputError(
-                f"{path} holds speeds that atorch-ns calibrate measured, no factors of trials. Name another file."
+                f"{path} holds speeds measured by atorch-ns calibrate, not factors from trials. Name another file."
             )
         try:
             calibration = from_json(cls, Path(path).read_bytes())

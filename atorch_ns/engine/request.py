@@ -57,8 +57,8 @@ class EngineAddress:
         token = os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise InputError(
-                f"the engine at {address} asks for a token: put it into the environment variable "
-                f"{TOKEN_VARIABLE} on every rank, or give EngineAddress(address, token)."
+                f"the engine at {address} requires a token: set the environment variable "
+                f"{TOKEN_VARIABLE} to it on every rank, or give EngineAddress(address, token)."
             )
         return cls(address=address, token=token)
 

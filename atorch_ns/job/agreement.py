@@ -96,9 +96,9 @@ class SameBatch:
             if problem is not None:
                 axes = ", ".join(f"{name}={self._mesh.size(name)}" for name in self._axes)
                 raise InputError(
-                    f"ranks {first} and {rank} divide one model ({axes}) and must be given the same samples, but {problem}. "
-                    "Make the data the same in every process: call torch.manual_seed(0) before they, or their random "
-                    "transforms, are drawn, or read them from files."
+                    f"ranks {first} and {rank} divide one model ({axes}) and must get the same samples, but {problem}. "
+                    "Make the data the same in every process: call torch.manual_seed(0) before samples or random "
+                    "transforms are drawn, or read the samples from files."
                 )
 
 
@@ -265,8 +265,8 @@ class SameWeights:
             self._compare_copies(number)
         if late is not None and number in self._waiting:
             raise StepError(
-                f"rank {self._rank} has made update {self._num_updates}, and of the ranks {', '.join(map(str, self._others))} one "
-                f"has not come to update {late.update}. Ranks must step together, or leave a step out together."
+                f"rank {self._rank} made update {self._num_updates}, but one of the ranks {', '.join(map(str, self._others))} "
+                f"has not reached update {late.update}. Ranks must step together, or skip a step together."
             )
         named: dict[torch.Tensor, str] = {p: path for path, p in self._named_parameters()}
         written = self._record_parts(named | options | self._values_of_samples(), self._gradients)
@@ -329,9 +329,9 @@ class SameWeights:
         if names and not self._is_told:
             self._is_told = True
             log.warning(
-                "after update %d, rank %d differs from rank %d in %s: it is of this rank's samples, where one process has those of all, "
-                "and the mean of each rank counts alike. Average over the ranks what a forward pass writes (dist.all_reduce), and give "
-                "ranks batches of one size, or pass weight_func and call train_step.",
+                "after update %d, rank %d differs from rank %d in %s: it depends on this rank's samples, while one process uses all, "
+                "and each rank's mean has equal weight. Average what a forward pass writes over the ranks (dist.all_reduce), and give "
+                "ranks batches of equal size, or pass weight_func and call train_step.",
                 *(record.update, self._rank, rank, first_few(names, 3)),
             )
         indices, wrong = indices[~of_samples], wrong[~of_samples]  # samples explain these: only a warning
@@ -340,17 +340,17 @@ class SameWeights:
         paths = [record.paths[index] for index in (indices[wrong] if wrong.any() else indices)]
         if wrong.any():
             raise StepError(
-                f"after update {record.update}, rank {self._rank} holds other weights than rank {rank}, which must be copies: "
-                f"{counted(len(indices), 'parameter')} of {len(record.paths)}, such as {first_few(paths, 3)}. What was done on one "
-                "rank alone must be done on all: a step that is left out, gradients that are changed, clipped or computed by hand "
-                "of its own samples, weights that are written or loaded, a learning rate that follows its own loss (result.mean "
-                "gives that of all). atorch-ns verify --script names the first update and its line."
+                f"after update {record.update}, rank {self._rank} holds other weights than rank {rank}, but they must be equal: "
+                f"{counted(len(indices), 'parameter')} of {len(record.paths)}, such as {first_few(paths, 3)}. Do on all ranks "
+                "what only one rank did: it skipped a step, changed or clipped gradients or computed them by hand "
+                "from its own samples, wrote or loaded weights, or let its learning rate follow its own loss (result.mean "
+                "gives that of all ranks). atorch-ns verify --script names the first update and its line."
             )
         if not self._is_warned:
             self._is_warned = True
             log.warning(
-                "after update %d, the weights of rank %d and of rank %d differ by rounding (%s), as processors of different "
-                "kinds may do; they are copies and may drift apart.",
+                "after update %d, the weights of rank %d and of rank %d differ by rounding (%s), which different kinds of "
+                "processors can cause; these copies may drift apart.",
                 *(record.update, self._rank, rank, first_few(paths, 3)),
             )
 
@@ -395,7 +395,7 @@ class OutsideWeights:
             if any(store.get(f"{key}/{rank}") != written for rank in self._others):
                 optimizer.register_step_post_hook(self._mark_as_known)  # no job says it again
                 log.warning(
-                    "the updates of an optimizer (%s) that auto_accelerate has not made give ranks other weights: nothing averages "
+                    "an optimizer (%s) that auto_accelerate did not create makes weights differ between ranks: nothing averages "
                     "the gradients of parameters outside of the model, such as those of a loss. Make them part of the model before "
                     "auto_accelerate, or average each gradient: dist.all_reduce(p.grad, op=dist.ReduceOp.AVG).",
                     type(optimizer).__name__,

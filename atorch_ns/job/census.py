@@ -76,22 +76,22 @@ class Census:
         """
         if self._renormalised and (job.num_data_ranks > 1 or self._is_replaced(job)):
             raise InputError(
-                f"{first_few(self._renormalised)} has max_norm: its forward pass writes those rows of the weight that the batch of "
-                "this rank uses, and ranks or copies of the weight would not see it. Set max_norm=None, and renormalise all rows "
-                "after optim.step(), as by result.optim.register_step_post_hook."
+                f"{first_few(self._renormalised)} has max_norm: its forward pass writes the weight rows that the batch of "
+                "this rank uses, but other ranks or weight copies would not see it. Set max_norm=None, and renormalise all rows "
+                "after optim.step(), for example with result.optim.register_step_post_hook."
             )
         tensors = dict(_named_tensors(job.module))
         for first, second in self._shared:
             if not _has_overlap(tensors.get(first), tensors.get(second)):
                 raise InputError(
-                    f"{first} and {second} are two tensors with the same memory, so that an update of one changes the other, and "
-                    "under this strategy they would have memory of their own. Make them one parameter (module.b = module.a), or "
+                    f"{first} and {second} are two tensors with the same memory, so an update of one changes the other, but "
+                    "under this strategy they would have separate memory. Make them one parameter (module.b = module.a), or "
                     "read the parameter where the other is used; ddp and zero1 leave them as they are."
                 )
         if self._listed and self._is_replaced(job):
             raise InputError(
-                f"{first_few(self._listed)} holds a parameter of the model in a list or dictionary, and under this strategy the model has "
-                "other tensors in the place of its parameters. Read the parameter by its name where it is used (self.module.weight), "
+                f"{first_few(self._listed)} holds a parameter of the model in a list or dictionary, but this strategy replaces "
+                "the model's parameters with other tensors. Read the parameter by its name where it is used (self.module.weight), "
                 "or use ddp or zero1."
             )
         now = {plain_name(name): parameter for name, parameter in job.module.named_parameters()}
@@ -115,8 +115,8 @@ class Census:
 
         def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             raise StepError(
-                f"this {type(optimizer).__name__} was made of the model's parameters before the strategy put others in their "
-                "place, and would train nothing. Give its class as optim_func, or make it of result.model.parameters()."
+                f"this {type(optimizer).__name__} was created with the model's parameters before the strategy replaced "
+                "them, so it would train nothing. Give its class as optim_func, or create it with result.model.parameters()."
             )
 
         # Nobody has told of them: a script may make one and step it in a loop of its own.
@@ -136,8 +136,8 @@ def carry_hooks(job: Job, hooks: Iterable[tuple[str, torch.Tensor | None, HookTa
     _warn_of_scale(job, [name for name, *_ in here])
     if here and job.optimizer.take_over is not None:
         raise InputError(
-            f"{first_few([name for name, *_ in here])} has hooks of its gradient, which a backend that makes model and optimizer "
-            "together never calls. Use ddp, zero1, zero2 or fsdp of torch."
+            f"{first_few([name for name, *_ in here])} has gradient hooks, which a backend that builds the model and the optimizer "
+            "together never calls. Use torch's ddp, zero1, zero2 or fsdp."
         )
     if here:
         job.gradients.sums.call_after(
@@ -148,16 +148,16 @@ def carry_hooks(job: Job, hooks: Iterable[tuple[str, torch.Tensor | None, HookTa
         )
         job.explain(
             "model",
-            f"hooks of the gradients of {first_few([name for name, *_ in here])} are called with the gradients of all "
-            "ranks: once in a step of train_step, and after each backward pass of a loop of your own",
+            f"gradient hooks of {first_few([name for name, *_ in here])} are called with the gradients of all "
+            "ranks: once in each train_step, and after each backward pass in your own loop",
         )
 
 
 def _warn_of_scale(job: Job, names: Sequence[str]) -> None:
     if names and job.precision.loss_scaling is not None:
         job.warn(
-            f"{first_few(names)} has hooks of its gradient, which fp16 calls with the gradient times the loss scale. A hook that "
-            "multiplies it is right, another (clamp) trains something else: use bf16, which has no scale."
+            f"{first_few(names)} has gradient hooks, which fp16 calls with the gradient times the loss scale. A hook that "
+            "multiplies it is correct, but others (clamp) give wrong results: use bf16, which has no scale."
         )
 
 
@@ -332,8 +332,8 @@ def refuse_new_parameters(job: Job) -> None:
         ]
         if new:
             raise StepError(
-                f"{first_few(new)} came to the model after auto_accelerate, and no strategy knows of it: each rank would train it "
-                "on its own samples. Change the model before the call."
+                f"{first_few(new)} was added to the model after auto_accelerate, so no strategy handles it: each rank would "
+                "train it on its own samples. Change the model before the call."
             )
 
     handles = (
@@ -367,8 +367,8 @@ def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
         for name, (parameter, before) in seen.items():
             if mark(parameter) != before:
                 raise StepError(
-                    f"the forward pass of {path or 'the model'} writes to its parameter {plain_name(name)}, and under this strategy it computes "
-                    "with a copy, so that the optimizer would go on from the values before. Write after optim.step(), as by "
+                    f"the forward pass of {path or 'the model'} writes to its parameter {plain_name(name)}, but under this strategy it computes "
+                    "with a copy, so the optimizer would continue from the old values. Write after optim.step(), for example with "
                     "result.optim.register_step_post_hook, or compute the bounded value in forward without writing it back "
                     "(torch.nn.utils.parametrize)."
                 )
@@ -406,8 +406,8 @@ def refuse_hidden_outputs(path: str) -> Callable[[nn.Module, Any, Any], None]:
             is_seen = isinstance(leaf, torch.Tensor) or getattr(leaf, "calls_module_again", False)
             if not is_seen and any(tensor.requires_grad for tensor in hidden):
                 raise StepError(
-                    f"{path or 'the model'} returns an object of the class {type(leaf).__name__}, in which torch does not find the "
-                    "tensors by which it learns that a backward pass begins, so that gradients would be lost. Return a tensor, a "
+                    f"{path or 'the model'} returns an object of the class {type(leaf).__name__}, in which torch cannot find the "
+                    "tensors that tell it when a backward pass begins, so gradients would be lost. Return a tensor, a "
                     "tuple, a dictionary or a dataclass, or use ddp or zero1."
                 )
 

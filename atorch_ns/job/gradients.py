@@ -380,8 +380,8 @@ class GradientSums:
         if self._hooks and not self._is_told:
             self._is_told = True
             log.warning(
-                "hooks of gradients are called once for all backward passes under no_sync and the next one, with the sum of "
-                "these on all ranks; without no_sync they are called after each."
+                "gradient hooks are called once for all backward passes under no_sync and the next one, with the sum of "
+                "these over all ranks; without no_sync they are called after each pass."
             )
 
     def have_changed(self, module: nn.Module) -> bool:
@@ -462,11 +462,11 @@ def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) ->
             # Non-zero gradients without a backward pass were set by the loop, which is fine.
             is_by_hand[0] = any(bool(gradient.any()) for gradient in gradients)
             if not is_by_hand[0]:
-                raise StepError(f"an optimizer is to step with gradients that are all zero, {_NONE_COME}")
+                raise StepError(f"an optimizer would step with gradients that are all zero, {_NONE_COME}")
         if called and not told and not gradients:
             told.append(True)
             log.warning(
-                "an optimizer's step updates nothing that is gathered: it has no gradient, %s", _NONE_COME
+                "an optimizer step updates no gathered parameter: there are no gradients, %s", _NONE_COME
             )
 
     module.register_forward_pre_hook(torch.compiler.disable(note))

@@ -200,8 +200,8 @@ class Job:
         if turn_off_caches(inputs.model):
             job.explain(
                 MODEL,
-                "forward passes with gradients run without the cache that config.use_cache=True asks for, since nothing "
-                "in training reads it; the config is as it was, for evaluation and generation.",
+                "forward passes with gradients run without the cache that config.use_cache=True asks for, because "
+                "training does not read it; the config is unchanged for evaluation and generation.",
             )
         return job
 

@@ -420,8 +420,8 @@ class RowCheck:
             if not is_first:
                 subject = "from one step to the next, this rank's batch has"
             warnings.warn(
-                f"{subject} {known[0]} to {known[-1]} samples. The mean of each rank counts alike, so that the samples of a rank "
-                "that has fewer count more than in one process. Pass weight_func to auto_accelerate, which gives the number of "
+                f"{subject} {known[0]} to {known[-1]} samples. Each rank's mean has equal weight, so the samples of a rank "
+                "with fewer samples count more than in one process. Pass auto_accelerate a weight_func that returns the number of "
                 "samples of a micro-batch.",
                 stacklevel=2,
             )

@@ -103,8 +103,8 @@ class Materialiser:
                 for name, value in vars(module).items() if self._is_on_meta else ():
                     if name not in ("_parameters", "_buffers") and any(t.is_meta for t in tensors_of(value)):
                         raise InputError(
-                            f"the model is on the meta device, and {self._describe_module(module)} has a tensor there in its plain attribute "
-                            f"{name}, to which nothing gives values. Register it by register_buffer({name!r}, ..., persistent=False) "
+                            f"the model is on the meta device, and {self._describe_module(module)} has a meta tensor in its plain attribute "
+                            f"{name}, which nothing initialises. Register it with register_buffer({name!r}, ..., persistent=False) "
                             "and set it in reset_parameters, or build the model on a device."
                         )
 
@@ -199,7 +199,7 @@ def _find_initialiser(model: nn.Module) -> Callable[[nn.Module], object]:
                 return torch.no_grad()(function)()
         raise InputError(
             f"the model is on the meta device, and {type(module).__qualname__} has no reset_parameters() to "
-            "give it values. Add one, or build the model on a device; a strategy with fsdp may give param_init_fn."
+            "initialise it. Add one, or build the model on a device; a strategy with fsdp may give param_init_fn."
         )
 
     return reset

@@ -156,8 +156,8 @@ def parameter_groups(
     missing = [name for group in groups for name in group.names if name not in now]
     if missing and whole:
         raise InputError(
-            f"optim_param_func chose {missing[0]} ({len(missing)} such), which the model no longer has after "
-            "the strategy's methods. Leave that module out of module_replace, or group by what remains."
+            f"optim_param_func chose {missing[0]} ({len(missing)} in total), which the model no longer has after "
+            "the strategy's methods. Leave that module out of module_replace, or group the remaining parameters."
         )
     return [
         {"params": [now[name] for name in group.names if name in now], **group.options} for group in groups

@@ -205,8 +205,8 @@ class GradientReducer:
         """
         if not self.synchronised:
             raise StepError(
-                "scale_grads needs gradients of all ranks: call it after sync_grad(), which a backward pass outside of "
-                "no_sync() ends with."
+                "scale_grads needs gradients of all ranks: call it after sync_grad(), which ends a backward pass outside of "
+                "no_sync()."
             )
         for bucket in self._buckets:
             bucket.gradients.mul_(factor)
@@ -318,9 +318,9 @@ class GradientReducer:
             return
         if index in bucket.ready:
             raise StepError(
-                f"{self._names[parameter]} got a second gradient in one backward pass while the first was on its "
-                "way to the other ranks, which no pass before has done. A block that is recomputed with use_reentrant=True "
-                "shares it with another: pass use_reentrant=False, or choose ('ddp', {'reducer': 'torch'})."
+                f"{self._names[parameter]} got a second gradient in one backward pass while the first was being "
+                "sent to the other ranks, unlike in all passes before. A block that is recomputed with use_reentrant=True "
+                "shares the parameter with another: pass use_reentrant=False, or choose ('ddp', {'reducer': 'torch'})."
             )
         self._prepare_gradient(bucket, index)
         # All ranks reduce in one order, so a full bucket waits for earlier ones.
@@ -348,8 +348,8 @@ class GradientReducer:
             )
         elif gradient.dtype != view.dtype:
             raise StepError(
-                f"gradients are in {gradient.dtype}, and were in {view.dtype} when the strategy was applied: the model was "
-                "converted since. Convert it before the call, or use the method half."
+                f"gradients are in {gradient.dtype}, but were in {view.dtype} when the strategy was applied: the model was "
+                "converted afterwards. Convert it before the call, or use the method half."
             )
         elif gradient.data_ptr() != view.data_ptr():
             # Outside of the bucket: write the product there, without a temporary.
@@ -406,8 +406,8 @@ class GradientReducer:
         # Each rank sets the column of its open passes: several columns mean different steps.
         if sum(number > 0.0 for number in report[:_NUM_TURNS]) > 1:
             raise StepError(
-                "ranks have reduced gradients of different steps: a rank has run a forward pass that no backward pass has "
-                "followed, and others have not. Where a rank leaves out a backward pass, as for a loss that is not finite, all must: "
+                "ranks have reduced gradients of different steps: one rank has run a forward pass without a backward pass, "
+                "and others have not. If one rank skips a backward pass, for example for a non-finite loss, all must skip it: "
                 "skip where result.mean(float(not loss.isfinite())) is not 0. A forward pass that needs no gradients "
                 "belongs under torch.no_grad()."
             )

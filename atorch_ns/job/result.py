@@ -230,7 +230,7 @@ class Result(_Fields):
                 torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().reshape(()).clone()
             )
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"mean takes one number, and got {value!r}.") from error
+            raise InputError(f"mean takes one number; it got {value!r}.") from error
         if self.job.mesh is not None and self.job.num_data_ranks > 1:
             dist.all_reduce(total, group=self.job.mesh.data_group)
             total /= self.job.num_data_ranks

@@ -205,7 +205,7 @@ def _take_samples(dataset: Any, wanted: int) -> list[Any]:
         stream = read_samples(dataset)
         if stream is None:
             raise InputError(
-                "the dataset can be iterated over only once, and sampling it would lose what it gives first. "
+                "the dataset can be iterated over only once, and sampling it would lose its first samples. "
                 "Give sample_batch, one collated batch, as well."
             )
         for sample in itertools.islice(stream, wanted):

@@ -225,7 +225,7 @@ class ParameterStates:
             if name is None or not isinstance(state, Mapping):
                 raise self._unsupported_error(f"it keeps {type(state).__name__} under {str(key)[:80]!r}")
             if name in tensors or name in values:
-                raise self._unsupported_error(f"two of the optimizers that it holds have states of {name}")
+                raise self._unsupported_error(f"two of its optimizers have states of {name}")
             for entry, value in state.items():
                 if isinstance(value, torch.Tensor):
                     tensors.setdefault(name, {})[entry] = self._unpack_value(name, value.detach())
@@ -330,7 +330,7 @@ class WeightAverage:
     def __init__(self, states: Callable[[], TrainingStates], decay: float | None) -> None:
         if decay is not None and not (isinstance(decay, (int, float)) and 0.0 <= decay <= 1.0):
             raise InputError(
-                f"average: decay is a number from 0 to 1, or None for a mean of all updates; it is {decay!r}."
+                f"average: decay must be a number from 0 to 1, or None for a mean of all updates; it is {decay!r}."
             )
         self._states = states
         self._decay = decay

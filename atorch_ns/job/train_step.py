@@ -114,11 +114,11 @@ class TrainStep:
         """
         if phase not in PHASES or when not in ("before", "after"):
             raise InputError(
-                f"there is no phase {phase!r} to observe {when!r} of.{did_you_mean(phase, PHASES)} Phases are "
+                f"no phase {phase!r} can be observed {when!r}.{did_you_mean(phase, PHASES)} Phases are "
                 f"{', '.join(PHASES)}, observed 'before' or 'after'."
             )
         if not callable(observer):
-            raise InputError(f"an observer must be a function, and is {with_article(observer)}.")
+            raise InputError(f"an observer must be a function; it is {with_article(observer)}.")
         watching = self._watching.setdefault((when, phase), [])
         watching.append(observer)
         return partial(watching.remove, observer)
@@ -289,7 +289,7 @@ class TrainStep:
         if self.optimizer is None:
             raise StepError("clip_grad_norm_ needs an optimizer; pass optim_func to auto_accelerate.")
         if not isinstance(max_norm, (int, float, torch.Tensor)) or not max_norm >= 0:
-            raise InputError(f"clip_grad_norm_: max_norm is a number from 0 on; it is {max_norm!r}.")
+            raise InputError(f"clip_grad_norm_: max_norm must be a non-negative number; it is {max_norm!r}.")
         if isinstance(self.optimizer, StepOptimizer):
             self.optimizer.prepare_gradients()
         self._job.gradients.complete(self._job.module)
@@ -398,8 +398,8 @@ class TrainStep:
                     share = work.share(number, loss)
                     if not share.requires_grad:
                         raise InputError(
-                            "the loss has no gradient: it was detached or made anew (loss.detach(), torch.tensor(loss)), was "
-                            "computed under torch.no_grad(), or from nothing that is trained."
+                            "the loss has no gradient: it was detached or recreated (loss.detach(), torch.tensor(loss)), "
+                            "computed under torch.no_grad(), or does not depend on any trained parameter."
                         )
                     if job.optimizer.use_optim_backward:
                         optimizer.backward(share)  # type: ignore[attr-defined]
@@ -455,7 +455,7 @@ class TrainStep:
             )
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"divisor must return one number, and returned {with_article(value)}."
+                f"divisor must return one number, but returned {with_article(value)}."
             ) from error
         # [data rank, number] of each rank.
         every = [local]
@@ -485,7 +485,7 @@ class TrainStep:
             if not uneven:
                 if num_rows(data) == 0:
                     raise InputError(
-                        "this rank's batch has no rows: give it some, or pass weight_func, by which it counts nothing."
+                        "this rank's batch has no rows: give it some, or pass weight_func, which can give it weight 0."
                     )
                 self._rows.look(num_rows(data))
                 return StepWork.mean(parts, job.num_data_ranks)
@@ -512,7 +512,7 @@ class TrainStep:
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"weight_func must return one number for a micro-batch, and returned {with_article(value)}."
+                f"weight_func must return one number for a micro-batch, but returned {with_article(value)}."
             ) from error
 
     def _weigh_samples(

@@ -51,7 +51,7 @@ def own_loss(batch: Any, output: Any) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output[0]
     if loss is None:
         raise InputError(
-            "a search for degrees trains on the model's own loss, and its outputs have none: give labels in the batch, or "
+            "a search for degrees trains on the model's own loss, but its outputs have no loss: give labels in the batch, or "
             "name dp, tp and pp in init."
         )
     tensor: torch.Tensor = loss
@@ -129,7 +129,7 @@ def read_file(path: str, asked: Mapping[str, Degree], batch_size: int) -> FoundD
     for name, degree in asked.items():
         if isinstance(degree, int) and degree != degrees[name]:
             raise InputError(
-                f"init: {name}={degree}, and strategy_file={path} has {name}={degrees[name]}. Leave degrees out of init."
+                f"init: {name}={degree}, but strategy_file={path} has {name}={degrees[name]}. Omit degrees from init."
             )
     if batch_size % (result.sizes[1] * result.num_micro_batches):
         raise InputError(
@@ -168,7 +168,7 @@ def _unwanted_meshes(asked: Mapping[str, Degree], world_size: int) -> Iterator[A
         yield ("parallel_mode", {"axes": [[name, size] for name, size in of.items() if size > 1]})
     if not wanted:
         text = ", ".join(f"{name}={degree}" for name, degree in fixed.items())
-        raise InputError(f"init: {text} fit no mesh of {world_size} process(es).")
+        raise InputError(f"init: {text} do not fit any mesh of {world_size} process(es).")
 
 
 def _list_factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -91,7 +91,7 @@ def load_weights(result: Result, folder: str) -> None:
         CheckpointError: if there are none of this model.
     """
     if result.job.cluster.rank == 0:
-        log.warning("%s holds weights alone: the optimizer begins anew.", folder)
+        log.warning("%s holds only weights: the optimizer starts without states.", folder)
     checkpoint.import_safetensors(result, folder)
 
 
@@ -110,7 +110,7 @@ def position(folder: str, steps_per_epoch: int, global_batch_size: int) -> tuple
     samples = manifest.data["batches"] * manifest.data["global_batch_size"]
     done, rest = divmod(samples, global_batch_size)
     if rest:
-        log.warning("%s: the global batch is another one; %d samples are seen again.", folder, rest)
+        log.warning("%s: the global batch size has changed; %d samples are repeated.", folder, rest)
     epochs, done = divmod(done, steps_per_epoch)
     return manifest.step, manifest.data["epoch"] + epochs, done
 

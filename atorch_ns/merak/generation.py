@@ -69,11 +69,11 @@ def tokens_of(prompts: Any, tokenizer: Any) -> list[list[int]]:
     for prompt in inputs:
         if isinstance(prompt, str):
             if not callable(tokenizer):
-                raise InputError("generate: prompts that are texts need processing_class, a tokenizer.")
+                raise InputError("generate: text prompts need processing_class, a tokenizer.")
             prompt = tokenizer(prompt)["input_ids"]
         rows.append([int(token) for token in prompt])
     if not rows or not all(rows):
-        raise InputError("generate: a prompt has at least one token.")
+        raise InputError("generate: a prompt must have at least one token.")
     return rows
 
 

@@ -106,8 +106,8 @@ def check_recipe(name: str, make: Any, arguments: Mapping[str, Any]) -> None:
     odd = {"params", "model", "optimizer_dict"} & set(arguments)  # of GaLore, LOMO and layer-wise optimizers
     if odd or not isinstance(make, type) or not issubclass(make, torch.optim.Optimizer):
         raise InputError(
-            f"optim={name}: it is made of the whole model ({', '.join(odd) or 'by a factory'}), of which a rank holds a part. "
-            "Use one of torch's, such as adamw_torch."
+            f"optim={name}: it is made for the whole model ({', '.join(odd) or 'by a factory'}), but a rank holds only a part. "
+            "Use a torch optimizer, such as adamw_torch."
         )
 
 
@@ -119,7 +119,7 @@ def options_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     """
     if optimizer.state:
         raise InputError(
-            "optimizers: the optimizer has stepped already, and its states are of the undivided model. Give a new one."
+            "optimizers: the optimizer has stepped already, and its states belong to the undivided model. Give a new one."
         )
     names = {parameter: name for name, parameter in model.named_parameters()}
     result: dict[str, dict[str, Any]] = {}

@@ -49,7 +49,7 @@ class Probe(_StandIn):
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Ends ``compute_loss``."""
         if args:
-            raise InputError("compute_loss must call the model with names, as model(**inputs).")
+            raise InputError("compute_loss must call the model with keyword arguments, as model(**inputs).")
         raise _Called(inputs)
 
 
@@ -87,7 +87,7 @@ def sample_of(compute_loss: ComputeLoss, model: Any, batch: Mapping[str, Any], n
         compute_loss(Probe(model), dict(batch), num_items_in_batch=num_items)
     except _Called as called:
         return called.inputs, dict(batch), num_items
-    raise InputError("compute_loss must call the model that it is given; it returned a loss without.")
+    raise InputError("compute_loss must call the given model; it returned a loss without calling it.")
 
 
 def loss_of(compute_loss: ComputeLoss, model: Any, sample: Sample, output: Any) -> torch.Tensor:

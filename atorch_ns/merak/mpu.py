@@ -66,7 +66,7 @@ class Grid:
     def get_coord(self, rank: int) -> dict[Axis, int]:
         """The place of a rank along each axis."""
         if not 0 <= rank < self.world_size():
-            raise InputError(f"there is no rank {rank} in a grid of {self.world_size()}.")
+            raise InputError(f"rank {rank} is not in a grid of {self.world_size()} ranks.")
         coords: dict[Axis, int] = {}
         for axis, size in reversed(tuple(zip(AXES, self.sizes, strict=True))):
             rank, coords[axis] = divmod(rank, size)  # innermost axis first
@@ -119,7 +119,7 @@ class Grid:
         for axis, index in places.items():
             if axis not in AXES or not 0 <= index < self.get_dim(axis):
                 sizes = ", ".join(f"{name}={self.get_dim(name)}" for name in AXES)
-                raise InputError(f"there is no place {axis}={index} in the grid {sizes}.")
+                raise InputError(f"the grid {sizes} has no position {axis}={index}.")
 
 
 @dataclass
@@ -154,8 +154,8 @@ def init(
     if positional:
         arguments = ", ".join(map(repr, positional))
         raise InputError(
-            f"init({arguments}): name the degrees, as in init(dp=2, tp=1, pp=4). Merak's documents have the order "
-            "(dp, tp, pp), its code and examples (pp, tp, dp), so a position does not say which is meant."
+            f"init({arguments}): name the degrees, as in init(dp=2, tp=1, pp=4). Merak's documents use the order "
+            "(dp, tp, pp), but its code and examples use (pp, tp, dp), so positions are ambiguous."
         )
     asked: dict[str, Degree] = {"dp": dp, "tp": tp, "pp": pp, "sp": sp}
     for name, degree in asked.items():
@@ -164,7 +164,7 @@ def init(
             and degree != "auto"
             and (isinstance(degree, bool) or not isinstance(degree, int) or degree < 1)
         ):
-            raise InputError(f"init: {name} is a number of ranks or 'auto', and is {degree!r}.")
+            raise InputError(f"init: {name} must be a number of ranks or 'auto'; got {degree!r}.")
     reset()
     cluster = Cluster.detect()
     join_process_group(cluster)
@@ -218,7 +218,7 @@ def get_grid() -> Grid:
     if _WORLD.grid is None:
         asked_degrees()
         raise InputError(
-            "the degrees are searched for when MerakTrainer begins to train; there is no grid before."
+            "MerakTrainer searches for the degrees when training starts; the grid does not exist before."
         )
     return _WORLD.grid
 
@@ -260,7 +260,7 @@ def _axis_sizes(asked: dict[str, Degree], world_size: int) -> tuple[int, int, in
     if data * shared != world_size:
         product_text = " × ".join(f"{name}={numbers.get(name, 1)}" for name in ("tp", "pp", "sp"))
         raise InputError(
-            f"init: dp={numbers.get('dp', 'the rest')} × {product_text} are not the {world_size} process(es) that were started. "
+            f"init: dp={numbers.get('dp', 'the rest')} × {product_text} do not match the {world_size} process(es) started. "
             f"{_suggest_degrees(world_size)}"
         )
     return numbers.get("pp", 1), data, numbers.get("sp", 1), numbers.get("tp", 1)  # in the order of AXES

@@ -47,7 +47,7 @@ def strategy_of(
         steps.append(("pipeline_parallel", pipeline(args, leaf_modules)))
     if args.neftune_noise_alpha is not None and grid.world_size() > grid.get_dim("data"):
         raise InputError(
-            "neftune_noise_alpha: ranks that divide the model would add noise of their own, each another. Use dp alone."
+            "neftune_noise_alpha: ranks that share a divided model would each add different noise. Use only dp."
         )
     if (args.activation_checkpointing if recomputes is None else recomputes) and repeated_blocks(model):
         steps += recomputation(args, grid.get_dim("pipe"))
@@ -136,7 +136,7 @@ def data(args: MerakArguments, grid: Grid) -> list[Step | str]:
     if method in ("zero2", "fsdp"):
         if args.prescale_gradients:
             raise InputError(
-                f"prescale_gradients: {method} divides gradients as it sums them, in one step. Use zero_stage=0 or "
+                f"prescale_gradients: {method} sums and divides gradients in one step. Use zero_stage=0 or "
                 "zero_stage=1."
             )
         return [method]

@@ -118,7 +118,7 @@ class MerakTrainer(Trainer):
         """
         if self._result is None:
             raise InputError(
-                "the model is divided when training or evaluation begins; there is no job before."
+                "the model is divided when training or evaluation begins; no job exists before that."
             )
         return self._result
 
@@ -214,7 +214,7 @@ class MerakTrainer(Trainer):
             and self.accelerator.num_processes != self.args.world_size
         ):
             raise InputError(
-                "train_sampling_strategy='batch_rebalance' deals samples to all processes, some of which need the same here: "
+                "train_sampling_strategy='batch_rebalance' splits samples over all processes, but some need the same ones here: "
                 "use 'group_by_length'."
             )
         return super()._get_train_sampler(train_dataset)
@@ -278,7 +278,7 @@ class MerakTrainer(Trainer):
         """Finds the degrees that ``init`` left open; collective."""
         if not self.is_in_train:
             raise InputError(
-                "degrees are searched for by training; name dp, tp and pp in init to evaluate or generate."
+                "only training searches for degrees; set dp, tp and pp in init to evaluate or generate."
             )
         args = self.args
         # Each rank reads its own, and those that divide a model need the same.
@@ -512,7 +512,7 @@ class MerakTrainer(Trainer):
                 super()._load_rng_state(checkpoint)
             except Exception as error:  # a file that was cut short may raise anything
                 raise CheckpointError(
-                    f"the random states in {checkpoint} are damaged: {error_text(error)}. Leave them out by no_load_rng=True."
+                    f"the random states in {checkpoint} are damaged: {error_text(error)}. Skip them with no_load_rng=True."
                 ) from error
             restore_rng(self._random, self.result.device, self.result.job.step.randomness)
 
@@ -537,10 +537,10 @@ class MerakTrainer(Trainer):
             InputError: for prompts without tokens, and for models with an encoder.
         """
         if getattr(getattr(self.model, "config", None), "is_encoder_decoder", False):
-            raise InputError("generate continues texts by causal language models; this one has an encoder.")
+            raise InputError("generate supports only causal language models; this one has an encoder.")
         warmth = self.args.temperature if temperature is None else temperature
         if warmth < 0:
-            raise InputError(f"generate: temperature is at least 0, and is {warmth}.")
+            raise InputError(f"generate: temperature must be at least 0; got {warmth}.")
         tokens = tokens_of(prompts, self.processing_class)
         result = self._ensure_job(partial(tokens_alone, tokens[0]))
         longest = min(

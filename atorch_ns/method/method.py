@@ -105,7 +105,7 @@ def dtype_name(value: Any) -> str:
     name = str(value).removeprefix("torch.")
     name = _DTYPES.get(name, name)
     if name not in _KNOWN_DTYPES:
-        raise ValueError(f"{value!r} is not a dtype here; accepted: fp16, bf16, fp32 or their torch names")
+        raise ValueError(f"{value!r} is not a valid dtype; accepted: fp16, bf16, fp32 or their torch names")
     return name
 
 

@@ -42,7 +42,7 @@ class Registry:
                 owner = self._names[name]
                 raise RegistrationError(
                     f"the method name {name!r} is taken by {type(self._methods[owner]).__qualname__} "
-                    f"of {self._origins[owner]}; {kind.__qualname__} of {origin} cannot have it"
+                    f"of {self._origins[owner]}; {kind.__qualname__} of {origin} cannot use it"
                 )
         self._methods[method.name] = method
         self._origins[method.name] = origin
@@ -106,8 +106,8 @@ def load_registry() -> Registry:
     if not points:
         sources = Path(__file__).parents[2]
         raise RegistrationError(
-            f"no method is known: atorch_ns was imported from {sources} and is not installed, and methods are found by the "
-            f"entry points of what is installed. Install it: pip install {sources}, or pip install -e {sources}"
+            f"no methods were found: atorch_ns was imported from {sources} but is not installed. Methods are found by the "
+            f"entry points of installed packages. Install it: pip install {sources}, or pip install -e {sources}"
         )
     # Built-ins first, so that a plug-in that takes a built-in name is the one refused.
     distributions = {point.dist for point in points}  # each reads its name from a file

@@ -97,7 +97,7 @@ def _compare_small_run(
         plan = prepared.resolved.plan
         if plan.size("pipeline") > 1 or plan.size("sequence") > 1:
             raise StrategyError(
-                f"the model cannot be divided over pipeline or sequence: {read}, so that it cannot be seen which stage or part "
+                f"the model cannot be divided over pipeline or sequence: {read}, so nothing shows which stage or part "
                 "of a sequence its gradient comes from. Make it a parameter of the module that reads it (a hook is given that "
                 "module), or use the axes data, zero and tensor."
             )

@@ -310,7 +310,7 @@ def _needs_training_mode(model: nn.Module, inputs: Inputs, part: Any, device: to
     if failure is not None:
         raise failure
     raise InputError(
-        "the model's loss changes from one evaluation of the same batch to the next, so that two runs cannot "
+        "the model's loss changes from one evaluation of the same batch to the next, so two runs cannot "
         "be compared."
     )
 

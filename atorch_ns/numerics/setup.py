@@ -308,8 +308,8 @@ def _require_memory(model: nn.Module, cluster: Cluster) -> None:
     limits = [limit for limit in (int(_MEMORY_SHARE * memory) or None, room) if limit is not None]
     if needed > min(limits, default=needed):
         raise InputError(
-            f"two blocks of each kind and what surrounds them take {bytes_text(needed)} to compare, of "
-            f"{bytes_text(min(limits))} that a rank may use for it."
+            f"comparing two blocks of each kind and the code around them takes {bytes_text(needed)}, but a rank "
+            f"may use only {bytes_text(min(limits))} for it."
         )
 
 

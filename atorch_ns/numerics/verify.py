@@ -65,7 +65,7 @@ def explained_errors(run: str, *, rank: int, remedy: str) -> Iterator[None]:
     except Exception as error:
         what = f"{run} failed on rank {rank}: {error_text(error)}".rstrip(".")
         if _is_broken_connection(error):
-            raise RankError(f"{what}. Another rank has gone.") from error
+            raise RankError(f"{what}. Another rank has exited.") from error
         raise InputError(f"{what}. {_error_origin(error)} {remedy}") from error
 
 
@@ -168,7 +168,7 @@ def _plain_inputs(
         raise InputError(f"num_steps={num_steps}: at least one step is needed.")
     if any(parameter.is_meta for parameter in inputs.model.parameters()):
         raise InputError(
-            "the model is on meta, and two runs must begin with the same values. Build it on the CPU."
+            "the model is on the meta device, but two runs must start with equal values. Build it on the CPU."
         )
     sampled = sample_inputs(
         inputs, num_data_ranks=cluster.world_size, sample_batch=inputs.sample_batch

@@ -296,7 +296,7 @@ def division_of(
         InputError: if the plan is for another number of ranks, or divides an operator as it cannot be divided.
     """
     if plan.degree not in (None, degree):
-        raise InputError(f"the operator plan is made for {plan.degree} ranks, and there are {degree}.")
+        raise InputError(f"the operator plan was made for {plan.degree} ranks, but there are {degree}.")
     legal = legal_rules(graph, degree)
     illegal = {
         key: plan.operators[key]
@@ -306,7 +306,7 @@ def division_of(
     if illegal:
         keys = [*graph.by_key, *{graph.parameter_key(node) for node in graph.origins}]
         raise InputError(
-            f"the operator plan divides operators of this model as they cannot be:\n{plan.misfit(keys, legal)}"
+            f"the operator plan divides operators of this model in ways they do not allow:\n{plan.misfit(keys, legal)}"
         )
     rules = {}
     for op in graph.operators:

@@ -49,7 +49,7 @@ class PolicyNode:
             InputError: for another name.
         """
         if name != "dim":
-            raise InputError(f"operators are divided by the algorithm 'dim'; there is no {name!r}.")
+            raise InputError(f"operators can only be divided by the algorithm 'dim'; got {name!r}.")
         return Algorithm(self)
 
     def __repr__(self) -> str:
@@ -106,7 +106,7 @@ class PolicyGraph:
         """
         if ntype is not None and not issubclass(PolicyNode, ntype):
             raise InputError(
-                f"all nodes are PolicyNodes, so there is none of {ntype.__name__}: select by name."
+                f"all nodes are PolicyNodes, so none is of type {ntype.__name__}: select by name."
             )
         return [
             node
@@ -141,7 +141,7 @@ class PolicyGraph:
     def rules_for(self, node: PolicyNode, idx: int, dim: int, num: int) -> list[Rule]:
         """The rules that divide an input along a dimension."""
         if not isinstance(node, PolicyNode):
-            raise InputError(f"a node of graph.nodes() is divided, not {with_article(node)}.")
+            raise InputError(f"expected a node of graph.nodes(), got {with_article(node)}.")
         rank = len(node.operator.call.tensors)
         if not 0 <= idx < rank:
             raise InputError(f"{node} has {rank} tensor inputs, so there is no input {idx}.")
@@ -156,7 +156,7 @@ class PolicyGraph:
         part = node if isinstance(node, SubNode) else SubNode(node, 0, 1)
         if part.of == 1 and self._config.plan_ngpus > 1 and not self._starts:
             raise InputError(
-                f"{part.node} is on one device alone: without stages every rank of a unit runs every operator. Replicate or "
+                f"{part.node} is on only one device: without stages every rank of a unit runs every operator. Replicate or "
                 "partition it, or cut the graph by staging."
             )
         self._assigned[self._nodes.index(part.node), part.number] = device
@@ -173,7 +173,7 @@ class PolicyGraph:
         """Recomputes the blocks that hold the operators in the backward pass."""
         paths = {self._graph.segments[node.operator.segment].path for node in nodes}
         if "" in paths:
-            raise InputError("recompute is for operators inside of blocks; some of these are between them.")
+            raise InputError("recompute supports only operators inside blocks; some of these are outside.")
         self._recomputed += sorted(paths - set(self._recomputed))
         return True
 
@@ -233,7 +233,7 @@ class PolicyGraph:
         path = self._graph.segments[node.operator.segment].path or node.fqn
         if not path:
             raise InputError(
-                f"{node} is called by the module itself, which no stage can begin with; name one of a part."
+                f"the module itself calls {node}, so no stage can begin there; name a node of a submodule."
             )
         return path
 
@@ -244,7 +244,7 @@ class PolicyGraph:
             wanted = stage * degree + number
             if device != wanted:
                 raise InputError(
-                    f"part {number} of {self._nodes[index]} is assigned to rank {device}; the parts of stage {stage} are on "
+                    f"part {number} of {self._nodes[index]} is assigned to rank {device}; the parts of stage {stage} must be on "
                     f"ranks {stage * degree} to {(stage + 1) * degree - 1}, in order."
                 )
 
@@ -258,8 +258,8 @@ class PolicyGraph:
         known = self._chosen.get(key)
         if known is not None and known[0] != rule:
             raise InputError(
-                f"{node} is divided by {rule}, and {known[1]}, of a layer of the same kind, by {known[0]}: layers of one kind "
-                "are divided alike."
+                f"{node} is divided by {rule}, but {known[1]}, in a layer of the same kind, by {known[0]}: layers of one kind "
+                "must be divided alike."
             )
         self._chosen[key] = (rule, node)
 

@@ -48,7 +48,7 @@ class ParallelModule(nn.Module):
         make = type(self)._apply_plan
         if make is None:
             raise InputError(
-                "parallelize makes the classes that can be instantiated; ParallelModule is their base."
+                "ParallelModule is only a base class; instantiate a class that parallelize makes."
             )
         self.__dict__["result"] = make(init_params)  # past __setattr__, which may set the inner module's
         self.__dict__["num_calls"] = 0
@@ -114,9 +114,9 @@ class ParallelModule(nn.Module):
         """
         self._require_end2end("train_step")
         if self.compute_config.inference_only:
-            raise StepError("the module was made with inference_only=True: it has no gradients to train by.")
+            raise StepError("the module was made with inference_only=True: it computes no gradients.")
         if self.result.train_step.optimizer is None:
-            raise StepError("train_step needs an optimizer: make it by build_optimizer(module, ...) first.")
+            raise StepError("train_step needs an optimizer: call build_optimizer(module, ...) first.")
         step = self.result.train_step.micro_gradients(samples, dummies=is_dummy_batch, scale_fn=scale_fn)
         outputs = iter(step.outputs or ())  # without those of dummies
         dummies = is_dummy_batch or [False] * len(samples)
@@ -141,7 +141,7 @@ class ParallelModule(nn.Module):
                 probe.is_cuda,  # CUDA tensors always count as shared
             ):
                 raise StepError(
-                    f"a {type(self).__name__} stays in the dtype, memory and device that it was made in: give parallelize "
+                    f"a {type(self).__name__} keeps the dtype, memory and device that it was made with: give parallelize "
                     f"module_dtype=, and start a process for each device; a {tensor.dtype} tensor on {tensor.device} would become "
                     f"{result.dtype} on {result.device}."
                 )

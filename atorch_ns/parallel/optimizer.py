@@ -228,8 +228,8 @@ class ParallelOptimizer(Optimizer):
         if count == len(order) and len(groups) == 1:
             return order  # of the plain module's parameters
         raise InputError(
-            f"the state dict is of {count} parameters in {len(groups)} groups, which have no names; the module has {len(order)}, "
-            f"of which this rank's optimizer has {len(names)}. Give what merge_state_dicts made, or a state dict of all parameters."
+            f"the state dict has {count} parameters without names in {len(groups)} groups; the module has {len(order)}, "
+            f"of which this rank's optimizer has {len(names)}. Give merge_state_dicts' result, or a state dict of all parameters."
         )
 
     def _multiply_means(self, factor: float) -> None:
@@ -259,7 +259,7 @@ class ParallelOptimizer(Optimizer):
     def _find_reducers(self) -> Iterable[GradientReducer]:
         if self._config.use_zero and self._config.num_units > 1:
             raise InputError(
-                "with use_zero gradients are summed by torch's fully_shard, which has no hooks around it: scale them by "
+                "with use_zero, torch's fully_shard sums the gradients and has no hooks around that: scale them with "
                 "scale_grads after sync_shard_grad, or leave use_zero out."
             )
         reducers = [part.result.job.gradients.reducer for part in self._parts]
@@ -294,7 +294,7 @@ def _common_config(
 ) -> ComputeConfig:
     if not parts:
         raise InputError(
-            "build_optimizer is for modules that parallelize has made, and there is none in this one."
+            "build_optimizer needs a module that parallelize made, but this module contains none."
         )
     configs = {path: part.compute_config for path, part in parts.items()}
     first = next(iter(configs.values()))
@@ -303,11 +303,11 @@ def _common_config(
         if (config.plan_ngpus, config.runtime_ngpus) != sizes:
             raise InputError(
                 f"all parallel modules need the same plan_ngpus and runtime_ngpus: {path or 'the module'} has "
-                f"{config.plan_ngpus} and {config.runtime_ngpus}, another {sizes[0]} and {sizes[1]}."
+                f"{config.plan_ngpus} and {config.runtime_ngpus}, another has {sizes[0]} and {sizes[1]}."
             )
     if any(config.use_end2end for config in configs.values()) and not isinstance(module, ParallelModule):
         raise InputError(
-            "an end-to-end module is trained by its train_step, so it cannot be a part of another module."
+            "an end-to-end module is trained by its train_step, so it cannot be part of another module."
         )
     if any(config.inference_only for config in configs.values()):
         raise InputError("a module made with inference_only=True has nothing to optimize.")

@@ -81,7 +81,7 @@ def parallelize(
     ):
         return target
     if not isinstance(load_module, bool):
-        raise InputError(f"load_module is True or False; it is {load_module!r}.")
+        raise InputError(f"load_module must be True or False; got {load_module!r}.")
     cluster = Cluster.detect()
     if load_module:
         join_process_group(cluster)
@@ -91,13 +91,13 @@ def parallelize(
         sharing = _enum_member(BroadcastGenFilesStrategy, broadcast_strategy, "broadcast_strategy")
         if sharing is not BroadcastGenFilesStrategy.NONE and not is_joined:
             raise InputError(
-                f"broadcast_strategy={sharing.value!r} needs a process group: start the script by torchrun, or leave it 'none'."
+                f"broadcast_strategy={sharing.value!r} needs a process group: start the script with torchrun, or leave it 'none'."
             )
         source = _Source.of(target, module_fn, module_dtype, compute_config, dummy_forward_args, pas_policy)
         if load_module and cluster.world_size != compute_config.runtime_ngpus:
             raise InputError(
-                f"runtime_ngpus={compute_config.runtime_ngpus}, and there are {cluster.world_size} ranks: start as many by "
-                "torchrun, or plan alone with load_module=False."
+                f"runtime_ngpus={compute_config.runtime_ngpus}, but there are {cluster.world_size} ranks: start that many with "
+                "torchrun, or only plan, with load_module=False."
             )
         folder = PlanFolder.of(gen_savedir, type(source.module), instance_name)
         return source, folder, _enum_member(ReuseType, reuse, "reuse")
@@ -146,27 +146,27 @@ class _Source:
             )
         if isinstance(policy, str) and policy not in POLICIES and not is_strategy_file(policy):
             raise InputError(
-                f"there is no policy {policy!r}.{did_you_mean(policy, POLICIES)} Policies are {', '.join(POLICIES)}, a "
+                f"unknown policy {policy!r}.{did_you_mean(policy, POLICIES)} Policies are {', '.join(POLICIES)}, a "
                 "function (graph, compute_config) -> graph, or a strategy file."
             )
         if not (isinstance(policy, str) or callable(policy)):
-            raise InputError(f"pas_policy is a name or a function; it is {with_article(policy)}.")
+            raise InputError(f"pas_policy must be a name or a function; got {with_article(policy)}.")
         module = _make_module(target, module_fn) if is_class else target
         if module_fn is not None and not is_class:
-            raise InputError("module_fn makes modules of a class; a module is there already.")
+            raise InputError("module_fn makes modules of a class, but a module was given.")
         if parallel_modules(module):
             raise InputError(
                 "Parallel modules can not be nested: one of the module's parts is parallel already."
             )
         if any(_DIVIDED in vars(part) for part in module.modules()):
             raise InputError(
-                f"this {type(module).__qualname__} has been made parallel already, and was changed for that: use what parallelize "
+                f"this {type(module).__qualname__} is already parallel, and was changed for that: use the module that parallelize "
                 "returned, or parallelize its class to make several."
             )
         hooked = next((name for name, param in module.named_parameters() if has_user_hooks(param)), None)
         if hooked is not None:
             raise InputError(
-                f"{hooked} has a hook on its gradient, which does not go with it to its parts: register it on the parallel module's "
+                f"{hooked} has a hook on its gradient, which does not carry over to its parts: register it on the parallel module's "
                 "parameters."
             )
         if dtype is not None:
@@ -197,7 +197,7 @@ def _make_module(kind: type[nn.Module], module_fn: Callable[[], nn.Module] | Non
 def _build_sample(module: nn.Module, dummies: Mapping[str, Any], config: ComputeConfig) -> Any:
     if not isinstance(dummies, Mapping):
         raise InputError(
-            f"dummy_forward_args must be a dictionary by the names of forward's arguments; it is {with_article(dummies)}."
+            f"dummy_forward_args must be a dictionary keyed by forward's argument names; got {with_article(dummies)}."
         )
     parameters = inspect.signature(module.forward).parameters
     what = f"{type(module).__qualname__}.forward"
@@ -223,7 +223,7 @@ def _build_sample(module: nn.Module, dummies: Mapping[str, Any], config: Compute
     wanted = [arg.name for arg in others if arg.default is arg.empty]
     if wanted:
         raise InputError(
-            f"use_end2end: {what} takes one sample, its first argument; {', '.join(wanted)} need default values."
+            f"use_end2end: {what} must take one sample as its first argument; {', '.join(wanted)} need default values."
         )
     return dummies[first.name]  # the sample of an end-to-end module
 
@@ -249,7 +249,7 @@ def _parallel_class(
             module = copy.deepcopy(plain)  # a class may make several modules
         elif used:
             raise InputError(
-                "a parallel module is made of a module once; parallelize its class to make several."
+                "a module can be made parallel only once; parallelize its class to make several."
             )
         else:
             module = plain
@@ -300,12 +300,12 @@ def _divide_module(
         degree = math.prod(resolved.plan.size(axis) for axis in MODEL_AXES)  # ranks of a scale unit
         if degree != config.plan_ngpus:
             raise InputError(
-                f"{source.policy} divides a module over {degree} rank(s), and plan_ngpus is {config.plan_ngpus}: set "
+                f"{source.policy} divides a module over {degree} rank(s), but plan_ngpus is {config.plan_ngpus}: set "
                 f"plan_ngpus={degree}."
             )
         if resolved.plan.size("pipeline") > 1 and not config.use_end2end:
             raise InputError(
-                f"{source.policy} makes a pipeline, which trains micro-batches by train_step: set use_end2end=True, for a module "
+                f"{source.policy} makes a pipeline, which trains micro-batches with train_step: set use_end2end=True, for a module "
                 "that returns the loss first."
             )
 
@@ -335,5 +335,5 @@ def _enum_member(kind: type[E], value: Any, name: str) -> E:
     known = [member.value for member in kind]
     if not isinstance(value, str) or value not in known:
         near = did_you_mean(value, known) if isinstance(value, str) else ""
-        raise InputError(f"{name} is {value!r}.{near} It is one of {', '.join(known)}.")
+        raise InputError(f"{name} is {value!r}.{near} It must be one of {', '.join(known)}.")
     return kind(value)

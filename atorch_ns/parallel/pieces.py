@@ -122,8 +122,8 @@ def load_pieces(
         state[start + name] = as_part(entry, value)
     if odd:
         raise CheckpointError(
-            f"the state dict is rank {metadata['rank'] if metadata else 0}'s under another plan: {first_few(odd, 4)} are not there, or "
-            "lie elsewhere in their wholes. Merge the state dicts of all ranks by merge_state_dicts, and load that by load_merged_state_dict."
+            f"the state dict is from rank {metadata['rank'] if metadata else 0} of another plan: {first_few(odd, 4)} are missing, or "
+            "are different pieces. Merge the state dicts of all ranks with merge_state_dicts, and load that with load_merged_state_dict."
         )
 
 
@@ -151,13 +151,13 @@ def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, PieceLocation |
     covered = torch.zeros(region.shape, dtype=torch.bool, device=first.device)  # elements that are there
     for rank, part, where in parts:
         if where is None or where.shape != region.shape:
-            raise ValueError(f"Conflict in merging {name}: rank {rank} holds a piece of another whole.")
+            raise ValueError(f"Conflict in merging {name}: rank {rank} holds a piece of a different tensor.")
         box = tuple(slice(start, start + size) for start, size in zip(where.offset, part.shape, strict=True))
         there, known = whole[box], covered[box]
         mine = part.to(first.device)
         if bool((known & (there != mine) & ~(there.isnan() & mine.isnan())).any()):  # NaN equals NaN
             raise ValueError(
-                f"Conflict in merging {name}: rank {rank} holds other values than the ranks before it."
+                f"Conflict in merging {name}: rank {rank} holds different values than the ranks before it."
             )
         whole[box], covered[box] = mine, True
     if not bool(covered.all()):

@@ -217,10 +217,10 @@ def _read_stages(path: str, asked: Division) -> Division:
         plan = json.loads(Path(path).read_text("utf-8"))
         starts, again, operators = plan["stages_begin_with"], plan["recompute"], plan["operators"]
         if not isinstance(operators, (dict, type(None))) or len(again) != len(starts) + 1:
-            raise ValueError("recompute needs a number for each stage, and operators a plan or null")
+            raise ValueError("recompute needs a number for each stage, and operators must be a plan or null")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"load_plan_path: {path} holds no plan of stages, as save_plan_path writes one: {error_text(error)}"
+            f"load_plan_path: {path} holds no plan of stages as written by save_plan_path: {error_text(error)}"
         ) from error
     return _of_stages(plan, asked)
 

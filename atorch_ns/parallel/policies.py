@@ -94,7 +94,7 @@ def division_by(policy: str, config: ComputeConfig) -> Division:
     """
     if policy not in POLICIES:
         raise InputError(
-            f"there is no policy {policy!r}.{did_you_mean(policy, POLICIES)} Policies are {', '.join(POLICIES)}, or a "
+            f"unknown policy {policy!r}.{did_you_mean(policy, POLICIES)} Policies are {', '.join(POLICIES)}, or a "
             "function (graph, config) -> graph."
         )
     check_settings(policy, config.pas_config)
@@ -142,7 +142,7 @@ def _autodist_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Di
     degree = settings.get("max_partition_degree", config.plan_ngpus)
     if degree > config.plan_ngpus:
         raise InputError(
-            f"max_partition_degree={degree} is more than plan_ngpus={config.plan_ngpus}, the ranks that there are."
+            f"max_partition_degree={degree} exceeds plan_ngpus={config.plan_ngpus}, the number of ranks."
         )
     if num_stages == 1 and degree < config.plan_ngpus:
         raise InputError(
@@ -151,7 +151,7 @@ def _autodist_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Di
         )
     if settings.get("pp_size", num_stages) != num_stages:
         raise InputError(
-            "pp_size: autodist puts one stage on each rank, so it is the number of stages; leave it out."
+            "pp_size: autodist puts one stage on each rank, so pp_size is the number of stages; leave it out."
         )
     return _staged_division(
         "autodist", config, settings, num_stages, operators, recompute, tuple(_autodist_notes(settings))
@@ -230,7 +230,7 @@ def _staged_division(
         return Division(operators=operators, recompute=recompute, notes=notes)
     if not config.use_end2end:
         raise InputError(
-            f"the policy {policy} makes a pipeline of {num_stages} stages, which trains micro-batches by train_step: set "
+            f"the policy {policy} makes a pipeline of {num_stages} stages, which trains micro-batches with train_step: set "
             "use_end2end=True, for a module whose forward takes one sample and returns the loss first."
         )
     ranks = settings.get("pp_size", num_stages)
@@ -262,12 +262,12 @@ def _pipeline_config(
     schedule = settings.get("pipeline_scheduler", "1f1b" if num_stages == ranks else "1f1b_interleaved")
     if schedule == "1f1b_plus":
         raise InputError(
-            "pipeline_scheduler 1f1b_plus puts a large embedding on all ranks; use 1f1b, and let the operators of each stage "
-            "be divided (pipeline_nstages below plan_ngpus), which divides it too."
+            "pipeline_scheduler 1f1b_plus puts a large embedding on all ranks; use 1f1b, and divide the operators of each stage "
+            "(pipeline_nstages below plan_ngpus), which divides the embedding too."
         )
     if schedule == "infer_pipe" and not config.inference_only:
         raise InputError(
-            "pipeline_scheduler infer_pipe has no backward passes: set inference_only=True, or take 1f1b."
+            "pipeline_scheduler infer_pipe has no backward passes: set inference_only=True, or use 1f1b."
         )
     pipeline: dict[str, Any] = {
         "schedule": "GPipe" if schedule == "infer_pipe" else schedule,  # only its forward passes run
@@ -283,7 +283,7 @@ def _pipeline_config(
         pipeline["split_points"] = pivots
     else:
         raise InputError(
-            f"the policy {policy} begins a stage at each of pipeline_pivots, so {num_stages} stages need {num_stages - 1}, and "
+            f"the policy {policy} begins a stage at each of pipeline_pivots, so {num_stages} stages need {num_stages - 1}, but "
             f"there are {len(pivots)}; autodist chooses among them."
         )
     return pipeline

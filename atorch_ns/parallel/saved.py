@@ -132,7 +132,7 @@ class PlanFolder:
             return plan
         if reuse is ReuseType.MATCH:
             raise InputError(
-                f"the plan in {file} does not fit: {problem or '; '.join(differences)}. Make it anew by reuse='override' or "
+                f"the plan in {file} does not fit: {problem or '; '.join(differences)}. Make a new one with reuse='override' or "
                 "'moo', or give instance_name to keep both."
             )
         return None

@@ -38,14 +38,14 @@ def merge_state_dicts(
     """
     if isinstance(module_state_dicts, Mapping) or not module_state_dicts:
         raise InputError(
-            "merge_state_dicts needs a list of the state dicts of all ranks, and got "
+            "merge_state_dicts needs a list of the state dicts of all ranks, but got "
             f"{'one alone' if module_state_dicts else 'none'}."
         )
     module_state_dicts = list(module_state_dicts)
     ranks = [_pieces_by_prefix(state) for state in module_state_dicts]
     numbers = [next(iter(marks.values()))["rank"] for marks in ranks]
     if len(set(numbers)) < len(numbers):
-        raise InputError(f"the state dicts are of the ranks {numbers}: one of each rank, please.")
+        raise InputError(f"the state dicts are from ranks {numbers}: give exactly one from each rank.")
     plan = next(iter(ranks[0].values()))["config"]["plan_ngpus"]
     first_unit = min(numbers) // plan  # whose buffers are taken
     parts: dict[str, list[tuple[int, torch.Tensor, PieceLocation | None]]] = {}
@@ -81,7 +81,7 @@ def _merged_optimizer(states: Sequence[Mapping[str, Any]] | None, ranks: Sequenc
     states = [state for state in states if state is not None]
     if len(states) != len(ranks) or any(PIECES not in state for state in states):
         raise InputError(
-            "optimizer_state_dicts are those of the same ranks, by optimizers of build_optimizer."
+            "optimizer_state_dicts must be from the same ranks, by optimizers of build_optimizer."
         )
     parts: dict[str, dict[str, list[tuple[int, torch.Tensor, PieceLocation | None]]]] = {}
     plain: dict[str, StateDict] = {}
@@ -138,7 +138,7 @@ def load_merged_state_dict(
         InputError: if one of optimizer and its state dict is missing.
     """
     if (optimizer is None) != (optimizer_state_dict is None):
-        raise InputError("optimizer and optimizer_state_dict go together.")
+        raise InputError("give optimizer and optimizer_state_dict together.")
     module.load_state_dict(_to_device(module_state_dict, device))
     if optimizer is not None:
         assert optimizer_state_dict is not None
@@ -202,10 +202,10 @@ def load_deduped_state_dict(
         ]
         if lacking:
             raise InputError(
-                f"the state dict of rank {rank} lacks {first_few(lacking, 4)}: give what deduped_state_dict gave on this rank."
+                f"the state dict of rank {rank} lacks {first_few(lacking, 4)}: give this rank's deduped_state_dict result."
             )
         if optimizer is not None and PIECES not in (optimizer_state_dict or {}):
-            raise InputError("optimizer_state_dict is what deduped_state_dict gave for this optimizer.")
+            raise InputError("optimizer_state_dict must be what deduped_state_dict made for this optimizer.")
 
     Cluster.detect().agree(checked, what="loading a deduped state dict")
     # Parts come from the first rank that holds the same ones, everything else from rank 0.
@@ -276,7 +276,7 @@ def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None
     if any(
         isinstance(parameter, DTensor) and _is_sharded_over_units(module) for parameter in module.parameters()
     ):
-        raise InputError("with use_zero every unit has parts of its own: load the weights on all ranks.")
+        raise InputError("with use_zero every unit holds its own shards: load the weights on all ranks.")
     broadcast_in_strides([*module.parameters(), *module.buffers()], stride)
 
 
@@ -284,7 +284,7 @@ def _pieces_by_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
     marks = {name.removesuffix(PIECES): value for name, value in state.items() if name.endswith(PIECES)}
     if not marks:
         raise InputError(
-            "merge_state_dicts takes state dicts of parallel modules, and this one has none in it."
+            "merge_state_dicts needs state dicts of parallel modules, but this one contains none."
         )
     return marks
 
@@ -292,7 +292,7 @@ def _pieces_by_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
 def _find_parallel_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
     modules = parallel_modules(module)
     if not modules:
-        raise InputError("there is no parallel module in this module.")
+        raise InputError("this module contains no parallel module.")
     yield from modules.items()
 
 

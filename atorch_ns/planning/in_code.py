@@ -176,6 +176,6 @@ def _obtain_profile(
         )
     if sample is not None or loss is not None:
         raise InputError(
-            "sample and loss are of a model; a profile has been made with its own. Leave them out."
+            "sample and loss belong to a model; a profile already contains its own. Leave them out."
         )
     return model if isinstance(model, Profile) else Profile.from_json(read_text(Path(model)))

@@ -230,7 +230,7 @@ def workload_of(profile: Profile, cluster: Cluster, global_batch: int | None) ->
     """
     if profile.trace is None:
         raise InputError(
-            "the profile knows no costs, only the model's structure. Make it anew with a sample."
+            "the profile has no costs, only the model's structure. Make a new one with a sample."
         )
     whole = isinstance(global_batch, int) and not isinstance(global_batch, bool)  # True is an int
     if global_batch is not None and not (whole and global_batch >= 1):

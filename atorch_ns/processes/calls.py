@@ -64,7 +64,7 @@ def send_call(folder: Path, function: Callable[..., Any], arguments: tuple[Any, 
     except Exception as error:  # whatever an object's own code raises
         name = getattr(function, "__qualname__", repr(function))
         raise InputError(
-            f"{name} cannot be sent to the workers: {error_text(error)}. Make what cannot be sent "
+            f"{name} cannot be sent to the workers: {error_text(error)}. Create such objects "
             "(an open file, a lock, a process group) inside the function."
         ) from error
     # The search path is pickled separately: the call may be importable only with it.

@@ -137,7 +137,7 @@ def loads(kind: type[_T], text: str | bytes) -> _T:
         data = json.loads(text)
     except ValueError as error:
         raise InputError(
-            f"the profile is not JSON: {error}. Write it anew with Profile.to_json()."
+            f"the profile is not JSON: {error}. Write it again with Profile.to_json()."
         ) from error
     if not isinstance(data, dict) or "schema" not in data:
         raise InputError(f"the profile must be an object with a 'schema'; it is {clipped(repr(data), 60)}.")

@@ -308,7 +308,7 @@ def segments_of(
 def _combine_steps(steps: Sequence[RecordedStep], at: tuple[int, int]) -> MeasuredRecording:
     first = steps[0]
     if not all(first.recording.same_events(step.recording) for step in steps[1:]):
-        raise DifferentEventsError("the steps with other sizes ran other operators")
+        raise DifferentEventsError("the steps with other sizes ran different operators")
     recordings = [step.recording for step in steps]
     return MeasuredRecording(
         recording=first.recording,

@@ -95,14 +95,14 @@ class ProfileDatabase:
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             if data["schema"] != _SCHEMA:
-                raise ValueError(f"schema {data['schema']!r}, where {_SCHEMA} is read")
+                raise ValueError(f"schema {data['schema']!r}, but this version reads {_SCHEMA}")
             entries = data["entries"].items()
             return {str(key): (float(forward), float(backward)) for key, (forward, backward) in entries}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             warnings.warn(
-                f"the profile database {self.path} cannot be read ({error}); blocks are measured anew.",
+                f"the profile database {self.path} cannot be read ({error}); blocks are measured again.",
                 stacklevel=3,
             )
             return {}
@@ -198,7 +198,7 @@ def measure_blocks(
         InputError: if the profile has no trace.
     """
     if profile.trace is None:
-        raise InputError("blocks can be measured for a profile with a trace; make one with profile_model().")
+        raise InputError("blocks can be measured only with a traced profile; make one with profile_model().")
     sizes = samples_and_tokens(batch)
     target = torch.device(device)
     blocks = {s.fingerprint: s for s in reversed(profile.trace.segments) if s.is_block}  # the first of each

@@ -195,7 +195,7 @@ class TrainingReport:
         if isinstance(document, Mapping) and "outcome" in document:  # a search's outcome alone
             return cls(search=outcome_from_json(text))
         if not isinstance(document, Mapping) or document.get("kind") != KIND:
-            raise InputError(f'{source} is JSON, but no report: it has no "kind": "{KIND}".')
+            raise InputError(f'{source} is JSON, but not a report: it has no "kind": "{KIND}".')
         if document.get("schema") != SCHEMA:
             raise InputError(
                 f"{source} has schema {document.get('schema')!r}, but this version reads schema {SCHEMA}. "

@@ -225,7 +225,7 @@ def from_json(kind: type[T], text: str | bytes) -> T:
         where = ".".join(str(part) for part in first["loc"]) or "the top"
         more = f" ({error.error_count() - 1} more problems)" if error.error_count() > 1 else ""
         name = getattr(kind, "__name__", str(kind))
-        raise InputError(f"this is no {name}: at {where}: {first['msg']}{more}.") from None
+        raise InputError(f"this is not a {name}: at {where}: {first['msg']}{more}.") from None
     return value
 
 

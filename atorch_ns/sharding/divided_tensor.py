@@ -180,7 +180,7 @@ def on_whole(
                 value._uses.changed.append(name)
         if changes:
             raise StepError(
-                f"{name} would change a tensor in place of which each rank holds {value.part_name}. Use its form "
+                f"{name} would change, in place, a tensor of which each rank holds {value.part_name}. Use the form "
                 f"that returns a new tensor, or set parallel_loss=False in the config of {value.method}."
             )
         return value.whole()

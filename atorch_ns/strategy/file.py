@@ -106,7 +106,7 @@ def read_strategy_bytes(content: bytes, *, name: str) -> dict[str, Any]:
     if content[:1] == b"\x80":  # pickles begin so
         raise StrategyFileError(
             "this is a pickle, which could run code when read, so it was not read. Convert it once with "
-            "atorch_ns.strategy.convert_pickle(path), which reads a list of known names only",
+            "atorch_ns.strategy.convert_pickle(path), which accepts only known names",
             source=name,
         )
     document = _parse_content(content, name)
@@ -179,7 +179,7 @@ def _check_document(document: Any, name: str) -> dict[str, Any]:
     if document.get("schema") != 1:
         raise StrategyFileError(
             f"the strategy file has schema {document.get('schema')!r}; this version reads schema 1. Read it with the "
-            "version of atorch_ns that wrote it, or write it anew with save()",
+            "version of atorch_ns that wrote it, or write it again with save()",
             source=name,
         )
     try:

@@ -126,7 +126,7 @@ def _step_from_sequence(entry: Sequence[Any]) -> Step:
 def _make_step(name: Any, config: Any) -> Step:
     if not isinstance(name, str) or not name:
         raise _EntryError(
-            f"has {clipped(repr(name), 60)} where a method's name should stand; write {ACCEPTED}"
+            f"has {clipped(repr(name), 60)} where the name of a method is expected; write {ACCEPTED}"
         )
     try:
         return Step(name, config)
@@ -222,7 +222,7 @@ class Strategy:
             return cls(name.strip() for name in source.split(","))
         if isinstance(source, str) and not Path(source).exists():
             raise StrategyFileError(
-                "no such strategy file. Methods by name are 'fsdp,checkpoint', or a list, "
+                "no such strategy file. Methods by name: 'fsdp,checkpoint', or a list, "
                 "['fsdp', ('amp_native', 'bf16')]",
                 source=source,
             )

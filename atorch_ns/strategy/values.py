@@ -117,4 +117,4 @@ def _canonical_foreign(value: Any) -> JSON:
         return canonical(value.model_dump(mode="json", exclude_unset=True))
     if kind.__module__.startswith("numpy") and getattr(value, "ndim", None) == 0:
         return canonical(value.item())
-    raise UnwritableValueError(f"a {kind.__module__}.{kind.__qualname__} has no form in a strategy file")
+    raise UnwritableValueError(f"a {kind.__module__}.{kind.__qualname__} cannot be in a strategy file")

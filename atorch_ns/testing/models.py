@@ -159,7 +159,7 @@ class SyntheticDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < self._length:
-            raise IndexError(f"sample {index} of a dataset of {self._length}")
+            raise IndexError(f"sample {index} is outside the dataset of {self._length}")
         return take(self._rows, index)
 
     def batch(self, step: int, batch_size: int) -> Any:
@@ -276,4 +276,4 @@ def get_case(name: str) -> Case:
     try:
         return CASES[name]
     except KeyError:
-        raise InputError(f"there is no reference model {name!r}. Use one of {', '.join(CASES)}.") from None
+        raise InputError(f"unknown reference model {name!r}. Use one of {', '.join(CASES)}.") from None

@@ -184,13 +184,13 @@ def compare(reference: Trajectory, actual: Trajectory) -> ParityReport:
     """
     if len(reference.losses) != len(actual.losses):
         raise InputError(
-            f"the reference has {len(reference.losses)} steps and the run {len(actual.losses)}: "
+            f"the reference has {len(reference.losses)} steps, but the run has {len(actual.losses)}: "
             "train both on the same batches."
         )
     updates = updates_of(reference.initial, reference.final)
     update = max(updates.values(), default=0.0)
     if not 0.0 < update < math.inf:
-        raise InputError(f"the reference's largest update is {update}: no run.")
+        raise InputError(f"the reference's largest update is {update}: it did not train.")
     errors = update_errors(updates, reference.final, actual.final)
     worst = max(errors, key=errors.__getitem__, default="")
     losses = zip(reference.losses, actual.losses, strict=True)

@@ -153,7 +153,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (DTensor, DeviceMesh)):
-            raise pickle.PicklingError(f"{with_article(value)} belongs to its ranks")
+            raise pickle.PicklingError(f"{with_article(value)} is valid only on its ranks")
         return NotImplemented
 
 

@@ -149,7 +149,7 @@ def _check_process() -> None:
     if (num_threads := torch.get_num_threads()) > 1:
         raise BackendError(
             f"torch uses {num_threads} threads in this process, and ranks forked from it could hang on a "
-            "lock of a thread they do not have. Start Python with OMP_NUM_THREADS=1."
+            "lock of a thread that fork does not copy. Start Python with OMP_NUM_THREADS=1."
         )
     if dist.is_initialized():
         raise BackendError(

@@ -124,7 +124,7 @@ class _CompiledCall:
         if sum(map(len, self._tables)) == self._num_hooks:
             return False
         warnings.warn(
-            f"hooks were put on modules inside of a compiled {type(self._module).__name__} after the call. It runs uncompiled, since "
+            f"hooks were put on modules inside a compiled {type(self._module).__name__} after the call. It runs uncompiled, since "
             "compiled code would not call them: register them before the call.", stacklevel=2,
         )  # fmt: skip
         return True

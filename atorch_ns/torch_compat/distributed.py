@@ -314,9 +314,9 @@ def show_gathered(units: Iterable[FSDPModule]) -> None:
         whole = getattr(parameter, "_unsharded_param", shard)
         if entry is not shard and entry is not whole:
             raise StepError(
-                f"the parameter {info.param_name} of a {type(info.module).__name__} is another tensor than the one that was "
-                "divided, as by torch.func.functional_call, a parametrization or a new module, and gathering would put the "
-                "divided one in its place. Make the change before the call, or use ddp or zero1."
+                f"the parameter {info.param_name} of a {type(info.module).__name__} is no longer the tensor that was "
+                "divided, e.g. after torch.func.functional_call, a parametrization or a new module. Gathering would restore the "
+                "divided one. Make the change before the call, or use ddp or zero1."
             )
         if entry is shard and parameter.sharded_state == ShardedState.UNSHARDED:
             if whole.requires_grad != shard.requires_grad:

@@ -234,8 +234,8 @@ def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """An operator on gathered tensors, collective; a plain result, or the tensors that it has written to."""
     if operator.namespace in ("c10d", "_c10d_functional"):
         raise StepError(
-            f"a collective ({operator.name()}) was given a divided tensor. Gradients of divided weights are averaged already, and "
-            "weights are one whole: leave the call out, or give it tensor.full_tensor() or tensor.to_local()."
+            f"a collective ({operator.name()}) got a divided tensor. Gradients of divided weights are already averaged, and "
+            "weights are parts of one tensor: remove the call, or pass it tensor.full_tensor() or tensor.to_local()."
         )
     wholes: dict[int, torch.Tensor] = {}
 
@@ -269,7 +269,7 @@ def _write_whole(operator: Any, whole: torch.Tensor, target: DTensor) -> None:
     if whole.shape != target.shape:
         raise StepError(
             f"{operator.overloadpacket.__name__} changes the shape of a divided tensor from {tuple(target.shape)} to "
-            f"{tuple(whole.shape)} in place. Use the function that gives a new tensor, such as t() for t_()."
+            f"{tuple(whole.shape)} in place. Use the out-of-place function, such as t() instead of t_()."
         )
     if any(kind.is_partial() for kind in target.placements):  # summands, which nobody can write
         replicated = [Replicate()] * target.device_mesh.ndim
@@ -445,7 +445,7 @@ _FSDP_PARAMETERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 def _replace_data(target: DTensor, value: torch.Tensor) -> None:
     if value.shape != target.shape or value.dtype != target.dtype:
         raise StepError(
-            f"data of a divided tensor of shape {tuple(target.shape)} in {target.dtype} cannot become a tensor of shape "
+            f"data of a divided tensor of shape {tuple(target.shape)} in {target.dtype} cannot be replaced by a tensor of shape "
             f"{tuple(value.shape)} in {value.dtype}. Change the model before the call."
         )
     value = value.detach()
@@ -466,8 +466,8 @@ def _refuse_parts(tensor: DTensor, protocol: Any) -> Any:
     ):
         raise CheckpointError(
             f"torch.save or pickle was given a divided tensor of shape {tuple(tensor.shape)}, of which this rank has "
-            f"{tuple(tensor._local_tensor.shape)}: the file would lack the other ranks' parts. Save on all ranks by "
-            "checkpoint.save(folder, result), or write on one what checkpoint.export_state_dict(result), called on all, gives."
+            f"{tuple(tensor._local_tensor.shape)}: the file would lack the other ranks' parts. On all ranks, call "
+            "checkpoint.save(folder, result), or checkpoint.export_state_dict(result) and write its result on one rank."
         )
     return cast(Any, torch.Tensor).__reduce_ex__(tensor, protocol)
 

@@ -201,7 +201,7 @@ class WandbTracker:
         requested = Path(self._folder or os.environ.get("WANDB_DIR") or ".").resolve()
         folder = Path(run.dir).resolve()
         if not folder.is_relative_to(requested):
-            log.warning("wandb cannot write to %s, and writes this run to %s.", requested, folder.parent)
+            log.warning("wandb cannot write to %s, so it writes this run to %s.", requested, folder.parent)
         run.define_metric("step", hidden=True)  # the axis of all others, and no chart of its own
         run.define_metric("*", step_metric="step")
         return run

@@ -82,8 +82,8 @@ class Numbers:
             return
         self._reported.add(str(name))
         log.warning(
-            "the metric %r is left out, here and in later steps: its value is a %s, which is not a number (%s). Give a "
-            "float or a tensor without a dim.",
+            "the metric %r is skipped, in this and later steps: its value is a %s, which is not a number (%s). Pass a "
+            "float or a tensor without dimensions.",
             name,
             type(value).__qualname__,
             error,
@@ -252,7 +252,7 @@ class Tracking:
 def check_every(every: object) -> None:
     """Raises :class:`InputError` unless it is a number of steps."""
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise InputError(f"every={every!r} is not a number of steps. Use an integer from 1 on.")
+        raise InputError(f"every={every!r} is not a number of steps. Use a positive integer.")
 
 
 def peak_bytes(device: torch.device) -> int:

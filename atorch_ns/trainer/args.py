@@ -348,7 +348,7 @@ class TrainerArgs(_Strict):
         samples = self.micro_batch_size * data_ranks  # of one micro-batch on every rank
         if self.global_batch_size is None:
             return self.grad_accumulation_steps or 1
-        ranks = f"{counted(data_ranks, 'rank')} with data of {'its' if data_ranks == 1 else 'their'} own"
+        ranks = f"{counted(data_ranks, 'rank')} with {'its' if data_ranks == 1 else 'their'} own data"
         if self.global_batch_size % samples:
             raise InputError(
                 f"TrainerArgs: global_batch_size={self.global_batch_size} is not a multiple of micro_batch_size="
@@ -357,8 +357,8 @@ class TrainerArgs(_Strict):
         count = self.global_batch_size // samples
         if self.grad_accumulation_steps not in (None, count):
             raise InputError(
-                f"TrainerArgs: global_batch_size={self.global_batch_size} on {ranks} is {count} micro-batches of "
-                f"{self.micro_batch_size}, and grad_accumulation_steps={self.grad_accumulation_steps}: leave one of them out."
+                f"TrainerArgs: global_batch_size={self.global_batch_size} on {ranks} makes {count} micro-batches of "
+                f"{self.micro_batch_size}, but grad_accumulation_steps={self.grad_accumulation_steps}: leave one of them out."
             )
         return count
 

@@ -116,7 +116,7 @@ def sample_of(args: TrainerArgs, dataset: Any) -> Any:
             dataset[index % len(dataset)] for index in range(args.micro_batch_size if len(dataset) else 0)
         ]
     if not items:
-        raise InputError("dataset: it is empty; there is nothing to train on.")
+        raise InputError("dataset is empty; there is nothing to train on.")
     collate = settings.get("collate_fn") or default_collate
     batch = named(collate, what="dataloader.train_args.collate_fn")(items)
     dtype = dtype_of(args.precision, "input")

@@ -296,12 +296,12 @@ class Checkpoints:
             old = _backup_path(self._folder / target)  # where a crash came between two renames
             if path.is_symlink() and not (path.exists() or old.exists()):
                 raise CheckpointError(
-                    f"{path} is a link to {target}, which is not there. Name another folder in checkpoint.resume_from."
+                    f"{path} is a link to {target}, which does not exist. Set checkpoint.resume_from to another folder."
                 )
             return next((candidate.resolve() for candidate in (path, old) if candidate.exists()), None)
         path = Path(source).absolute()
         if not path.exists():
-            raise InputError(f"checkpoint.resume_from={source}: there is neither a file nor a folder {path}.")
+            raise InputError(f"checkpoint.resume_from={source}: no such file or folder: {path}.")
         # Either a checkpoint itself, of a Trainer or another front end, or the folder of a run with several.
         step_folder = checkpoint.latest(path)
         if step_folder is None or step_folder.parent == path:

@@ -108,7 +108,7 @@ def _build_value(value: Any, what: str) -> Any:
 def _convert_value(value: Mapping[str, Any], what: str) -> Any:
     if set(value) != {"__value_type", "value"}:
         raise InputError(
-            f"{what} has __value_type, and must have value and nothing else; it has {', '.join(value)}."
+            f"{what} has __value_type, so its only other key must be value; it has {', '.join(value)}."
         )
     kind, argument = value["__value_type"], value["value"]
     if kind == "function":
@@ -119,7 +119,7 @@ def _convert_value(value: Mapping[str, Any], what: str) -> Any:
     try:
         return convert(argument)
     except Exception as error:
-        raise InputError(f"{what}: {argument!r} cannot be made a {kind}: {error_text(error)}") from error
+        raise InputError(f"{what}: cannot convert {argument!r} to {kind}: {error_text(error)}") from error
 
 
 def _callable_name(kind: Any) -> str:

@@ -196,14 +196,14 @@ HOOKS = tuple(name for name in vars(TrainHook) if not name.startswith("_"))
 def _check_signature(name: str, function: Callable[..., Any]) -> None:
     _, trainer, *others = inspect.signature(getattr(TrainHook, name)).parameters  # self comes first
     if inspect.iscoroutinefunction(function):
-        raise InputError(f"hook {name}: it is asynchronous, and nothing would await it.")
+        raise InputError(f"hook {name}: it is asynchronous, but hooks are not awaited.")
     try:
         inspect.signature(function).bind(None, **dict.fromkeys(others))  # refused before training
     except TypeError as error:
         what = getattr(function, "__qualname__", function)
         shown = ", ".join([trainer, *others])
         raise InputError(
-            f"hook {name}: {what} is called with ({shown}), and takes something else: {error}."
+            f"hook {name}: {what} is called with ({shown}), but does not accept these: {error}."
         ) from None
     except ValueError:  # a callable without a signature that Python can read
         return

@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str]) -> list[tuple[str, Any]]:
         path = key.replace("-", "_")  # as flags are often written
         if not word.startswith("--") or not all(path.replace("!", "").split(".")):
             raise InputError(
-                f"{word!r} is not an override: write --path.to.field value, with values that begin with -- as --path=value."
+                f"{word!r} is not an override: write --path.to.field value, or --path=value if the value begins with --."
             )
         if equals:
             overrides.append((path, value))
@@ -71,7 +71,7 @@ def _put_value(inside: Any, parts: Sequence[str], value: Any, path: str) -> Any:
     mapping = dict(inside) if isinstance(inside, Mapping) else {}
     if empties and not others and value is BARE and name not in mapping:
         raise InputError(
-            f"--{path}: there is no {name!r} to take out.{did_you_mean(name, [str(key) for key in mapping])}"
+            f"--{path}: there is no {name!r} to remove.{did_you_mean(name, [str(key) for key in mapping])}"
         )
     if empties:
         mapping.pop(name, None)
@@ -86,11 +86,11 @@ def _put_in_list(
     entries: list[Any], name: str, empties: bool, others: Sequence[str], value: Any, path: str
 ) -> list[Any]:
     if not name.isdigit():
-        raise InputError(f"--{path}: {name!r} is not an index, and there is a list.")
+        raise InputError(f"--{path}: {name!r} is not an index, but the value is a list.")
     slot = int(name)
     if slot > len(entries):
         raise InputError(
-            f"--{path}: the list has {len(entries)} items; the next one has index {len(entries)}."
+            f"--{path}: the list has {len(entries)} items; the next item has index {len(entries)}."
         )
     removes = empties and not others and value is BARE
     if slot == len(entries):  # the next index appends
@@ -139,7 +139,7 @@ class _Resolver:
     def _resolve_reference(self, match: re.Match[str], circle: tuple[str, ...]) -> Any:
         name = match["round"] or match["curly"]
         if name in circle:
-            raise InputError(f"references go in a circle: {' → '.join([*circle, name])}.")
+            raise InputError(f"circular references: {' → '.join([*circle, name])}.")
         inside = self._config
         for part in name.split("."):
             if isinstance(inside, Mapping) and part in inside:

@@ -51,7 +51,7 @@ class Policy:
         if isinstance(policy, str) and policy not in POLICIES and "." not in policy:  # functions have dots
             known = [*POLICIES, AUTO]
             raise InputError(
-                f"pas_policy: there is no policy {policy!r}.{did_you_mean(policy, known)} Policies are {', '.join(known)}, a "
+                f"pas_policy: unknown policy {policy!r}.{did_you_mean(policy, known)} Use one of {', '.join(known)}, a "
                 "function, or a strategy file."
             )
         return cls(rule=policy if policy in POLICIES else named(policy, what="pas_policy"))
@@ -82,7 +82,7 @@ def divided(
     rule = Policy.of(setting("pas_policy")).rule
     if rule is None:
         raise InputError(
-            "pas_policy: model.parallel_modules are divided, and plans made alone, by a policy of parallelize; a strategy is for "
+            "pas_policy: model.parallel_modules and runs that only plan need a policy of parallelize; a strategy is for "
             "the whole model."
         )
     runs, reuse = args.run_mode == "run", setting("gen_reuse")

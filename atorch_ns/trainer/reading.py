@@ -37,7 +37,7 @@ def read_args(argv: Sequence[str]) -> TrainerArgs:
         InputError: for a file that cannot be read, and for every field that is unknown or wrong.
     """
     if len(argv) < 2 or argv[0] not in ("-f", "--file"):
-        raise InputError("the Trainer is called as: -f config.yaml [--path.to.field value …].")
+        raise InputError("call the Trainer with: -f config.yaml [--path.to.field value …].")
     overrides = [(path, None if value in ("None", "null") else value) for path, value in parse(argv[2:])]
     return made_args(override(read_yaml(argv[1]), overrides), where=argv[1])
 

@@ -83,7 +83,7 @@ def _refuse_nested(paths: Sequence[str]) -> None:
         inner = next((other for other in paths if other.startswith(f"{path}.")), None)
         if inner is not None:
             raise InputError(
-                f"model.parallel_modules: {inner} is inside of {path}, which is parallel as a whole: name one of their classes."
+                f"model.parallel_modules: {inner} is inside {path}, which is itself parallel: name only one of their classes."
             )
 
 
@@ -95,7 +95,7 @@ def _refuse_shared(model: nn.Module, paths: Sequence[str]) -> None:
             other = owners.setdefault(id(parameter), f"{path}.{name}")
             if not other.startswith(f"{path}."):
                 raise InputError(
-                    f"model.parallel_modules: {other} and {path}.{name} are one weight of two parallel modules."
+                    f"model.parallel_modules: {other} and {path}.{name} are the same weight in two parallel modules."
                 )
 
 
@@ -106,8 +106,8 @@ def _refuse_untied(model: nn.Module, original: OriginalModel) -> None:
         for other in others:
             if weights.get(first) is not weights.get(other):
                 raise InputError(
-                    f"model.parallel_modules: {first} and {other} are one weight, of which a parallel module has made another "
-                    "one: choose a larger module with both, or a policy that leaves it whole (dp without use_zero)."
+                    f"model.parallel_modules: {first} and {other} are the same weight, but a parallel module replaced "
+                    "one of them: choose a larger module with both, or a policy that leaves it whole (dp without use_zero)."
                 )
 
 
@@ -124,7 +124,7 @@ def _parallelize_module(
     elif settings.tracing_from_weights_prefix is not None:
         if args.tracing_from_weights is None:
             raise InputError(
-                "tracing_from_weights_prefix is of the trainer's tracing_from_weights, which is not set."
+                "tracing_from_weights_prefix needs the trainer's tracing_from_weights, which is not set."
             )
         load_weights(module, args.tracing_from_weights, f"{settings.tracing_from_weights_prefix}.")
     inputs = dtype_of(settings.precision, "input")

@@ -135,7 +135,7 @@ class Trainer:
         """
         folders = {path if path.is_dir() else path.parent for path in map(Path, checkpoint_files)}
         if len(folders) != 1:
-            raise InputError(f"checkpoint_files are of {len(folders)} checkpoints; give those of one.")
+            raise InputError(f"checkpoint_files belong to {len(folders)} checkpoints; give those of one.")
         merge_folder(folders.pop().resolve(), Path(output_file))
 
     merge_checkpoints = merge_checkpoint
@@ -164,7 +164,7 @@ class Trainer:
             num, batch_size = job.step.num_micro_batches, per_rank // job.step.num_micro_batches
             if num * batch_size != per_rank:
                 raise InputError(
-                    f"the strategy makes {num} micro-batches of the {per_rank} samples of a rank: they do not divide them."
+                    f"the strategy makes {num} micro-batches, which do not divide the {per_rank} samples of a rank."
                 )
         options = {
             "batch_size": batch_size,
@@ -239,7 +239,7 @@ class Trainer:
             samples = status.step_in_epoch * status.global_batch_size  # of the epoch that have been seen
             status.step_in_epoch, rest = divmod(samples, size)
             log.warning(
-                "The global batch was %d and is %d: the epoch goes on after %d of its steps%s.",
+                "The global batch changed from %d to %d: the epoch continues after %d of its steps%s.",
                 status.global_batch_size,
                 size,
                 status.step_in_epoch,
@@ -304,7 +304,7 @@ class Trainer:
             self._run_train_step(epoch, window)
             self._after_step(epoch)
         if status.step_in_epoch == began == 0:
-            raise InputError("the data loader gives no batch: there is nothing to train on.")
+            raise InputError("the data loader yields no batches: there is nothing to train on.")
         scheduler = args.lr_scheduler
         if scheduler is not None and scheduler.interval == "epoch":
             self._step_scheduler()
@@ -416,7 +416,7 @@ class Trainer:
                 )
                 losses, batches = losses + totals.loss_sum, batches + totals.num_batches
         if not batches:
-            raise InputError("the validation data gives no batch.")
+            raise InputError("the validation data yields no batches.")
         metrics = ValMetrics(val_loss=losses / batches, val_wall=time.perf_counter() - start)
         status.val_loss, self._validated_at = metrics.val_loss, status.finished_train_steps
         hook.call("on_val_end", val_loss=metrics.val_loss)

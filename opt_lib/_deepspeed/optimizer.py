@@ -213,7 +213,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         if unused:
             raise StepError(
                 f"{len(unused)} trainable parameter(s) took no part in the loss: {first_few(sorted(unused))}. "
-                "DeepSpeed would step them with a gradient of zero, so that weight decay changes them. Freeze them (requires_grad=False) or "
+                "DeepSpeed would step them with zero gradients, so weight decay would change them. Freeze them (requires_grad=False) or "
                 "use another backend."
             )
 

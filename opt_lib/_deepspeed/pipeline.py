@@ -322,7 +322,7 @@ class DsPipelineRunner:
         engine = self.engine
         p2p.init_process_groups(engine.grid)  # where the last engine of the process was another one
         if work.askers:
-            raise StepError(f"{_BACKEND} gives no outputs. Use outputs=False, or pipeline_parallel.")
+            raise StepError(f"{_BACKEND} returns no outputs. Use outputs=False, or pipeline_parallel.")
         micro_batches, num = work.micro_batches, len(work.micro_batches)
         # [m], filled on the rank of the last stage; a broadcast gives it to the others.
         losses = torch.zeros(num, device=self.job.device)
@@ -477,8 +477,8 @@ def _require_all_groups(job: Job, groups: list[dict[str, Any]]) -> None:
     for stage, sizes in enumerate(counts):
         if 0 in sizes:
             raise InputError(
-                f"stage {stage} of {len(counts)} has no parameter of group {sizes.index(0)} of optim_param_func, and "
-                "DeepSpeed's ZeRO needs some of every group on every stage. Use zero_stage 0 or fewer stages."
+                f"stage {stage} of {len(counts)} has no parameter of group {sizes.index(0)} of optim_param_func, but "
+                "DeepSpeed's ZeRO needs one of every group on every stage. Use zero_stage 0 or fewer stages."
             )
 
 

@@ -19,9 +19,9 @@ from atorch_ns.errors import CheckpointError
 from atorch_ns.job import OptimizerStates, StateSpec, StateValue
 from atorch_ns.text import with_article
 
-_WHAT_PIECES_HAVE = "only states of one value, or of one value an element,"
+_WHAT_PIECES_HAVE = "only states with one value, or one value per element,"
 _OTHERWISE = (
-    "Use a strategy that keeps parameters whole, such as ddp or zero1, or weights alone: "
+    "Use a strategy that keeps parameters whole, such as ddp or zero1, or only the weights: "
     "checkpoint.export_state_dict and import_state_dict."
 )
 
@@ -186,7 +186,7 @@ class FlatStates:
                 if not isinstance(value, (torch.Tensor, bool, int, float, str, type(None))):
                     raise CheckpointError(
                         f"{type(self.optimizer).__name__} keeps {with_article(value)} as {entry!r} of {name}; "
-                        "checkpoints hold tensors, numbers and texts."
+                        "checkpoints hold only tensors, numbers and strings."
                     )
                 yield name, entry, value, piece
 

@@ -107,7 +107,7 @@ def shard(job: Job, method: str, *, stage: int) -> None:
 
     job.optimizer.take_over = take_over
     job.optimizer.takes_frozen = False
-    job.explain(method, f"DeepSpeed ZeRO stage {stage}, which clips nothing by itself")
+    job.explain(method, f"DeepSpeed ZeRO stage {stage}, which does not clip gradients itself")
 
 
 def require_fp32(job: Job) -> None:
@@ -119,7 +119,7 @@ def require_fp32(job: Job) -> None:
     for name, parameter in job.module.named_parameters():
         if parameter.dim() == 0 or (parameter.requires_grad and parameter.dtype != torch.float32):
             raise InputError(
-                f"DeepSpeed shards fp32 parameters that have a dimension, and {name} has shape "
+                f"DeepSpeed shards only fp32 parameters with at least one dimension, but {name} has shape "
                 f"{tuple(parameter.shape)} and dtype {parameter.dtype}. Change the model or use another backend."
             )
 
@@ -153,7 +153,7 @@ def require_elementwise(job: Job) -> None:
     except Exception as error:
         raise _not_elementwise(job, f"it fails on flat pieces with {error_text(error)}") from error
     if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-6, equal_nan=True):
-        raise _not_elementwise(job, "its updates of a matrix and of the same matrix in pieces differ")
+        raise _not_elementwise(job, "it updates a matrix differently if the matrix is in pieces")
 
 
 def _warn_of_blocks(job: Job) -> None:
@@ -200,7 +200,7 @@ def _make_engine(job: Job, groups: list[dict[str, Any]], stage: int) -> Any:
     optimizer = make_user_optimizer(job, groups)
     if optimizer.state:
         raise BackendError(
-            f"{type(optimizer).__name__} keeps state from the moment it is made, which DeepSpeed does not carry "
+            f"{type(optimizer).__name__} keeps state from its construction, which DeepSpeed does not carry "
             "over to the flat partitions it updates. Use another optimizer or another backend."
         )
     broadcast_from_first(job, job.module.buffers())  # DeepSpeed sends parameters only

@@ -69,14 +69,14 @@ class Fp8Config(MethodConfig):
     def _names_say_something(self) -> Fp8Config:
         if self.include == ():
             raise ValueError(
-                "include is empty, so that no linear would be in fp8. Name parts of names, or leave include out for all"
+                "include is empty, so no linear would use fp8. List parts of names, or leave include out for all"
             )
         if "" in (*(self.include or ()), *self.exclude):
-            raise ValueError("an empty string in include or exclude is a part of every name. Leave it out")
+            raise ValueError("an empty string in include or exclude matches every name. Leave it out")
         both = sorted(set(self.include or ()).intersection(self.exclude))
         if both:
             raise ValueError(
-                f"{', '.join(map(repr, both))} is in include and in exclude. Leave it in one of them"
+                f"{', '.join(map(repr, both))} is in both include and exclude. Keep it in only one of them"
             )
         return self
 
@@ -84,7 +84,7 @@ class Fp8Config(MethodConfig):
     def _gathers_one_scale(self) -> Fp8Config:
         if self.fsdp_all_gather and self.recipe != "tensorwise":
             raise ValueError(
-                f"fsdp_all_gather needs one scale for a whole weight, and recipe={self.recipe!r} has one for each "
+                f"fsdp_all_gather needs one scale for a whole weight, but recipe={self.recipe!r} has one for each "
                 "row. Use recipe='tensorwise', or leave fsdp_all_gather out"
             )
         return self

@@ -60,8 +60,8 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
     linears = {name: job.module.get_submodule(name) for name in names}
     if any(parameter.is_meta for module in linears.values() for parameter in module.parameters()):
         raise InputError(
-            "Transformer Engine cannot take over linears that are on the meta device: it would draw initial values "
-            "of its own. Use the backend torchao, or build the model on a device."
+            "Transformer Engine cannot replace linears on the meta device: it would draw its own initial "
+            "values. Use the backend torchao, or build the model on a device."
         )
     kind = _without_extra_state(te.Linear)
     new = {id(module): _make_te_linear(kind, module) for module in linears.values()}

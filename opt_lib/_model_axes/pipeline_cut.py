@@ -177,14 +177,14 @@ def _make_trace_function(job: Job, plan: PipelinePlan) -> Callable[[Any, bool, f
         same = signature(micro_batch) == plan.traced_with
         if plan.tracer is None and not same:
             raise BatchSizeError(
-                "the model does not run on tensors without memory, so its stages can only exchange what they did "
+                "the model does not run on fake tensors, so its stages can exchange only the tensors found "
                 f"when it was cut, for micro-batches of {_format_shapes(plan.traced_with)}; this one has "
                 f"{_format_shapes(signature(micro_batch))}. Use drop_last=True and samples of one length."
             )
         if plan.tracer is None and thawed:
             raise StepError(
-                f"{first_few(sorted(thawed))} was frozen when the model was cut into stages, and the model does not run on tensors "
-                "without memory, which tells what stages have to exchange from now on. Thaw it before auto_accelerate."
+                f"{first_few(sorted(thawed))} was frozen when the model was cut into stages, but the model does not run on fake "
+                "tensors, which would show what stages must exchange now. Unfreeze it before auto_accelerate."
             )
         # The plan was traced without casts: under them tensors cross cuts in another dtype.
         as_planned = (
@@ -252,7 +252,7 @@ def _explain_cuts(job: Job, method: str, plan: PipelinePlan, num_ranks: int, num
         cut, reason = next(iter(plan.refused.items()))
         job.explain(
             method,
-            f"cannot be cut in {len(plan.refused)} place(s), as before {plan.graph.paths[cut]}: {reason}",
+            f"cannot be cut in {len(plan.refused)} place(s), such as before {plan.graph.paths[cut]}: {reason}",
         )
     if plan.info.note:
         job.explain(method, plan.info.note)
@@ -278,7 +278,7 @@ def make_weights_equal(job: Job, method: str) -> None:
     job.explain(
         method,
         f"{int(differ.sum())} of {len(tensors)} parameters and buffers differed between the ranks of a pipeline, which "
-        "were seeded differently; all take those of its first rank",
+        "were seeded differently; all ranks now use those of the first",
     )
 
 
@@ -305,7 +305,7 @@ class OutputsAlone(TorchFunctionMode):
                 if isinstance(argument, nn.Parameter) and id(argument) in self._names:
                     raise StepError(
                         f"loss_func computes with {self._names[id(argument)]}, a parameter of the model. In a pipeline it "
-                        "runs on the last stage, which has no parameters of the others, so the loss would lack them. "
+                        "runs on the last stage, which lacks the parameters of the other stages. "
                         "Use the optimizer's weight_decay for a penalty on weights, return from the model what the "
                         "loss needs, or train without pipeline."
                     )

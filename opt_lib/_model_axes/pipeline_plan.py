@@ -108,14 +108,14 @@ class PipelineParallelConfig(MethodConfig):
     def _shards_have_a_use(self) -> PipelineParallelConfig:
         if self.shard_count is not None and self.shards != "farthest_min_deps":
             raise ValueError(
-                f"shard_count is the number of shards of farthest_min_deps, but shards is {self.shards}. Leave out "
+                f"shard_count applies only to shards=farthest_min_deps, but shards is {self.shards}. Leave out "
                 "shard_count, or set shards to farthest_min_deps"
             )
         if not self.split_points and self.shards == "split_points":
-            raise ValueError("shards=split_points begin at the modules that split_points names: name some")
+            raise ValueError("shards=split_points needs split_points: name the modules where shards begin")
         if self.split_points and self.shards not in ("units", "split_points"):
             raise ValueError(
-                f"split_points say where stages begin, so nothing is left that {self.shards} could decide. Leave out "
+                f"split_points say where stages begin, so {self.shards} has nothing to decide. Leave out "
                 "shards, or let split_method cut between them"
             )
         return self
@@ -139,9 +139,9 @@ def fitting_micro_batches(info: ScheduleInfo, num_ranks: int, on_rank: int, rows
     if number is None:
         parts = [part for part in range(1, rows + 1) if rows % part == 0]
         raise BatchSizeError(
-            f"a batch of {rows} rows per data rank splits into {', '.join(map(str, parts))} micro-batches, but "
+            f"a batch of {rows} rows per data rank can be split into {', '.join(map(str, parts))} micro-batches, but "
             f"{info.problem(num_ranks, rows, on_rank)} Use a larger batch_size, drop_last=True in dataloader_args if "
-            "it is the last batch of an epoch, or schedule='GPipe', which runs any number."
+            "it is the last batch of an epoch, or schedule='GPipe', which accepts any number."
         )
     return number
 
@@ -406,19 +406,19 @@ def _find_fixed_cuts(
         if begins and len(where) != num_stages - 1:
             raise InputError(
                 f"split_points names {len(where)} module(s) ({', '.join(config.split_points)}), but {num_stages} "
-                f"stages need {num_stages - 1}: one for each but the first. They can be {_stage_start_names(graph)}."
+                f"stages need {num_stages - 1}: one for each stage except the first. Choose from {_stage_start_names(graph)}."
             )
         if begins and list(where) != sorted(set(where)):
             raise InputError(
-                f"split_points are to be named once each, in the order in which the model calls them; they are "
-                f"{', '.join(config.split_points)}, and the model calls {_stage_start_names(graph)}."
+                f"split_points must name each module once, in the order in which the model calls them; they are "
+                f"{', '.join(config.split_points)}, but the model calls {_stage_start_names(graph)}."
             )
         try:
             # Positions among shards. Where shards are single units they are calls, some of which are refused.
             at = custom_cuts(where, num, num_stages, refused={} if shards.text else refused)
         except InputError as error:
             raise InputError(
-                f"{error}{f' The blocks are here {shards.text}.' if shards.text else ''}"
+                f"{error}{f' The blocks here are {shards.text}.' if shards.text else ''}"
             ) from error
         return tuple(starts[cut - 1] for cut in at)  # the calls that begin these shards
     even = {"uniform": uniform_cuts, "uniform_floor": uniform_floor_cuts}.get(config.split_method)
@@ -454,8 +454,8 @@ def _split_point_indices(points: Sequence[str], graph: CallGraph, *, with_first:
             )
         if inside[0] == 0 and not with_first:
             raise InputError(
-                f"split_points names {point!r}, but it begins the model already: the first stage needs no name. "
-                f"Name the modules that begin the other stages, of {_stage_start_names(graph)}."
+                f"split_points names {point!r}, but the model already begins there: the first stage needs no name. "
+                f"Name the modules that begin the other stages, out of {_stage_start_names(graph)}."
             )
         indices.append(inside[0])
     return indices

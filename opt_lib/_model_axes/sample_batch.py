@@ -44,7 +44,7 @@ def common_sample(job: Job, method: str, rows: int | None = None) -> Any:
     batch = job.cluster.from_first(sampled)
     if batch is None:
         raise InputError(
-            f"{method} looks at one forward pass to see how the parts of the model are connected, and there is no batch to "
+            f"{method} looks at one forward pass to see how the parts of the model are connected, but there is no batch to "
             "run it on. Pass dataset to auto_accelerate, or sample_batch with one collated batch."
         )
     return batch

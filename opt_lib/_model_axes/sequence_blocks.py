@@ -24,7 +24,7 @@ def block_runs(job: Job, selectors: Sequence[str] | None) -> list[list[NamedModu
     if not blocks and not job.parts.stages:  # a stage may hold the embedding alone
         raise InputError(
             "sequence_parallel found no block to divide: "
-            f"{selectors or 'the repeated blocks'} matches nothing in {job.original.model_class}. Name in blocks the "
+            f"{selectors or 'the repeated blocks'} matches nothing in {job.original.model_class}. In blocks, name the "
             "modules that take and return hidden states."
         )
     runs: list[list[NamedModule]] = []

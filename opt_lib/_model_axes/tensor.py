@@ -114,11 +114,11 @@ class TensorParallelConfig(MethodConfig):
     def _overlaps_sums_alone(self) -> Self:
         if self.overlap and self.sequence:
             raise ValueError(
-                "overlap cuts batches for all-reduces, and sequence has none: leave one of them out"
+                "overlap splits batches for all-reduces, but sequence has none: leave one of them out"
             )
         if self.asynchronous and not self.sequence:
             raise ValueError(
-                "asynchronous joins gathers and scattered sums of the sequence with products, and without sequence there "
+                "asynchronous overlaps all-gathers and reduce-scatters of the sequence with matmuls, but without sequence there "
                 "are all-reduces instead: set sequence=True too, or leave asynchronous out"
             )
         return self
@@ -177,7 +177,7 @@ def users_plan(config: TensorParallelConfig, model: nn.Module) -> TensorPlan | N
         if attributes or config.parts or config.narrow_inputs:
             raise InputError(
                 "attributes, parts and narrow_inputs of tensor_parallel belong to a plan; give plan (or col_para_list and "
-                "row_para_list) as well, or leave them out to have a plan found."
+                "row_para_list) as well, or leave them out to find a plan automatically."
             )
         return None
     return TensorPlan(
@@ -209,7 +209,7 @@ def _by_weight(config: TensorParallelConfig, model: nn.Module) -> dict[str, str]
         layer = name.removesuffix(".weight")
         if not -2 <= dim <= 1:
             raise InputError(
-                f"weight_change_list of tensor_parallel names dimension {dim} of {name}, and weights of layers have "
+                f"weight_change_list of tensor_parallel names dimension {dim} of {name}, but layer weights have only "
                 "two: use 0 or 1."
             )
         for path, module in modules.items():

@@ -124,7 +124,7 @@ class Replacement(ABC):
         Raises:
             InputError: if it has none.
         """
-        raise InputError(f"the replacement {self.name!r} has no settings, and configs gives it some.")
+        raise InputError(f"the replacement {self.name!r} has no settings, but configs sets some.")
 
     def unknown_settings(self, config: Mapping[str, Any]) -> Mapping[str, Iterable[str]]:
         """Settings of ``config`` that it does not take, each with those that it takes; as far as known unbuilt."""
@@ -257,7 +257,7 @@ class ClassPair(ModuleReplacement):
         if unknown:
             raise RegistrationError(
                 f"{old}: module_replace.configs.{self.name}.{unknown[0]} (or config= of register_replace_pair) "
-                f"is not a setting of it. Accepted: {', '.join(accepted or ()) or 'none'}."
+                f"is not one of its settings. Accepted: {', '.join(accepted or ()) or 'none'}."
             )
         try:
             new = self.convert(module, **self.config)
@@ -267,7 +267,7 @@ class ClassPair(ModuleReplacement):
             raise RegistrationError(f"{old}: making the new module failed: {error!r}") from error
         if not isinstance(new, nn.Module if self.target is None else self.target):
             wanted = "a module" if self.target is None else f"a {self.target.__name__}"
-            raise RegistrationError(f"{old}: the function gave {with_article(new)} instead of {wanted}.")
+            raise RegistrationError(f"{old}: the function returned {with_article(new)} instead of {wanted}.")
         try:
             move_state(module, new)
         except RegistrationError as error:

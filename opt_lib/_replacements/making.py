@@ -190,7 +190,7 @@ def _construct_module(target: type[nn.Module], module: nn.Module, **settings: An
     arguments, missing = {**arguments, **settings}, [name for name in missing if name not in settings]
     if missing:
         raise RegistrationError(
-            f"{target.__name__} needs {', '.join(missing)}, and {type(module).__name__} has no such "
+            f"{target.__name__} needs {', '.join(missing)}, but {type(module).__name__} has no such "
             f"attribute. Add a class method from_module(module) to {target.__name__}, or pass convert=."
         )
     tensor = next((t for t in (*module.parameters(), *module.buffers())), None)

@@ -212,11 +212,11 @@ def set_registered_pairs(pairs: Mapping[str, ClassPair]) -> None:
 
 def _register_pair(pair: ClassPair) -> None:
     if pair.name in _built_in():
-        raise RegistrationError(f"the name {pair.name!r} is that of a built-in replacement; choose another.")
+        raise RegistrationError(f"the name {pair.name!r} belongs to a built-in replacement; choose another.")
     if pair.name in _REGISTERED:
         raise RegistrationError(
-            f"a replacement {pair.name!r} of {_REGISTERED[pair.name].source.__name__} is registered "
-            f"already. Choose another name, or call unregister_replace_pair({pair.name!r}) first."
+            f"a replacement {pair.name!r} for {_REGISTERED[pair.name].source.__name__} is already "
+            f"registered. Choose another name, or call unregister_replace_pair({pair.name!r}) first."
         )
     _REGISTERED[pair.name] = pair
 
@@ -230,7 +230,7 @@ def _validate_classes(
     name: object, pair_cls: object, replaces: object
 ) -> tuple[type[nn.Module], type[nn.Module] | None]:
     if not isinstance(name, str) or not name:
-        raise RegistrationError(f"the name of a replacement is a string, not {name!r}.")
+        raise RegistrationError(f"the name of a replacement must be a string, not {name!r}.")
     if (pair_cls is None) == (replaces is None):
         raise RegistrationError(
             f"{name!r}: give either pair_cls=(the class to replace, the class that replaces it), or "

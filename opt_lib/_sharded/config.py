@@ -196,7 +196,7 @@ def _from_wrap_policy(policy: Any) -> dict[str, Any]:
         return {"atorch_size_based_min_num_params": int(1e8)}  # torch's default
     raise ValueError(
         "auto_wrap_policy may be ModuleWrapPolicy, or a functools.partial of transformer_auto_wrap_policy or "
-        "size_based_auto_wrap_policy; else use atorch_wrap_cls or atorch_size_based_min_num_params"
+        "size_based_auto_wrap_policy; otherwise use atorch_wrap_cls or atorch_size_based_min_num_params"
     )
 
 

@@ -139,7 +139,7 @@ def _refuse_copies(model: nn.Module) -> None:
     def refuse(_: Any) -> None:
         raise InputError(
             "a model that fsdp or zero2 divides cannot be copied (torch: FSDP does not support deepcopy). For an average of "
-            "its weights (EMA), use result.average(decay) in the place of AveragedModel or deepcopy; for the weights "
+            "its weights (EMA), use result.average(decay) instead of AveragedModel or deepcopy; for the weights "
             "themselves, checkpoint.export_state_dict(result). See docs/how-to/average-weights.md."
         )
 
@@ -258,12 +258,12 @@ def _trainable_modules(job: Job, method: str, norms: Iterable[nn.Module]) -> lis
     parameters = list(job.module.parameters())
     if not any(parameter.requires_grad for parameter in parameters):
         raise InputError(
-            "wrap_trainable_outmost gathers trainable parameters, and here nothing is trainable."
+            "wrap_trainable_outmost gathers trainable parameters, but no parameter is trainable."
         )
     if all(parameter.requires_grad for parameter in parameters):
         job.explain(
             method,
-            "wrap_trainable_outmost is for models that are mostly frozen (LoRA); nothing is frozen here, and units are gathered "
+            "wrap_trainable_outmost is for models that are mostly frozen (LoRA); nothing is frozen here, so units are gathered "
             "as without it",
         )
         return []
@@ -362,6 +362,6 @@ def note_separate_head(job: Job, method: str, units: Iterable[nn.Module]) -> Non
     if any(hasattr(unit, "_deferring") for unit in units):
         job.explain(
             method,
-            "the last layer is a unit of its own, gathered for its own passes alone, so the model computes all its "
-            "logits and its own loss in place of chunked_linear_cross_entropy",
+            "the last layer is a separate unit, gathered only for its own passes, so the model computes all its "
+            "logits and its own loss instead of chunked_linear_cross_entropy",
         )

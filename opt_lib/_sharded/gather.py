@@ -155,7 +155,7 @@ class ShardsBetweenPasses:
         if self._is_in_backward and not in_backward():
             raise StepError(
                 "an error has ended the last backward pass, and under this strategy the gradients and gathered weights that it left "
-                "cannot be told from those of the next. Begin anew from a checkpoint, or choose ddp or zero1."
+                "cannot be distinguished from those of the next. Restart from a checkpoint, or use ddp or zero1."
             )
         self._depth += 1
         if self._depth == 1:

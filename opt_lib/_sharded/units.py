@@ -75,9 +75,9 @@ def units_of_other_dtypes(
             if dtype != usual:
                 if any(holders[parameter] > 1 for parameter in _own_parameters(module)):
                     raise InputError(
-                        f"{type(module).__name__} shares a parameter in {dtype} with another module, so that it cannot be a "
-                        f"unit of its own, and what is around them in {type(unit).__name__} is in {usual}. torch shards "
-                        "parameters of one dtype together: give them one, or replicate the modules: atorch_ignored_cls."
+                        f"{type(module).__name__} shares a parameter in {dtype} with another module, so it cannot be a "
+                        f"separate unit, but the rest of {type(unit).__name__} is in {usual}. torch shards only "
+                        "parameters of one dtype together: give them one dtype, or replicate the modules: atorch_ignored_cls."
                     )
                 new_units.append(module)
                 waiting.append(module)
@@ -107,8 +107,8 @@ def own_dtype(module: nn.Module, left_alone: Collection[nn.Parameter]) -> torch.
     if len(set(named.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in named.items())
         raise InputError(
-            f"{type(module).__name__} has trainable parameters of several dtypes ({listed}), and torch shards those of one dtype "
-            "together. Give them one dtype, move some into a module of their own, or replicate the module: "
+            f"{type(module).__name__} has trainable parameters of several dtypes ({listed}), but torch shards those of one dtype "
+            "together. Give them one dtype, move some into a separate module, or replicate the module: "
             "atorch_ignored_cls."
         )
     return next(iter(named.values()), None)
@@ -327,6 +327,6 @@ def _expert_placement(job: Job, parameter: nn.Parameter) -> Shard:
     if parameter.size(0) % (ranks * job.mesh.size("expert")) == 0 or parameter.dim() == 1:
         return Shard(0)
     raise InputError(
-        f"experts of shape {tuple(parameter.shape)} are divided over {job.mesh.size('expert')} ranks, and none of "
-        f"their dimensions divides into {ranks} further shards, over data and zero. Use fewer of these, or ddp."
+        f"experts of shape {tuple(parameter.shape)} are divided over {job.mesh.size('expert')} ranks, but none of "
+        f"their dimensions divides into {ranks} further shards, over data and zero. Make these axes smaller, or use ddp."
     )

@@ -203,7 +203,7 @@ def test_a_model_is_built_on_meta_where_its_code_allows_it(folder: Path) -> None
 def test_a_sample_is_a_batch_with_samples(folder: Path) -> None:
     _write(folder / "objects.py", _OBJECTS)
     assert load_sample("objects.py:batch")["x"].shape == (3, 2)
-    with pytest.raises(InputError, match="is 3, which holds no tensor with a dim for samples"):
+    with pytest.raises(InputError, match="is 3, which holds no tensor with a batch dimension"):
         load_sample("objects.py:number")
     with pytest.raises(InputError, match="is an empty batch"):
         load_sample("objects.py:nothing")

@@ -145,9 +145,9 @@ def test_what_fails_later_says_that_the_job_is_changed(saved: Path) -> None:
     for place in (saved / "step-1", saved / "step-2"):
         forget_files(place)
     flip_everything(saved / "step-2" / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"after a part of it had been loaded") as caught:
+    with pytest.raises(CheckpointError, match=r"after a part of it was loaded") as caught:
         checkpoint.resume(saved, make("alone", **MLP))
-    assert "The model and the optimizer are changed" in str(caught.value)
+    assert "The model and the optimizer have changed" in str(caught.value)
     assert f"{saved / 'step-1'}: checkpoint.load(" in str(caught.value)
 
 
@@ -214,4 +214,4 @@ def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
 def test_a_manifest_of_another_step_is_damaged(saved: Path) -> None:
     manifest = saved / "step-2" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3', 1))
-    assert "it is of step 3, and stands in step-2" in resume_unchanged(saved, make("alone", **MLP))
+    assert "it describes step 3, but is in step-2" in resume_unchanged(saved, make("alone", **MLP))

@@ -109,7 +109,7 @@ def test_positions_in_other_batches(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert position(str(tmp_path), 3, 8) == (8, 1, 1)
     assert not caplog.records
     assert position(str(tmp_path), 4, 6) == (8, 1, 1)
-    assert "2 samples are seen again" in caplog.text
+    assert "2 samples are repeated" in caplog.text
     run_ranks(save, 1, args=(None,))
     assert position(str(tmp_path), 6, 4) == (8, 1, 2)
     assert position_at(1 + 2 / 6, 6, 4) == {"epoch": 1, "batches": 2, "global_batch_size": 4}
@@ -136,5 +136,5 @@ def _misfits(folder: Path) -> list[str]:
 
 def test_a_strategy_file_that_parallelize_refuses(tmp_path: Path) -> None:
     degree, staged = run_ranks(_misfits, 2, args=(tmp_path,))[0]
-    assert "divides a module over 1 rank(s), and plan_ngpus is 2" in degree
+    assert "divides a module over 1 rank(s), but plan_ngpus is 2" in degree
     assert "set use_end2end=True" in staged

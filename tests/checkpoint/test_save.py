@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     assert "cannot write checkpoints to" in refused[0].message
     unseen = catch_ranks(work, 2, args=(tmp_path, 1), timeout_s=30)
     assert [outcome.error_type for outcome in unseen] == ["RankError", "CheckpointError"]
-    assert "not there for rank 1. Save to a folder that all ranks share" in unseen[1].message
+    assert "but rank 1 cannot see it. Save to a folder that all ranks share" in unseen[1].message
 
 
 class TestInTheBackground:

@@ -63,7 +63,7 @@ CASES: list[tuple[str, tuple[str, ...], int, str]] = [
         "no such strategy file. Methods by name: --strategy fsdp,checkpoint (missing.json)",
     ),
     ("calibrate", ("-o", "none/c.yaml"), 2, "--output=none/c.yaml: the folder none does not exist"),
-    ("calibrate", ("-o", "fine.json"), 2, "fine.json is there and holds something else than measured speeds"),
+    ("calibrate", ("-o", "fine.json"), 2, "fine.json exists and holds something other than measured speeds"),
     ("plan", (*_MODEL, "--cluster", "no.yaml"), 2, "the cluster file no.yaml cannot be read: No such file"),
     ("launch", ("missing.py",), 2, "is not there"),
     # a folder where a file is wanted

@@ -181,7 +181,7 @@ def test_a_killed_rank_ends_all_within_seconds_and_leaves_the_file(tmp_path: Pat
         (("--seconds", "nan"), "the time must be positive"),
         (("--nproc", "0"), "at least one process"),
         (("--device", "tpu"), "'tpu' is not a type of device"),
-        (("-o", "c.txt"), "the suffix says how it is written"),
+        (("-o", "c.txt"), "the suffix selects the format"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_measured(

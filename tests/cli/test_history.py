@@ -77,7 +77,7 @@ def test_one_study(journal: Path, run: Run) -> None:
     assert run("history", str(journal), "--study", "f1").returncode == 0
     other = run("history", str(journal), "--study", "zz")
     assert other.returncode == 2
-    assert "There are f1" in other.stderr
+    assert "Studies: f1" in other.stderr
 
 
 def test_a_small_peak_has_a_unit_of_its_size(journal: Path) -> None:

@@ -40,7 +40,7 @@ def test_what_is_no_report(run: Run, tmp_path: Path) -> None:
     Strategy(["fsdp"]).save(tmp_path / "strategy.json")
     done = run("report", "strategy.json")
     assert done.returncode == 2
-    assert "no report" in done.stderr
+    assert "not a report" in done.stderr
 
 
 def test_diff_of_strategies_and_reports(report: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_a_file_of_another_suffix_is_not_written(job: Path, run: Run, name: str)
     (job / "ds.json").write_text(json.dumps(_STAGE_3))
     done = run("strategy", "convert", "ds.json", name)
     assert done.returncode == 2
-    assert "JSON or YAML by its suffix" in done.stderr
+    assert "suffix of a strategy file" in done.stderr
     assert not (job / name).exists()
 
 

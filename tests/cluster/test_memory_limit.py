@@ -57,7 +57,7 @@ def test_what_goes_beyond_the_limit_fails_in_words(num_bytes: int, size: str) ->
     assert 0.7 * 32 * MIB < num_held * num_bytes <= (32 if num_bytes > 2**16 else 34) * MIB
     assert "MiB of the limit of 32.0 MiB were in use" in message
     # Small tensors may leave no room for the next arena of Python's objects first: that error has no size
-    assert re.search(f"when {size}more were asked for. Use a strategy", message)
+    assert re.search(f"when {size}more were requested. Use a strategy", message)
 
 
 def test_other_errors_pass_and_wrong_limits_are_refused() -> None:

@@ -99,7 +99,7 @@ class TestCallModel:
             ({"x": 1}, "unpack_sequence", r"a dict with the keys \['x'\]"),
             ("text", "unpack_sequence", "a str"),
             ([1, 2], "unpack_dict", "a list of 2 items"),
-            ({1: 2}, "unpack_dict", "strings as keys"),
+            ({1: 2}, "unpack_dict", "a dictionary with string keys"),
             ({"a": 1}, "unpack_first", r"a dict with the keys \['a'\]"),
             ([2], "unpack_first", "an int"),
         ],

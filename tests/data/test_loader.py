@@ -163,7 +163,7 @@ class TestEpochs:
 
     @pytest.mark.parametrize("epoch", [-1, 1.0, True, "1"])
     def test_an_epoch_is_a_count(self, epoch: Any) -> None:
-        with pytest.raises(InputError, match=r"epoch .* integer from 0"):
+        with pytest.raises(InputError, match=r"epoch .* non-negative integer"):
             build(range(3)).set_epoch(epoch)
 
 

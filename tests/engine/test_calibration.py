@@ -246,13 +246,13 @@ class TestMeasuredFile:
 
     def test_the_two_kinds_of_file_are_not_mixed_up(self, path: Path, tmp_path: Path) -> None:
         before = path.read_text()
-        with pytest.raises(InputError, match="atorch-ns calibrate measured, no factors"):
+        with pytest.raises(InputError, match="measured by atorch-ns calibrate, not factors"):
             Calibration(devices={}).save(path)
         assert path.read_text() == before
         Calibration(devices={"cpu x 1": Factors()}).save(tmp_path / "f.json")
-        with pytest.raises(InputError, match=r"factors that report\.refit has written"):
+        with pytest.raises(InputError, match=r"factors written by report\.refit"):
             cluster_from_spec(tmp_path / "f.json")
 
     def test_of_another_cluster_it_is_refused(self, path: Path) -> None:
-        with pytest.raises(InputError, match="not of this job's cluster"):
+        with pytest.raises(InputError, match="not from this job's cluster"):
             read_calibration(path, Cluster(world_size=2, local_world_size=2))

@@ -42,7 +42,7 @@ def test_an_optimizer_of_parameters_that_were_replaced_does_not_step() -> None:
         run_ranks(lambda name=name: trained(name, made_before=True, parameter_after=False), 2)
         for name in ("fsdp", "ddp")
     )
-    assert "SGD was made of the model's parameters before the strategy" in fsdp
+    assert "SGD was created with the model's parameters before the strategy" in fsdp
     assert ddp == "trained"  # which replaces none
 
 
@@ -98,7 +98,7 @@ def loaded(num_samples: int, drop_last: bool) -> list[str]:
 def test_samples_that_are_repeated_are_told_of() -> None:
     cases = [(13, False), (13, True), (14, False)]
     (first, second), *others = (run_ranks(lambda case=case: loaded(*case), 2) for case in cases)
-    assert "filled up with the first 1 of it" in first[0]
+    assert "padded with the epoch's first 1 samples" in first[0]
     assert [second, *others] == [[], [[], []], [[], []]]  # rank 0 warns, and where there is something to say
 
 
@@ -177,9 +177,9 @@ def test_gradients_of_samples_and_frozen_models(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda result: result.mean("a"), "mean takes one number, and got 'a'"),
-        (lambda result: result.clip_grad_norm_(-1.0), "a number from 0 on; it is -1.0"),
-        (lambda result: result.clip_grad_norm_(None), "a number from 0 on; it is None"),
+        (lambda result: result.mean("a"), "mean takes one number; it got 'a'"),
+        (lambda result: result.clip_grad_norm_(-1.0), "a non-negative number; it is -1.0"),
+        (lambda result: result.clip_grad_norm_(None), "a non-negative number; it is None"),
         (lambda result: result.train_step(torch.ones(0, 4)), "this rank's batch has no rows"),
     ],
 )

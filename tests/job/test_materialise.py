@@ -168,7 +168,7 @@ def test_a_tensor_in_a_plain_attribute_is_named_on_all_ranks() -> None:
         *run_ranks(_refusal, 2, args=(["ddp"],)),
     ]
     for text in found:
-        assert "(_Scaled) has a tensor there in its plain attribute scales" in text
+        assert "(_Scaled) has a meta tensor in its plain attribute scales" in text
         assert "register_buffer('scales', ..., persistent=False)" in text
 
 

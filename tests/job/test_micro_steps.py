@@ -345,10 +345,10 @@ def test_an_observer_that_raises_in_a_loop_of_ones_own_ends_all() -> None:
         ({"weights": [1.0]}, "there are 2 samples, 1 weight."),
         ({"weights": [1.0, -1.0]}, "weights must be numbers from 0 on"),
         ({"weights": [1.0, float("nan")]}, "weights must be numbers from 0 on"),
-        ({"weights": [0.0, 0.0]}, "sum to nothing"),
+        ({"weights": [0.0, 0.0]}, "sum to zero"),
         ({"weights": ["many", 1.0]}, "weights is a list of numbers, one for each sample, and is"),
         ({"weights": torch.ones(2, 2)}, "weights is a list of numbers, one for each sample, and is"),
-        ({"dummies": [True, True]}, "sum to nothing"),
+        ({"dummies": [True, True]}, "sum to zero"),
         ({"dummies": 3}, "dummies is a list of flags, one for each sample, and is 3"),
         ({"functions": {"scale_fn": 2.0}}, "scale_fn must be a function, and is a float"),
         ({"samples": []}, "has no micro-batch"),
@@ -377,7 +377,7 @@ def _refused(strategy: list[Any]) -> list[str]:
     texts.append(str(caught.value))
     with pytest.raises(InputError) as caught:
         result.train_step.micro_steps(_samples()[:2], divisor=None if dist.get_rank() else lambda _: 1.0)
-    with pytest.raises(InputError, match="an observer must be a function, and is an int"):
+    with pytest.raises(InputError, match="an observer must be a function; it is an int"):
         result.train_step.observe("clip", 3)  # type: ignore[arg-type]
     return [*texts, str(caught.value)]
 
@@ -399,9 +399,9 @@ def test_bad_weights_on_one_rank_are_refused_on_all() -> None:
     assert "there are 2 samples, 1 weight" in second[0]
     for texts in (first, second):
         assert (
-            "scale_fn must return the loss, changed: a tensor of one number. It returned a None" in texts[-2]
+            "scale_fn must return the scaled loss as a tensor of one number. It returned a None" in texts[-2]
         )
-        assert texts[-1] == "divisor was given on rank 0, and not on rank 1."
+        assert texts[-1] == "divisor was given on rank 0, but not on rank 1."
 
 
 def _asked(strategy: list[Any]) -> tuple[list[Tensor], list[str]]:
@@ -430,5 +430,5 @@ def test_ranks_of_a_pipeline_that_ask_get_outputs_and_lists_that_do_not_fit_end_
     assert not nothing
     assert texts == other
     assert "work on the same data" in texts[0]
-    assert "have 3 that weigh 3 and 4 that weigh 4" in texts[0]
+    assert "have 3 of total weight 3 and 4 of total weight 4" in texts[0]
     assert "3 micro-batches and 4 stages" in texts[1]

@@ -366,7 +366,7 @@ def test_what_cannot_be_attached_is_refused_in_words() -> None:
         assert "or call attach_optimizer" in none
         assert "'weight_decy', which the optimizer does not know. Did you mean" in misspelt
         assert "options_of gave 'params'" in params
-        assert "mean takes one number, and got tensor([1., 1.])" in vector
+        assert "mean takes one number; it got tensor([1., 1.])" in vector
         assert "returned a NoneType, not a torch.optim.Optimizer" in nothing
         assert "options_of gave a list" in options
         assert "has an optimizer already" in twice
@@ -389,7 +389,7 @@ def test_a_job_without_loss_or_optimizer_infers(strategy: list[Any]) -> None:
 
 def _predivided_experts() -> None:
     methods = [("parallel_mode", [("expert", 2)]), ("ddp", {"reducer": "own", "predivide": 2.0})]
-    with pytest.raises(AtorchError, match="predivide of ddp is for its own reducer"):
+    with pytest.raises(AtorchError, match="predivide applies only to ddp's own reducer"):
         accelerate_case(get_case("hf_mixtral"), methods)
 
 

@@ -23,7 +23,7 @@ __all__ = ["_uncompiled"]  # a fixture
 
 DEEPSPEED = ("zero1", {"use_ds_zero": True})
 TENSOR = ("parallel_mode", ([("tensor", 2)], None))
-BLOCKS = "only states of one value, or of one value an element,"
+BLOCKS = "only states with one value, or one value per element,"
 
 
 def _made(strategy: list[Any], optimizer: Any, *, case: Case = CASE, steps: int = 0) -> Result:

@@ -388,7 +388,7 @@ def _write(strategy: str) -> None:
             torch.testing.assert_close(
                 work.model(X[0]), plain(X[0]), msg=lambda m, n=name: f"forward pass after {n}: {m}"
             )
-        with pytest.raises(StepError, match="cannot become a tensor of shape"):
+        with pytest.raises(StepError, match="cannot be replaced by a tensor of shape"):
             parameter.data = torch.zeros(3)
         with pytest.raises(ValueError, match="read-only"):
             parameter.numpy()[0] = 0.0
@@ -532,13 +532,13 @@ def _grow(change: str, methods: list[Any]) -> str:
 @pytest.mark.parametrize(
     ("change", "methods", "said"),
     [
-        ("a head", ["ddp"], "came to the model after auto_accelerate"),
-        ("a head", ["zero1"], "came to the model after auto_accelerate"),
-        ("a head", ["fsdp"], "came to the model after auto_accelerate"),
-        ("a bias", ["fsdp"], "is another tensor than the one that was divided"),
-        ("a parametrization", ["fsdp"], "is another tensor than the one that was divided"),
-        ("pruned", ["fsdp"], "is another tensor than the one that was divided"),
-        ("functional_call", ["fsdp"], "is another tensor than the one that was divided"),
+        ("a head", ["ddp"], "was added to the model after auto_accelerate"),
+        ("a head", ["zero1"], "was added to the model after auto_accelerate"),
+        ("a head", ["fsdp"], "was added to the model after auto_accelerate"),
+        ("a bias", ["fsdp"], "is no longer the tensor that was divided"),
+        ("a parametrization", ["fsdp"], "is no longer the tensor that was divided"),
+        ("pruned", ["fsdp"], "is no longer the tensor that was divided"),
+        ("functional_call", ["fsdp"], "is no longer the tensor that was divided"),
         ("functional_call", ["zero1"], "runs"),
         ("pruned", ["ddp"], "runs"),
     ],

@@ -69,7 +69,7 @@ COMPILED: Final[Mapping[str, list[Any]]] = {
 """Strategies whose blocks are compiled, on two ranks."""
 NEAR: Final = 1e-7
 """Above rounding in float64, after Adam's root of a gradient of nearly zero, and below what fp32 would round."""
-_DIFFERS: Final = ("an optimizer's step updates nothing", "hooks of gradients are called once for all")
+_DIFFERS: Final = ("step updates no gathered parameter", "gradient hooks are called once for all")
 """What is said where training goes on otherwise than in one process."""
 _SECONDS: Final = 60.0
 """A strategy takes a second; on a busy machine ten times as long."""

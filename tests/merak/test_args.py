@@ -359,7 +359,7 @@ def test_all_wrong_values_are_named_at_once(made: Callable[..., MerakArguments])
 
 
 def test_gradients_are_not_divided_in_two_where_they_are_sharded(made: Callable[..., MerakArguments]) -> None:
-    with pytest.raises(InputError, match="prescale_gradients: zero2 divides gradients as it sums them"):
+    with pytest.raises(InputError, match="prescale_gradients: zero2 sums and divides gradients in one step"):
         strategy_of(made(zero_stage=2, prescale_gradients=True), DP, model("gpt2"))
 
 

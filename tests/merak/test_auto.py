@@ -29,7 +29,7 @@ def test_meshes_that_are_left_out() -> None:
     for _, config in _unwanted_meshes({"tp": 2}, 4):
         axes = dict(config["axes"])
         assert axes.get("tensor", 1) != 2 or "expert" in axes
-    with pytest.raises(InputError, match="tp=3 fit no mesh of 4"):
+    with pytest.raises(InputError, match="tp=3 do not fit any mesh of 4"):
         list(_unwanted_meshes({"tp": 3}, 4))
 
 
@@ -76,7 +76,7 @@ def _evaluated(folder: str) -> None:
 def test_a_search_needs_a_training(tmp_path: Any) -> None:
     for outcome in catch_ranks(_evaluated, 2, args=(str(tmp_path),), timeout_s=60):
         assert isinstance(outcome.error, InputError), outcome.describe()
-        assert "degrees are searched for by training" in str(outcome.error)
+        assert "only training searches for degrees" in str(outcome.error)
 
 
 def _by_file(path: str, degrees: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_a_strategy_file_lays_out_the_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("degrees", "stages_micro_batches", "words"),
     [
-        ({"dp": 2}, 4, "init: dp=2, and strategy_file=.* has dp=1"),
+        ({"dp": 2}, 4, "init: dp=2, but strategy_file=.* has dp=1"),
         ({}, 3, "1 data rank.s. with 3 micro-batch.es. do not divide a step of 8 samples"),
     ],
 )

@@ -126,8 +126,8 @@ def _wrongly(folder: str, name: str, prompts: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "prompts", "said"),
     [
-        ("gpt2", [[]], "a prompt has at least one token"),
-        ("gpt2", [], "a prompt has at least one token"),
+        ("gpt2", [[]], "a prompt must have at least one token"),
+        ("gpt2", [], "a prompt must have at least one token"),
         ("t5", [[5]], "this one has an encoder"),
         ("gpt2", "train", "text_generation is for trainer.generate"),
     ],

@@ -56,9 +56,9 @@ def test_the_rank_of_a_stage_keeps_the_other_places() -> None:
 
 def test_places_outside_the_grid_are_refused() -> None:
     grid = Grid(SIZES, rank=0)
-    with pytest.raises(InputError, match="pipe=2 in the grid pipe=2, data=2, sequence=1, model=2"):
+    with pytest.raises(InputError, match="sequence=1, model=2 has no position pipe=2"):
         grid.get_rank(pipe=2)
-    with pytest.raises(InputError, match="no rank 8"):
+    with pytest.raises(InputError, match="rank 8 is not in a grid"):
         grid.get_coord(8)
     with pytest.raises(InputError, match="tensor=0"):
         grid.get_rank(tensor=0)
@@ -76,10 +76,10 @@ def test_positions_are_refused_with_both_orders() -> None:
 @pytest.mark.parametrize(
     ("degrees", "said"),
     [
-        ({"dp": 0}, "dp is a number of ranks or 'auto', and is 0"),
-        ({"tp": True}, "tp is a number of ranks or 'auto', and is True"),
-        ({"pp": "all"}, "pp is a number of ranks or 'auto', and is 'all'"),
-        ({"tp": 2.0}, "tp is a number of ranks or 'auto', and is 2.0"),
+        ({"dp": 0}, "dp must be a number of ranks or 'auto'; got 0"),
+        ({"tp": True}, "tp must be a number of ranks or 'auto'; got True"),
+        ({"pp": "all"}, "pp must be a number of ranks or 'auto'; got 'all'"),
+        ({"tp": 2.0}, "tp must be a number of ranks or 'auto'; got 2.0"),
     ],
 )
 def test_degrees_are_numbers(degrees: dict[str, Any], said: str) -> None:
@@ -177,7 +177,7 @@ def test_open_degrees_leave_the_grid_to_a_search() -> None:
     for found in run_ranks(_open, 2, timeout_s=60):
         assert (
             found
-            == ["the degrees are searched for when MerakTrainer begins to train; there is no grid before."]
+            == ["MerakTrainer searches for the degrees when training starts; the grid does not exist before."]
             * 2
         )
 

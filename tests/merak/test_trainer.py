@@ -281,7 +281,7 @@ def _refused(folder: str, what: str) -> None:
     [
         ("no init", "call init"),
         ("plain arguments", "MerakTrainer needs args, a MerakArguments"),
-        ("no job", "there is no job before"),
+        ("no job", "no job exists before"),
         ("scheduler", "the scheduler belongs to an optimizer of the undivided model"),
         ("other parameters", "parameters that are not the model's"),
     ],

@@ -164,7 +164,7 @@ def test_one_process_and_what_cannot_be_compared() -> None:
     with torch.device("meta"):
         model = _Network()
     inputs = Inputs(model=model, optim_func=torch.optim.SGD, loss_func=_loss, sample_batch=_sample())
-    with pytest.raises(InputError, match="on meta"):
+    with pytest.raises(InputError, match="on the meta device"):
         verify(inputs, Cluster.detect(), Strategy(), load_registry())
     with pytest.raises(InputError, match="at least one step"):
         verify(inputs, Cluster.detect(), Strategy(), load_registry(), num_steps=0)

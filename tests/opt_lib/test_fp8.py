@@ -115,7 +115,7 @@ def test_settings_of_the_other_package_are_a_notice(config: Any, unread: str | N
         ({"fp8_format": "E5M2"}, "fp8_format", "E4M3"),
         ({"include": ()}, None, "include is empty"),
         ({"exclude": ("",)}, None, "empty string"),
-        ({"include": ("up", "down"), "exclude": ("up",)}, None, "'up' is in include and in exclude"),
+        ({"include": ("up", "down"), "exclude": ("up",)}, None, "'up' is in both include and exclude"),
     ],
 )
 def test_wrong_configs_are_problems(config: Any, key: str | None, part: str) -> None:
@@ -175,7 +175,7 @@ def test_who_names_the_layers_hears_nothing_of_the_head(config: Any) -> None:
 )
 def test_a_part_that_no_name_contains_is_one_warning(key: str, config: Any) -> None:
     (text,) = applied(get_case("tied_llama").build(), config)[1]
-    assert f"which {key} names" in text
+    assert f"from {key}." in text
     assert "Nearest: mlp" in text
 
 

@@ -132,7 +132,7 @@ def test_weights_in_fp16_are_refused_where_their_gradients_would_be_scaled() -> 
 
 
 def test_complex_gradients_are_not_scaled() -> None:
-    with pytest.raises(InputError, match="torch cannot check complex ones for overflow"):
+    with pytest.raises(InputError, match="which torch cannot check for overflow"):
         auto_accelerate(
             nn.Linear(4, 4, dtype=torch.complex64),
             torch.optim.SGD,

@@ -107,7 +107,7 @@ def test_one_process_keeps_it_for_more() -> None:
         ([("parallel_mode", ([("zero", 8)], None)), "mixed_parallel"], r"parallel_mode has zero=8 only"),
         (
             [CUBE, ("mixed_parallel", {"sequence": {}})],
-            r"mixed_parallel\.sequence: parallel_mode has tensor=2, pipeline=2, data=2 and no axis 'sequence'",
+            r"mixed_parallel\.sequence: parallel_mode has tensor=2, pipeline=2, data=2 but no axis 'sequence'",
         ),
         ([CUBE, ("mixed_parallel", {"tensor": {}}), "tensor_parallel"], "tensor_parallel: given twice"),
         ([CUBE, ("mixed_parallel", {"data": "fsdp"}), "fsdp"], "fsdp: given twice"),

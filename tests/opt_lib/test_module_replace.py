@@ -167,7 +167,7 @@ def test_only_rank_0_warns() -> None:
     [
         (("fused_rmsnorm",), "include", "Did you mean 'fused_rms_norm'?"),
         ({"exclude": "zzz"}, "exclude", "register_replace_pair before auto_accelerate"),
-        ({"include": ["a"], "exclude": ["a"]}, None, "a stands in both"),
+        ({"include": ["a"], "exclude": ["a"]}, None, "a is in both"),
         ({"incldue": []}, "incldue", "Did you mean 'include'?"),
         (3, "include", "tuple"),
     ],

@@ -115,7 +115,7 @@ def test_partitions_count_shards_and_leaves_stay_whole() -> None:
         (
             GPT2,
             {**few, "split_method": "custom", "custom_partition": [0, 6, 8]},
-            "blocks are here 5 shard(s)",
+            "blocks here are 5 shard(s)",
         ),
         (
             GPT2,
@@ -149,7 +149,7 @@ def test_shards_are_planned_as_their_split_method() -> None:
 def test_settings_that_would_do_nothing_are_refused() -> None:
     with pytest.raises(ValidationError, match="shards is nearest_min_deps"):
         PipelineParallelConfig(shards="nearest_min_deps", shard_count=4)
-    with pytest.raises(ValidationError, match="split_points names: name some"):
+    with pytest.raises(ValidationError, match="needs split_points: name the modules"):
         PipelineParallelConfig(shards="split_points")
     with pytest.raises(ValidationError, match="split_points say where stages begin"):
         PipelineParallelConfig(shards="nearest_min_deps", split_points=("blocks.1",))

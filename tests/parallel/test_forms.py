@@ -363,7 +363,7 @@ class Needy(nn.Module):
     ("arguments", "named"),
     [
         ({"policy": "autodits"}, "Did you mean 'autodist'?"),
-        ({"policy": 3}, "pas_policy is a name or a function"),
+        ({"policy": 3}, "pas_policy must be a name or a function"),
         ({"module": 3}, "takes a torch.nn.Module or a class"),
         ({"module": Needy}, "give module_fn"),
         ({"module_fn": lambda: nn.Linear(1, 1)}, "must make a Heavy"),
@@ -376,7 +376,7 @@ class Needy(nn.Module):
         ({"broadcast_strategy": "al"}, "Did you mean 'all'?"),
         ({"broadcast_strategy": "all"}, "needs a process group"),
         ({"load_module": True}, "there are 1 ranks"),
-        ({"load_module": "no"}, "load_module is True or False"),
+        ({"load_module": "no"}, "load_module must be True or False"),
         ({"gen_savedir": "/proc/nothing"}, "gen_savedir: the folder"),
         ({"instance_name": "../x"}, "must be a plain name"),
         ({"instance_name": 3}, "must be a plain name"),
@@ -424,7 +424,7 @@ def test_one_process(tmp_path: Path) -> None:
         model.train_step([batch(0, 0, 8)])
     once = Heavy()
     parallelize(once, {"x": batch(0, 0, 8)}, "dp", ComputeConfig(1, 1), gen_savedir=tmp_path, reuse="moo")
-    with pytest.raises(InputError, match="has been made parallel already"):
+    with pytest.raises(InputError, match="is already parallel"):
         parallelize(once, {"x": batch(0, 0, 8)}, "dp", ComputeConfig(1, 1), gen_savedir=tmp_path)
     with pytest.raises(InputError, match="can not be nested"):
         parallelize(nn.Sequential(model), {"input": batch(0, 0, 8)}, "dp", ComputeConfig(1, 1))
@@ -435,7 +435,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert not any(p.requires_grad for p in idle.parameters())
     with pytest.raises(InputError, match="inference_only"):
         build_optimizer(idle, torch.optim.SGD, lr=0.1)
-    with pytest.raises(InputError, match="there is none in this one"):
+    with pytest.raises(InputError, match="this module contains none"):
         build_optimizer(Heavy(), torch.optim.SGD, lr=0.1)
 
 
@@ -588,7 +588,7 @@ def test_states_of_a_plain_optimizer_with_frozen_parameters(tmp_path: Path) -> N
     updates.load_state_dict(optimizer.state_dict())
     for index, values in optimizer.state_dict()["state"].items():
         assert torch.equal(updates.state_dict()["state"][index]["exp_avg"], values["exp_avg"])
-    with pytest.raises(InputError, match="is of 1 parameters in 1 groups"):
+    with pytest.raises(InputError, match="has 1 parameters without names in 1 groups"):
         updates.load_state_dict(torch.optim.AdamW(own[:1]).state_dict())
 
 

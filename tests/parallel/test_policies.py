@@ -58,7 +58,7 @@ def run_function(policy: Any, plan: int, settings: dict[str, Any]) -> Any:
 
 
 def test_a_function_that_divides(tmp_path: Path) -> None:
-    assert "layers of one kind are divided alike" in made_by(by_columns_and_rows, tmp_path)
+    assert "layers of one kind must be divided alike" in made_by(by_columns_and_rows, tmp_path)
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -121,7 +121,7 @@ def test_a_function_that_makes_stages() -> None:
             ),
             "there is no dimension 7",
         ),
-        (lambda graph, config: graph.select(ntype=int), "there is none of int"),
+        (lambda graph, config: graph.select(ntype=int), "none is of type int"),
         (
             lambda graph, config: (
                 graph.partition(graph.select(name="linear")[0], None, idx=1, dim=0, num=4),
@@ -132,10 +132,10 @@ def test_a_function_that_makes_stages() -> None:
         ),
         (
             lambda graph, config: graph.partition("linear", None, idx=0, dim=0, num=2),
-            "a node of graph.nodes() is divided, not",
+            "expected a node of graph.nodes(), got",
         ),
-        (lambda graph, config: graph.assign(graph.nodes()[0], 1), "is on one device alone"),
-        (lambda graph, config: graph.nodes()[0].algorithm("order"), "there is no 'order'"),
+        (lambda graph, config: graph.assign(graph.nodes()[0], 1), "is on only one device"),
+        (lambda graph, config: graph.nodes()[0].algorithm("order"), "got 'order'"),
         (
             lambda graph, config: (graph.staging([graph.nodes()[0], graph.select(name="linear")[4]]), graph)[
                 1
@@ -154,7 +154,7 @@ def test_parts_belong_on_the_ranks_of_their_stage(tmp_path: Path) -> None:
             graph.assign(part, 1 - number)
         return graph
 
-    assert "the parts of stage 0 are on ranks 0 to 1, in order" in made_by(swapped, tmp_path)
+    assert "the parts of stage 0 must be on ranks 0 to 1, in order" in made_by(swapped, tmp_path)
 
 
 def test_a_function_recomputes_blocks(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def inferred(folder: str, settings: dict[str, Any]) -> list[float]:
 
 def test_hybrid_begins_a_stage_at_each_pivot(tmp_path: Path) -> None:
     settings = {"pipeline_nmicros": 4, "pipeline_nstages": 2, "pipeline_pivots": "layers.2,layers.4"}
-    assert "2 stages need 1, and there are 2" in made_by("hybrid", tmp_path, pas_config=settings)
+    assert "2 stages need 1, but there are 2" in made_by("hybrid", tmp_path, pas_config=settings)
 
 
 @pytest.mark.parametrize("key", _REFUSED)

@@ -92,7 +92,7 @@ def states_of(policy: str, plan: int, fields: dict[str, Any]) -> Any:
     other, _ = trained(
         "tp" if policy == "pp" else "pp", 2, pas_config={} if policy == "pp" else {"pipeline_nmicros": 2}
     )
-    with pytest.raises(CheckpointError, match="under another plan"):
+    with pytest.raises(CheckpointError, match="of another plan"):
         other.load_state_dict(module.state_dict())
     for stride in (3, -1):
         with pytest.raises(InputError, match=f"stride_size={stride} does not divide"):
@@ -108,18 +108,18 @@ def test_incomplete_ones_are_refused() -> None:
     for rank in range(2):
         with pytest.raises(ValueError, match="Pieces are missing: no rank has layers"):
             merge_state_dicts([modules[rank]], [optimizers[rank]])
-    with pytest.raises(InputError, match="one of each rank"):
+    with pytest.raises(InputError, match="one from each rank"):
         merge_state_dicts([modules[0], modules[0]])
     with pytest.raises(InputError, match="got none"):
         merge_state_dicts([])
     with pytest.raises(InputError, match="got one alone"):
         merge_state_dicts(modules[0])
-    with pytest.raises(InputError, match="has none in it"):
+    with pytest.raises(InputError, match="this one contains none"):
         merge_state_dicts([module_of("mlp").state_dict()])
     changed = {**modules[1], "layers.0.weight": modules[0]["layers.0.weight"] + 1}
     with pytest.raises(ValueError, match="Conflict in merging"):
         merge_state_dicts([modules[0], changed])
-    with pytest.raises(InputError, match="of the same ranks"):
+    with pytest.raises(InputError, match="from the same ranks"):
         merge_state_dicts(modules, optimizers[:1])
 
 
@@ -177,7 +177,7 @@ def test_deduped_ones_that_lack_something_are_refused_on_all_ranks() -> None:
     first, second = run_ranks(lacking, 2)
     assert "the state dict of rank 0 lacks" in first[0]
     assert "the state dict of rank 0 lacks" in second[0]
-    assert ["optimizer_state_dict is what" in text for text in first[1:]] == [True, True]
+    assert ["optimizer_state_dict must be what" in text for text in first[1:]] == [True, True]
     assert len(second) == 3
 
 

@@ -116,7 +116,7 @@ def test_without_a_cluster_it_is_this_machine(known: Profile, monkeypatch: pytes
         ({"model": 3}, "the model is an int"),
         ({"model": nn.Linear(2, 2)}, "needs a sample"),
         ({"model": "nowhere.json"}, "nowhere.json cannot be read"),
-        ({"sample": SAMPLE}, "a profile has been made with its own"),
+        ({"sample": SAMPLE}, "a profile already contains its own"),
         ({"cluster": 8}, "the cluster is an int"),
         ({"cluster": "8xH1000"}, "is not a device"),
         ({"batch": 0}, "at least 1, a whole number; it is 0"),

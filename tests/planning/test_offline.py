@@ -71,7 +71,7 @@ def test_without_a_batch_it_is_the_sample_s_on_every_rank(profile: Profile) -> N
 
 
 def test_a_profile_without_costs_cannot_be_planned_with(profile: Profile) -> None:
-    with pytest.raises(InputError, match="knows no costs"):
+    with pytest.raises(InputError, match="has no costs"):
         workload_of(replace(profile, trace=None), Cluster(), None)
 
 

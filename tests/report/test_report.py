@@ -181,8 +181,8 @@ def test_json_holds_no_infinities() -> None:
     [
         ("", "is not JSON"),
         ("{", "is not JSON"),
-        ("[]", "no report"),
-        ('{"schema": 1, "steps": []}', "no report"),
+        ("[]", "not a report"),
+        ('{"schema": 1, "steps": []}', "not a report"),
         ('{"kind": "atorch_ns report", "schema": 9}', "schema 9"),
         ('{"kind": "atorch_ns report", "schema": 1}', "damaged report"),
         (

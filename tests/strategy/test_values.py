@@ -57,7 +57,7 @@ def test_forms(value: Any, form: Any) -> None:
         (lambda module: True, "cannot be named"),
         (float("nan"), "not a finite number"),
         ({1: 2}, "keys must be strings"),
-        (torch.ones(2), "torch.Tensor has no form"),
+        (torch.ones(2), "torch.Tensor cannot be in"),
         (functools.partial(policy, 3), "positional arguments; name them"),
     ],
     ids=["lambda", "nan", "key", "tensor", "partial"],

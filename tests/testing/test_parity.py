@@ -282,7 +282,7 @@ def test_missing_and_unexpected_parameters_fail_by_name() -> None:
 
 def test_runs_of_different_length_and_references_without_updates_are_refused() -> None:
     moved = _trajectory({"a": [0.0]}, {"a": [1.0]})
-    with pytest.raises(InputError, match="1 steps and the run 2"):
+    with pytest.raises(InputError, match="1 steps, but the run has 2"):
         compare(moved, dataclasses.replace(moved, losses=[1.0, 1.0]))
     with pytest.raises(InputError, match=r"largest update is 0\.0"):
         compare(_trajectory({"a": [1.0]}, {"a": [1.0]}), moved)

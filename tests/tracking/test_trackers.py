@@ -252,5 +252,5 @@ def test_a_run_that_is_written_elsewhere_is_said(tmp_path: Path, elsewhere: bool
         env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
         capture_output=True, text=True, timeout=110, check=True,
     )  # fmt: skip
-    said = f"wandb cannot write to {asked}, and writes this run to {place.parent}."
+    said = f"wandb cannot write to {asked}, so it writes this run to {place.parent}."
     assert done.stdout.strip() == (said if elsewhere else "")

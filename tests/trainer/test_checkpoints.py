@@ -207,7 +207,7 @@ def test_without_validation_data_best_is_the_lowest_training_loss(tmp_path: Path
 def test_what_is_not_there_yet_is_no_error_and_what_never_was_is(tmp_path: Path) -> None:
     trainer = trained(tmp_path, 1, checkpoint={"resume_from": "best"})
     assert trainer.train_status.finished_train_steps == 1
-    with pytest.raises(InputError, match="neither a file nor a folder"):
+    with pytest.raises(InputError, match="no such file or folder"):
         trained(tmp_path, 1, checkpoint={"resume_from": str(tmp_path / "nothing")})
 
 
@@ -282,7 +282,7 @@ def test_best_of_another_folder_is_none_here(tmp_path: Path) -> None:
     trained(tmp_path / "two", 3, checkpoint={"resume_from": last})
     assert (tmp_path / "two" / "checkpoints" / "best").exists()
     shutil.rmtree((tmp_path / "one" / "checkpoints" / "last").resolve())
-    with pytest.raises(CheckpointError, match="which is not there"):
+    with pytest.raises(CheckpointError, match="which does not exist"):
         trained(tmp_path / "one", 3, checkpoint={"resume_from": "last"})
 
 

@@ -65,7 +65,7 @@ def test_deletion_takes_out_what_is_there(tree: dict[str, Any], key: str) -> Non
     if key in tree:
         assert override(tree, words) == {name: tree[name] for name in tree if name != key}
     else:
-        with pytest.raises(InputError, match="to take out"):
+        with pytest.raises(InputError, match="to remove"):
             override(tree, words)
 
 
@@ -97,7 +97,7 @@ def test_overrides(words: str, wanted: Any) -> None:
         ("a 3", "'a' is not an override"),
         ("--.a 3", "is not an override"),
         ("--l.x 3", "is not an index"),
-        ("--l.3 3", "next one has index 1"),
+        ("--l.3 3", "next item has index 1"),
     ],
 )
 def test_words_that_are_no_overrides(words: str, named: str) -> None:
@@ -214,7 +214,7 @@ def test_sizes_of_batches(sizes: tuple[int, int | None, int | None], ranks: int,
 
 @pytest.mark.parametrize(
     ("sizes", "named"),
-    [((2, 12, None), "not a multiple of micro_batch_size=2"), ((2, 16, 3), "is 2 micro-batches of 2")],
+    [((2, 12, None), "not a multiple of micro_batch_size=2"), ((2, 16, 3), "makes 2 micro-batches of 2")],
 )
 def test_sizes_that_contradict_each_other(sizes: tuple[int, int, int | None], named: str) -> None:
     one, whole, parts = sizes
@@ -290,7 +290,7 @@ def test_arguments_that_are_objects() -> None:
     }
     with pytest.raises(InputError, match=r"model: Settings\(deep=\) failed"):
         make(Settings, options={"deep": 1}, what="model")
-    with pytest.raises(InputError, match="must have value and nothing else"):
+    with pytest.raises(InputError, match="its only other key must be value"):
         arguments({"a": {"__value_type": "str"}}, what="x")
 
 

@@ -308,10 +308,10 @@ def refusal(folder: str, kinds: list[Any], model: dict[str, Any]) -> str:
         (
             [ModuleParallelizeConfig(type=Head, compute_config=OptionalComputeConfig(use_zero=True))],
             {"tied": True},
-            "embed.weight and head.out.weight are one weight",
+            "embed.weight and head.out.weight are the same weight",
         ),
-        ([Head, nn.Embedding], {"tied": True}, "one weight of two parallel modules"),
-        ([Holder, Dropping], {"held": True}, "two.inner is inside of two"),
+        ([Head, nn.Embedding], {"tied": True}, "the same weight in two parallel modules"),
+        ([Holder, Dropping], {"held": True}, "two.inner is inside two"),
     ],
 )
 def test_what_parallel_modules_may_not_share(

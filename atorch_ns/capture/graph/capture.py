@@ -254,7 +254,7 @@ def _check_outputs(model: nn.Module, outputs: Any) -> None:
     if odd:
         raise CaptureError(
             f"{type(model).__name__} returns {odd[0]}, a container that cannot be opened. Return tensors in tuples, lists, "
-            "dictionaries or dataclasses; where it is a cache of keys and values, set use_cache=False."
+            "dictionaries or dataclasses; if it is a key/value cache, set use_cache=False."
         )
 
 

@@ -197,7 +197,7 @@ def repeatable(model: nn.Module) -> Iterator[None]:
         raise UnrepeatableError(text) if replaced else ChangedError(text, list(changed.values()))
     if drawn != (random.getstate(), _numpy_state()):
         raise UnrepeatableError(
-            "its forward pass draws random numbers of Python or NumPy, which a graph would draw once; use torch's"
+            "its forward pass draws random numbers from Python or NumPy, which a graph would draw only once; use torch's"
         )
 
 
@@ -231,8 +231,8 @@ def _numpy_state() -> str:
 
 def _refuse_function(kind: type) -> None:
     raise UnrepeatableError(
-        f"it calls {kind.__qualname__}, an autograd.Function, whose backward pass a graph of the forward pass has not; register "
-        "it by register_op, or as a custom operator of torch"
+        f"it calls {kind.__qualname__}, an autograd.Function, whose backward pass is not in a graph of the forward pass; register "
+        "it with register_op, or as a torch custom operator"
     )
 
 

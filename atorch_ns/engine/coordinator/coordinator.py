@@ -50,7 +50,7 @@ class Membership:
         if member is not None and member.session != session:
             raise CoordinatorError(
                 f"rank {rank} has joined already, from another process. Two processes have the same rank, or "
-                "one was started again: end all ranks and start the job anew."
+                "one was restarted: end all ranks and restart the job."
             )
         self._members[rank] = _Member(session=session, last_seen=now)
         self.last_task_id = max(self.last_task_id, last_task_id)

@@ -69,7 +69,7 @@ class SafeObserver:
             self._observer(event_from_json(event) if isinstance(event, bytes) else event)
         except Exception:
             if not self._has_failed:
-                _LOGGER.warning("the observer of the search fails; the search goes on", exc_info=True)
+                _LOGGER.warning("the observer of the search failed; the search continues", exc_info=True)
             self._has_failed = True
 
 

@@ -51,13 +51,13 @@ class OneJob:
     def get(self, job: str) -> Coordinator:
         """The coordinator, if the call is for no other job."""
         if job:
-            raise NoSuchJobError(f"there is no job '{job}' here: this coordinator serves one search only")
+            raise NoSuchJobError(f"job '{job}' does not exist here: this coordinator serves only one search")
         return self._coordinator
 
     def create(self, record: JobRecord) -> int:
         """Refuses: the search is there from the start."""
         raise CoordinatorError(
-            "this coordinator serves one search only; jobs are made on `atorch-ns engine serve`"
+            "this coordinator serves only one search; create jobs on `atorch-ns engine serve`"
         )
 
     def close(self, timeout_s: float) -> None:
@@ -92,7 +92,7 @@ class JobStore:
         except OSError as error:
             self._lock.close()
             raise CoordinatorError(
-                f"another engine serves the history folder {folder}; give this one a folder of its own"
+                f"another engine serves the history folder {folder}; give this engine a separate folder"
             ) from error
 
     def save(self, record: JobRecord) -> None:
@@ -100,7 +100,7 @@ class JobStore:
         try:
             write_whole(self._record_path(record.job), to_json(record))
         except OSError as error:
-            _LOGGER.warning("job %s cannot be kept and ends with this process: %s", record.job, error)
+            _LOGGER.warning("job %s cannot be saved and ends with this process: %s", record.job, error)
 
     def load(self) -> list[JobRecord]:
         """The jobs under way; a file that cannot be read is logged and left."""
@@ -109,7 +109,7 @@ class JobStore:
             try:
                 records.append(from_json(JobRecord, path.read_bytes()))
             except (OSError, InputError) as error:
-                _LOGGER.warning("the job in %s cannot be read and is left alone: %s", path, error)
+                _LOGGER.warning("the job in %s cannot be read and is skipped: %s", path, error)
         return records
 
     def forget(self, job: str) -> None:
@@ -192,7 +192,7 @@ class EngineJobs:
         """
         with self._lock:
             if (served := self._served.get(job)) is None:
-                raise NoSuchJobError(f"there is no job '{job}' on this engine, or it was over long ago")
+                raise NoSuchJobError(f"job '{job}' does not exist on this engine, or it ended long ago")
             return served.coordinator
 
     def create(self, record: JobRecord) -> int:
@@ -207,7 +207,7 @@ class EngineJobs:
         with self._lock:
             if (served := self._served.get(record.job)) is not None:
                 if served.record != record:
-                    raise CoordinatorError(f"another job is called '{record.job}'; choose another name")
+                    raise CoordinatorError(f"the name '{record.job}' is taken; choose another name")
                 return 0  # the same call again: its answer was lost
             if len(self.names) >= _MAX_JOBS:
                 raise CoordinatorError(f"this engine serves {_MAX_JOBS} jobs already; try again later")

@@ -68,7 +68,7 @@ def read_token(path: Path) -> str:
             f"printable ASCII. Make one: (umask 077; openssl rand -hex 32 > {path})"
         )
     if path.stat().st_mode & 0o077:
-        warnings.warn(f"others may read the token file {path}: chmod 600 {path}", stacklevel=2)
+        warnings.warn(f"other users can read the token file {path}: chmod 600 {path}", stacklevel=2)
     return token
 
 

@@ -96,7 +96,7 @@ class CoordinatorChannel:
         if request.ByteSize() > self._max_bytes:
             raise CoordinatorError(
                 f"{name}: a message of {bytes_text(request.ByteSize())} is larger than the "
-                f"{bytes_text(self._max_bytes)} that a coordinator takes (max_message_mib)"
+                f"{bytes_text(self._max_bytes)} that a coordinator accepts (max_message_mib)"
             )
         try:
             reply = self._methods[name](request, timeout=timeout_s, metadata=self._metadata)

@@ -256,5 +256,5 @@ def _parse_json(kind: type[T], data: bytes) -> T:
         return from_json(kind, data)
     except InputError as error:
         raise CoordinatorError(
-            f"the coordinator's answer cannot be read; it may be of another version: {error}"
+            f"the coordinator's answer cannot be read; it may run another version: {error}"
         ) from None

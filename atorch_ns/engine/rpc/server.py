@@ -75,8 +75,8 @@ class CoordinatorServer:
             raise InputError("a coordinator needs a token; new_token() makes one")
         if tls is None and not allow_plain_remote and not is_loopback(host):
             raise InputError(
-                f"{host} can be reached from other machines, and without TLS anybody on the way can read the "
-                "token. Give a certificate and a key, or bind to 127.0.0.1, or say that the network is trusted "
+                f"{host} can be reached from other machines, and without TLS anyone on the network can read the "
+                "token. Give a certificate and a key, or bind to 127.0.0.1, or declare the network trusted "
                 "(allow_plain_remote)."
             )
         self.counts: Counter[str] = Counter()
@@ -140,8 +140,8 @@ class CoordinatorServer:
             why = ""
         if not bound:
             raise CoordinatorError(
-                f"cannot listen on {address}{why}. The port is taken or the address is not of this machine; "
-                "port 0 takes any that is free."
+                f"cannot listen on {address}{why}. The port is taken or this machine does not have the address; "
+                "port 0 selects any free port."
             )
         return int(bound)
 

@@ -107,7 +107,7 @@ class Calls:
     def _find_coordinator(self, caller: pb.Caller) -> Coordinator:
         coordinator = self._jobs.get(caller.job)
         if caller.incarnation != coordinator.incarnation:
-            raise NotJoinedError("the coordinator was started again: join once more")
+            raise NotJoinedError("the coordinator was restarted: join again")
         return coordinator
 
 

@@ -172,7 +172,7 @@ def pack(
         except Exception as error:  # names some inner object; which argument holds it is found next
             reason = _unpicklable_argument(inputs, carried)
             reason = reason or f"the arguments cannot be pickled: {error_text(error, 200)}"
-            raise InputError(f"{reason}. Trials of it cannot run in processes of their own.") from error
+            raise InputError(f"{reason}. Its trials cannot run in separate processes.") from error
 
 
 def unpack(data: bytes) -> Unpacked:

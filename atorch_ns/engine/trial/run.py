@@ -245,8 +245,8 @@ class _Trial:
             if isinstance(error, RankError) or not is_out_of_memory(error, is_limited=True):
                 raise
             raise MemoryError(  # begins as those of limit_memory, which lets it pass
-                f"out of memory: a run of {LONG_RUN:,} steps is expected to add {bytes_text(further)}, and with that much less "
-                "a step does not fit"
+                f"out of memory: a run of {LONG_RUN:,} steps is expected to add {bytes_text(further)}, but with that much less "
+                "memory a step does not fit"
             ) from error
 
     def _run_steps(self, device: torch.device) -> _Steps:
@@ -404,7 +404,7 @@ def _cycle_batches(result: Result) -> Iterator[Any]:
         yield batch  # before the next is loaded: the first steps hold no batches of later ones
     del loader
     if not batches:
-        raise InputError("the data loader gives no batch: the dataset is smaller than one global batch.")
+        raise InputError("the data loader yields no batch: the dataset is smaller than one global batch.")
     yield from itertools.cycle(batches)
 
 

@@ -198,7 +198,7 @@ def _refuse_foreign_parameters(
                 raise StepError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the model's: each rank would "
                     "train it on its own samples. Make it a parameter of the model before auto_accelerate, or average its "
-                    "gradient over the ranks and give it an optimizer of its own."
+                    "gradient over the ranks and give it a separate optimizer."
                 )
 
     if has_step_hooks(optimizer):
@@ -217,9 +217,9 @@ def _without_frozen(job: Job, groups: list[dict[str, Any]]) -> list[dict[str, An
         for name, parameter in left_out:
             if parameter.requires_grad:
                 raise StepError(
-                    f"{name} was frozen when the optimizer was made, which under this strategy takes no further parameters, so "
-                    "it would never be trained. Call requires_grad_(True) before auto_accelerate, which freezes nothing; or use "
-                    "ddp, zero2 or fsdp of torch, without fp32 masters beside zero1."
+                    f"{name} was frozen when the optimizer was created, and under this strategy it accepts no parameters later, so "
+                    "it would never be trained. Call requires_grad_(True) before auto_accelerate, which does not freeze it; or use "
+                    "torch's ddp, zero2 or fsdp, but no fp32 masters with zero1."
                 )
 
     if left_out:  # the optimizer takes none later, so a step reports thawed ones

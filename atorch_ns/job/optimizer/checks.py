@@ -99,7 +99,7 @@ def _refuse_choice(job: Job, groups: ParameterGroups) -> None:
     if len(chosen) > 1 or len(chosen[0]["params"]) < len(params):
         raise InputError(
             f"optim_func makes {counted(len(chosen), 'group')} of {sum(len(group['params']) for group in chosen)} of the "
-            f"{counted(len(params), 'parameter')}. Under this strategy it is given groups, [{{'params': [...]}}], of which ranks hold "
+            f"{counted(len(params), 'parameter')}. Under this strategy it gets groups, [{{'params': [...]}}], of which ranks hold "
             "parts: split groups by optim_param_func=lambda model: groups, or train under ddp, fsdp or zero2."
         )
 
@@ -126,9 +126,9 @@ def _require_tensors(job: Job, make: _Make) -> None:
         return
     if numbers != other:
         raise BackendError(
-            f"{_optimizer_name(job)} reads numbers out of sums over gradients or weights (.item(), float()). This strategy makes "
-            "DTensors of the parameters, where such a number is that of a rank's own part, so ranks would diverge "
-            "without an error. Use ddp, zero1 if it updates each parameter by itself, or an optimizer that keeps such "
+            f"{_optimizer_name(job)} reads numbers out of sums over gradients or weights (.item(), float()). This strategy turns "
+            "parameters into DTensors, where such a number covers only the rank's own part, so ranks would diverge "
+            "silently. Use ddp, zero1 if it updates each parameter by itself, or an optimizer that keeps such "
             "values in tensors."
         )
 
@@ -309,20 +309,20 @@ def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
     dtypes = {parameter.dtype for parameter in parameters if isinstance(parameter, DTensor)}
     if dtypes and package == "bitsandbytes":  # its kernels take plain tensors
         raise InputError(
-            f"{name} cannot update DTensors, which this strategy makes of the parameters. Use "
+            f"{name} cannot update DTensors, and this strategy turns parameters into DTensors. Use "
             "torchao.optim.AdamW8bit, or shard with zero1 or ('zero2', {'not_use_fsdp': True}), whose optimizers see "
             "plain tensors."
         )
     # DTensors keep the dtype that torchao's quantized states seem to have, so mixed dtypes fail in the first step.
     if dtypes - {torch.float32} and package == "torchao":
         raise InputError(
-            f"{name} cannot update DTensors in 16 bits. Use ('amp_native', 'bf16') in place of half, or "
+            f"{name} cannot update DTensors in 16 bits. Use ('amp_native', 'bf16') instead of half, or "
             "('half', 'fp16'), whose fp32 masters it updates."
         )
     is_mixed = dtypes and not all(isinstance(parameter, DTensor) for parameter in parameters)
     if is_mixed and isinstance(optimizer, torch.optim.LBFGS):
         raise InputError(
-            "LBFGS makes one vector of all parameters, of which this rank has parts of some and others whole. Use ddp."
+            "LBFGS makes one vector of all parameters, but this rank holds only parts of some of them. Use ddp."
         )
     base = next((kind for kind in NOT_OF_DTENSORS if isinstance(optimizer, kind)), None)
     if dtypes and base is not None:
@@ -330,8 +330,8 @@ def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
         if type(optimizer) is not base:
             name = f"{type(optimizer).__name__}, of {name},"
         raise InputError(
-            f"{name} cannot update DTensors, which this strategy makes of the parameters: torch has no rule for one of "
-            "its operators in place. Shard with zero1 or ('zero2', {'not_use_fsdp': True}), use ddp, or use another "
+            f"{name} cannot update DTensors, and this strategy turns parameters into DTensors: torch has no rule for one of "
+            "its in-place operators. Shard with zero1 or ('zero2', {'not_use_fsdp': True}), use ddp, or use another "
             "optimizer, such as AdamW."
         )
 

@@ -244,7 +244,7 @@ class StepOptimizer(torch.optim.Optimizer):
         """
         if self._is_late:
             raise StepError(
-                "a backward pass came after the gradients had been clipped or prepared in the same step. Under fp16 add up all "
+                "a backward pass ran after the gradients were clipped or prepared in the same step. Under fp16 run all backward "
                 "passes of a step first; bf16 has no scale."
             )
         is_again = self._prepared  # a further pass in the same step
@@ -253,9 +253,9 @@ class StepOptimizer(torch.optim.Optimizer):
         if self._scaled and (self._is_mixed or self._is_changed()):
             raise StepError(
                 "gradients were changed while they had the loss scale of fp16: clipped, written to, kept from an earlier step "
-                "(zero_grad), or added to by the backward pass of a loss that result.loss_func did not give. Add losses to that, call "
-                "result.clip_grad_norm_ or result.prepare_gradients() before other changes of gradients, which are those of "
-                "result.optim.param_groups then, or use bf16, which has no scale."
+                "(zero_grad), or added to by the backward pass of a loss that is not from result.loss_func. Add losses to that, call "
+                "result.clip_grad_norm_ or result.prepare_gradients() before you change gradients otherwise (then change those of "
+                "result.optim.param_groups), or use bf16, which has no scale."
             )
         self._prepared, self._scaled = True, {}
         if self._finish is not None:
@@ -285,7 +285,7 @@ class StepOptimizer(torch.optim.Optimizer):
     def _refuse_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(p in self._scaled for group in optimizer.param_groups for p in group["params"]):
             raise StepError(
-                f"a {type(optimizer).__name__} that auto_accelerate did not make is to update parameters whose gradients have the "
+                f"a {type(optimizer).__name__} not created by auto_accelerate would update parameters whose gradients have the "
                 "loss scale of fp16. Let result.optim update them (optim_func, with groups), or use bf16, which has no scale."
             )
 
@@ -426,8 +426,8 @@ class StepOptimizer(torch.optim.Optimizer):
             self.prepare_gradients()
         if self._overflow:
             raise StepError(
-                "gradients are infinite or NaN under the loss scale of fp16, for which step() alone skips an update. Use a smaller "
-                "init_scale, or bf16, with an optimizer of several steps."
+                "gradients are infinite or NaN under the loss scale of fp16, and only step() skips an update then. Use a smaller "
+                "init_scale, or bf16, for an optimizer with several steps."
             )
         if self.masters is None:
             return method(*args, **kwargs)

@@ -55,7 +55,7 @@ def explained_groups(job: Job, entries: list[Any]) -> Iterator[None]:
             raise
         what = "zero1" if job.stage_group is None else "a pipeline"
         raise InputError(
-            f"optim_func failed: {error}. Under {what} it is given the parameters of rank {job.cluster.rank} alone. If it needs all "
+            f"optim_func failed: {error}. Under {what} it gets only the parameters of rank {job.cluster.rank}. If it needs all "
             "of them, choose zero2, fsdp or ddp."
         ) from error
     except (AttributeError, TypeError) as error:

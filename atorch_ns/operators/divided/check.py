@@ -84,7 +84,7 @@ def _check_in(
             raise
         except RuntimeError as error:
             raise InputError(
-                f"the divided model fails where the whole one runs: {error_line(error)}. A forward pass that takes gradients "
+                f"the divided model fails, but the whole one runs: {error_line(error)}. A forward pass that takes gradients "
                 "itself (torch.autograd.grad) cannot be divided operator by operator: leave operator_parallel out."
             ) from error
     _compare_records(division, whole, ranks)
@@ -301,7 +301,7 @@ def _compare_results(division: OperatorDivision, whole: _Record, ranks: Sequence
         for part in known:
             if tuple(part.shape) != expected:
                 raise InputError(
-                    f"{op} is divided wrongly: a rank's result has shape {tuple(part.shape)} in place of {expected}."
+                    f"{op} is divided wrongly: a rank's result has shape {tuple(part.shape)} instead of {expected}."
                 )
         if placement == WHOLE or len(known) == len(parts):  # else a rank has failed
             _require_close(op, "result", whole.values[node].detach(), known, placement, 0.0)
@@ -352,5 +352,5 @@ def _require_close(
         error = relative_error(tensor, whole, floor=floor)
         if error > TOLERANCE:
             raise InputError(
-                f"{op} is divided wrongly: its {what} differs by {error:.1e} of its largest value."
+                f"{op} is divided wrongly: its {what} differs by {error:.1e} relative to its largest value."
             )

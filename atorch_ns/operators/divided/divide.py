@@ -277,7 +277,7 @@ class _Builder:
         if size == -1:  # inferred from the piece
             return size
         if size % self._division.degree:
-            raise InputError(f"{op} has size {size}, which {self._division.degree} ranks do not divide.")
+            raise InputError(f"{op} has size {size}, which is not divisible by {self._division.degree}.")
         return size // self._division.degree
 
 

@@ -108,7 +108,7 @@ class DividedForward:
             refuse_hooks((plain_name(path), part) for path, part in model.named_modules() if path)
         except UnrepeatableError as error:
             raise CallError(
-                f"{type(model).__name__} runs by its operators: {error}. Register it before, on a model that is left whole there, or "
+                f"{type(model).__name__} runs by its operators: {error}. Register it earlier, on a model that stays undivided, or "
                 "on the whole model."
             ) from None
         states = self._mode_states(model)
@@ -298,7 +298,7 @@ class _DividedBlock:
     def forward(self: Any, call: Any, *values: Any) -> Any:
         if not isinstance(call, _Call):
             raise InputError(
-                f"a {type(self).__name__} is called by itself, and its operators are divided as parts of the whole model. "
+                f"a {type(self).__name__} was called on its own, but its operators are divided as parts of the whole model. "
                 "Call the model."
             )
         return call(self, values)

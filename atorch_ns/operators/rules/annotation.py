@@ -228,7 +228,7 @@ class Annotation:
     ) -> tuple[Annotation, dict[str, int]]:
         if len(inputs) != len(self.inputs):
             raise InputError(
-                f"the annotation {self.text!r} has {len(self.inputs)} arguments, and {len(inputs)} are given."
+                f"the annotation {self.text!r} has {len(self.inputs)} arguments, but {len(inputs)} were given."
             )
         try:
             expanded = self._expand_stars(inputs)
@@ -294,7 +294,7 @@ class _Sizes:
             if shape is None:
                 raise InputError(f"{where} is not a tensor. Write ? for it.")
             if len(dims) != len(shape):
-                raise InputError(f"{where} has {len(shape)} dimensions in place of {len(dims)}.")
+                raise InputError(f"{where} has {len(shape)} dimensions instead of {len(dims)}.")
             waiting += [(dim, size, where) for dim, size in zip(dims, shape, strict=True)]
         while waiting:  # a bracket waits until all its names but one are known
             later = [item for item in waiting if not self._learn_sizes(*item)]
@@ -302,7 +302,7 @@ class _Sizes:
                 dim, size, where = later[0]
                 raise InputError(
                     f"the sizes of ({' '.join(map(str, dim))}), together {size} in {where}, are not known. Give the "
-                    "function an argument of the name of one."
+                    "function an argument named after one of them."
                 )
             waiting = later
         return self._known

@@ -73,7 +73,7 @@ class RegisteredOperator:
             **{name: _on_meta(value) for name, value in values.items() if name in named},
         )
         if not isinstance(text, str):
-            raise InputError(f"the annotation's function gives {with_article(text)} in place of text.")
+            raise InputError(f"the annotation's function returned {with_article(text)} instead of a string.")
         return Annotation.read(text)
 
     def call(self, values: Sequence[Any]) -> Any:
@@ -149,7 +149,7 @@ def schema_type(operator: str, parameter: str, value: object) -> str:
     type_name = next((name for kind, name in _TYPES if isinstance(value, kind)), None)
     if type_name is None:
         raise InputError(
-            f"{parameter} of {operator} is {with_article(value)}, which no operator can take. Pass tensors, numbers, texts, "
+            f"{parameter} of {operator} is {with_article(value)}, which operators cannot take. Pass tensors, numbers, strings, "
             "None, or lists of one of them."
         )
     return type_name
@@ -169,15 +169,15 @@ def run(entry: RegisteredOperator, values: Sequence[Any], num_results: int) -> A
     versions = [tensor._version for tensor in tensors] if captured else []  # in-place writes raise them
     results = entry.call(values)
     if versions != [tensor._version for tensor in tensors if captured]:
-        raise InputError(f"{entry.name} writes to its arguments. Let it return new tensors instead.")
+        raise InputError(f"{entry.name} writes to its arguments. Make it return new tensors instead.")
     outputs = [results] if num_results == 1 else results
     if (
         not isinstance(outputs, (tuple, list))
         or [isinstance(output, torch.Tensor) for output in outputs] != [True] * num_results
     ):
         raise InputError(
-            f"{entry.name} returns {with_article(results)}, but by its annotation it returns {counted(num_results, 'tensor')}. "
-            "Correct the annotation, and return what is not a tensor elsewhere."
+            f"{entry.name} returns {with_article(results)}, but its annotation says it returns {counted(num_results, 'tensor')}. "
+            "Correct the annotation, and return only tensors."
         )
     taken = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}  # the schema promises new memory
     copies = [
@@ -330,7 +330,7 @@ def register_op(
     for option, value in (("emit_fn", emit_fn), ("transform_rules", transform_rules)):
         if value is not None:
             raise InputError(
-                f"{option} is not supported: no code is generated for an operator, and what it computes on pieces follows "
+                f"{option} is not supported: no code is generated for an operator; what it computes on pieces follows "
                 "from its annotation. Leave it out, and mark with ^ what the function cannot compute on pieces."
             )
     if isinstance(annotation, str):
@@ -378,7 +378,7 @@ def _entry_rules(entry: RegisteredOperator, call: Call, degree: int) -> tuple[Ru
         shape is not None and shape != actual_shape and (*shape, *actual_shape) != (1,)  # () is like (1,)
         for shape, actual_shape in zip(expected, actual, strict=False)
     ):
-        raise InputError(f"by {annotation.text!r} it gives {list(expected)}, and it gave {actual}.")
+        raise InputError(f"its annotation {annotation.text!r} gives {list(expected)}, but it gave {actual}.")
     tensors = [key for key, shape in measured.items() if shape is not None]
     return tuple(
         Rule(
@@ -412,8 +412,8 @@ def _of_torch(target: object) -> list[Overload]:
         packet = getattr(torch.ops.aten, getattr(target, "__name__", ""), None)
         if not isinstance(packet, _PACKET):
             raise InputError(
-                f"{target!r} is not one operator of torch. Register the operators that it calls, as "
-                "torch.ops.aten.roll.default, or a function of your own that calls it."
+                f"{target!r} is not a single torch operator. Register the operators that it calls, such as "
+                "torch.ops.aten.roll.default, or your own function that calls it."
             )
     return [getattr(packet, overload) for overload in packet.overloads()]
 
@@ -436,7 +436,7 @@ def _register_function(
     op_name = str(name or getattr(target, "__name__", ""))
     if not op_name.isidentifier():
         raise InputError(
-            f"{target!r} has no name that can be an operator's. Give one: register_op(annotation, name=…)."
+            f"{target!r} has no valid name for an operator. Give one: register_op(annotation, name=…)."
         )
     target = getattr(target, _ORIGINAL, target)  # of one that is registered again
     function = target.apply if is_autograd(target) else target

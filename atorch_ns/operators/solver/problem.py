@@ -247,7 +247,7 @@ def price(
             if (label, other) not in use.conversions:
                 raise InputError(
                     f"{nodes[use.node].name} gives {label}, but {nodes[reader.node].name} needs {other}, and there is "
-                    f"no conversion between them. Choose another option of one of the two."
+                    f"no conversion between them. Choose another option for one of the two."
                 )
             conversion = use.conversions[label, other]
             repeated = conversion.forward_seconds if group in again and not use.enters else 0.0

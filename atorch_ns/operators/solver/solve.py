@@ -111,8 +111,8 @@ def _possible_options(problem: PlacementProblem, *, memory: bool) -> list[list[i
         left = [index for index in kept[node] if label(nodes[node].options[index]) in allowed]
         if not left:
             raise InputError(
-                f"{nodes[node].name} cannot be joined to {nodes[other].name}: no conversion leads from a placement of "
-                f"the value between them to one that is needed. Allow more options of one of the two."
+                f"{nodes[node].name} cannot be joined to {nodes[other].name}: no conversion turns any placement of "
+                f"the value between them into the needed one. Allow more options for one of the two."
             )
         shorter = len(left) < len(kept[node])
         kept[node] = left

@@ -57,7 +57,7 @@ def split_units(
     for unit in units:
         if unit.name in paths and _is_leaf(unit, leaves):
             raise InputError(
-                f"{unit.name} is to stay whole, but the model calls modules inside of it from outside. Select the "
+                f"{unit.name} must stay whole, but the model calls modules inside it from outside. Select the "
                 "module whose forward calls them, or none."
             )
         modules += _inner_units(unit, leaves) if unit.name in paths else [unit]
@@ -107,7 +107,7 @@ def _begin_at(model: nn.Module, units: list[NamedModule], path: str, leaves: Seq
     try:
         wanted = model.get_submodule(path)
     except AttributeError:
-        raise InputError(f"the model has no module {path!r}, at which a stage should begin.") from None
+        raise InputError(f"the model has no module {path!r} to start a stage at.") from None
     if not _has_parameters(wanted):
         raise InputError(
             f"{path!r} has no parameters, so no stage can begin there. Name a module that has some."
@@ -118,7 +118,7 @@ def _begin_at(model: nn.Module, units: list[NamedModule], path: str, leaves: Seq
             return
         if _is_leaf(units[index], leaves):
             raise InputError(
-                f"no stage can begin at {path!r}: {units[index].name}, which holds it, is to stay whole."
+                f"no stage can begin at {path!r}: {units[index].name}, which holds it, must stay whole."
             )
         units[index : index + 1] = _inner_units(units[index], leaves)
 

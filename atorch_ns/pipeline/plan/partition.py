@@ -65,12 +65,12 @@ def custom_cuts(
     whole = len(numbers) == num_stages + 1  # with 0 and the number of blocks, as in Merak
     if whole and (numbers[0], numbers[-1]) != (0, num_blocks):
         raise InputError(
-            f"a partition of {num_blocks} blocks begins with 0 and ends with {num_blocks}, but this one is "
-            f"{numbers}. Say where each stage begins, then {num_blocks}."
+            f"a partition of {num_blocks} blocks must start with 0 and end with {num_blocks}, but this one is "
+            f"{numbers}. Give the first block of each stage, then {num_blocks}."
         )
     if not whole and len(numbers) != num_stages - 1:
         raise InputError(
-            f"{num_stages} stages have {num_stages - 1} cuts, or {num_stages + 1} numbers with 0 and "
+            f"{num_stages} stages need {num_stages - 1} cuts, or {num_stages + 1} numbers with 0 and "
             f"{num_blocks}, but the partition {numbers} has {len(numbers)}."
         )
     cuts = tuple(numbers[1:-1] if whole else numbers)
@@ -211,7 +211,7 @@ def stage_ranges(cuts: Sequence[int], num_blocks: int) -> tuple[range, ...]:
 
 def _allowed_starts(num: int, num_stages: int, allowed_cuts: Collection[int] | None) -> NDArray[np.bool_]:
     if num_stages < 1:
-        raise InputError(f"a pipeline of {num_stages} stages is none. Use 1 or more.")
+        raise InputError(f"a pipeline cannot have {num_stages} stages. Use 1 or more.")
     if num_stages > num:
         raise InputError(
             f"{num_stages} stages need at least {num_stages} blocks, but the model has {num}. "
@@ -222,8 +222,8 @@ def _allowed_starts(num: int, num_stages: int, allowed_cuts: Collection[int] | N
         inner = sorted({cut for cut in allowed_cuts if 0 < cut < num})
         if len(inner) < num_stages - 1:
             raise InputError(
-                f"{num_stages} stages need {num_stages - 1} cuts, but the model of {num} blocks can be cut at "
-                f"{len(inner)} places only{f' (before blocks {inner})' if inner else ''}. "
+                f"{num_stages} stages need {num_stages - 1} cuts, but the model of {num} blocks can be cut at only "
+                f"{len(inner)} places{f' (before blocks {inner})' if inner else ''}. "
                 f"Use at most {len(inner) + 1} stages."
             )
         starts[1:num] = False  # 0 and num are no cuts and stay allowed
@@ -235,7 +235,7 @@ def _span_sums(values: ByBlock, name: str) -> _Matrix:
     """Sums over blocks ``i`` to ``j - 1`` at ``[i, j]``, or ``[stage, i, j]``; infinite where there is no block."""
     array = np.asarray(values, dtype=np.float64)
     if not (np.isfinite(array).all() and (array >= 0).all()):
-        raise InputError(f"{name} must be numbers of 0 or more, but are {list(values)}.")
+        raise InputError(f"{name} must be non-negative numbers, but are {list(values)}.")
     # Prefix sums: before[i] is the sum of the blocks before block i.
     before = np.concatenate([np.zeros((*array.shape[:-1], 1)), np.cumsum(array, axis=-1)], axis=-1)
     sums = before[..., None, :] - before[..., :, None]

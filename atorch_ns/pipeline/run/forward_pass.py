@@ -147,7 +147,7 @@ class StagePass:
         if number < self._stage.begin:  # a call of an earlier stage
             return self._stand_in(number)
         if unit is None:
-            raise StepError(f"this rank was to run {path}, which it does not have.")
+            raise StepError(f"this rank should run {path}, which it does not have.")
         if number == self._stage.begin:
             self._fill_arguments(args, kwargs)
         # A seed for each call: the masks of dropout do not depend on where the model is cut.
@@ -170,7 +170,7 @@ class StagePass:
             expected = traced[number] if number < len(traced) else "its end"
             raise StepError(
                 f"the model's forward pass called {path} where it called {expected} when it was cut into stages. "
-                "In a pipeline the calls must be the same for every batch: turn off what skips modules by chance or by the "
+                "In a pipeline the calls must be the same for every batch: turn off anything that skips modules at random or by "
                 "batch, such as layerdrop, or use another axis."
             )
         self.num_calls += 1

@@ -230,7 +230,7 @@ class PipelineRunner:
         """Makes all ranks of the pipeline fail if one does, each with the reason."""
         if self._failed:
             raise StepError(
-                f"this pipeline has stopped: {self._failed.rstrip('.')}. Start the job anew, from a checkpoint."
+                f"this pipeline has stopped: {self._failed.rstrip('.')}. Restart the job from a checkpoint."
             )
         try:
             yield

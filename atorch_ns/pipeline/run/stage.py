@@ -221,7 +221,7 @@ class StageModule(nn.Module):
             StepError: if the model does not make the calls that were traced.
         """
         if not self._passes:
-            raise StepError("a stage of a pipeline is run by train_step only.")
+            raise StepError("a pipeline stage can only be run by train_step.")
         number = int(index)  # a 0-d tensor where DeepSpeed's engine calls
         batch, (graph, stage) = self._micro_batches[number], self._passes[number]
         seed = self._seed + number * MICRO_BATCH_STRIDE

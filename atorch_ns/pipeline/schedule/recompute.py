@@ -30,10 +30,10 @@ class RecomputeShare:
     def __post_init__(self) -> None:
         shares = (self.share,) if isinstance(self.share, (int, float)) else self.share
         if shares != "auto" and not (shares and all(0.0 <= share <= 1.0 for share in shares)):
-            raise InputError(f"shares of recomputed blocks are numbers from 0 to 1, and not {self.share}.")
+            raise InputError(f"shares of recomputed blocks must be numbers from 0 to 1, not {self.share}.")
         if self.by_stage != "same" and not isinstance(self.share, (int, float)):
             raise InputError(
-                f"by_stage={self.by_stage!r} makes the shares of all stages from one number, which is the first one's; "
+                f"by_stage={self.by_stage!r} computes the shares of all stages from one number, the first stage's share; "
                 f"share is {self.share!r}."
             )
 

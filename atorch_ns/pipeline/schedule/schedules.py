@@ -102,7 +102,7 @@ class ScheduleInfo:
         except Exception as error:  # the user's code may raise anything
             raise self.refusal(size, f"on rank {rank} it fails with {error_text(error)}") from error
         if len(actions) > most:
-            raise self.refusal(size, f"on rank {rank} it has more than the {most} passes that there can be")
+            raise self.refusal(size, f"on rank {rank} it has more than the {most} possible passes")
         return actions
 
     def rank_of(self, stage: int, num_ranks: int) -> int:

@@ -143,7 +143,7 @@ def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts) -> Timeline:
     if not num_stages:
         raise InputError("a pipeline without actions has no timeline: give the actions of every rank.")
     if num_stages != costs.num_stages:
-        raise InputError(f"the actions are of {num_stages} stages, but the costs are of {costs.num_stages}.")
+        raise InputError(f"the actions have {num_stages} stages, but the costs have {costs.num_stages}.")
     kinds = _build_passes(orders, costs)
     passes = [_of_rank(order, kinds) for order in orders]
     starts = _start_times(orders, passes)  # shorter than the order of a rank that is stuck

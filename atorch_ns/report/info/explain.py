@@ -105,7 +105,7 @@ def explain_why(outcome: SearchOutcome, name: str) -> tuple[str, ...]:
     known = [*methods, *(each.candidate.key for each in outcome.rows)]
     hint = did_you_mean(name, known, otherwise=f"Methods: {', '.join(methods)}.")
     raise InputError(
-        f"nothing in this search is called {name!r}.{hint} A candidate goes by its key, its number (#1 to "
+        f"nothing in this search is called {name!r}.{hint} Give a candidate's key, its number (#1 to "
         f"#{len(outcome.rows)}) or its whole label."
     )
 

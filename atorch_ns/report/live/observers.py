@@ -270,5 +270,5 @@ class HeartbeatObserver:
             try:
                 self._beat()
             except Exception:  # the user's observer: a heartbeat must not end the job
-                log.warning("the heartbeat fails and ends", exc_info=True)
+                log.warning("the heartbeat failed and stops", exc_info=True)
                 return

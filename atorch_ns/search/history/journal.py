@@ -99,7 +99,7 @@ class Journal:
                 "read. Name a new file for the history, or move this one away."
             )
         if not HEADER.startswith(first):  # a part of it is a header that was cut off
-            raise ValueError("its first line is not that of a history of this version")
+            raise ValueError("its first line does not match a history of this version")
 
 
 def _flush_to_disk(file: IO[bytes]) -> None:

@@ -92,7 +92,7 @@ class _Explorer:
         context = self._context
         if base is not None and (against := constraints.violation(base.chosen)) is not None:
             raise InputError(
-                f"to finetune a strategy is to keep its methods, and {against}. Leave that out, or search without "
+                f"finetuning a strategy keeps its methods, but {against}. Leave that out, or search without "
                 "finetune_strategy."
             )
         kept = None if base is None else base.strategy  # its configs are among the options

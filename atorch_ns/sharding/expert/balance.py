@@ -91,7 +91,7 @@ class GlobalBalance:
             "(the Switch Transformer's, from router_logits in the output), so each rank balances its own tokens"
         )
         if self._demanded:
-            raise StepError(f"{reason}, and balance='global' asks for more. Use balance='auto'.")
+            raise StepError(f"{reason}, but balance='global' needs all ranks. Use balance='auto'.")
         warnings.warn(f"expert_parallel: {reason}.", stacklevel=2)
 
 

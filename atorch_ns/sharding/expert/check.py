@@ -217,7 +217,7 @@ def _results_and_gradients(targets: list[torch.Tensor], output: Any) -> list[tor
     results = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
     total = weighted_sum(results, seed=1)  # one loss of all results
     if total is None or not total.requires_grad:
-        raise TypeError("it returns no tensor of floats with a gradient")
+        raise TypeError("it returns no floating-point tensor with a gradient")
     return [*(tensor.detach() for tensor in results), *gradients_of(total, targets)]
 
 

@@ -87,7 +87,7 @@ class _DividedLayer:
         rows = self._calls.rows()
         if rows is None:
             raise StepError(
-                f"no token of this rank's batch reached {self._listed}, and the other ranks wait for some. Give every "
+                f"no token of this rank's batch reached {self._listed}, but the other ranks wait for some. Give every "
                 "rank at least one token."
             )
         self._calls.answer(self._route_rows(rows))
@@ -207,7 +207,7 @@ class ExpertCalls:
             or not args
             or not all(isinstance(tensor, torch.Tensor) and tensor.dim() for tensor in args)
         ):
-            raise self._calls_error("its experts are called with more than tensors of rows")
+            raise self._calls_error("its experts get arguments that are not tensors of rows")
         lead = args[0].shape[:-1]
         if self.state == "record":
             inputs = tuple(tensor.reshape(lead.numel(), -1) for tensor in args)  # [rows, width] each
@@ -216,7 +216,7 @@ class ExpertCalls:
         index, self._next = self._next, self._next + 1
         if index >= len(self._recorded) or self._recorded[index][:2] != (number, lead):  # another call
             raise self._calls_error(
-                f"call {index + 1} of its experts is another one when its code runs again: it may depend on what "
+                f"call {index + 1} of its experts differs when its code runs again: it may depend on what "
                 "experts return"
             )
         return self._answers[index].reshape(*lead, -1)

@@ -206,7 +206,7 @@ def ulysses_attention(call: AttentionCall, layout: SequenceLayout, group: Group)
     ranks = group.size()
     if not heads_divide(call, ranks):
         raise InputError(
-            f"Ulysses divides {call.num_heads} attention heads over sequence={ranks} ranks, but it does not divide them. "
+            f"Ulysses divides {call.num_heads} attention heads over sequence={ranks} ranks, but they do not divide evenly. "
             f"Use a divisor of {call.num_heads} for sequence, or kind='ring'."
         )
     key, value, grouped = _enough_heads(call, ranks)

@@ -160,7 +160,7 @@ class DividedCalls(TorchFunctionMode):
         """
         if self._plan.products and self._num_products != self._plan.num_products:
             raise InputError(
-                f"a block that writes its attention out made {self._num_products} matrix products, and "
+                f"a block that writes its attention out made {self._num_products} matrix products, but "
                 f"{self._plan.num_products} when it was tested: its code takes another branch. {USE_SDPA}"
             )
 
@@ -180,7 +180,7 @@ class DividedCalls(TorchFunctionMode):
         if length == self._layout.length:  # another sequence, which every rank has whole
             return args, kwargs
         raise InputError(
-            f"a matrix product has {length} keys where this rank holds {self._layout.local} positions. {USE_SDPA}"
+            f"a matrix product has {length} keys, but this rank holds {self._layout.local} positions. {USE_SDPA}"
         )
 
     def _run_divided_attention(self, call: AttentionCall) -> torch.Tensor:
@@ -202,7 +202,7 @@ class DividedCalls(TorchFunctionMode):
 
     def _run_cross_attention(self, call: AttentionCall) -> torch.Tensor:
         if call.causal:
-            raise InputError("a causal attention call sees keys that are not divided as its queries are.")
+            raise InputError("a causal attention call has keys that are not divided like its queries.")
         mask = call.mask
         if mask is not None and mask.dim() > 1 and mask.size(-2) == self._layout.length:
             mask = self._layout.select(mask, -2)  # the rows of this rank's queries
@@ -214,7 +214,7 @@ class DividedCalls(TorchFunctionMode):
     def _expect_local_length(self, count: int) -> None:
         if count != self._layout.local:
             raise InputError(
-                f"a block made {count} position numbers where this rank holds {self._layout.local} positions. "
+                f"a block made {count} position numbers, but this rank holds {self._layout.local} positions. "
                 "Its code takes another branch than when it was tested; pass position ids into it instead."
             )
 

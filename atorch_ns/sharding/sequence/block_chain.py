@@ -311,9 +311,9 @@ class BlockChain:
             likeliest = next(iter(known.plans.values()))
             if isinstance(likeliest, BlockPlan) and likeliest.products:
                 raise InputError(
-                    f"sequence_parallel: {name} is called with other tensors than in the first batch. It writes its "
-                    "attention out as matrix products, so that masks which come later were not tested. Give the first "
-                    "batch all that others have, such as an attention_mask with padding."
+                    f"sequence_parallel: {name} is called with different tensors than in the first batch. It writes its "
+                    "attention out as matrix products, so masks that appear later were not tested. Give the first "
+                    "batch everything that others have, such as an attention_mask with padding."
                 )
             return likeliest
         subject = TestedBlock(

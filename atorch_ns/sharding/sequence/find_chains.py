@@ -150,7 +150,7 @@ class _Watch(TorchFunctionMode):
                 owner, name = self._parameters[id(leaf)]
                 raise InputError(
                     f"{name} of {self._block_label(owner)} is used outside of that block, in the model's own code or in the "
-                    "loss. With the sequence divided its gradient there cannot be told from that of its own part. Use the "
+                    "loss. With the sequence divided, its gradient from there cannot be told apart from the block's own. Use the "
                     "optimizer's weight_decay for penalties, or do not divide the sequence."
                 )
 

@@ -230,7 +230,7 @@ def ring_attention(call: AttentionCall, layout: SequenceLayout, group: Group) ->
     if call.dropout > 0:
         raise InputError(
             f"ring attention cannot drop attention weights (dropout_p={call.dropout}): each block of them would "
-            "need a mask of its own, the same in forward and backward. Use kind='ulysses', or set the model's "
+            "need its own mask, identical in forward and backward. Use kind='ulysses', or set the model's "
             "attention dropout to 0."
         )
     mask = None if call.mask is None else own_rows(call.mask, layout, group)

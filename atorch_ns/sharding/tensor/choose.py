@@ -140,8 +140,8 @@ def _own_plan(
     notes += [why] if why else []
     if plan is None and required:
         raise InputError(
-            f"source='model', and {type(model).__name__} has no plan that can be used{': ' + why if why else ''}. Use "
-            "source='auto' to have one found."
+            f"source='model', but {type(model).__name__} has no usable plan{': ' + why if why else ''}. Use "
+            "source='auto' to find one."
         )
     return plan
 
@@ -205,9 +205,9 @@ def _check_users(model: nn.Module, plan: TensorPlan, degree: int, graph: LayerGr
     if missing:
         raise InputError(
             f"the plan of tensor_parallel names {', '.join(missing)}, which matches nothing in "
-            f"{type(model).__name__}. Layers are named by path with *, as "
+            f"{type(model).__name__}. Name layers by path with *, such as "
             f"{', '.join([path for path, m in model.named_modules() if path and not list(m.children())][:6])}, "
-            "attributes by path too."
+            "and attributes by path too."
         )
     unfit = misfits(model, plan.resolve(model), degree)
     if unfit:
@@ -301,7 +301,7 @@ def _choose_stream(
         path, why = kept[0]
         raise InputError(
             f"sequence=True cannot be used with {type(model).__name__}: {path} would see a piece of the sequence, "
-            f"and its hidden states leave it by another way than its output: {why}. Return what other code needs, or set "
+            f"but its hidden states are used other than through its output: {why}. Return what other code needs, or set "
             "sequence=False."
         )
     # Gradients are summed at the gathers first, then at each column: that is right for any code before it.
@@ -315,8 +315,8 @@ def _choose_stream(
         failure = problem
     advice = "" if "sequence=False" in failure.reason else " Set sequence=False."
     raise InputError(
-        f"sequence=True cannot be used with {type(model).__name__}: with its sequence divided, "
-        f"{failure.path or 'the model'} does not compute what it does whole: {failure.reason.rstrip('.')}.{advice}"
+        f"sequence=True cannot be used with {type(model).__name__}: with the sequence divided, "
+        f"{failure.path or 'the model'} does not give the same result: {failure.reason.rstrip('.')}.{advice}"
     )
 
 
@@ -344,8 +344,8 @@ def _check_partial(graph: LayerGraph, partial: Iterable[str], stream: StreamSpec
         advice = "Set sequence=False, or use" if stream is not None else "Use"
         raise InputError(
             f"tensor_parallel cannot sum the gradient of {name} over ranks: in {min(inside)} each rank computes a "
-            f"part of it, and {outside[0] or 'code outside the blocks'} uses it too, where each rank computes it "
-            f"whole. {advice} a parameter of its own there."
+            f"part of it, but {outside[0] or 'code outside the blocks'} also uses it, and there each rank computes all "
+            f"of it. {advice} a separate parameter there."
         )
 
 

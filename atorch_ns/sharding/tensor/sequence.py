@@ -120,7 +120,7 @@ class _BlockHooks:
         if size % degree:
             raise InputError(
                 f"tensor_parallel with sequence=True divides the sequence that enters {self.path or 'the model'} over {degree} "
-                f"ranks, and its length {size} (dimension {self.dim} of {tuple(x.shape)}) is not a multiple of "
+                f"ranks, but its length {size} (dimension {self.dim} of {tuple(x.shape)}) is not a multiple of "
                 f"{degree}. Pad to {size + degree - size % degree}, or set sequence=False."
             )
         return self.group.scatter(x, self.dim)

@@ -53,11 +53,11 @@ class _KnownNamesUnpickler(pickle.Unpickler):
         reason = _no_module_class(module, name)
         if reason is not None:
             raise pickle.UnpicklingError(
-                f"it refers to {module}.{name}, and {reason}. No strategy of ATorch holds such; do not trust this file"
+                f"it refers to {module}.{name}, and {reason}. No ATorch strategy contains this; do not trust this file"
             )
         raise pickle.UnpicklingError(
-            f"it refers to {module}.{name}, which is not on the list of known names. If that is a module class of "
-            f"yours, allow its name: --class {module}.{name}, or classes={{'{module}.{name}'}} of convert_pickle"
+            f"it refers to {module}.{name}, which is not on the list of known names. If it is one of your module "
+            f"classes, allow its name: --class {module}.{name}, or classes={{'{module}.{name}'}} of convert_pickle"
         )
 
 
@@ -95,7 +95,7 @@ def _check_class(name: str) -> None:
     module, _, last = name.rpartition(".")
     reason = _no_module_class(module, last) if module else "it names no module: write package.module.Class"
     if reason is not None:
-        raise InputError(f"{name} cannot be allowed: {reason}. Only classes of torch.nn.Module may be named.")
+        raise InputError(f"{name} cannot be allowed: {reason}. Name only subclasses of torch.nn.Module.")
 
 
 def _no_module_class(module: str, name: str) -> str | None:

@@ -48,8 +48,8 @@ def parsed(content: bytes, name: str) -> Any:
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         shown = " ".join(str(error).split())
         raise StrategyFileError(
-            "not readable as JSON or YAML: truncated or damaged, or with more than JSON and its comments by //, # and "
-            f"/* */ have: {shown}",
+            "not readable as JSON or YAML: truncated or damaged, or with syntax beyond JSON and comments by //, # or "
+            f"/* */: {shown}",
             source=name,
         ) from None
 
@@ -268,7 +268,7 @@ def use_axes(converter: Converter, sizes: Mapping[str, int], *, processes: int |
     if processes is not None:
         if processes % others:
             named = ", ".join(f"{axis}={size}" for axis, size in large.items() if axis != "data")
-            raise converter.wrong("num_processes", processes, f"a multiple of {others}, which {named} need")
+            raise converter.wrong("num_processes", processes, f"a multiple of {others}, required by {named}")
         if large.get("data", 1) != processes // others:
             large["data"] = processes // others
             converter.carry("the axis data", f"{large['data']}: the ranks that are left")
@@ -303,7 +303,7 @@ def read_degrees(converter: Converter, axes: Mapping[str, str], *, methods: bool
         if methods:
             converter.use(f"{axis}_parallel")
         elif axis in sizes:
-            raise converter.wrong(key, value, f"1, since the axis {axis} has its size from another key")
+            raise converter.wrong(key, value, f"1, since another key sets the size of the axis {axis}")
         sizes[axis] = size
         converter.carry(key, f"{value} → the axis {axis} of parallel_mode")
     return sizes

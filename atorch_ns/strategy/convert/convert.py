@@ -51,7 +51,7 @@ def convert_file(
     if content[:1] == b"\x80":  # pickles of protocol 2 and later begin so
         if source not in ("auto", "atorch"):
             raise StrategyFileError(
-                "this is a pickle, and only ATorch wrote such; use --from atorch", source=str(file_path)
+                "this is a pickle, which only ATorch wrote; use --from atorch", source=str(file_path)
             )
         return _as_it_is(convert_pickle(file_path, classes=classes))
     document = parsed(content, str(file_path))
@@ -60,7 +60,7 @@ def convert_file(
         return _as_it_is(Strategy.load(file_path))
     if not isinstance(document, Mapping):
         raise StrategyFileError(
-            f"a config of {system} is a mapping; this holds {with_article(document)}", source=str(file_path)
+            f"a {system} config must be a mapping; this holds {with_article(document)}", source=str(file_path)
         )
     return _CONVERTERS[system](document, name=str(file_path))
 
@@ -79,7 +79,7 @@ def _system_of(document: Any, name: str) -> str:
     best = max(counts, key=counts.__getitem__)
     if not counts[best] or list(counts.values()).count(counts[best]) > 1:  # none, or a tie
         raise StrategyFileError(
-            "it is not clear whose file this is. Say it with --from atorch, accelerate or deepspeed",
+            "it is not clear whose file this is. Name the tool: --from atorch, accelerate or deepspeed",
             source=name,
         )
     return best

@@ -123,9 +123,9 @@ def _read_precision(converter: Converter) -> None:
     if open_keys and converter.config("half") is None:
         is_auto = "are both 'auto'" if open_keys[1:] else "is 'auto'"
         converter.warn(
-            f"{' and '.join(open_keys)} {is_auto}: bf16 or fp16 of the Trainer's arguments, or mixed_precision of "
-            "Accelerate, decides the precision, not this file, and the strategy trains in fp32. If you passed bf16, "
-            "write true for that 'auto' and convert again, or add "
+            f"{' and '.join(open_keys)} {is_auto}: bf16 or fp16 in the Trainer's arguments, or mixed_precision of "
+            "Accelerate, decides the precision, not this file, so the strategy trains in fp32. If you passed bf16, "
+            "replace that 'auto' with true and convert again, or add "
             '("half", {"dtype": "bf16", "master_weights": True}) to the strategy.'
         )
 
@@ -219,12 +219,12 @@ def _with_file(converter: Converter, file: str, processes: int | None) -> None:
         document = parsed(read_bytes(path), str(path))
     except StrategyFileError as error:
         raise StrategyFileError(
-            f"{_FILE}={file!r}: {error}. The strategy stands in that file; it is looked for in the folder of this one",
+            f"{_FILE}={file!r}: {error}. That file holds the strategy; its path is relative to the folder of this one",
             source=converter.name,
         ) from None
     if not isinstance(document, Mapping):
         raise StrategyFileError(
-            f"{_FILE}={file!r} holds {with_article(document)}; a config of DeepSpeed is a mapping",
+            f"{_FILE}={file!r} holds {with_article(document)}; a DeepSpeed config must be a mapping",
             source=converter.name,
         )
     inner = _make_converter(_fill_document(converter, document, file), str(path))

@@ -54,7 +54,7 @@ def test_an_observer_that_fails_is_logged_once(caplog: pytest.LogCaptureFixture)
         for _ in range(3):
             queue.put(SearchNote("x"))
         queue.deliver()
-    assert caplog.text.count("the observer of the search fails") == 1
+    assert caplog.text.count("the observer of the search failed") == 1
     assert len(queue.after(0)) == 3
 
 

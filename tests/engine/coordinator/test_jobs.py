@@ -191,13 +191,13 @@ def test_jobs_are_made_once(tmp_path: Path) -> None:
     with engine(tmp_path) as server:
         create(server.address, "job")
         create(server.address, "job")
-        with pytest.raises(CoordinatorError, match="another job is called 'job'"):
+        with pytest.raises(CoordinatorError, match="the name 'job' is taken"):
             create(server.address, "job", "f2")
         with pytest.raises(CoordinatorError, match="refuses CreateJob: a job needs a name"):
             create(server.address, "")
         error = agents(server.address, "other", [worker(0)])[0].wait().error
         assert isinstance(error, CoordinatorError)
-        assert "there is no job 'other'" in str(error)
+        assert "job 'other' does not exist" in str(error)
 
 
 def test_a_job_whose_search_cannot_begin_is_not_kept(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_jobs_whose_ranks_went_away_are_forgotten(tmp_path: Path) -> None:
     assert "no sign of life" in over.error
     assert list((tmp_path / "jobs").iterdir()) == []
     clock.pass_(61.0, jobs.tick)
-    with pytest.raises(CoordinatorError, match="over long ago"):
+    with pytest.raises(CoordinatorError, match="ended long ago"):
         jobs.get("job")
     jobs.close(0.0)
 
@@ -284,5 +284,5 @@ def test_a_broken_job_file_is_said_and_left(tmp_path: Path, caplog: pytest.LogCa
         jobs = EngineJobs(tmp_path)
     assert jobs.names == ()
     assert broken.exists()
-    assert "cannot be read and is left alone" in caplog.text
+    assert "cannot be read and is skipped" in caplog.text
     jobs.close(0.0)

@@ -24,7 +24,7 @@ def test_token_files(tmp_path: Path) -> None:
     assert read_token(path) == TOKEN
     for mode in (0o644, 0o640):
         path.chmod(mode)
-        with pytest.warns(UserWarning, match="others may read the token file"):
+        with pytest.warns(UserWarning, match="other users can read the token file"):
             read_token(path)
 
 

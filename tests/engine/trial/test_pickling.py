@@ -161,7 +161,7 @@ def test_a_trial_ends_with_steps_under_the_limit_less_what_a_long_run_adds() -> 
     assert report.status == "out of memory"
     # Steps do not fit into what is left, or what the process holds by itself is beyond it.
     assert re.search(
-        r"expected to (add 380 MiB, and with that much less|grow by 380 MiB more)", report.reason
+        r"expected to (add 380 MiB, but with that much less|grow by 380 MiB more)", report.reason
     )
 
 

@@ -102,7 +102,7 @@ def test_what_cannot_be_read_is_pointed_at(text: str, place: int, problem: str) 
 @pytest.mark.parametrize(
     ("text", "inputs", "problem"),
     [
-        ("a b -> a b", [(2, 3, 4)], "argument 0 has 3 dimensions in place of 2"),
+        ("a b -> a b", [(2, 3, 4)], "argument 0 has 3 dimensions instead of 2"),
         ("a, a -> a", [(2,), (3,)], "a is 3 in argument 1, and 2 elsewhere"),
         ("a -> a", [None], "argument 0 is not a tensor"),
         ("4 -> 4", [(3,)], "4 is 3 in argument 0, and 4 elsewhere"),
@@ -110,7 +110,7 @@ def test_what_cannot_be_read_is_pointed_at(text: str, place: int, problem: str) 
         ("(a 4) -> a", [(6,)], "a multiple of 4"),
         ("*, * -> *", [(2,), (3,)], r"\*1 is 2 in argument 0|\*1 is 3 in argument 1"),
         ("* a b -> a b", [(2,)], "too few dimensions"),
-        ("a, a -> a", [(2,)], "has 2 arguments, and 1 are given"),
+        ("a, a -> a", [(2,)], "has 2 arguments, but 1 were given"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(

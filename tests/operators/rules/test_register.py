@@ -181,7 +181,7 @@ def test_a_function_that_writes_to_its_arguments_is_refused(registry: OperatorRe
 
 def test_results_that_the_annotation_lacks_are_refused(registry: OperatorRegistry) -> None:
     pair = register_op("a -> a, ?", "pair", registry=registry)(lambda x: (x + 1, 10))
-    with pytest.raises(InputError, match="pair returns a tuple, but by its annotation it returns 2 tensors"):
+    with pytest.raises(InputError, match="returns a tuple, but its annotation says it returns 2 tensors"):
         pair(torch.ones(2))
 
 
@@ -246,7 +246,7 @@ def test_rules_of_torchs_operators_are_replaced(
     assert register_op("a^ b, ?, ? -> a^ b", registry=registry)(torch.roll) is torch.roll
     assert [str(rule) for rule in registered_rules(call, 2, registry) or ()] == ["1 <- 1"]
     register_op("a, b -> a b", registry=registry)(torch.ops.aten.outer.default)
-    with pytest.raises(InputError, match="is not one operator of torch"):
+    with pytest.raises(InputError, match="is not a single torch operator"):
         register_op("a -> a", registry=registry)(nn.functional.cross_entropy)
 
 
@@ -257,7 +257,7 @@ def test_rules_of_torchs_operators_are_replaced(
             "m k, k n -> n m",
             r"atorch_ns_tests_\d+\.scaled\.default on \[4, 4\] × \[4, 8\] is registered wrongly",
         ),
-        ("m k, k n -> m k", r"it gives \[\(4, 4\)\], and it gave \[\(4, 8\)\]"),
+        ("m k, k n -> m k", r"gives \[\(4, 4\)\], but it gave \[\(4, 8\)\]"),
         ("m k, k n, j -> m n", "argument 2 is not a tensor"),
         (
             "m^ k+, k+ n^ -> m^ n^",
@@ -302,7 +302,7 @@ def test_what_cannot_be_registered_is_refused(
     register_op("m k, k n -> m n", "product", registry=registry)(scaled)  # the same again
     with pytest.raises(InputError, match="'product' is registered already"):
         register_op("m k, k n -> m n", "product", registry=registry)(bmm)
-    with pytest.raises(InputError, match="has no name"):
+    with pytest.raises(InputError, match="has no valid name"):
         register_op("a -> a", registry=registry)(lambda x: x)
     with pytest.raises(InputError, match=r"many takes \*xs"):
         register_op("a -> a", "many", registry=registry)(lambda *xs: xs[0])

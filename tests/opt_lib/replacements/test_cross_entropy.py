@@ -200,7 +200,7 @@ def test_training_on_two_ranks_matches_one_process() -> None:
         assert "1 × last layer and loss" in str(accelerate_case(case, [replaced]).report)
         for steps, expected in ((STRATEGY, 0), *((steps, 1) for steps in LAST_LAYER_ALONE)):
             report = str(accelerate_case(case, [replaced, *steps]).report)
-            assert report.count("its own loss in place of chunked_linear_cross_entropy") == expected
+            assert report.count("its own loss instead of chunked_linear_cross_entropy") == expected
         return [accelerated_run(case, [replaced, *steps]) for steps in (STRATEGY, *LAST_LAYER_ALONE)]
 
     for run in run_ranks(train, 2, timeout_s=100)[0]:

@@ -192,5 +192,5 @@ def test_a_leaf_that_cannot_stay_whole_is_refused() -> None:
         find_units(Base(), starts=["blocks.1.linear"], leaves=["blocks.1"])
     units = find_units(Base(), leaves=["blocks.1"])
     assert "blocks.0.norm" in [unit.name for unit in split_units(units, ["blocks.0"], leaves=["blocks.1"])]
-    with pytest.raises(InputError, match=r"blocks\.1 is to stay whole, but the model calls"):
+    with pytest.raises(InputError, match=r"blocks\.1 must stay whole, but the model calls"):
         split_units(units, ["blocks.1"], leaves=["blocks.1"])

@@ -106,13 +106,13 @@ def test_128_blocks_in_64_stages_take_less_than_a_second() -> None:
             lambda: partition([1.0] * 3, 4),
             "4 stages need at least 4 blocks, but the model has 3. Use at most 3",
         ),
-        (lambda: partition([1.0] * 3, 0), "a pipeline of 0 stages is none"),
+        (lambda: partition([1.0] * 3, 0), "a pipeline cannot have 0 stages"),
         (
             lambda: partition([1.0] * 6, 4, allowed_cuts={2, 4}),
-            r"need 3 cuts, but the model of 6 blocks can be cut at 2 places only \(before blocks \[2, 4\]\)\. "
+            r"need 3 cuts, but the model of 6 blocks can be cut at only 2 places \(before blocks \[2, 4\]\)\. "
             "Use at most 3 stages",
         ),
-        (lambda: partition([1.0, -1.0], 2), "costs must be numbers of 0 or more"),
+        (lambda: partition([1.0, -1.0], 2), "costs must be non-negative numbers"),
         (lambda: partition([1.0, 1.0], 2, limit=3.0), "a limit needs the bytes"),
     ],
 )
@@ -159,8 +159,8 @@ def test_custom_cuts_come_with_or_without_their_ends() -> None:
 @pytest.mark.parametrize(
     ("positions", "words"),
     [
-        ([0, 2, 5], r"begins with 0 and ends with 6, but this one is \[0, 2, 5\]"),
-        ([0, 2, 4, 6], "2 stages have 1 cuts, or 3 numbers with 0 and 6, but the partition .* has 4"),
+        ([0, 2, 5], r"must start with 0 and end with 6, but this one is \[0, 2, 5\]"),
+        ([0, 2, 4, 6], "2 stages need 1 cuts, or 3 numbers with 0 and 6, but the partition .* has 4"),
         ([6], "cut 6 is outside of the model, whose 6 blocks can be cut at 1 to 5"),
         (
             [3],

@@ -315,7 +315,7 @@ def test_a_schedule_of_ones_own_is_named_with_its_module() -> None:
             "wait for each other and never end: rank 0 with the backward of micro-batch 0 in stage 0",
         ),
         ("FORGETFUL", "stage 0 does only F with micro-batch 0"),
-        ("ENDLESS", "on rank 0 it has more than the 12 passes that there can be"),
+        ("ENDLESS", "on rank 0 it has more than the 12 possible passes"),
         ("RAISING", "on rank 0 it fails with KeyError: 'of the user'"),
         ("BACKWARDS", "stage 0 does B with micro-batch 0"),
         ("NO_ORDER", "on rank 0 it fails with TypeError: 'int' object is not iterable"),

@@ -129,7 +129,7 @@ def test_bad_costs_and_orders_are_refused() -> None:
         StageCosts(forward=(1, 1), backward_input=(1,), backward_weight=(1, 1))
     with pytest.raises(InputError, match="holds nan"):
         StageCosts(forward=(float("nan"),), backward_input=(1,), backward_weight=(1,))
-    with pytest.raises(InputError, match="of 2 stages, but the costs are of 3"):
+    with pytest.raises(InputError, match="have 2 stages, but the costs have 3"):
         simulate(get_schedule("GPipe").orders(2, 2), StageCosts.equal(3))
     crossed = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
     with pytest.raises(InputError, match="never end: rank 0 with the backward of micro-batch 0 in stage 0"):

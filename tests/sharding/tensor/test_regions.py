@@ -141,6 +141,6 @@ def test_a_plan_that_leaves_all_whole_offers_no_degree(style: str) -> None:
 def test_a_dimension_that_weights_do_not_have_is_refused() -> None:
     config = TensorParallelConfig(weight_change_list=(("gate_up", 5),))
     with pytest.raises(
-        InputError, match="names dimension 5 of gate_up, and weights of layers have two: use 0 or 1"
+        InputError, match="names dimension 5 of gate_up, but layer weights have only two: use 0 or 1"
     ):
         users_plan(config, make())

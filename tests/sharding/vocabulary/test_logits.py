@@ -219,7 +219,7 @@ def test_divided_logits_look_like_whole_ones() -> None:
         }
         in_place, other = messages[:3], messages[3:]
         assert all(
-            "would change a tensor in place" in text and "parallel_loss=False" in text for text in in_place
+            "would change, in place, a tensor" in text and "parallel_loss=False" in text for text in in_place
         )
         assert other[0] == "IndexError: Target 32 is out of bounds."
         assert "Expected target size [32], got [4, 8]" in other[1]

@@ -225,7 +225,7 @@ def test_atorch(tmp_path: Path) -> None:
         ("{", "auto", "truncated or damaged"),
         ("key: [", "accelerate", "truncated or damaged"),
         ("hello: 1", "auto", "whose file this is"),
-        ("[1, 2]", "deepspeed", "is a mapping"),
+        ("[1, 2]", "deepspeed", "must be a mapping"),
         ('{"zero_optimization": {"stage": 7}}', "auto", "0, 1, 2, 3"),
         ('{"distributed_type": "MPI"}', "accelerate", "MULTI_GPU"),
         ('{"mixed_precision": "int8"}', "accelerate", "fp16, bf16, fp8"),
