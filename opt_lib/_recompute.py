@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, cast, final
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.overrides import TorchFunctionMode
 
-from atorch_ns.capture.nests import can_be_written, copied_state, tensors_of
-from atorch_ns.torch_compat import in_backward, leave_uncompiled
+from atorch_ns.capture.nests import can_be_written, copied_state
+from atorch_ns.torch_compat import leave_uncompiled
 
 
 def offloaded(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -55,71 +51,19 @@ class _Place(NamedTuple):
 
 
 @final
-class ListsOfUsers(TorchFunctionMode):
-    """Takes out of lists what a recomputation has appended to them, as hooks inside of a block do, in the next forward pass.
-
-    One process without recomputation would not have it there, and a loss of the list would add up its gradient again.
-    Recomputations of the first passes are looked at, and then all, if there are such lists, or none.
-    """
-
-    def __init__(self, *, is_on: bool) -> None:
-        super().__init__()
-        self._is_on = is_on
-        self._notes: list[ref[Tensor]] = []  # results of recomputations
-        self._lists: list[list[Any]] = []  # lists of the user that held such results
-        self._num_looks = 2  # for new lists, each over all objects
-
-    def watch(self, module: Callable[..., Any]) -> Callable[..., Any]:
-        """``module``, whose recomputations are looked at."""
-        return partial(self._call, module) if self._is_on else module
-
-    def _call(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if in_backward():
-            with self:
-                return module(*args, **kwargs)
-        if self._notes:
-            self._remove_results()
-        return module(*args, **kwargs)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # Weak references keep no memory of a recomputation alive.
-        # What a function gives back as it was, such as a weight of the right dtype, is not of this pass.
-        known = set(map(id, tensors_of((args, kwargs or {}))))
-        new = (tensor for tensor in tensors_of(result) if id(tensor) not in known)
-        self._notes += [ref(tensor) for tensor in new if tensor.requires_grad and not tensor.is_leaf]
-        return result
-
-    def _remove_results(self) -> None:
-        results = [result for note in self._notes if (result := note()) is not None]
-        self._notes.clear()
-        if self._num_looks:
-            self._num_looks -= 1
-            referrers = gc.get_referrers(*results) if results else []
-            self._lists += [each for each in referrers if isinstance(each, list) and each is not results]
-        # By identity: == of tensors compares elements.
-        numbers = set(map(id, results))
-        changed = [each for each in self._lists if not numbers.isdisjoint(map(id, each))]
-        for each in changed:
-            each[:] = [value for value in each if id(value) not in numbers]
-        self._lists = changed  # a list that is made anew in each pass is free
-        self._is_on = bool(changed or self._num_looks)
-
-
-@final
 class BufferSafeRecompute:
     """``function(module, *args, **kwargs)``, a recomputation, with each buffer of the module written once.
 
     The recomputation is given the buffers, and arguments such as a cache, as they were before the forward pass, so that
-    it computes the same, and what it writes is thrown away, as what it appends to ``lists``. Made for one module.
+    it computes the same, and what it writes is thrown away. Made for one module.
 
     Copied are the buffers that a forward pass changes. Those are the statistics of batch and instance norms, and
     what the first forward pass in training mode is seen to change; others are left alone, but watched by their
     version, and copied from the first change on. A block that is compiled as one graph writes once as it is.
     """
 
-    def __init__(self, function: Callable[..., Any], lists: ListsOfUsers) -> None:
-        self._function, self.lists = function, lists
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
         self._written: list[_Place] = []
         self._watched: list[_Place] | None = None  # not seen to be written; None before the first pass
         self._compared = False  # whether a pass in training has been compared by values
@@ -139,7 +83,7 @@ class BufferSafeRecompute:
             self._list_buffers(module)
         writable = any(map(can_be_written, (*args, *kwargs.values())))
         if not self._written and not self._watched and not writable:
-            return self._function(self.lists.watch(module), *args, **kwargs)
+            return self._function(module, *args, **kwargs)
         return self._function(_Passes(self, module), *args, **kwargs)
 
     def _list_buffers(self, module: nn.Module) -> None:
@@ -196,7 +140,7 @@ class _Passes:
             values = [next(copies) if can_be_written(value) else value for value in (*args, *kwargs.values())]
             with _in_place_of(self._before):
                 leave_uncompiled()
-                return self._owner.lists.watch(self._module)(
+                return self._module(
                     *values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True))
                 )
         self._arguments = copied_state(

@@ -25,7 +25,7 @@ from atorch_ns.profile import Profile
 from atorch_ns.strategy import Plan
 from atorch_ns.torch_compat import checkpoint_wrapper, plain_name
 from opt_lib._config_checks import no_blocks_problem, unmatched_problem
-from opt_lib._recompute import BufferSafeRecompute, ListsOfUsers, offloaded
+from opt_lib._recompute import BufferSafeRecompute, offloaded
 from opt_lib._recompute_chunks import Chunk
 
 
@@ -181,9 +181,6 @@ class Checkpoint(Method[ActivationCheckpointConfig]):
             _warn_of_dropout(job, config)
         if config.offload:
             function = offloaded(function, job.device)
-        # Compilers and other packages want the module itself.
-        lists = ListsOfUsers(is_on=not job.plan.compiled and job.step.recompute is None)
-        once = functools.partial(BufferSafeRecompute, function, lists)
         targets = _find_targets(job.module, config)
         if config.chunk > 1:
             _refuse_chunks(job, config)
@@ -194,9 +191,9 @@ class Checkpoint(Method[ActivationCheckpointConfig]):
             draw_seeds = (
                 functools.partial(stage.call_seeds, names) if isinstance(stage, StageModule) else None
             )
-            chunk = Chunk(once(), job.device, draw_seeds)
+            chunk = Chunk(BufferSafeRecompute(function), job.device, draw_seeds)
             for block in blocks:
-                recomputed = chunk.part(block.module) if len(blocks) > 1 else once()
+                recomputed = chunk.part(block.module) if len(blocks) > 1 else BufferSafeRecompute(function)
                 wrapper = checkpoint_wrapper(block.module, _UnlessKept(job.step.kept_activations, recomputed))
                 job.module.set_submodule(block.name, wrapper)
                 wrapped[type(block.module).__name__] += 1

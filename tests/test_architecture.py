@@ -26,14 +26,14 @@ LINES = {
     "planning": 501,  # to be 850
     "doctor": 1_412,  # to be 1_000
     "report": 3_232,  # to be 3_000
-    "engine": 4_986,  # to be 3_600
+    "engine": 4_989,  # to be 3_600
     "numerics": 1_746,  # to be 1_300
     "search": 3_988,  # to be 3_550
     "estimate": 3_792,  # to be 3_300
     "checkpoint": 1_912,  # to be 1_900
     "apply": 285,
     "method": 707,
-    "job": 5_960,  # to be 3_100
+    "job": 5_961,  # to be 3_100
     "operators": 4_779,  # to be 4_050
     "pipeline": 4_419,  # to be 4_100
     "sharding": 7_835,  # to be 6_200
@@ -45,14 +45,14 @@ LINES = {
     "processes": 582,  # to be 1_550
     "cluster": 3_025,  # to be 2_600
     "capture": 2_213,  # to be 2_900
-    "torch_compat": 1_419,
+    "torch_compat": 1_423,
     "testing": 1_564,  # to be 1_000
-    "opt_lib": 10_145,  # to be 8_300
+    "opt_lib": 10_115,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_120
+MOST_LINES = 81_098
 GENERATED = "coordinator_pb2.py"
 
 

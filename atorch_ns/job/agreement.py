@@ -270,6 +270,7 @@ class SameWeights:
             )
         named: dict[torch.Tensor, str] = {p: path for path, p in self._named_parameters()}
         written = self._record_parts(named | options | self._values_of_samples(), self._gradients)
+        self._num_samples = 0.0  # the next comparison is of the batches from here on
         store = default_store()
         store.set(self._store_key(self._rank, "sums"), written.sums.tobytes())
         store.set(self._store_key(self._rank, "samples"), written.samples.tobytes())

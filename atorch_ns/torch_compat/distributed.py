@@ -208,9 +208,13 @@ def after_backward(action: Callable[[], None], *, in_turn: bool = False) -> None
 def visit_first(tensors: Iterable[torch.Tensor]) -> None:
     """Has a backward pass visit the nodes of ``tensors`` before all other nodes that are there now and are ready then: autograd
     takes that of the highest number, and numbers them in the order of the forward pass."""
+    nodes = [node for tensor in tensors if (node := tensor.grad_fn) is not None]
+    # In a backward pass, as in a recomputation, numbers are those of its thread, and smaller.
+    if not nodes or in_backward() or torch.is_inference_mode_enabled():
+        return
     with torch.enable_grad():
         number = torch.zeros((), requires_grad=True).view(()).grad_fn._sequence_nr()  # type: ignore[union-attr]
-    for node in filter(None, (tensor.grad_fn for tensor in tensors)):
+    for node in nodes:
         node._set_sequence_nr(number)  # type: ignore[attr-defined]
 
 

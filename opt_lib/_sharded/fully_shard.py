@@ -17,11 +17,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from atorch_ns.capture.nests import map_tensors, tensors_of
 from atorch_ns.capture.random_states import BatchNorm
+from atorch_ns.capture.user_code import nested_codes
 from atorch_ns.errors import InputError
 from atorch_ns.job import Job, Materialiser, SkipSync
 from atorch_ns.job.census import refuse_hidden_outputs
 from atorch_ns.job.reducer import require_dense_gradients
 from atorch_ns.strategy import MODEL_AXES
+from atorch_ns.text import counted
 from atorch_ns.torch_compat import is_view, plain_name, visit_first
 from opt_lib._sharded.config import MixedPrecisionConfig, ShardConfig
 from opt_lib._sharded.gather import ShardsBetweenPasses, gather_for_methods, gather_where_read
@@ -67,6 +69,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         others = units_of_other_dtypes([*job.roots, *units, *norms], options["ignored_params"])
     in_fp32 = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     inner = {**dict.fromkeys([*units, *others], options), **dict.fromkeys(norms, in_fp32)}
+    inner |= _keep_read_by_hooks(job, method, [unit for unit in inner if unit not in norms], options)
     _make_units(job, config, materialiser, units, inner, together, options)
     for root in job.roots:
         _prepare_module(job, config, materialiser, root)
@@ -101,6 +104,28 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         job.explain(
             method, "in a pipeline gradients are reduced at the end of a step, not for each micro-batch"
         )
+
+
+def _keep_read_by_hooks(
+    job: Job, method: str, units: Sequence[nn.Module], options: dict[str, Any]
+) -> dict[nn.Module, dict[str, Any]]:
+    # A penalty that hooks compute of weights may have a backward pass of its own, for which nothing gathers the unit.
+    read = [unit for unit in units if _is_read_by_hooks(unit)]
+    if read:
+        number = counted(len(read), "unit")
+        job.explain(method, f"{number} stay gathered: hooks of their modules read weights")
+    return {unit: {**options, "reshard_after_forward": False} for unit in read}
+
+
+def _is_read_by_hooks(unit: nn.Module) -> bool:
+    weights = {
+        "parameters",
+        "named_parameters",
+        *(name.rpartition(".")[2] for name, _ in unit.named_parameters()),
+    }
+    hooks = (hook for module in unit.modules() for hook in module._forward_hooks.values())
+    codes = (code for hook in hooks for code in nested_codes(getattr(hook, "__code__", None)))
+    return any(weights & {*code.co_names} for code in codes)
 
 
 def _make_units(

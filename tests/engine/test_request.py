@@ -92,7 +92,7 @@ def test_an_engine_needs_an_address_and_a_token(monkeypatch: pytest.MonkeyPatch)
     for wrong in ("host", ":80", "host:http"):
         with pytest.raises(InputError, match="is not an address; write host:port"):
             EngineAddress.read(wrong)
-    with pytest.raises(InputError, match=f"environment variable {TOKEN_VARIABLE} on every rank"):
+    with pytest.raises(InputError, match=f"environment variable {TOKEN_VARIABLE} to it on every rank"):
         EngineAddress.read("host:80")
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     engine = SearchRequest(search_engine="host:80").engine

@@ -455,10 +455,10 @@ def penalty_of_hooks(job: Job) -> None:
         block.down.register_forward_hook(lambda module, *_: sizes.append(_size(module)))
     for batch in job.parts():
         job.optimizer.zero_grad()
+        sizes.clear()  # what hooks inside of blocks append again in a recomputation
         output = job.model(batch)
         sizes += [block.size for block in job.inner.blocks]
         loss = (job.result.loss_func if job.result else _loss)(batch, output) + sum(sizes)
-        sizes.clear()
         loss.backward()
         job.optimizer.step()
 

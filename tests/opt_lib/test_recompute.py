@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from atorch_ns import auto_accelerate
 from atorch_ns.capture.operators import label
 from atorch_ns.checkpoint import export_state_dict
 from atorch_ns.testing import run_ranks
-from opt_lib._recompute import BufferSafeRecompute, ListsOfUsers
+from opt_lib._recompute import BufferSafeRecompute
 
 
 class Average(nn.Module):
@@ -136,7 +135,7 @@ def test_compiled_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_constants_are_not_copied() -> None:
     block = Block(Average("in place"))
-    once = BufferSafeRecompute(lambda run, x: run(x), ListsOfUsers(is_on=False))
+    once = BufferSafeRecompute(lambda run, x: run(x))
     once(block, torch.ones(2, 8))
     assert [place.name for place in once._written] == ["ema"]
     assert [place.name for place in once._watched or ()] == ["constant"]
@@ -166,7 +165,7 @@ def test_buffers_come_back_after_an_error() -> None:
         return run(x)
 
     block = _model("batch").get_submodule("0")
-    once = BufferSafeRecompute(keep, ListsOfUsers(is_on=False))
+    once = BufferSafeRecompute(keep)
     once(block, torch.randn(4, 8))
     mean = block.get_buffer("norm.running_mean")
     block.get_submodule("norm").register_forward_hook(lambda *_: 1 / 0)
@@ -300,33 +299,3 @@ def test_what_is_recomputed(attention: str, rule: Any, products: int, attentions
     more = counts[1] - counts[0]
     kernel = "aten._scaled_dot_product_flash_attention_for_cpu" if attention == "fused" else "aten.bmm"
     assert (more["aten.addmm"], more[kernel]) == (2 * products, 2 * attentions)
-
-
-class _Casting(nn.Module):
-    """Whose operators give back the weight and the input as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.first = nn.Parameter(torch.eye(4)), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.first(x.contiguous()) @ self.weight.to(x.dtype)).sin()
-
-
-def test_lists_keep_all_but_the_results_of_a_recomputation() -> None:
-    block, kept = _Casting(), list[torch.Tensor]()
-    lists = ListsOfUsers(is_on=True)
-    run = BufferSafeRecompute(functools.partial(checkpoint, use_reentrant=False), lists)
-    weights = [block.weight]
-    block.first.register_forward_hook(lambda _, __, output: kept.append(output.square()))
-    for _ in range(3):
-        x = torch.ones(2, 4, requires_grad=True) * 1.0
-        inputs = [x]
-        output = run(block, x)
-        assert len(kept) == 1  # without that of the recomputation before
-        loss = kept[0].sum() + output.sum()
-        kept.clear()
-        loss.backward()
-        assert len(kept) == 1
-        assert inputs[0] is x
-    assert weights[0] is block.weight

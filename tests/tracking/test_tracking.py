@@ -196,7 +196,7 @@ def test_numbers_become_floats(caplog: pytest.LogCaptureFixture) -> None:
     told = warnings(caplog)
     assert len(told) == len(BAD)
     for name, text in zip(BAD, told, strict=True):
-        assert text.startswith(f"the metric '{name}' is left out")
+        assert text.startswith(f"the metric '{name}' is skipped")
     assert "a Tensor, which is not a number (it has the shape (3,))" in told[3]
     assert "full_tensor()" in told[-1]
 
@@ -221,7 +221,7 @@ def test_every_tracker_takes_them(
     log({"x": "no number", "train/loss": torch.tensor(2.0), "train/lr": np.float32(0.5)}, 1)
     tracker.close()
     assert len(warnings(caplog)) == 1
-    assert "'x' is left out" in caplog.text
+    assert "'x' is skipped" in caplog.text
     if kind == "jsonl":
         row = json.loads((tmp_path / "metrics.jsonl").read_text())
         assert (row["train/loss"], row["train/lr"], "x" in row) == (2.0, 0.5, False)

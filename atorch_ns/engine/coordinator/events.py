@@ -26,14 +26,17 @@ from atorch_ns.search import (
 )
 from atorch_ns.text import error_text
 
+# Engines and ranks may be of different versions: kinds keep their names.
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Profiling, Priced, TrialStarted, TrialEnded, SearchNote, Ended)
+    "Note": SearchNote,
+    **{kind.__name__: kind for kind in (Profiling, Priced, TrialStarted, TrialEnded, Ended)},
 }
 
 
 def event_to_json(event: Event) -> bytes:
     """An event with its kind: ``{"kind": "Note", "event": {"text": …}}``."""
-    return to_json({"kind": type(event).__name__, "event": event}).encode()
+    kind = next(kind for kind, cls in _KINDS.items() if cls is type(event))
+    return to_json({"kind": kind, "event": event}).encode()
 
 
 def event_from_json(data: bytes) -> Event:

@@ -239,7 +239,7 @@ def test_tied_modules_of_another_dtype_are_refused() -> None:
     model = Mixed()
     model.blocks[0].layer.weight = model.blocks[1].layer.weight
     with pytest.raises(
-        InputError, match=r"Linear shares a parameter in torch.bfloat16 .* in Mixed is in torch.float32"
+        InputError, match=r"Linear shares a parameter in torch.bfloat16 .* of Mixed is in torch.float32"
     ):
         units_of_other_dtypes([model], ())
     del model.position

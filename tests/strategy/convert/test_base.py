@@ -91,7 +91,7 @@ def test_megatron_without_axes_is_zero_1_and_accumulation(tmp_path: Path) -> Non
 
 def test_a_mesh_that_the_processes_do_not_fill_is_an_error(tmp_path: Path) -> None:
     document = {"distributed_type": "MEGATRON_LM", "megatron_lm_config": _MEGATRON, "num_processes": 6}
-    with pytest.raises(StrategyFileError, match="a multiple of 4, which tensor=2, pipeline=2 need"):
+    with pytest.raises(StrategyFileError, match="a multiple of 4, required by tensor=2, pipeline=2"):
         _converted(tmp_path, document)
 
 
