@@ -26,7 +26,7 @@ LINES = {
     "planning": 501,  # to be 850
     "doctor": 1_412,  # to be 1_000
     "report": 3_232,  # to be 3_000
-    "engine": 4_989,  # to be 3_600
+    "engine": 4_990,  # to be 3_600
     "numerics": 1_746,  # to be 1_300
     "search": 3_988,  # to be 3_550
     "estimate": 3_792,  # to be 3_300
@@ -34,7 +34,7 @@ LINES = {
     "apply": 285,
     "method": 707,
     "job": 5_961,  # to be 3_100
-    "operators": 4_779,  # to be 4_050
+    "operators": 4_778,  # to be 4_050
     "pipeline": 4_419,  # to be 4_100
     "sharding": 7_835,  # to be 6_200
     "tracking": 477,

@@ -127,7 +127,6 @@ class Calibration:
             InputError: if the file that is there is no calibration, or cannot be written.
         """
         target = Path(path)
-        # Factors of other devices in the file stay.
         whole = Calibration.load(target).merged(self) if target.exists() else self
         text = json.dumps(asdict(whole), indent=2, sort_keys=True)
         try:

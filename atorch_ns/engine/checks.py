@@ -69,7 +69,6 @@ def check_collectives(
     for collective in predicted:
         count, num_bytes = expected.get(collective.kind, (0, 0))
         expected[collective.kind] = (count + collective.count, num_bytes + collective.num_bytes)
-    # A kind without calls is the same as one that is missing.
     wanted = {kind: value for kind, value in expected.items() if value[0]}
     calls = {kind: value for kind, value in (executed or {}).items() if value[0]}
     wrong = [

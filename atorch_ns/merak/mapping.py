@@ -93,7 +93,7 @@ def set_tp_layer_lists(
         "tp_attr_list": tp_attr_list,
     }
     for key, value in arguments.items():
-        if isinstance(value, str) or not (value is None or isinstance(value, Iterable)):  # a text is no list
+        if isinstance(value, str) or not (value is None or isinstance(value, Iterable)):
             raise InputError(f"set_tp_layer_lists: {key} must be a list; it is {with_article(value)}.")
     if not any(arguments.values()):
         _LISTS.pop(name, None)

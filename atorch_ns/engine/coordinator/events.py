@@ -26,9 +26,8 @@ from atorch_ns.search import (
 )
 from atorch_ns.text import error_text
 
-# Engines and ranks may be of different versions: kinds keep their names.
 _KINDS: dict[str, type[Any]] = {
-    "Note": SearchNote,
+    "Note": SearchNote,  # its name on the wire: engines and ranks may be of different versions
     **{kind.__name__: kind for kind in (Profiling, Priced, TrialStarted, TrialEnded, Ended)},
 }
 

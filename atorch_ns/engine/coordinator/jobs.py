@@ -172,7 +172,11 @@ class EngineJobs:
         try:
             self._history = History(folder / "history.jsonl", on_note=_LOGGER.warning)
             for record in self._store.load():
-                num_trials = self._start_coordinator(record, rejoin_timeout_s)
+                try:
+                    num_trials = self._start_coordinator(record, rejoin_timeout_s)
+                except Exception:  # the other jobs go on, as beside a file that cannot be read
+                    _LOGGER.exception("job %s cannot continue and is skipped", record.job)
+                    continue
                 _LOGGER.info("job %s goes on after %d trials", record.job, num_trials)
         except BaseException:
             self._store.close()

@@ -200,16 +200,38 @@ def test_jobs_are_made_once(tmp_path: Path) -> None:
         assert "job 'other' does not exist" in str(error)
 
 
-def test_a_job_whose_search_cannot_begin_is_not_kept(tmp_path: Path) -> None:
+def _fail_for(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = EngineJobs._start_coordinator
+
+    def fail(self: EngineJobs, record: JobRecord, timeout_s: float) -> int:
+        if record.job == job:
+            raise RuntimeError("its sampler is not installed here")
+        return start(self, record, timeout_s)
+
+    monkeypatch.setattr(EngineJobs, "_start_coordinator", fail)
+
+
+def test_a_job_whose_search_cannot_begin_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fail_for("job", monkeypatch)
     with engine(tmp_path) as server:
-        with (
-            contextlib.closing(
-                CoordinatorClient(server.address, TOKEN, 0, job="job", reconnect_s=5.0)
-            ) as client,
-            pytest.raises(CoordinatorError),
-        ):
-            client.create_job(2, setting(), SETTINGS.model_copy(update={"sampler": "nobody"}), options())
+        with pytest.raises(CoordinatorError):
+            create(server.address, "job")
         assert not list((tmp_path / "jobs").glob("*.json"))
+        create(server.address, "other")
+        assert list((tmp_path / "jobs").glob("*.json"))
+
+
+def test_a_job_that_cannot_continue_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine(tmp_path) as server:
+        create(server.address, "job")
+    _fail_for("job", monkeypatch)
+    with engine(tmp_path) as server:
+        create(server.address, "other")
+        error = agents(server.address, "job", [worker(0)])[0].wait().error
+        assert "job 'job' does not exist" in str(error)
+    assert "job job cannot continue and is skipped" in caplog.text
 
 
 def test_ctrl_c_is_no_answer_for_the_next_job(tmp_path: Path) -> None:
