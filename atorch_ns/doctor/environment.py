@@ -78,7 +78,7 @@ def _cpu_info() -> dict[str, Any]:
 def _cgroup_cores() -> float | None:
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return None if quota == "max" else int(quota) / int(period)  # max is no limit
+        return None if quota == "max" else int(quota) / int(period)  # max means unlimited
     except (OSError, ValueError):
         return None
 

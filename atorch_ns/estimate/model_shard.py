@@ -265,7 +265,7 @@ class AxisUses(tuple[AxisUse, ...]):
         }
 
 
-def _flag(name: str) -> cached_property[np.ndarray]:
+def _flag_by_row(name: str) -> cached_property[np.ndarray]:
     return cached_property(lambda sizes: np.asarray(sizes.uses.flags[name][sizes.use]))  # [R]
 
 
@@ -298,15 +298,15 @@ class Sizes:
         columns = {name: getattr(self, name)[rows] for name in self.__dataclass_fields__ if name != "uses"}
         return Sizes(uses=self.uses, **columns)
 
-    tensor_sequence = _flag("tensor_sequence")
+    tensor_sequence = _flag_by_row("tensor_sequence")
     """[R] whether the axis ``tensor`` divides the residual stream too."""
-    asynchronous = _flag("asynchronous")
+    asynchronous = _flag_by_row("asynchronous")
     """[R] whether exchanges along the axis ``tensor`` go on while the products beside them are computed."""
-    parallel_loss = _flag("parallel_loss")
+    parallel_loss = _flag_by_row("parallel_loss")
     """[R] whether logits stay divided over the axis ``tensor`` in the loss."""
-    is_ring = _flag("is_ring")
+    is_ring = _flag_by_row("is_ring")
     """[R] whether keys and values travel around the axis ``sequence``."""
-    sequence_loss = _flag("sequence_loss")
+    sequence_loss = _flag_by_row("sequence_loss")
     """[R] whether head and loss are computed on parts of samples."""
 
     @property

@@ -211,7 +211,7 @@ class SamePlace:
             shared = sorted(calls.keys() & theirs.keys())
             for number in shared[-1:] if only_last else shared:
                 local, two = calls[number], theirs[number]
-                # Being behind is no error, unless all ranks wait.
+                # Being behind is not an error, unless all ranks wait.
                 if local != two and (all_wait or not (local.startswith(two) or two.startswith(local))):
                     self._end_process(
                         f"atorch_ns: the ranks are at different places, and none can go on. After update {number}, rank "

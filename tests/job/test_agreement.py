@@ -402,17 +402,22 @@ class Centred(Net):
         return super().forward(x - centre)
 
 
-def _of_samples(kind: type[nn.Module], num_rows: int) -> list[str]:
-    told = list[str]()
-    agreement.log.addFilter(lambda record: told.append(record.getMessage()) or False)
+def _plain_job(kind: type[nn.Module], strategy: list[str]) -> Any:
     torch.manual_seed(0)
     _, result, _ = auto_accelerate(
         kind(),
         torch.optim.SGD,
         loss_func=lambda batch, output: output.square().mean(),
         optim_args={"lr": 0.1},
-        load_strategy=["ddp"],
+        load_strategy=strategy,
     )
+    return result
+
+
+def _of_samples(kind: type[nn.Module], num_rows: int) -> list[str]:
+    told = list[str]()
+    agreement.log.addFilter(lambda record: told.append(record.getMessage()) or False)
+    result = _plain_job(kind, ["ddp"])
     for number in range(3):
         batch = torch.randn(
             num_rows if dist.get_rank() else 4,
@@ -477,14 +482,7 @@ def test_the_watch_of_places_ends_with_the_process_group() -> None:
 
 
 def _parameters_after(strategy: list[str]) -> list[bool]:
-    torch.manual_seed(0)
-    _, result, _ = auto_accelerate(
-        Net(),
-        torch.optim.SGD,
-        loss_func=lambda batch, output: output.square().mean(),
-        optim_args={"lr": 0.1},
-        load_strategy=strategy,
-    )
+    result = _plain_job(Net, strategy)
     for _ in range(2):
         result.loss_func(None, result.model(torch.ones(4, 8))).backward()
         result.optim.step()

@@ -146,7 +146,7 @@ class _Quiet(fx.Interpreter):
         except InputError:
             raise
         except Exception as error:
-            users = [  # a conversion is no operator: name the one that it is for
+            users = [  # a conversion is not an operator: name the one that it is for
                 self._calls[number] for user in n.users if (number := self._numbers[user]) in self._calls
             ]
             where = op or next(iter(users), None)

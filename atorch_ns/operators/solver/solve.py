@@ -84,9 +84,8 @@ def solve(
     slack = _TOLERANCE * max(abs(solution.objective), work)
     assert solution.bound - slack <= work <= solution.objective + slack, (cost, solution.objective)
     assert memory_limit is None or cost.memory <= memory_limit * (1 + _TOLERANCE), (cost, memory_limit)
-    bound = max(
-        min(solution.bound, work), problem.host_seconds
-    )  # the solver's tolerance may lift it above the choice
+    # The solver's tolerance may lift its bound above the choice.
+    bound = max(min(solution.bound, work), problem.host_seconds)
     return SolvedProblem(
         choices=choices,
         recomputed=recomputed,
