@@ -35,7 +35,6 @@ from opt_lib._model_axes.tensor import (
     LossOnParts,
     TensorParallelConfig,
     divide_logits,
-    guard_loss,
     loss_on_parts,
     users_plan,
     why_not_asynchronous,
@@ -112,7 +111,7 @@ class TensorParallel(Method[TensorParallelConfig]):
         local = _of_this_rank(chosen, job.module, job.parts.stages)
         _divide_layers(job, local, group)
         divide_logits(job, loss, local.layout)
-        guard_loss(job)
+        job.step.divides_outputs = True
         job.resolved_settings[self.name] = chosen.plan.as_config()
         self._explain_plan(job, chosen, config)
         if loss.note:

@@ -31,12 +31,12 @@ LINES = {
     "search": 3_988,  # to be 3_550
     "estimate": 3_792,  # to be 3_300
     "checkpoint": 1_912,  # to be 1_900
-    "apply": 285,
+    "apply": 283,
     "method": 707,
-    "job": 5_961,  # to be 3_100
+    "job": 5_964,  # to be 3_100
     "operators": 4_778,  # to be 4_050
     "pipeline": 4_419,  # to be 4_100
-    "sharding": 7_835,  # to be 6_200
+    "sharding": 7_775,  # to be 6_200
     "tracking": 477,
     "data": 1_173,  # to be 1_400
     "strategy": 1_840,  # to be 1_800
@@ -47,12 +47,12 @@ LINES = {
     "capture": 2_213,  # to be 2_900
     "torch_compat": 1_423,
     "testing": 1_564,  # to be 1_000
-    "opt_lib": 10_115,  # to be 8_300
+    "opt_lib": 10_110,  # to be 8_300
 }
 """Lines that are not blank, by room, from the top of the house to the bottom. A change that needs more in one room takes it
 from another in the same commit, so that their sum only falls. Behind some stands what a room is to have once others have
 given it their part of an idea, or it has given its own."""
-MOST_LINES = 81_098
+MOST_LINES = 81_034
 GENERATED = "coordinator_pb2.py"
 
 

@@ -125,13 +125,11 @@ def _build_loss(job: Job) -> LossFunction | None:
     if job.inputs.loss_func is None:
         return None
     loss_func = job.inputs.loss_func
-    if job.step.watch_loss is None:  # else outputs may be divided
+    if not job.step.divides_outputs:  # else a part of a batch has other parts of the outputs
         is_mean = job.inputs.weight_func is None and job.inputs.loss_reduction == "mean"
         job.step.mean_check = check = MeanCheck(job.device, None if is_mean and job.num_data_ranks > 1 else 0)
         job.explain(MODEL, lambda: check.finding)
         loss_func = check.around(loss_func)
-    else:
-        loss_func = job.step.watch_loss(loss_func)
     return wrap_loss(
         loss_func,
         autocast=job.precision.autocast,

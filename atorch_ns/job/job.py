@@ -72,7 +72,7 @@ class StepOptions:
         num_micro_batches: parts that it splits a batch into.
         split: splits a batch instead, where the number depends on its rows.
         context: surrounds everything that ``train_step`` and its ``evaluate`` run.
-        watch_loss: puts something around the user's loss function, called with it; ``None`` for nothing.
+        divides_outputs: whether the loss function may be given parts of outputs.
         mean_check: tests in the first step whether the loss is a mean over samples; ``None`` for no test.
         make_runner: makes what runs a batch where calling the model is not enough.
         recompute: recomputes a module in the backward pass in the place of torch's ``checkpoint``, called as
@@ -91,7 +91,7 @@ class StepOptions:
     num_micro_batches: int = 1
     split: Callable[[Any], list[Any]] | None = None
     context: Callable[[], AbstractContextManager[object]] = nullcontext
-    watch_loss: Callable[[LossFunction], LossFunction] | None = None
+    divides_outputs: bool = False
     mean_check: MeanCheck | None = None
     make_runner: MakeRunner | None = None
     recompute: Callable[..., Any] | None = None

@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from atorch_ns.capture.nests import batch_sizes, floats_to, map_tensors, tensors_of
 from atorch_ns.capture.random_states import random_states_kept
@@ -477,6 +478,8 @@ def first_loss(value: Any) -> torch.Tensor:
             f"loss_func returned {type(value).__name__}, but the loss must be a tensor, or the first item of "
             "a list or tuple."
         )
+    if isinstance(loss, DTensor):  # of divided weights alone: a rank may hold a summand of it
+        loss = loss.full_tensor()
     if loss.numel() != 1:
         raise InputError(
             f"loss_func returned a tensor of shape {tuple(loss.shape)}; the loss must be one number. "

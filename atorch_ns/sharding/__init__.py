@@ -23,7 +23,6 @@ from atorch_ns.sharding.vocabulary.outputs import (
     LogitOutputs,
     LossStudy,
     compare_losses,
-    explain_divided_weights,
     study_logits,
 )
 
@@ -31,7 +30,7 @@ __all__ = [
     "LOSS_TOLERANCE", "BlockChain", "ChosenPlan", "FoundExperts", "GlobalBalance", "LayerGraph", "Layout", "Links",
     "ListedExperts", "LogitOutputs", "LogitUses", "LossStudy", "Packing", "SequenceSettings", "StreamSpec",
     "TensorGroup", "TensorPlan", "UnfitExperts", "choose_plan", "compare_losses", "divide", "divide_expert_list",
-    "divide_experts", "divide_parameters", "explain_divided_weights", "find_experts", "join_at_first_call",
-    "join_blocks", "kind_of", "parameter_dims", "study_links", "study_logits", "study_tail", "style_named",
-    "trace_layers", "traced_gather", "traced_scatter", "why_not_answerable", "why_not_dividable",
+    "divide_experts", "divide_parameters", "find_experts", "join_at_first_call", "join_blocks",
+    "kind_of", "parameter_dims", "study_links", "study_logits", "study_tail", "style_named", "trace_layers",
+    "traced_gather", "traced_scatter", "why_not_answerable", "why_not_dividable",
 ]  # fmt: skip

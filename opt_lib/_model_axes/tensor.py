@@ -26,7 +26,6 @@ from atorch_ns.sharding import (
     LossStudy,
     TensorPlan,
     compare_losses,
-    explain_divided_weights,
     kind_of,
     study_logits,
     style_named,
@@ -335,8 +334,3 @@ def leave_divided(job: Job, heads: Sequence[nn.Module] = ()) -> None:
             yield
 
     job.step.context = stay_divided
-
-
-def guard_loss(job: Job) -> None:
-    """Explains the error of a loss that reads divided weights."""
-    job.step.watch_loss = lambda loss: explain_divided_weights(loss, job.module)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,17 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
-from atorch_ns.capture.nests import (
-    map_tensors,
-    resized_batch,
-    samples_and_tokens,
-    tensors_of,
-    unique_tensors_of,
-)
-from atorch_ns.errors import StepError
+from atorch_ns.capture.nests import map_tensors, resized_batch, samples_and_tokens, unique_tensors_of
 from atorch_ns.profile.record.steps import TracedModel
 from atorch_ns.sharding.collectives import SimulatedGroup, simulate
 from atorch_ns.sharding.compare import gradients_of, largest, relative_error
@@ -30,8 +20,7 @@ from atorch_ns.sharding.rank_context import TensorGroup
 from atorch_ns.sharding.tensor.layers import keep_divided
 from atorch_ns.sharding.tensor.trace import ways_to_run
 from atorch_ns.sharding.vocabulary.logits import DividedLogits
-from atorch_ns.text import error_line, first_few
-from atorch_ns.torch_compat import plain_name
+from atorch_ns.text import error_line
 
 LOSS_TOLERANCE = 1e-4
 """The largest error of a loss or a gradient that counts as rounding, in units of its largest value."""
@@ -41,67 +30,6 @@ Run = Callable[[nn.Module, Any], Any]
 
 Loss = Callable[[Any, Any], Any]
 """``(batch, output) -> loss``, or a list or tuple that begins with it."""
-
-
-def explain_divided_weights(loss: Loss, model: nn.Module) -> Loss:
-    """A loss that names the weights when it fails for mixing divided weights with plain tensors.
-
-    Every rank computes the same loss, so all of them raise.
-    """
-
-    def guarded(batch: Any, output: Any) -> Any:
-        try:
-            loss_value = loss(batch, output)
-        except RuntimeError as error:
-            if "DTensor" not in str(error):  # torch's refusal to mix DTensors with plain tensors names them
-                raise
-            names = _find_read_parameters(loss, batch, output, model)
-            if not names:
-                raise
-            raise _refusal_error(names) from error
-        # No plain tensor was mixed in: then the loss itself is a DTensor, of which a rank may hold a summand.
-        if any(isinstance(tensor, DTensor) for tensor in tensors_of(loss_value)):
-            names = _find_read_parameters(loss, batch, output, model)
-            raise _refusal_error(names)
-        return loss_value
-
-    guarded.__wrapped__ = loss  # type: ignore[attr-defined]
-    return guarded
-
-
-class _Reads(TorchFunctionMode):
-    """Records the divided parameters that functions are called with."""
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
-        self.parameters: dict[str, None] = {}  # a set that keeps the order
-        self._names = names
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        for tensor in tensors_of((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and id(tensor) in self._names:
-                self.parameters.setdefault(self._names[id(tensor)])
-        return func(*args, **kwargs)
-
-
-def _find_read_parameters(loss: Loss, batch: Any, output: Any, model: nn.Module) -> list[str]:
-    names = {id(p): plain_name(name) for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    reads = _Reads(names)
-    # It has just failed and may fail again: what counts is what it read until then.
-    with contextlib.suppress(Exception), reads, torch.no_grad():
-        loss(batch, output)
-    return list(reads.parameters)
-
-
-def _refusal_error(names: Sequence[str]) -> StepError:
-    return StepError(
-        f"loss_func computes with {first_few(names, 4) or 'weights'}, of which each rank of the tensor axis "
-        "holds a part (a DTensor), and with plain tensors. Take the whole value, weight.full_tensor(), or of a result such as "
-        "weight.pow(2).sum().full_tensor(); or use the optimizer's weight_decay for a penalty on weights."
-    )
 
 
 class LogitOutputs:
