@@ -82,13 +82,13 @@ def auto_accelerate(
         model: a plain model, on any device, or on meta to be materialised shard by shard.
         optim_func: ``(parameters, **optim_args) -> torch.optim.Optimizer``.
         dataset: map-style or iterable; ``None`` to bring a data loader of your own.
-        loss_func: ``(batch, output) -> loss``, or a tuple that begins with the loss. A mean over the samples of the batch,
-            unless ``weight_func`` or ``loss_reduction`` says otherwise; the first ``train_step`` tests that where it can.
+        loss_func: ``(batch, output) -> loss``, or a tuple that begins with the loss. A mean over samples,
+            unless ``weight_func`` or ``loss_reduction`` says otherwise; the first ``train_step`` tests it.
         prepare_input: ``(batch, device) -> batch``; ``None`` moves the batch's tensors to the device.
         model_input_format: ``None`` calls ``model(batch)``, ``"unpack_sequence"`` ``model(*batch)``,
-            ``"unpack_dict"`` ``model(**batch)`` with the keys that ``forward`` names, or all of them where it has
-            ``**kwargs``, ``"first"`` ``model(batch[0])``, ``"unpack_first"`` ``model(**batch[0])``. The loss is given the
-            whole batch.
+            ``"unpack_dict"`` ``model(**batch)`` with the keys that ``forward`` names, or all of them where it
+            has ``**kwargs``, ``"first"`` ``model(batch[0])``, ``"unpack_first"`` ``model(**batch[0])``. The
+            loss is given the whole batch.
         optim_args: keyword arguments of ``optim_func``.
         optim_param_func: ``model -> parameters or groups`` for options per parameter.
         dataloader_args: arguments of ``torch.utils.data.DataLoader``; ``batch_size`` is global.
@@ -96,8 +96,8 @@ def auto_accelerate(
         excluded: methods that the fully automatic mode may not use: names, ``(name, config)`` pairs, or
             groups such as ``"precision"``.
         included: methods that it must use, in the same forms.
-        load_strategy: ``None`` to search for one; else the strategy: a list of names and ``(name, config)`` pairs,
-            a ``Strategy``, a path or the bytes of a strategy file.
+        load_strategy: the strategy: a list of names and ``(name, config)`` pairs, a ``Strategy``, a path
+            or the bytes of a strategy file. ``None`` to search for one.
         lr_scheduler_cls: ``(optimizer, **lr_scheduler_args) -> scheduler``; stepping it is the caller's.
         lr_scheduler_args: its keyword arguments.
         finetune_strategy: keep the methods of ``load_strategy`` and search for their configs.
@@ -105,24 +105,24 @@ def auto_accelerate(
         ignore_dryrun_on_load_strategy: ``False`` runs one forward and backward pass before returning.
         verbose: log what was applied and why, on rank 0.
         time_limit: seconds for the search; as ``search={"time_limit_s": ...}``.
-        find_unused_parameters: ``find_unused_parameters`` of DDP. Parameters that a step does not use are found without
-            it, after the backward pass.
+        find_unused_parameters: that of DDP. Parameters that a step does not use are found without it,
+            after the backward pass.
         sampler_seed: seed of the default sampler.
         gradient_accumulation_steps: micro-batches that ``train_step`` splits each batch into.
         max_grad_norm: norm to which ``train_step`` clips; ``None`` for no clipping.
-        weight_func: ``batch -> number`` of what the loss is a mean over, such as tokens whose label counts. ``train_step`` then
-            trains on the mean over all of them, whichever rank and micro-batch they are in.
-        loss_reduction: ``"mean"``, or ``"sum"`` for a loss that is a sum: ``train_step`` trains on the sum over all ranks.
+        weight_func: ``batch -> number`` of what the loss is a mean over, such as tokens whose label counts.
+            ``train_step`` then trains on the mean over all of them, in all ranks and micro-batches.
+        loss_reduction: ``"mean"``, or ``"sum"`` for a loss that is a sum: trained on as the sum over ranks.
         sample_batch: one collated batch for profile and trials, in place of samples of the dataset.
         batch_size: samples in a step, over all ranks, where ``dataloader_args`` does not say.
         search: a :class:`SearchSettings` or its fields: objective, sampler, limits, seed.
         search_history: file that every trial is appended to; an interrupted search resumes from it.
-        search_calibration: file of factors that ``result.report.refit(path)`` of an earlier job has written, or of speeds
+        search_calibration: file of factors of an earlier job's ``result.report.refit(path)``, or of speeds
             that ``atorch-ns calibrate`` has measured here, which then need not be measured anew.
-        search_logs: folder for the logs of trials that fail; made if there are any, with a number behind its name
-            where it is there already. ``None`` for ``<name>.logs`` beside ``save_strategy_to_file`` or
-            ``search_history``, or without these for a temporary folder. The report names each file.
-        search_engine: ``"host:port"`` of a standalone engine (``atorch-ns engine serve``), whose token stands in
+        search_logs: folder for the logs of trials that fail, made if needed, with a number behind its name
+            where it exists. Else ``<name>.logs`` beside ``save_strategy_to_file`` or ``search_history``,
+            or without these for a temporary folder. The report names each file.
+        search_engine: ``"host:port"`` of a standalone engine (``atorch-ns engine serve``), with its token in
             ``ATORCH_NS_ENGINE_TOKEN``; or an ``EngineAddress``.
         raise_errors: ``False`` logs the reason of a failure and returns ``(False, None, None)``.
 
@@ -130,8 +130,8 @@ def auto_accelerate(
         ``(True, result, best_strategy)``: what to train with, and the strategy as applied.
 
     Raises:
-        AtorchError: the tree in :mod:`atorch_ns.errors`; on all ranks, if the failure of one can be seen
-            before ranks communicate. Else the others raise a ``RankError`` with its reason when its process ends.
+        AtorchError: the tree in :mod:`atorch_ns.errors`; on all ranks, if a failure can be seen before ranks
+            communicate. Else the others raise a ``RankError`` with its reason when the failed process ends.
     """
     inputs = Inputs(
         model=model,

@@ -53,8 +53,8 @@ class Problem:
 
     def __str__(self) -> str:
         name = ".".join(part for part in (self.method, self.key) if part)
-        shown = f"={self.value}" if self.value is not None else ""
-        head = f"{name}{shown}: " if name else ""
+        setting = f"={self.value}" if self.value is not None else ""
+        head = f"{name}{setting}: " if name else ""
         tail = f" Accepted: {self.accepted}." if self.accepted else ""
         stop = "." if tail and self.message[-1:] not in ".?!" else ""
         return f"{head}{self.message}{stop}{tail}"

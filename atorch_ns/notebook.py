@@ -1,4 +1,4 @@
-"""Training from a notebook: :func:`run` starts workers from a cell, and brings back what they print and return."""
+"""Training from a notebook: :func:`run` starts workers from a cell, and returns their outputs and values."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _STOPPING_S: Final = 3.0
 def run(
     fn: Callable[..., T], args: Sequence[Any] = (), nproc: int = 2, *, timeout_s: float | None = None
 ) -> T:
-    """Calls ``fn(*args)`` on ``nproc`` new processes of this machine that train together, from a notebook or any program.
+    """Calls ``fn(*args)`` on ``nproc`` new processes of this machine that train together, as from a notebook.
 
     Each process is a fresh interpreter with the environment of a launcher, so that ``auto_accelerate`` inside
     ``fn`` uses all of them: with NCCL where there are GPUs, else with gloo. Nothing is forked, so it does not
-    matter what the notebook has done with a GPU or with threads. The function, classes of the notebook and what
-    they refer to are sent by value; large data is better read inside ``fn``.
+    matter what the notebook has done with a GPU or with threads. The function, and classes of the
+    notebook that it refers to, are sent by value; large data is better read inside ``fn``.
 
-    What rank 0 prints appears in the cell while it runs. An interrupt (the Stop button) ends all processes. Once
-    one has failed, the others have ten seconds to end.
+    What rank 0 prints appears in the cell while it runs. An interrupt (the Stop button) ends all processes.
+    Once one has failed, the others have ten seconds to end.
 
     Args:
         fn: a function, of the notebook or of a module.
@@ -95,8 +95,8 @@ def _run_ranks(folder: Path, nproc: int, timeout_s: float | None) -> list[RankEn
         sys.stdout.write(decoder.decode(data, last))
         sys.stdout.flush()
 
-    unbuffered = {"PYTHONUNBUFFERED": "1"}
-    with Ranks(CALL_MODULE, [str(folder)], nproc, shown=False, variables=unbuffered) as ranks:
+    variables = {"PYTHONUNBUFFERED": "1"}
+    with Ranks(CALL_MODULE, [str(folder)], nproc, shown=False, variables=variables) as ranks:
         try:
             ends = ranks.wait(timeout_s=timeout_s, on_poll=show)
         except KeyboardInterrupt:
@@ -109,11 +109,11 @@ def _run_ranks(folder: Path, nproc: int, timeout_s: float | None) -> list[RankEn
 
 def _raise_failure(folder: Path, ends: Sequence[RankEnd], timeout_s: float | None) -> None:
     outcomes = {end.rank: read_outcome(folder, end.rank) for end in ends}
-    raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.problem}
-    died = {end.rank: _exit_reason(end) for end in ends if outcomes[end.rank] is None and not end.ended_by_us}
-    failures = {rank: outcome.trace for rank, outcome in raised.items()} | died
+    errors = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.problem}
+    dead = {end.rank: _exit_reason(end) for end in ends if outcomes[end.rank] is None and not end.ended_by_us}
+    failures = {rank: outcome.trace for rank, outcome in errors.items()} | dead
     # A rank that was killed leaves no traceback; the others then raise that they have lost it.
-    first = min(died) if died else min(raised, key=lambda rank: raised[rank].when_s, default=None)
+    first = min(dead) if dead else min(errors, key=lambda rank: errors[rank].when_s, default=None)
     if first is not None:
         raise RankError(f"rank {first} of {len(ends)} failed:\n{failures[first]}", failures=failures)
     late = [end.rank for end in ends if end.ended_by_us]

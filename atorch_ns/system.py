@@ -1,4 +1,4 @@
-"""The operating system: tables read, files written whole, the CPU's model, and a process's output, stacks, parent and group. Light to import."""
+"""Operating system: tables, files, the CPU's model, a process's output, stacks, parent; light to import."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def num_usable_cores() -> int:
 
 
 def redirect_output(path: Path) -> None:
-    """Appends this process's output, of Python and of C libraries, to a file; streams that were replaced stay."""
+    """Appends this process's output, C libraries' too, to a file; streams that were replaced stay."""
     with path.open("ab") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -70,11 +70,11 @@ def redirect_output(path: Path) -> None:
 
 
 def arm_stack_dumps(limit_s: float, file: int = 2) -> None:
-    """Writes the stacks of all threads on SIGUSR1 and on a crash, and ends this process after ``limit_s`` seconds.
+    """Writes all threads' stacks on SIGUSR1 and on a crash, and ends this process after ``limit_s`` seconds.
 
     Args:
         limit_s: seconds after which whoever started the process no longer waits for it.
-        file: descriptor that takes stacks on SIGUSR1 and at the end; those of a crash go to the standard error.
+        file: descriptor that takes stacks on SIGUSR1 and at the end; a crash writes to the standard error.
     """
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=file)
@@ -82,9 +82,9 @@ def arm_stack_dumps(limit_s: float, file: int = 2) -> None:
 
 
 def parent_tie() -> Callable[[], None]:
-    """A function that a fork or a new process calls first: it will be killed when the thread that started it ends (Linux).
+    """A function that a new process calls first, so that it is killed when its starting thread ends (Linux).
 
-    In a fork it also ends a process whose parent has ended before the call; the C library is looked up before that.
+    In a fork it also ends a process whose parent has ended before. The C library is looked up earlier.
     """
     maker = os.getpid()
     prctl: Any = None
@@ -115,5 +115,5 @@ def cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())

@@ -1,4 +1,4 @@
-"""Texts for messages: figures, counts, errors, signals, types, near names. Light to import, as ``--help`` needs it."""
+"""Texts for messages: figures, counts, errors, signals, types, near names; light to import."""
 
 from __future__ import annotations
 
@@ -226,29 +226,29 @@ def measured_text(seconds: float | None, spread: float | None) -> str:
         >>> measured_text(0.04, 332e-6), measured_text(0.04, 2e-6), measured_text(0.04, None)
         ('40.0 ms ±0.3 ms', '40.0 ms ±<0.1 ms', '40.0 ms')
     """
-    shown = seconds_text(seconds)
-    if seconds is None or shown == UNKNOWN or spread is None or not math.isfinite(spread):
-        return shown
+    value = seconds_text(seconds)
+    if seconds is None or value == UNKNOWN or spread is None or not math.isfinite(spread):
+        return value
     if abs(seconds) >= 120:
-        return f"{shown} ±{max(round(spread), 1)} s"
-    number, unit = shown.split(" ")
+        return f"{value} ±{max(round(spread), 1)} s"
+    number, unit = value.split(" ")
     digits = len(number.partition(".")[2])
-    scaled, least = spread / dict(_SECONDS)[unit], 10.0**-digits
-    below = "<" if 0 < scaled < least / 2 else ""
-    return f"{shown} ±{below}{least if below else scaled:.{digits}f} {unit}"
+    scaled_spread, least = spread / dict(_SECONDS)[unit], 10.0**-digits
+    below = "<" if 0 < scaled_spread < least / 2 else ""
+    return f"{value} ±{below}{least if below else scaled_spread:.{digits}f} {unit}"
 
 
 def _format_scaled(value: float, units: tuple[tuple[str, float], ...]) -> str:
     # Half a unit of the third digit below the next unit would be written as 1000 of this one.
     name, size = next((unit for unit in units if abs(value) >= 0.9995 * unit[1]), units[-1])
-    scaled = value / size
+    number = value / size
     whole = name == "B" or (not name and value == int(value))
-    digits = 0 if whole else max(0, 3 - len(str(int(abs(scaled) + 1e-9))))
-    return f"{scaled:.{digits}f} {name}"
+    digits = 0 if whole else max(0, 3 - len(str(int(abs(number) + 1e-9))))
+    return f"{number:.{digits}f} {name}"
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of an exception outside this package, its methods, torch and the standard library."""
+    """An exception's innermost frame outside this package, its methods, torch and the standard library."""
     frames = traceback.extract_tb(error.__traceback__)
     return next((frame for frame in reversed(frames) if not is_library(frame.filename)), None)
 

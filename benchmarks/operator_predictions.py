@@ -129,7 +129,7 @@ def _priced(cluster: Cluster) -> dict[str, tuple[OperatorPlan, float, float]]:
     """By name the plans, with predicted seconds and bytes."""
     graph = capture_shallow(MODEL.build(), (), sample_batch(), device=_CPU).graph
     prices, states = OperatorPrices.on(cluster, RANKS, "float32"), States()
-    assembled = assemble(graph, legal_rules(graph, RANKS), prices, states, _CPU)
+    assembled = assemble(graph, legal_rules(graph, RANKS), prices, states, device=_CPU)
 
     def by_heads(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         if one.name == "scaled_dot_product_attention":
@@ -137,7 +137,7 @@ def _priced(cluster: Cluster) -> dict[str, tuple[OperatorPlan, float, float]]:
         return tuple(rule for rule in rules if Shard(0) not in (*rule.inputs[:1], *rule.outputs))
 
     def solved(**limits: Any) -> OperatorPlan:
-        return solved_plan(graph, RANKS, prices, states, _CPU, **limits).plan
+        return solved_plan(graph, RANKS, prices, states, device=_CPU, **limits).plan
 
     heads, free = solved(allow=by_heads), solved()
     least = assembled.price(free).memory

@@ -162,7 +162,7 @@ def _warm(size: _Size, meter: Meter) -> list[Mapping[str, Any]]:
 
         def search(cluster: Cluster = cluster, nodes: int = nodes) -> Space:
             workload = Workload(global_batch=64 * nodes, num_tokens=_NUM_TOKENS)
-            return explore(profile, cluster, workload, registry, SearchSettings())
+            return explore(profile, cluster, workload, registry, settings=SearchSettings())
 
         space, searched = meter(search)
         rows.append(_row(f"{size.name}: candidates", text, searched, space.num_priced))
@@ -177,7 +177,7 @@ def _cold(size: _Size, meter: Meter) -> list[Mapping[str, Any]]:
 
     def plan() -> Space:
         workload = Workload(global_batch=64, num_tokens=_NUM_TOKENS)
-        return explore(_profile(model), cluster, workload, registry, SearchSettings())
+        return explore(_profile(model), cluster, workload, registry, settings=SearchSettings())
 
     space, cost = meter(plan)
     return [_row(f"{size.name}: both, the first time", _NODE, cost, space.num_priced)]
@@ -189,7 +189,7 @@ def _warm_imports() -> None:
     profile = _profile(toy.build(), batch_size=2, num_tokens=16)
     for text in (_NODE, _LARGE):
         workload = Workload(global_batch=8192, num_tokens=16)
-        explore(profile, cluster_from_spec(text), workload, load_registry(), SearchSettings())
+        explore(profile, cluster_from_spec(text), workload, load_registry(), settings=SearchSettings())
 
 
 def _profile(model: nn.Module, batch_size: int = 8, num_tokens: int = _NUM_TOKENS) -> Profile:

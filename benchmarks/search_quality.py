@@ -228,7 +228,7 @@ def _some_candidates(case: Case, num_ranks: int, number: int, hardware: Hardware
     assert profile.trace is not None
     work = Workload(global_batch=GLOBAL_BATCH, num_tokens=profile.trace.num_tokens)
     settings = SearchSettings(max_micro_batches=2, memory_limit_gib=1e6)
-    space = explore(profile, cluster, work, load_registry(), settings, excluded=["compile"])
+    space = explore(profile, cluster, work, load_registry(), settings=settings, excluded=["compile"])
     free = [one for one in space.candidates if one.pruned is None]
     drawn = set(np.random.default_rng(0).permutation(len(free))[: number - 1].tolist())
     return [replace(one) for index, one in enumerate(free) if index in drawn or one.is_baseline]

@@ -484,7 +484,7 @@ def _priced(
             return tuple(rule for rule in rules if not rule.divides)
         return tuple(rule for rule in rules if rule.inputs[argument] == Shard(dim)) or rules
 
-    ours = solved_plan(graph.graph, ranks, prices, states, cpu).plan
-    theirs = solved_plan(graph.graph, ranks, prices, states, cpu, allow=as_chosen).plan
-    assembled = assemble(graph.graph, legal_rules(graph.graph, ranks), prices, states, cpu)
+    ours = solved_plan(graph.graph, ranks, prices, states, device=cpu).plan
+    theirs = solved_plan(graph.graph, ranks, prices, states, device=cpu, allow=as_chosen).plan
+    assembled = assemble(graph.graph, legal_rules(graph.graph, ranks), prices, states, device=cpu)
     return (ours, theirs), [assembled.price(plan).seconds for plan in (ours, theirs)]

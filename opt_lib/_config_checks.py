@@ -21,7 +21,7 @@ from atorch_ns.text import error_text
 def unmatched_problem(
     method: str, key: str, selectors: Iterable[str] | None, profile: Profile | None
 ) -> list[Problem]:
-    """One problem that names the selectors matching no module and the classes the model has, if it is known."""
+    """The problem of selectors that match no module of the model; none if the model is unknown."""
     missing = [] if profile is None else profile.unmatched(selectors or ())
     if profile is None or not missing:
         return []
@@ -37,7 +37,7 @@ def unmatched_problem(
 
 
 def no_blocks_problem(method: str, key: str, purpose: str, profile: Profile | None) -> list[Problem]:
-    """The problem of a model without repeated blocks where ``key`` leaves it to them; ``purpose`` ends "say which"."""
+    """The problem of a model without repeated blocks if ``key`` is unset; ``purpose`` is such as "to run"."""
     if profile is None or profile.blocks:
         return []
     return [
@@ -80,8 +80,8 @@ class LossScalingConfig(MethodConfig):
     static_scale: float | None = Field(
         default=None,
         gt=0,
-        description="The loss scale of all steps, fp16 only: a step that overflows is skipped and the scale stays. null "
-        "for a scale that adapts, as the fields below say.",
+        description="The loss scale of all steps, fp16 only: a step that overflows is skipped and the scale "
+        "stays. null for a scale that adapts, as the fields below say.",
     )
     init_scale: float = Field(default=2.0**16, gt=0, description="First loss scale, fp16 only.")
     growth_interval: int = Field(
@@ -90,8 +90,8 @@ class LossScalingConfig(MethodConfig):
     hysteresis: int = Field(
         default=1,
         ge=1,
-        description="Overflows until the scale halves, fp16 only: with 2 the first one just skips its step. Later ones "
-        "halve it each; they are counted anew when it has doubled.",
+        description="Overflows until the scale halves, fp16 only: with 2 the first one just skips its step. "
+        "Later ones halve it each; they are counted anew when it has doubled.",
     )
     min_scale: float = Field(
         default=0.0, ge=0, description="Least loss scale that overflows lead to, fp16 only."
@@ -117,9 +117,8 @@ class LossScalingConfig(MethodConfig):
 def searched_dtype(profile: Profile, cluster: Cluster) -> str | None:
     """The reduced dtype that is worth a search on these devices; ``None`` if there is none.
 
-    bf16 where the device multiplies it in hardware: GPUs from sm 8.0, and CPUs whose matrix products in bf16
-    are known to be no slower than in fp32. fp16, which needs a loss scale, only on GPUs that have fp16 units
-    (sm 7.0) and no bf16. A model that is not in fp32 has had its precision chosen.
+    bf16 on GPUs from sm 8.0, and on CPUs whose products in bf16 are known to be no slower than in fp32.
+    fp16, which needs a loss scale, on GPUs of sm 7.x. A model that is not in fp32 keeps its precision.
     """
     if "float32" not in profile.parameter_dtypes:
         return None
@@ -160,11 +159,11 @@ def missing_problem(method: str, package: str, *, install: str) -> list[Problem]
 _WHOLE = {"data", "zero"}  # axes along which ranks hold all of the model
 
 
-def one_axis_only(used: Callable[[Any], bool], backend: str) -> Conflict:
+def one_axis_only(uses: Callable[[Any], bool], backend: str) -> Conflict:
     """The conflict of ``backend`` with meshes on which its group is not all processes.
 
     Args:
-        used: whether a config of the method chooses the backend.
+        uses: whether a config of the method chooses the backend.
         backend: name of the backend, for the reason.
     """
     reason = (
@@ -172,7 +171,7 @@ def one_axis_only(used: Callable[[Any], bool], backend: str) -> Conflict:
         f"{' or '.join(sorted(_WHOLE))}. Use another backend for this mesh."
     )
     return Conflict(
-        "parallel_mode", reason, when=lambda mine, mesh: used(mine) and not _has_single_axis(mesh.axes)
+        "parallel_mode", reason, when=lambda mine, mesh: uses(mine) and not _has_single_axis(mesh.axes)
     )
 
 

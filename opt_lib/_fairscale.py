@@ -30,11 +30,11 @@ _WHY_NO_MASTERS = (
 _STATES = partial(ParameterStates, holder=attrgetter("optim"))  # this rank's optimizer is inside OSS
 
 
-def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
-    """Methods that cannot stand with ShardedDataParallel, where ``used`` says that a method's config chooses it."""
+def conflicts(uses: Callable[[Any], bool]) -> tuple[Conflict, ...]:
+    """Methods that conflict with ShardedDataParallel; ``uses`` says that a method's config chooses it."""
     return (
-        Conflict("half", _WHY_NO_MASTERS, when=lambda mine, half: used(mine) and half.keeps_masters),
-        one_axis_only(used, "ShardedDataParallel"),
+        Conflict("half", _WHY_NO_MASTERS, when=lambda mine, half: uses(mine) and half.keeps_masters),
+        one_axis_only(uses, "ShardedDataParallel"),
     )
 
 
@@ -122,7 +122,7 @@ def _sharded_model(job: Job, optimizer: Any) -> nn.Module:
     if job.plan.precision.loss_scaling:
         share = [p for part in optimizer.partition_parameters()[rank] for p in part["params"]]
         _require_share(job, share)
-    reduced = _ReducedGradients(model, optimizer, num_ranks=job.num_data_ranks)
+    reducer = _ReducedGradients(model, optimizer, num_ranks=job.num_data_ranks)
 
     def clip(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         # A reduced gradient is left on its owner alone.
@@ -130,7 +130,7 @@ def _sharded_model(job: Job, optimizer: Any) -> nn.Module:
         return clip_parts(gradients, max_norm, norm_type, group=group, device=device)
 
     job.gradients.clip = clip
-    job.gradients.skip_sync = reduced.pausing(model.no_sync)
+    job.gradients.skip_sync = reducer.pausing(model.no_sync)
     return model  # type: ignore[no-any-return]
 
 
@@ -153,15 +153,15 @@ class _ReducedGradients:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._paused = False
+        self._is_paused = False
         self._parameters = [
             parameter
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.requires_grad
         ]
-        self._expected: set[torch.Tensor] = set()  # will be reduced by the next backward pass
-        self._averaged: set[torch.Tensor] = set()  # hold an average over the ranks
+        self._pending: set[torch.Tensor] = set()  # will be reduced by the next backward pass
+        self._with_average: set[torch.Tensor] = set()  # hold an average over the ranks
         self._local: set[torch.Tensor] = set()  # hold gradients of this rank alone
         for parameter in self._parameters:
             self._watch_parameter(parameter)
@@ -175,12 +175,12 @@ class _ReducedGradients:
 
         @contextmanager
         def skip() -> Iterator[None]:
-            self._paused = True
+            self._is_paused = True
             try:
                 with no_sync():
                     yield
             finally:
-                self._paused = False
+                self._is_paused = False
 
         return skip
 
@@ -188,26 +188,26 @@ class _ReducedGradients:
         def before(_: torch.Tensor) -> None:
             # The wrapper divides all of ``grad`` by the number of ranks and sums it over them. An average of
             # before, which its owner alone holds, would come out divided once more.
-            if parameter in self._averaged and parameter.grad is not None:
+            if parameter in self._with_average and parameter.grad is not None:
                 parameter.grad.mul_(self._num_ranks)
-            self._averaged.discard(parameter)
+            self._with_average.discard(parameter)
 
         def after(_: torch.Tensor) -> None:
-            if self._paused or parameter not in self._expected:
+            if self._is_paused or parameter not in self._pending:
                 self._local.add(parameter)
             else:
-                self._expected.discard(parameter)
+                self._pending.discard(parameter)
                 self._local.discard(parameter)
-                self._averaged.add(parameter)
+                self._with_average.add(parameter)
 
         parameter.register_hook(before)
         parameter.register_post_accumulate_grad_hook(after)
 
     def _before_forward(self, model: nn.Module, _: Any) -> None:
         if model.training:  # in evaluation the wrapper has no hooks
-            self._expected.update(self._parameters)
+            self._pending.update(self._parameters)
         else:
-            self._expected.clear()
+            self._pending.clear()
 
     def _before_step(self, *_: Any) -> None:
         if any(parameter.grad is not None for parameter in self._local):

@@ -26,7 +26,7 @@ class _CheckpointHint:
             CheckpointError: if it has not.
         """
         try:
-            state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]  # of the optimizer
+            state: dict[str, Any] = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:
             if "consolidated" not in str(error):
                 raise
@@ -66,18 +66,14 @@ def _call_and_send(optimizer: Any, inner: torch.optim.Optimizer, name: str, *arg
 
 @cache
 def with_checkpoint_hint(kind: type[Any]) -> type[Any]:
-    """``ZeroRedundancyOptimizer`` of torch or ``OSS`` of fairscale with a ``state_dict`` that says what to use instead.
-
-    The class itself stays as it is.
-    """
+    """A subclass of ZeroRedundancyOptimizer or OSS whose ``state_dict`` error names checkpoint.save."""
     return type(kind.__name__, (_CheckpointHint, kind), {"__doc__": kind.__doc__})
 
 
 def local_state_view(optimizer: Any) -> None:
     """Gives such an optimizer the defaults and the state of its ``optim``, which has this rank's parameters.
 
-    Schedulers such as OneCycleLR read its defaults, and users look up step counts in its state. What it would keep
-    itself stays empty.
+    Schedulers such as OneCycleLR read the defaults, and users look up step counts in the state.
     """
     optimizer.defaults.update(optimizer.optim.defaults)
     _share_state(optimizer)
@@ -149,21 +145,21 @@ def clip_parts(
     *,
     group: dist.ProcessGroup,
     device: torch.device,
-    uncounted: Iterable[torch.Tensor] = (),
+    remote_parts: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Scales all parts so that their norm is at most ``max_norm``; collective.
 
     Args:
         parts, norm_type, group, device: the arguments of :func:`norm_of_parts`.
         max_norm: the largest norm to leave.
-        uncounted: parts that another rank has too and counts; they are only scaled.
+        remote_parts: parts that another rank has too and counts; they are only scaled.
 
     Returns:
         The norm before, as :func:`norm_of_parts`.
     """
-    counted = list(parts)
-    norm = norm_of_parts(counted, norm_type, group=group, device=device)
+    own_parts = list(parts)
+    norm = norm_of_parts(own_parts, norm_type, group=group, device=device)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as clip_grad_norm_ of torch
-    for part in (*counted, *uncounted):
+    for part in (*own_parts, *remote_parts):
         part.mul_(scale.to(part.device, part.dtype))
     return norm

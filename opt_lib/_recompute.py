@@ -1,4 +1,4 @@
-"""Recomputation that leaves alone what the forward pass has written: running statistics, other buffers, and caches."""
+"""Recomputation that writes buffers, such as running statistics, and caches only once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from atorch_ns.torch_compat import leave_uncompiled
 def offloaded(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """``function(module, *args, **kwargs)``, with what it saves for the backward pass in pinned host memory.
 
-    Of a recomputed module that is its positional inputs: what is saved inside is not kept. The copies are not hidden
-    behind computation. On a CPU, whose memory is the host's, nothing is copied.
+    A recomputed module saves only its positional inputs. Copies do not overlap computation; a CPU needs none.
     """
     if device.type == "cpu":
         return function
@@ -46,7 +45,7 @@ class _Place(NamedTuple):
 
     @property
     def is_statistic(self) -> bool:
-        """Whether it is a running statistic of a batch or instance norm, whose kernels skip version counters."""
+        """Whether it is a statistic of a batch or instance norm: their kernels skip version counters."""
         return bool(getattr(self.owner, "track_running_stats", False))
 
 
@@ -54,25 +53,22 @@ class _Place(NamedTuple):
 class BufferSafeRecompute:
     """``function(module, *args, **kwargs)``, a recomputation, with each buffer of the module written once.
 
-    The recomputation is given the buffers, and arguments such as a cache, as they were before the forward pass, so that
-    it computes the same, and what it writes is thrown away. Made for one module.
-
-    Copied are the buffers that a forward pass changes. Those are the statistics of batch and instance norms, and
-    what the first forward pass in training mode is seen to change; others are left alone, but watched by their
-    version, and copied from the first change on. A block that is compiled as one graph writes once as it is.
+    The recomputation sees buffers and arguments, such as a cache, as they were before the forward pass; what
+    it writes is thrown away. Made for one module. Copied are statistics of batch and instance norms, and what
+    the first forward pass in training changes. Other buffers are watched by their versions, and copied from
+    the first change on. A block that is compiled as one graph writes once as it is.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         self._written: list[_Place] = []
         self._watched: list[_Place] | None = None  # not seen to be written; None before the first pass
-        self._compared = False  # whether a pass in training has been compared by values
+        self._was_compared = False  # whether a pass in training has been compared by values
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """What ``module`` gives for these arguments."""
         if torch.compiler.is_compiling():
-            # Where the module cannot be compiled as one graph, the compiler leaves a frame with an open handler out,
-            # and the call comes again, uncompiled.
+            # After a graph break a frame with an open handler is skipped: the call comes again, uncompiled.
             try:
                 return self._function(module, *args, **kwargs)
             except _NeverRaised:
@@ -100,15 +96,15 @@ class BufferSafeRecompute:
         """What the buffers that a forward pass writes were before it; filled when it is through."""
         before: dict[_Place, Tensor] = {}
         _save_buffers(self._written, before)
-        watched = list(self._watched or ())
-        compares = training and not self._compared
+        places = list(self._watched or ())
+        compares = training and not self._was_compared
         values: dict[_Place, Tensor] = {}
         if compares:
-            _save_buffers(watched, values)
+            _save_buffers(places, values)
         # A buffer may be replaced, written to, or changed without a new version.
-        seen = [(slot, slot.buffer, _buffer_version(slot.buffer)) for slot in watched]
+        records = [(slot, slot.buffer, _buffer_version(slot.buffer)) for slot in places]
         yield before
-        for slot, buffer, version in seen:
+        for slot, buffer, version in records:
             now = slot.buffer
             if now is not buffer or _buffer_version(now) != version or _has_changed(now, values.get(slot)):
                 _save_buffers([slot], before)
@@ -116,7 +112,7 @@ class BufferSafeRecompute:
                 if slot in values:
                     before[slot] = values[slot]
                 self._mark_written(slot)
-        self._compared |= compares
+        self._was_compared |= compares
 
     def _mark_written(self, slot: _Place) -> None:
         if slot not in self._written:
@@ -126,7 +122,7 @@ class BufferSafeRecompute:
 
 @final
 class _Passes:
-    """A module that is called once in the forward pass, and then again for each recomputation of that pass."""
+    """A module that is called once in the forward pass and again for each recomputation."""
 
     def __init__(self, owner: BufferSafeRecompute, module: nn.Module) -> None:
         self._owner = owner
@@ -184,7 +180,7 @@ def _buffer_version(buffer: Tensor | None) -> int | None:
 
 
 def _has_changed(now: Tensor | None, before: Tensor | None) -> bool:
-    """Whether values changed though the version did not: written through ``.data``, or by a kernel of the user's."""
+    """Whether values changed without a new version: written through ``.data``, or by a user's kernel."""
     if before is None or type(now) is not Tensor or now.is_meta or now.layout != torch.strided:
         return False
     return now.shape == before.shape and not torch.equal(now, before)

@@ -27,10 +27,10 @@ class _Together(nn.Module):
         first, *others = self.blocks
         value = first(*args, **kwargs)
         for number, block in enumerate(others, 1):
-            handed = value[0] if isinstance(value, tuple) else value
-            inputs, named = _with_first(handed, args, kwargs)
+            hidden = value[0] if isinstance(value, tuple) else value
+            inputs, keywords = _with_first(hidden, args, kwargs)
             with random_stream(seeds[number], self._device) if seeds else nullcontext():
-                value = block(*inputs, **named)
+                value = block(*inputs, **keywords)
         return value
 
 
@@ -38,15 +38,14 @@ class _Together(nn.Module):
 class Chunk:
     """Blocks that a model calls one after the other, each with the result of the one before it.
 
-    The first is called for all of them; the others give on what has been computed. What the model sees between them is
-    a placeholder of NaNs without memory, whose gradient is an error, so that code that uses it is noticed. Without
-    gradients blocks are called one by one.
+    The first computes all of them; the others pass its result on. Between them the model sees a placeholder
+    of NaNs without memory, whose gradient is an error if code uses it. Without gradients blocks are called
+    one by one.
 
     Args:
         function: ``function(module, *args, **kwargs)``, a recomputation.
         device: the device that blocks compute on.
-        draw_seeds: gives the seeds of the blocks' random numbers, where a pipeline has one for each call; nothing, or
-            ``None``, for one stream of all.
+        draw_seeds: gives the seed of each block, in a pipeline; ``()`` or ``None`` for one stream of all.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Chunk:
         self._draw_seeds = draw_seeds
         self._result: Any = None
         self._between: Any = None
-        self._expected: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})
+        self._next_inputs: tuple[Sequence[Any], Mapping[str, Any]] = ((), {})
         self._num_called = 0
 
     def __len__(self) -> int:
@@ -82,20 +81,20 @@ class Chunk:
             return self._handed_on()
         self._between = between = _make_placeholder(self._result, self._refuse_gradient)
         # The next block must be called with these very objects.
-        self._expected = _with_first(between[0] if isinstance(between, tuple) else between, args, kwargs)
+        self._next_inputs = _with_first(between[0] if isinstance(between, tuple) else between, args, kwargs)
         return between
 
     def _go_on(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return block(*args, **kwargs)
-        expected, named = self._expected
-        alike = len(args) == len(expected) and kwargs.keys() == named.keys()
+        inputs, keywords = self._next_inputs
+        alike = len(args) == len(inputs) and kwargs.keys() == keywords.keys()
         # Other code between two blocks would be skipped: a block must get the result of the one before.
         if (
             self._together.blocks[self._num_called % len(self)] is not block
             or not alike
-            or any(argument is not other for argument, other in zip(args, expected, strict=True))
-            or any(value is not named[name] for name, value in kwargs.items())
+            or any(argument is not other for argument, other in zip(args, inputs, strict=True))
+            or any(value is not keywords[name] for name, value in kwargs.items())
         ):
             raise self._call_order_error(block)
         self._num_called += 1
@@ -112,7 +111,7 @@ class Chunk:
         raise self._call_order_error(self._together.blocks[self._num_called % len(self)])
 
     def _handed_on(self) -> Any:
-        result, self._result, self._between, self._expected = self._result, None, None, ((), {})
+        result, self._result, self._between, self._next_inputs = self._result, None, None, ((), {})
         return result
 
 

@@ -80,13 +80,13 @@ class AmpNative(Method[AmpNativeConfig]):
             return
         if job.inputs.loss_func is None and job.inputs.optim_func is not None:
             raise InputError("amp_native with fp16 scales the loss, so auto_accelerate needs loss_func.")
-        trained = [p for p in job.module.parameters() if p.requires_grad]
-        if any(p.is_complex() for p in trained):
+        trainable = [p for p in job.module.parameters() if p.requires_grad]
+        if any(p.is_complex() for p in trainable):
             raise InputError(
                 "amp_native with fp16 scales gradients, but the model has complex ones, which torch cannot check for overflow. "
                 'Use ("amp_native", "bf16").'
             )
-        if any(p.dtype is torch.float16 for p in trained):
+        if any(p.dtype is torch.float16 for p in trainable):
             raise InputError(
                 "amp_native with fp16 scales gradients, which must be fp32, but the model has trainable weights in fp16. Give it "
                 'to auto_accelerate in fp32 (model.float()), or use ("half", "fp16"), which keeps fp32 copies of them.'
@@ -97,5 +97,5 @@ class AmpNative(Method[AmpNativeConfig]):
         """What the dtype means for scaling."""
         if config.dtype == "float16":
             return f"autocast in fp16 with {config.scale_words}; ranks skip bad steps together"
-        checked = "; steps with bad gradients are skipped" if config.skip_if_nonfinite else ""
-        return f"autocast in bf16, which needs no loss scale{checked}"
+        suffix = "; steps with bad gradients are skipped" if config.skip_if_nonfinite else ""
+        return f"autocast in bf16, which needs no loss scale{suffix}"

@@ -43,10 +43,10 @@ class ActivationCheckpointConfig(MethodConfig):
     every_n: int = Field(default=1, ge=1, description="Recompute every n-th of the modules.")
     share: float | tuple[float, ...] | Literal["auto"] | None = Field(
         default=None,
-        description="Share of the repeated blocks that is recomputed, the first ones of the model or of each stage of a "
-        "pipeline: one number, one for each stage (the last holds for all that follow), or auto: the least of each stage "
-        "with which it fits into memory, chosen together with cuts and schedule (without a pipeline: all). null for "
-        "every_n.",
+        description="Share of the repeated blocks that is recomputed, the first ones of the model or of each "
+        "stage of a pipeline: one number, one for each stage (the last holds for all that follow), or auto: "
+        "the least of each stage with which it fits into memory, chosen together with cuts and schedule "
+        "(without a pipeline: all). null for every_n.",
     )
     by_stage: Literal["same", "level", "merak"] = Field(
         default="same",
@@ -154,14 +154,13 @@ class Checkpoint(Method[ActivationCheckpointConfig]):
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[ActivationCheckpointConfig]:
-        """All repeated blocks, about half of what they compute, attention, or of each stage of a pipeline the least that
-        fits."""
+        """All blocks, about half of their computation, attention, or of each stage the least that fits."""
         if profile.blocks:
             yield ActivationCheckpointConfig()
         if profile.blocks and _writes_out_attention(profile):
             yield ActivationCheckpointConfig(save_operators="all_but_attention")
-        # Every second product takes the time of every second block (torchtitan's docs/performance.md: 2.76 s against 2.82 s
-        # on 64 A100, 4.30 s against 4.28 s) and less memory; a CPU does not hide that each operator starts in Python.
+        # Every second product takes as long as every second block (torchtitan's docs/performance.md: 2.76 s
+        # and 2.82 s on 64 A100, 4.30 s and 4.28 s) and less memory; a CPU does not hide Python's overhead.
         if profile.blocks and cluster.device_type != "cpu":
             yield ActivationCheckpointConfig(save_operators="every_second_product")
         elif len(profile.blocks) > 1:
@@ -171,7 +170,7 @@ class Checkpoint(Method[ActivationCheckpointConfig]):
 
     def apply(self, job: Job, config: ActivationCheckpointConfig) -> None:
         """Wraps the modules in place."""
-        wrapped: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         function = (
             _make_recompute_function(config)
             if job.step.recompute is None
@@ -193,25 +192,25 @@ class Checkpoint(Method[ActivationCheckpointConfig]):
             )
             chunk = Chunk(BufferSafeRecompute(function), job.device, draw_seeds)
             for block in blocks:
-                recomputed = chunk.part(block.module) if len(blocks) > 1 else BufferSafeRecompute(function)
-                wrapper = checkpoint_wrapper(block.module, _UnlessKept(job.step.kept_activations, recomputed))
+                call = chunk.part(block.module) if len(blocks) > 1 else BufferSafeRecompute(function)
+                wrapper = checkpoint_wrapper(block.module, _UnlessKept(job.step.kept_activations, call))
                 job.module.set_submodule(block.name, wrapper)
-                wrapped[type(block.module).__name__] += 1
+                counts[type(block.module).__name__] += 1
         if not targets and not job.parts.stages:  # a stage may hold none of them
             raise InputError(
                 f"checkpoint found no module to recompute: {config.wrap_class or 'the repeated blocks'} matches "
                 "nothing in the model as earlier methods left it."
             )
-        saved = (
+        operators = (
             config.save_operators if isinstance(config.save_operators, tuple) else (config.save_operators,)
         )
-        kept = f", results of {', '.join(saved).replace('_', ' ')} kept" if saved else ""
+        details = f", results of {', '.join(operators).replace('_', ' ')} kept" if operators else ""
         where = ", from inputs in host memory" if config.offload and job.device.type != "cpu" else ""
         if job.step.recomputed_shares and config.share is not None:
-            kept = f", of the blocks of the stages {', '.join(f'{ratio:.2g}' for ratio in job.step.recomputed_shares)}"
-        kinds = ", ".join(f"{count} × {kind}" for kind, count in wrapped.items())
+            details = f", of the blocks of the stages {', '.join(f'{ratio:.2g}' for ratio in job.step.recomputed_shares)}"
+        kinds = ", ".join(f"{count} × {kind}" for kind, count in counts.items())
         job.explain(
-            self.name, f"{wrapped.total()} module(s) recomputed{f': {kinds}' if kinds else ''}{where}{kept}"
+            self.name, f"{counts.total()} module(s) recomputed{f': {kinds}' if kinds else ''}{where}{details}"
         )
 
 
@@ -269,7 +268,7 @@ def _group_chunks(blocks: list[NamedModule], size: int) -> list[list[NamedModule
 
 @dataclass(frozen=True)
 class _UnlessKept:
-    """Calls a module, whose activations are recomputed unless they are kept; a copied model has copies of it."""
+    """Calls a module and recomputes its activations unless they are kept; copied with a model."""
 
     kept: KeptActivations
     recomputed: Callable[..., Any]
@@ -314,14 +313,14 @@ def _has_dropout(module: nn.Module) -> bool:
 def _check_recompute_function(
     function: Callable[..., Any], config: ActivationCheckpointConfig
 ) -> Callable[..., Any]:
-    refused = [
+    unusable = [
         key
         for key in ("no_reentrant", "save_operators", "preserve_rng_state")
         if key in config.model_dump(exclude_defaults=True)
     ]
-    if refused:
+    if unusable:
         raise InputError(
-            f"checkpoint cannot use {', '.join(refused)} here: the blocks hold modules of another package, which "
+            f"checkpoint cannot use {', '.join(unusable)} here: the blocks hold modules of another package, which "
             "recomputes in its own way. Leave these settings out."
         )
     return function
@@ -336,14 +335,14 @@ def _make_recompute_function(config: ActivationCheckpointConfig) -> Callable[...
     return functools.partial(recompute, **options)
 
 
-def _selective_contexts(saved: tuple[str, ...] | str) -> tuple[Any, Any]:
+def _selective_contexts(choice: tuple[str, ...] | str) -> tuple[Any, Any]:
     # Called for each forward pass of a block, so products are counted anew.
-    number, operators = 0, [_find_operator(name) for name in saved] if isinstance(saved, tuple) else None
+    number, operators = 0, [_find_operator(name) for name in choice] if isinstance(choice, tuple) else None
 
     def policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         nonlocal number
         name = label(func)
-        keeps = is_saved(saved, name, number)
+        keeps = is_saved(choice, name, number)
         number += name in WEIGHT_PRODUCTS
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -68,7 +68,7 @@ class CompileWatch:
     def __call__(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``compiled`` and counts."""
         # torch counts for the whole process, and dates its records in microseconds since the epoch.
-        graphs, failures, begun = num_graphs(), num_compile_failures(), time.time_ns() // 1000
+        graphs, failures, start = num_graphs(), num_compile_failures(), time.time_ns() // 1000
         if failures != self._known_failures:  # something else was compiled meanwhile
             self._known_failures, self._known_breaks = failures, Counter(graph_breaks())
         try:
@@ -76,7 +76,7 @@ class CompileWatch:
         finally:
             self.num_calls += 1
             if num_graphs() != graphs or num_compile_failures() != failures:
-                self._record_compilation(graphs, begun)
+                self._record_compilation(graphs, start)
 
     def summary(self) -> str:
         """What was counted, in words: ``"1 graph, 0 graph breaks, 0 recompiles"``, with reasons."""
@@ -88,12 +88,12 @@ class CompileWatch:
         )
         return f"{text}; a function hit the recompile limit and runs uncompiled" if self.hit_limit else text
 
-    def _record_compilation(self, graphs: int, begun: int) -> None:
+    def _record_compilation(self, graphs: int, start: int) -> None:
         self.num_graphs += num_graphs() - graphs
         breaks = Counter(graph_breaks())
         self.breaks += breaks - self._known_breaks  # less those before this call
         self._known_failures, self._known_breaks = num_compile_failures(), breaks
-        for record in compile_records(begun):
+        for record in compile_records(start):
             if _LIMIT in record.failed_with:
                 self._warn_of_limit(record.recompiled_for)
             elif record.recompiled_for and not record.failed_with:
@@ -120,8 +120,8 @@ def _shorten_guard(reason: str) -> str:
 def _format_reasons(reasons: Counter[str]) -> str:
     if not reasons:
         return ""
-    shown = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common()]
-    return f" ({first_few(shown, _SHOWN, '; ')})"
+    items = [f"{count} x {reason}" if count > 1 else reason for reason, count in reasons.most_common()]
+    return f" ({first_few(items, _SHOWN, '; ')})"
 
 
 _TRITON_CAPABILITY = 7
@@ -281,11 +281,11 @@ def _backend_problem(method: str, backend: str) -> list[Problem]:
         return []
     import torch
 
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend in known:
+    names = torch.compiler.list_backends(exclude_tags=())
+    if backend in names:
         return []
     return [
         Problem(
-            message="no such backend", method=method, key="backend", value=backend, accepted=", ".join(known)
+            message="no such backend", method=method, key="backend", value=backend, accepted=", ".join(names)
         )
     ]

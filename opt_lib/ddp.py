@@ -66,8 +66,8 @@ class DdpConfig(MethodConfig):
 
     find_unused_parameters: Flag | None = Field(
         default=None,
-        description="Have torch look for parameters without a gradient before every backward pass (true), or never look "
-        "for them (false); null to find after each pass which parameters it has not reached.",
+        description="Have torch look for parameters without a gradient before every backward pass (true), or "
+        "never look for them (false); null to find after each pass which parameters it has not reached.",
     )
     bucket_cap_mb: float | None = Field(default=None, gt=0, description="Size of a gradient bucket, in MiB.")
     static_graph: Flag = Field(default=False, description="The graph is the same in every step.")
@@ -81,7 +81,7 @@ class DdpConfig(MethodConfig):
 
     @property
     def torch_reduces(self) -> bool:
-        """Whether DistributedDataParallel averages gradients, chosen by name or by an argument that is its."""
+        """Whether DistributedDataParallel averages gradients, by name or by an argument of its own."""
         arguments = (
             self.find_unused_parameters is not None,
             self.static_graph,
@@ -169,8 +169,8 @@ def _reduce_by_torch(job: Job, config: DdpConfig) -> None:
     )
     if find_unused is None and not (model.find_unused_parameters or model.static_graph):
         # find_unused_parameters of torch searches every graph, and fails if a loss uses parameters itself.
-        unreached = _Unreached(model)
-        job.explain("ddp", unreached.text)
+        watch = _Unreached(model)
+        job.explain("ddp", watch.text)
     job.wrap(model)
     job.gradients.skip_sync = model.no_sync
 
@@ -178,12 +178,12 @@ def _reduce_by_torch(job: Job, config: DdpConfig) -> None:
 class ReplicatedModel(SetsInside, nn.Module):
     """A model of which every rank has a copy; the gradients of its parameters are averaged over the ranks.
 
-    Methods and attributes of the model are its own, so that ``result.model.encode(x)`` does what ``model.encode(x)`` did. A
+    It has the model's methods and attributes: ``result.model.encode(x)`` does what ``model.encode(x)`` did. A
     deep copy, as for an average of weights, communicates with nobody.
 
     Args:
         module: the model.
-        buffer_group: the ranks whose buffers take the values of the first rank's at every forward pass; ``None`` for none.
+        buffer_group: ranks whose buffers follow the first rank's at each forward pass; ``None`` for none.
 
     Attributes:
         module: the model.
@@ -200,7 +200,7 @@ class ReplicatedModel(SetsInside, nn.Module):
         self.training = module.training  # a new module is in training
 
     def reduce_by(self, reducer: GradientReducer, follow: Callable[[Any], None]) -> None:
-        """Has :meth:`no_sync` keep gradients from ``reducer``, and ``follow`` called with what the model's methods return."""
+        """Has :meth:`no_sync` keep gradients from ``reducer``, and ``follow`` get the outputs of methods."""
         self._reducer, self._follow = reducer, follow
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +214,7 @@ class ReplicatedModel(SetsInside, nn.Module):
         return nullcontext() if self._reducer is None else self._reducer.no_sync()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Takes the names of :meth:`state_dict`, with ``module.`` before them, or those of the model itself."""
+        """Takes the names of :meth:`state_dict`, which begin with ``module.``, or those of the model."""
         is_wrapped = any(name.startswith("module.") for name in state_dict)
         load = super().load_state_dict if is_wrapped else self.module.load_state_dict
         return load(state_dict, *args, **kwargs)
@@ -249,50 +249,50 @@ class _Unreached:
         self._model = model
         self._parameters = reduced_parameters(model)
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        self._seen: dict[str, None] = {}
-        self._queued = self._awaited = False
+        self._idle_names: dict[str, None] = {}
+        self._is_queued = self._is_due = False
         model.register_forward_hook(self._watch_outputs)
 
     def text(self) -> str:
         """What is known by now, for the report."""
         what = "parameters that some step has not used, and whose gradients are none then: "
-        return what + first_few(list(self._seen)) if self._seen else ""
+        return what + first_few(list(self._idle_names)) if self._idle_names else ""
 
     def _watch_outputs(self, model: DistributedDataParallel, inputs: Any, output: Any) -> None:
-        self._queued = False  # also where the last backward pass has failed
+        self._is_queued = False  # also where the last backward pass has failed
         if torch.is_grad_enabled() and model.require_backward_grad_sync:
             # DDP averages in one backward pass after a forward pass outside of no_sync.
-            self._awaited = True
+            self._is_due = True
             for tensor in unique_tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._begin_backward)
 
     def _begin_backward(self, gradient: torch.Tensor) -> None:
-        if not self._queued:
-            if not self._awaited and self._model.require_backward_grad_sync:
+        if not self._is_queued:
+            if not self._is_due and self._model.require_backward_grad_sync:
                 raise StepError(
                     "DistributedDataParallel averages the gradients of only one backward pass after each forward pass, but this is "
                     "another one: its gradients would stay on their ranks. Add the losses up and call backward() once, or leave "
                     "out ddp's reducer: torch."
                 )
-            self._queued = True
+            self._is_queued = True
             after_backward(self._reduce_unreached)
 
     def _reduce_unreached(self) -> None:
-        self._queued = self._awaited = False
-        unreached: list[torch.Tensor] = []
+        self._is_queued = self._is_due = False
+        idle: list[torch.Tensor] = []
         # torch lists a hundred at most, so ask until none is left.
         while places := unreached_parameters(self._model):
             some = [self._parameters[index] for index in places]
             # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
             torch.autograd.backward(some, [torch.full_like(parameter, -0.0) for parameter in some])
-            unreached += some
+            idle += some
         # -0.0 everywhere: no rank has reached it, so that it has no gradient, as in one process.
-        for parameter in unreached:
+        for parameter in idle:
             gradient = parameter.grad
             if gradient is not None and not gradient.any() and bool(gradient.signbit().all()):
                 parameter.grad = None
-                self._seen[self._names[id(parameter)]] = None
+                self._idle_names[self._names[id(parameter)]] = None
 
 
 def _bucket_bytes(config: DdpConfig) -> int:
@@ -312,8 +312,8 @@ def _reduce_by_buckets(job: Job, config: DdpConfig) -> None:
     broadcast_from_first(job, [*job.model.parameters(), *job.model.buffers()])
     follows = config.broadcast_buffers and any(True for _ in job.model.buffers())
     # Parameters that several stages of this rank share are summed once a step instead.
-    kept = parameters_kept_whole(job)
-    reduced = [parameter for parameter in job.model.parameters() if parameter not in kept]
+    shared = parameters_kept_whole(job)
+    parameters = [parameter for parameter in job.model.parameters() if parameter not in shared]
     if config.reducer is None:
         model: nn.Module = ReplicatedModel(job.model, group if follows else None)
         job.wrap(model)
@@ -322,7 +322,7 @@ def _reduce_by_buckets(job: Job, config: DdpConfig) -> None:
         if follows:
             model.register_forward_pre_hook(lambda *_: broadcast_together(model.buffers(), group))
     reducer = GradientReducer(
-        model, group, reduced, bucket_bytes=_bucket_bytes(config), predivide=config.predivide
+        model, group, parameters, bucket_bytes=_bucket_bytes(config), predivide=config.predivide
     )
     if isinstance(model, ReplicatedModel):
         model.reduce_by(reducer, partial(job.gradients.follow_call, job.module))
@@ -341,23 +341,23 @@ def _replicate_parts(job: Job, method: str) -> None:
         require_dense_gradients(job.module, method)
     replicate_experts(job)
     experts = expert_parameters(job)
-    ignored = experts | parameters_kept_whole(job)
-    scalars = {p for root in job.roots for p in root.parameters() if p.ndim == 0} - ignored
+    ignored_params = experts | parameters_kept_whole(job)
+    scalars = {p for root in job.roots for p in root.parameters() if p.ndim == 0} - ignored_params
     if job.num_data_ranks > 1:
         for root in job.roots:
             shared = [parameter for parameter in root.parameters() if parameter not in experts]
             broadcast_from_first(job, [*shared, *root.buffers()])
             # DistributedDataParallel is wrong in a pipeline that also shards layers; this composes with both.
-            replicate(root, mesh=job.mesh.data, ignored=ignored | scalars)  # which it refuses
+            replicate(root, mesh=job.mesh.data, ignored=ignored_params | scalars)  # which it refuses
         passes = [ShardsBetweenPasses(root, is_written=not job.parts.stages) for root in job.roots]
         gather_for_methods(job, passes)
-        reduce_idle_parameters(job, method, ignored | scalars)
+        reduce_idle_parameters(job, method, ignored_params | scalars)
     job.gradients.skip_sync = skip_sync(job.roots)
     average_ignored(job, scalars)
     job.explain(method, "torch's replicate, since ranks hold parts of the model")
 
 
-def _buffer_option(wanted: bool) -> dict[str, Any]:
+def _buffer_option(value: bool) -> dict[str, Any]:
     # torch has renamed the argument, and warns of the old name.
     names = inspect.signature(DistributedDataParallel).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": wanted}
+    return {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": value}

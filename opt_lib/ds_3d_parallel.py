@@ -50,8 +50,8 @@ class Ds3dParallelConfig(MethodConfig):
     num_micro_batches: int | None = Field(
         default=None,
         ge=1,
-        description="Parts that the batch of a data rank is split into; null for gradient_accumulation_steps, or "
-        "for what fits the batch where that is 1.",
+        description="Parts that the batch of a data rank is split into; null for "
+        "gradient_accumulation_steps, or for what fits the batch where that is 1.",
     )
     split_points: tuple[str, ...] = Field(
         default=(), description="Names of the modules that begin a stage; empty to let split_method decide."
@@ -71,9 +71,9 @@ class Ds3dParallelConfig(MethodConfig):
     @field_validator("ds_config")
     @classmethod
     def _leave_what_others_decide(cls, value: dict[str, Any]) -> dict[str, Any]:
-        taken = [f"{key}: {_OWNED[key]}" for key in value if key in _OWNED]
-        if taken:
-            raise ValueError("these keys are decided elsewhere: " + "; ".join(taken))
+        clashes = [f"{key}: {_OWNED[key]}" for key in value if key in _OWNED]
+        if clashes:
+            raise ValueError("these keys are decided elsewhere: " + "; ".join(clashes))
         zero = value.get("zero_optimization", {})
         if not isinstance(zero, dict):
             raise ValueError(
@@ -118,8 +118,8 @@ class Ds3dParallel(Method[Ds3dParallelConfig]):
         steps: list[tuple[str, Any]] = [("zero1", {"use_ds_zero": True})] if config.zero_stage else []
         if config.num_micro_batches:
             steps.append(("gradient_accumulation", {"num_micro_batches": config.num_micro_batches}))
-        unused = ", and ds_config is not used" if config.ds_config else ""
-        return Expansion(tuple(steps), (f"nothing is cut, since parallel_mode has pipeline=1{unused}",))
+        note = ", and ds_config is not used" if config.ds_config else ""
+        return Expansion(tuple(steps), (f"nothing is cut, since parallel_mode has pipeline=1{note}",))
 
     def roles(self, config: Ds3dParallelConfig) -> tuple[str, ...]:
         """The roles it fills; with ZeRO also the sharding of the optimizer."""

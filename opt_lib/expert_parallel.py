@@ -38,16 +38,16 @@ _STACK = (
 
 
 class ExpertParallelConfig(MethodConfig):
-    """Which modules hold experts, and what their router is balanced over. A tuple is shorthand for ``experts``."""
+    """Modules that hold experts, and the balance of their router. A tuple is shorthand for ``experts``."""
 
     experts: ModuleSelectors | None = Field(
         default=None, description="Modules that hold experts, by class or name; null for all that are found."
     )
     balance: Literal["auto", "global", "rank"] = Field(
         default="auto",
-        description="Over which tokens the model's auxiliary loss balances the router: those of all ranks, as one "
-        "process does (global; an error if the model's loss does not allow it), each rank's own (rank), or global "
-        "where possible (auto).",
+        description="Over which tokens the model's auxiliary loss balances the router: those of all ranks, "
+        "as one process does (global; an error if the model's loss does not allow it), each rank's own "
+        "(rank), or global where possible (auto).",
     )
 
     @classmethod
@@ -96,8 +96,8 @@ class ExpertParallel(Method[ExpertParallelConfig]):
             e for layer in layers if isinstance(layer, ListedExperts) for e in layer.experts
         )
         if config.balance != "rank":
-            demanded = config.balance == "global"
-            GlobalBalance(job.module, job.mesh.data_group, demanded=demanded).attach()
+            is_required = config.balance == "global"
+            GlobalBalance(job.module, job.mesh.data_group, demanded=is_required).attach()
         sizes = sorted({experts.num_experts for experts in layers})
         numbers = ", ".join(map(str, sizes))
         text = f"{len(layers)} module(s) of {numbers} experts, 1/{degree} of them on each rank"
@@ -112,8 +112,8 @@ def _find_local_experts(job: Job, config: ExpertParallelConfig) -> tuple[list[Ex
     layers = [experts for experts in layers if _expert_layer(experts) in modules]
     # Modules that the user names must fit; a stage may hold no experts.
     if (unfit and config.experts is not None) or (not layers and not job.parts.stages):
-        listed = "".join(f"\n  {layer}" for layer in unfit[:8])
-        reasons = listed or " No module takes tokens, indices and weights."
+        lines = "".join(f"\n  {layer}" for layer in unfit[:8])
+        reasons = lines or " No module takes tokens, indices and weights."
         raise InputError(
             f"expert_parallel finds no experts to divide in {job.original.model_class}.{reasons}\n"
             "Name others in its key experts, or leave the expert axis out of parallel_mode."
@@ -132,14 +132,14 @@ def _find_local_experts(job: Job, config: ExpertParallelConfig) -> tuple[list[Ex
 def _try_division(job: Job, layers: Iterable[Experts]) -> None:
     """Tries one module of each kind on a small input; a stage of a pipeline may have none."""
     assert job.mesh is not None
-    tried: set[Any] = set()
+    tried_kinds: set[Any] = set()
     for experts in layers:
         layer = _expert_layer(experts)
         # Modules of one class and equal shapes divide alike.
         kind = (type(layer), *(tuple(p.shape) for p in layer.parameters()))
-        if kind in tried:
+        if kind in tried_kinds:
             continue
-        tried.add(kind)
+        tried_kinds.add(kind)
         _move_to_device(job, experts)
         if isinstance(experts, ListedExperts):
             reason = why_not_answerable(experts)
@@ -163,10 +163,10 @@ def _divide_layer(job: Job, experts: Experts) -> None:
     # fsdp and ddp leave listed experts alone, so ranks with the same parts average them here.
     if job.mesh.copies.size() > 1:
         inside = {id(parameter) for expert in experts.experts for parameter in expert.parameters()}
-        named = job.module.named_parameters(remove_duplicate=False)
+        pairs = job.module.named_parameters(remove_duplicate=False)
         copies = job.mesh.copies.get_group()
         broadcast_from_first(job, (p for e in experts.experts for p in e.parameters()), group=copies)
-        job.gradients.sums.add([plain_name(name) for name, p in named if id(p) in inside], copies, mean=True)
+        job.gradients.sums.add([plain_name(name) for name, p in pairs if id(p) in inside], copies, mean=True)
 
 
 def _expert_layer(experts: Experts) -> nn.Module:

@@ -33,18 +33,17 @@ _WHY_NOT_DIVIDED = (
 )
 
 CASTS_PER_OPERAND = 1.7
-"""Bytes that a product's casts move for each byte that it reads and writes in 16 bits: of the three tensors of a
-product two are operands, each read once for its largest value and once to be rounded, and written in half the bytes."""
+"""Bytes that casts move for each byte that a product reads and writes in 16 bits: two of its three tensors
+are operands, each read once for its largest value and once to be rounded, and written in half the bytes."""
 
 RESCALED = 2.0
-"""The same for a result that torchao scales after its product: it is read and written in 16 bits, and a factor for each of
-its elements in 32. torchao does so with one scale a row in backward passes, where the row-wise kernel, which would need
-fast accumulation to be fast, is not used (torchao 0.18, float8_ops.py; pytorch/ao issue 2184). A compiler leaves 0.6 of these
+"""The same for a result that torchao scales after its product: read and written in 16 bits, a factor an
+element in 32. torchao does so in row-wise backward passes, where the row-wise kernel, fast only with fast
+accumulation, is not used (torchao 0.18, float8_ops.py; pytorch/ao issue 2184). A compiler leaves 0.6 of these
 bytes, as of the casts': factors stay in registers, while casts along columns read twice."""
 
 ROWWISE_RATE = 0.95
-"""Rate of products by the row-wise kernel, which computes the forward pass, over those with one scale: 0.9 to 1 for most
-shapes on H100 (pytorch/pytorch issue 147971, with fast accumulation)."""
+"""Rate of the row-wise forward kernel over one scale: 0.9 to 1 on H100 (pytorch/pytorch issue 147971)."""
 
 _RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -65,12 +64,11 @@ _RECIPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Costs of :class:`~atorch_ns.strategy.NarrowProducts` by recipe of torchao."""
 
 TE_CASTS_PER_OPERAND = 0.44
-"""The same for Transformer Engine: its norms and activations write their results in fp8, and of weights and gradients each
-is read once and written twice, its transpose too."""
+"""The same for Transformer Engine: its norms and activations write fp8, and weights and gradients are read
+once and written twice, transposes included."""
 
 TE_COPIES = 0.5
-"""Two bytes an element, of fp32 weights: Transformer Engine keeps each weight and its transpose in fp8 from the forward
-to the backward pass. torchao keeps what the model kept."""
+"""2 of 4 bytes an element: Transformer Engine keeps fp32 weights and transposes in fp8 until backward."""
 
 
 @final
@@ -116,8 +114,7 @@ class Fp8(Method[Fp8Config]):
         ]
 
     def plan(self, plan: Plan, config: Fp8Config) -> Plan:
-        """Products of linears in fp8, as many and as fast as the recipe has them; Transformer Engine keeps weights and their
-        transposes in it, too."""
+        """fp8 products of linears, by the recipe; Transformer Engine keeps weights and transposes in fp8."""
         # Heads stay as they are unless include names them.
         exclude = config.exclude if config.include is not None else (*config.exclude, *HEAD_NAMES)
         of_te = {"casts_per_operand": TE_CASTS_PER_OPERAND}
@@ -134,7 +131,7 @@ class Fp8(Method[Fp8Config]):
         return plan.changed(extras=extras, precision={"narrow": narrow})
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[Fp8Config]:
-        """Nothing: whether a model converges in fp8 as in bf16 shows after many steps, not in a trial of a few.
+        """Nothing: a trial of a few steps does not show whether a model converges in fp8 as in bf16.
 
         Whoever accepts that names it: ``included=["fp8"]``.
         """
@@ -168,10 +165,10 @@ class Fp8(Method[Fp8Config]):
             job.warn("fp8: fsdp_all_gather does nothing without fsdp or zero2, which gather weights")
 
     def _report_selection(self, job: Job, config: Fp8Config, backend: Backend, selection: Selection) -> None:
-        used = "Transformer Engine" if backend == "te" else f"torchao, {config.recipe}"
-        emulated = ", emulated" if backend == "torchao" and config.emulate else ""
+        package = "Transformer Engine" if backend == "te" else f"torchao, {config.recipe}"
+        suffix = ", emulated" if backend == "torchao" and config.emulate else ""
         if selection.replaced:
-            job.explain(self.name, f"by {used}{emulated}: {folded(selection.replaced)}")
+            job.explain(self.name, f"by {package}{suffix}: {folded(selection.replaced)}")
             if selection.kept:
                 job.explain(self.name, f"not replaced: {selection.describe_kept()}")
         else:

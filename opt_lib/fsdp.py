@@ -16,8 +16,7 @@ from opt_lib._sharded.config import ShardConfig, plan_shards, unmatched_selector
 from opt_lib._sharded.fully_shard import shard
 
 _WHOLE = 2 * 10**9
-"""Parameters of the largest model that is tried as one unit: gathering all of it takes 4 GB in 16 bits, and nothing
-of that is hidden."""
+"""Parameters of the largest model tried as one unit: its gather takes 4 GB in 16 bits, none of it hidden."""
 
 
 class FsdpConfig(ShardConfig):
@@ -52,11 +51,7 @@ class Fsdp(Method[FsdpConfig]):
         return plan_shards(plan, config, keep_gathered=False)
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[FsdpConfig]:
-        """Block by block, or the whole model at once, which suits models of a few small blocks; of large models no
-        rank could hold all of it.
-
-        On GPUs also with everything in host memory, for models that fit in no other way.
-        """
+        """Block by block; as one unit, unless too large for a rank; on GPUs also with host memory."""
         if cluster.world_size == 1:
             return
         yield FsdpConfig()

@@ -45,16 +45,16 @@ class GradientAccumulation(Method[GradientAccumulationConfig]):
         return replace(plan, num_micro_batches=config.num_micro_batches)
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[GradientAccumulationConfig]:
-        """All numbers up to 128 and multiples of 16 up to 1,024; the search keeps those that divide a rank's batch."""
+        """Numbers up to 128, and multiples of 16 up to 1,024; a search keeps divisors of a rank's batch."""
         numbers = (*range(2, 129), *range(144, 1025, 16))
         return (GradientAccumulationConfig(num_micro_batches=number) for number in numbers)
 
     def apply(self, job: Job, config: GradientAccumulationConfig) -> None:
         """Sets the number of micro-batches of ``train_step``."""
-        asked = job.inputs.gradient_accumulation_steps
-        if asked not in (1, config.num_micro_batches):  # 1 is the default
+        number = job.inputs.gradient_accumulation_steps
+        if number not in (1, config.num_micro_batches):  # 1 is the default
             raise InputError(
-                f"gradient_accumulation_steps={asked} was given to auto_accelerate, but the strategy has "
+                f"gradient_accumulation_steps={number} was given to auto_accelerate, but the strategy has "
                 f"gradient_accumulation with num_micro_batches={config.num_micro_batches}. Leave one of them out."
             )
         job.step.num_micro_batches = config.num_micro_batches

@@ -72,7 +72,7 @@ class Half(Method[HalfConfig]):
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[HalfConfig]:
-        """Configs with fp32 master weights only: bf16 weights without them lose small updates and converge differently.
+        """Only configs with fp32 master weights: without them bf16 weights lose small updates.
 
         Whoever accepts that names it: ``included=[("half", "bf16")]``.
         """
@@ -97,12 +97,12 @@ class Half(Method[HalfConfig]):
 
 
 def _cast_model(model: nn.Module, dtype: torch.dtype) -> None:
-    kept = [
+    fp32_buffers = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if stays_in_fp32(name)
     ]
     model.to(dtype)  # casts floating buffers too
-    for module, name, buffer in kept:
+    for module, name, buffer in fp32_buffers:
         module._buffers[name] = buffer

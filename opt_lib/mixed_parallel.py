@@ -36,14 +36,14 @@ class MixedParallelConfig(MethodConfig):
     pipeline: _SubConfig = Field(default=None, description="Config of pipeline_parallel.")
     data: Literal["ddp", "fsdp", "zero2"] | None = Field(
         default=None,
-        description="The method that synchronises gradients over the data ranks; null for ddp, or for one that "
-        "stands in the strategy itself. To configure it, write it into the strategy.",
+        description="The method that synchronises gradients over the data ranks; null for ddp, or for one "
+        "that stands in the strategy itself. To configure it, write it into the strategy.",
     )
 
 
 @final
 class MixedParallel(Method[MixedParallelConfig]):
-    """Trains with tensor, sequence, expert, pipeline and data parallelism together, by the degrees of parallel_mode.
+    """Trains with tensor, sequence, expert, pipeline and data parallelism, by the degrees of parallel_mode.
 
     It stands for the methods that use the axes of parallel_mode, and is replaced by them.
     """
@@ -57,7 +57,7 @@ class MixedParallel(Method[MixedParallelConfig]):
         """The methods that are configured here; those for the other axes are added as their defaults.
 
         Raises:
-            StrategyError: if parallel_mode names no axis that divides a model, or lacks one that is configured here.
+            StrategyError: if parallel_mode has no axis that divides a model, or lacks one configured here.
         """
         sizes = dict(others.axes)
         if not sizes.keys() & set(MODEL_AXES):  # an axis of size 1 is one, which divides nothing
@@ -66,11 +66,11 @@ class MixedParallel(Method[MixedParallelConfig]):
         problems = [_absent_axis_problem(axis, others) for axis in configs if axis not in sizes]
         if problems:
             raise StrategyError(problems)
-        unused = [axis for axis in configs if sizes[axis] == 1]
-        steps = [(_METHODS[axis], value or None) for axis, value in configs.items() if axis not in unused]
+        idle_axes = [axis for axis in configs if sizes[axis] == 1]
+        steps = [(_METHODS[axis], value or None) for axis, value in configs.items() if axis not in idle_axes]
         if config.data is not None:
             steps.append((config.data, None))
-        notes = (f"{_METHODS[axis]} is left out: parallel_mode has {axis}=1" for axis in unused)
+        notes = (f"{_METHODS[axis]} is left out: parallel_mode has {axis}=1" for axis in idle_axes)
         return Expansion(tuple(steps), tuple(notes))
 
     def apply(self, job: Job, config: MixedParallelConfig) -> None:
@@ -78,8 +78,8 @@ class MixedParallel(Method[MixedParallelConfig]):
 
 
 def _no_axis(others: Plan, cluster: Cluster) -> str:
-    shown = ", ".join(f"{name}={size}" for name, size in others.axes)
-    has = f"parallel_mode has {shown} only" if shown else "there is no parallel_mode with their degrees"
+    sizes = ", ".join(f"{name}={size}" for name, size in others.axes)
+    has = f"parallel_mode has {sizes} only" if sizes else "there is no parallel_mode with their degrees"
     world = cluster.world_size
     axes = [("tensor", 2), ("pipeline", 2)] if world % 4 == 0 else [("tensor", 2)]
     if world > 1 and world % 2:  # 2 does not divide it
@@ -91,9 +91,9 @@ def _no_axis(others: Plan, cluster: Cluster) -> str:
 
 
 def _absent_axis_problem(axis: str, others: Plan) -> Problem:
-    shown = ", ".join(f"{name}={size}" for name, size in others.axes)
+    sizes = ", ".join(f"{name}={size}" for name, size in others.axes)
     return Problem(
-        message=f"parallel_mode has {shown} but no axis {axis!r}. Name its degree there, as in "
+        message=f"parallel_mode has {sizes} but no axis {axis!r}. Name its degree there, as in "
         f"({axis!r}, 2), or leave this config out",
         key=axis,
     )

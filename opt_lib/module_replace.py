@@ -2,17 +2,16 @@
 
 Built-in replacements, those that want the same modules in order of preference:
 
-- ``flash_attention_3``, ``flash_attention``: transformers models that support it run flash-attn's kernels, where
-  the package is installed and the job computes in half precision on a GPU.
+- ``flash_attention_3``, ``flash_attention``: flash-attn's kernels in transformers models that support them,
+  where the package is installed and the job computes in half precision on a GPU.
 - ``sdpa_attention``: eager attention of transformers models (BERT, GPT-2, CLIP, Llama and all others that
   support it) becomes torch's scaled-dot-product attention, which picks a flash kernel where there is one.
 - ``liger_rope``, ``liger_swiglu``, ``liger_rms_norm``: kernels of the package liger-kernel, on a GPU.
 - ``apex_rms_norm``, ``apex_layer_norm``: kernels of NVIDIA's apex, on a GPU.
 - ``fused_rms_norm``: hand-written RMSNorms, those of transformers and your own, become torch's fused kernel.
 - ``fused_layer_norm``: ``nn.LayerNorm`` runs torch's fused kernel already, so this one only says so.
-- ``liger_fused_linear_cross_entropy``, ``chunked_linear_cross_entropy``: last layer and loss of a causal language
-  model of transformers in one, without all logits at once. Only where ``include`` names them, since the model then
-  gives no logits in training.
+- ``liger_fused_linear_cross_entropy``, ``chunked_linear_cross_entropy``: last layer and loss of transformers'
+  causal language models in one. Only where ``include`` names them: the model gives no logits in training.
 
 Your own come first; :func:`register_replace_pair` makes them known. Methods that come after this one, such as
 ``checkpoint`` and ``fsdp``, still select modules by the class names of the original model.
@@ -90,12 +89,12 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
 
     def check(self, config: ModuleReplaceConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """The named replacements must be known to this process, and those with settings must take some."""
-        known = known_replacements()
-        named = [("include", name) for name in config.include or ()]
-        named += [("exclude", name) for name in config.exclude]
-        problems = [_name_problem(self.name, key, name, known) for key, name in named if name not in known]
+        table = known_replacements()
+        pairs = [("include", name) for name in config.include or ()]
+        pairs += [("exclude", name) for name in config.exclude]
+        problems = [_name_problem(self.name, key, name, table) for key, name in pairs if name not in table]
         for name, settings in config.configs.items():
-            problems += _wrong_settings(self.name, config, name, settings, known)
+            problems += _wrong_settings(self.name, config, name, settings, table=table)
         return problems
 
     def plan(self, plan: Plan, config: ModuleReplaceConfig) -> Plan:
@@ -103,7 +102,7 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
         return replace(plan, replaced=True)
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[ModuleReplaceConfig]:
-        """Everything, where the model has something that a replacement looks for and may be faster with it."""
+        """Everything, where the model has what a replacement looks for and may be faster with it."""
         if any(each.wanted_in(profile, cluster) for each in known_replacements().values()):
             yield ModuleReplaceConfig()
 
@@ -113,9 +112,9 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
             return None
         modules: set[nn.Module] = set()
         for candidate in _select_replacements(ModuleReplaceConfig()):
-            traced = candidate.traced(cluster)
-            if traced is not None:
-                outcome = traced.replace(model, modules)
+            variant = candidate.traced(cluster)
+            if variant is not None:
+                outcome = variant.replace(model, modules)
                 model = outcome.model
                 modules |= outcome.new_modules
         return model
@@ -130,11 +129,11 @@ class ModuleReplace(Method[ModuleReplaceConfig]):
 
     def apply(self, job: Job, config: ModuleReplaceConfig) -> None:
         """Lets every chosen replacement do what it can, one after the other."""
-        chosen = _select_replacements(config)
-        unmet = _unmet_requirements(job, chosen)
+        candidates = _select_replacements(config)
+        unmet = _unmet_requirements(job, candidates)
         rows = []
         modules: set[nn.Module] = set()
-        for candidate in chosen:
+        for candidate in candidates:
             reason = unmet[candidate.name]
             if reason is None:
                 rows.append(_apply_replacement(job, candidate, modules))
@@ -167,20 +166,20 @@ class _Row(NamedTuple):
 
 
 def _select_replacements(config: ModuleReplaceConfig) -> list[Replacement]:
-    chosen = []
+    candidates = []
     for name, candidate in known_replacements().items():
-        wanted = not candidate.only_by_name if config.include is None else name in config.include
-        if wanted and name not in config.exclude:
+        is_wanted = not candidate.only_by_name if config.include is None else name in config.include
+        if is_wanted and name not in config.exclude:
             settings = config.configs.get(name)
-            chosen.append(candidate.configured(settings) if settings else candidate)
-    return chosen
+            candidates.append(candidate.configured(settings) if settings else candidate)
+    return candidates
 
 
-def _unmet_requirements(job: Job, chosen: Iterable[Replacement]) -> dict[str, str | None]:
+def _unmet_requirements(job: Job, candidates: Iterable[Replacement]) -> dict[str, str | None]:
     dtype = _compute_dtype(job)
-    divided = tuple(axis for axis in MODEL_AXES if job.plan.size(axis) > 1)
-    unmet = {each.name: each.requirements.unmet(job.cluster, dtype, divided) for each in chosen}
-    if dist.is_initialized() and any(each.requirements.package for each in chosen):
+    axes = tuple(axis for axis in MODEL_AXES if job.plan.size(axis) > 1)
+    unmet = {each.name: each.requirements.unmet(job.cluster, dtype, axes) for each in candidates}
+    if dist.is_initialized() and any(each.requirements.package for each in candidates):
         # A package may be broken on one node: then ranks would run different kernels.
         usable = "; ".join(f"{name}: {reason or 'usable'}" for name, reason in unmet.items())
         job.cluster.same_everywhere({"what module_replace can use": usable})
@@ -192,19 +191,19 @@ def _apply_replacement(job: Job, candidate: Replacement, new_modules: set[nn.Mod
     new_modules |= outcome.new_modules
     if outcome.model is not job.module:
         job.replace_model(outcome.model)
-    seen = [f"{count} × {what}" for what, count in (*outcome.replaced.items(), *outcome.kept.items())]
-    text = f"{candidate.name}: {', '.join(seen) or f'the model has no {candidate.looks_for}'}"
-    return _Row(candidate.name, text, outcome.replaced.total(), bool(seen), candidate.by_user)
+    counts = [f"{count} × {what}" for what, count in (*outcome.replaced.items(), *outcome.kept.items())]
+    text = f"{candidate.name}: {', '.join(counts) or f'the model has no {candidate.looks_for}'}"
+    return _Row(candidate.name, text, outcome.replaced.total(), bool(counts), candidate.by_user)
 
 
 def _row_texts(rows: Iterable[_Row]) -> list[str]:
-    listed = list(rows)
+    all_rows = list(rows)
     sharing: dict[str, list[str]] = {}  # those left out for one reason share a sentence
-    for row in listed:
+    for row in all_rows:
         if row.left_out:
             sharing.setdefault(row.text, []).append(row.name)
     texts = []
-    for row in listed:
+    for row in all_rows:
         if not row.left_out:
             texts.append(row.text)
         elif names := sharing.pop(row.text, None):
@@ -213,14 +212,14 @@ def _row_texts(rows: Iterable[_Row]) -> list[str]:
 
 
 def _compute_dtype(job: Job) -> str:
-    planned = job.plan.precision.compute_dtype or job.plan.precision.parameter_dtype
-    if planned != Plan().precision.parameter_dtype:
-        return planned
+    dtype = job.plan.precision.compute_dtype or job.plan.precision.parameter_dtype
+    if dtype != Plan().precision.parameter_dtype:
+        return dtype
     sizes: Counter[torch.dtype] = Counter()  # no method casts: the model may have come in another dtype
     for parameter in job.module.parameters():
         if parameter.is_floating_point():
             sizes[parameter.dtype] += parameter.numel()
-    return str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else planned
+    return str(sizes.most_common(1)[0][0]).removeprefix("torch.") if sizes else dtype
 
 
 def _wrong_settings(
@@ -228,22 +227,23 @@ def _wrong_settings(
     config: ModuleReplaceConfig,
     name: str,
     settings: Mapping[str, JsonValue],
-    known: Mapping[str, Replacement],
+    *,
+    table: Mapping[str, Replacement],
 ) -> list[Problem]:
     # Nothing that ``configs`` says may be dropped in silence.
     key = f"configs.{name}"
-    if name not in known:
-        return [_name_problem(method, key, name, known)]
+    if name not in table:
+        return [_name_problem(method, key, name, table)]
     wrong = None
     if name in config.exclude:
         wrong = "it has settings and is not used: exclude names it. Take them out, or use it."
     elif config.include is not None and name not in config.include:
         wrong = "it has settings and is not used: include does not name it. Take them out, or use it."
-    elif known[name].only_by_name and config.include is None:
+    elif table[name].only_by_name and config.include is None:
         wrong = "it has settings and is not used: it is used only where include names it."
     else:
         try:
-            known[name].configured(settings)
+            table[name].configured(settings)
         except InputError as error:
             wrong = str(error)
     if wrong is not None:
@@ -253,14 +253,14 @@ def _wrong_settings(
             message=f"{name!r} has no such setting.",
             method=method,
             key=f"{key}.{setting}",
-            accepted=", ".join(accepted) or "none",
+            accepted=", ".join(names) or "none",
         )
-        for setting, accepted in known[name].unknown_settings(settings).items()
+        for setting, names in table[name].unknown_settings(settings).items()
     ]
 
 
-def _name_problem(method: str, key: str, name: str, known: Mapping[str, Replacement]) -> Problem:
-    hint = did_you_mean(name, known, otherwise="Call register_replace_pair before auto_accelerate.")
+def _name_problem(method: str, key: str, name: str, table: Mapping[str, Replacement]) -> Problem:
+    hint = did_you_mean(name, table, otherwise="Call register_replace_pair before auto_accelerate.")
     return Problem(
-        message=f"no such replacement.{hint}", method=method, key=key, value=name, accepted=", ".join(known)
+        message=f"no such replacement.{hint}", method=method, key=key, value=name, accepted=", ".join(table)
     )

@@ -1,4 +1,4 @@
-"""operator_parallel: divides every operator over the tensor axis by a placement of its own, as nnScaler does."""
+"""operator_parallel: divides each operator over the tensor axis by its own placement, as nnScaler does."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ class OperatorParallelConfig(MethodConfig):
     )
     policy: Literal["solve", "batch", "random"] = Field(
         default="solve",
-        description="How a plan is made where none is given: the fastest within the memory, the samples divided "
-        "wherever they can be followed, or any legal rule for each operator, to test.",
+        description="How a plan is made where none is given: the fastest within the memory, the samples "
+        "divided wherever they can be followed, or any legal rule for each operator, to test.",
     )
     seed: int = Field(default=1, description="Seed of the policy random.")
 
     constraints: str | None = Field(
         default=None,
-        description="Path of a YAML file in nnScaler's form, for the policy solve: the dimensions along which operators may "
-        "be divided.",
+        description="Path of a YAML file in nnScaler's form, for the policy solve: the dimensions along "
+        "which operators may be divided.",
     )
     memory_gib: float | None = Field(
         default=None,
@@ -72,8 +72,8 @@ class OperatorParallelConfig(MethodConfig):
     )
     self_test: Flag = Field(
         default=True,
-        description="Run the divided graph of a shallow copy on simulated ranks, and compare every operator's results and "
-        "gradients with those of the whole graph.",
+        description="Run the divided graph of a shallow copy on simulated ranks, and compare every "
+        "operator's results and gradients with those of the whole graph.",
     )
 
     @model_validator(mode="after")
@@ -119,9 +119,9 @@ class OperatorParallel(Method[OperatorParallelConfig]):
 
     def notices(self, config: OperatorParallelConfig, cluster: Cluster) -> Iterable[str]:
         """Settings of a search for a plan, beside a plan."""
-        written = {"policy", "seed", "constraints", "memory_gib"} & config.model_fields_set
-        if config.plan is not None and written:
-            yield f"operator_parallel has a plan, so {', '.join(sorted(written))} are not used"
+        keys = {"policy", "seed", "constraints", "memory_gib"} & config.model_fields_set
+        if config.plan is not None and keys:
+            yield f"operator_parallel has a plan, so {', '.join(sorted(keys))} are not used"
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[OperatorParallelConfig]:
         """The fastest plan that the solver finds, where layers may be divided too."""
@@ -139,7 +139,7 @@ class OperatorParallel(Method[OperatorParallelConfig]):
         batch = common_sample(job, self.name, rows=_rows_per_micro_batch(job))
         units = sorted(set().union(*job.cluster.gathered(list(own_units(job.module)))))  # of all stages
         outcome = job.cluster.on_first(
-            lambda: or_refusal(lambda: _make_plan(job, config, batch, group.size, units)),
+            lambda: or_refusal(lambda: _make_plan(job, config, batch, group.size, units=units)),
             what="finding an operator plan",
         )
         if isinstance(outcome, CaptureError) and config.plan is None:
@@ -175,8 +175,8 @@ class OperatorParallel(Method[OperatorParallelConfig]):
         instead, config = TensorParallel(), TensorParallelConfig()  # which needs no graph of operators
         job.plan = instead.plan(job.plan, config)
         instead.apply(job, config)
-        for done in job.explained(instead.name):
-            job.explain(self.name, done)
+        for line in job.explained(instead.name):
+            job.explain(self.name, line)
 
 
 def _run_by(decision: _Planned, job: Job, group: TensorGroup) -> Callable[[], None]:
@@ -186,10 +186,10 @@ def _run_by(decision: _Planned, job: Job, group: TensorGroup) -> Callable[[], No
     pairs = []
     for path, module in units.items() or {"": job.module}.items():
         start = f"{path}." if path else ""
-        summed = frozenset(name.removeprefix(start) for name in decision.summed if name.startswith(start))
-        divide = functools.partial(_find_division, decision, job, group, summed)
+        sum_names = frozenset(name.removeprefix(start) for name in decision.summed if name.startswith(start))
+        divide = functools.partial(_find_division, decision, job, group, sum_names)
         kind = decision.kinds.get(path, "")
-        forward = DividedForward(module, blocks, divide, group.process_group, job.device, within=kind)
+        forward = DividedForward(module, blocks, divide, group.process_group, device=job.device, within=kind)
         pairs.append((module, forward))
 
     def attach() -> None:  # once parameters are divided
@@ -200,16 +200,16 @@ def _run_by(decision: _Planned, job: Job, group: TensorGroup) -> Callable[[], No
 
 
 def _find_division(
-    decision: _Planned, job: Job, group: TensorGroup, summed: frozenset[str], graph: OperatorGraph
+    decision: _Planned, job: Job, group: TensorGroup, sum_names: frozenset[str], graph: OperatorGraph
 ) -> OperatorDivision:
     """The division of a call: by the plan, or where it does not fit, the fastest with its parameters."""
     if decision.known.issuperset(graph.by_key):
         with contextlib.suppress(InputError):
-            return division_of(decision.run, graph, group.size, summed)
+            return division_of(decision.run, graph, group.size, sum_names)
 
     # For calls that the plan was not made for: without a mask, in evaluation, with indivisible sizes.
     def other() -> OperatorPlan:
-        return refitted(decision.run, graph, group.size, _job_prices(job, group.size), job.device)
+        return refitted(decision.run, graph, group.size, _job_prices(job, group.size), device=job.device)
 
     assert group.mesh is not None
     proposal: OperatorPlan | InputError | None = None
@@ -219,7 +219,7 @@ def _find_division(
     result = cast("OperatorPlan | InputError", reply)
     if isinstance(result, InputError):
         raise result
-    return division_of(result, graph, group.size, summed)
+    return division_of(result, graph, group.size, sum_names)
 
 
 def _job_prices(job: Job, degree: int) -> OperatorPrices:
@@ -233,7 +233,7 @@ def _rows_per_micro_batch(job: Job) -> int | None:
 
 
 def _make_plan(
-    job: Job, config: OperatorParallelConfig, batch: Any, degree: int, units: Sequence[str]
+    job: Job, config: OperatorParallelConfig, batch: Any, degree: int, *, units: Sequence[str]
 ) -> _Planned:
     """The plan, and what it means for each parameter; ``units`` are divided each by itself."""
     model = job.module if job.parts.full_structure is None else job.parts.full_structure
@@ -241,10 +241,15 @@ def _make_plan(
         with contextlib.suppress(BatchSizeError):  # train_step says what is wrong with a real batch
             batch = split_batch(batch, job.num_data_ranks * job.step.num_micro_batches)[0]
     args, kwargs = call_arguments(model, batch, job.inputs.model_input_format)
-    shallow = _capture_model(job, model, args, kwargs, units)
+    shallow = _capture_model(job, model, args, kwargs, units=units)
     prices = _job_prices(job, degree)
     solution = find_plan(
-        shallow.graph, degree, _plan_request(job, config, prices), prices, _describe_states(job), job.device
+        shallow.graph,
+        degree,
+        _plan_request(job, config, prices),
+        prices,
+        states=_describe_states(job),
+        device=job.device,
     )
     for warning in solution.warnings:
         job.warn(warning)
@@ -253,23 +258,23 @@ def _make_plan(
     if config.self_test:
         check_division(division, model, shallow.inputs, job.device)
     first: dict[int, str] = {}  # of a tied parameter's names, the one that the graph has
-    named = model.named_parameters(remove_duplicate=False)
-    names = {plain_name(name): first.setdefault(id(p), plain_name(name)) for name, p in named}
+    pairs = model.named_parameters(remove_duplicate=False)
+    names = {plain_name(name): first.setdefault(id(p), plain_name(name)) for name, p in pairs}
     # Every name of a tied parameter has the placement of the one that the graph has.
-    placed = {name: division.parameters.get(shallow.copy_name(known)) for name, known in names.items()}
-    dims = {name: placement.dim for name, placement in placed.items() if isinstance(placement, Shard)}
-    summed = frozenset(name for name, known in names.items() if shallow.copy_name(known) in division.summed)
+    placements = {name: division.parameters.get(shallow.copy_name(alias)) for name, alias in names.items()}
+    dims = {name: placement.dim for name, placement in placements.items() if isinstance(placement, Shard)}
+    sums = frozenset(name for name, alias in names.items() if shallow.copy_name(alias) in division.summed)
     kinds = {segment.path: segment.kind for segment in shallow.graph.segments}
     of_units = {unit: kinds.get(shallow.copy_name(unit), unit) for unit in units}
     # A unit's own names for tied parameters, as keys of the plan have them.
-    tied = {
+    aliases = {
         kind + name.removeprefix(unit): Shard(dims[name])
         for name in dims
         for unit, kind in of_units.items()
         if name != names[name] and name.startswith(f"{unit}.")
     }
-    run = replace(plan, parameters={**plan.parameters, **tied})
-    return _Planned(plan, run, frozenset(shallow.graph.by_key), dims, summed, of_units, solution.note)
+    run = replace(plan, parameters={**plan.parameters, **aliases})
+    return _Planned(plan, run, frozenset(shallow.graph.by_key), dims, sums, of_units, solution.note)
 
 
 def _plan_request(job: Job, config: OperatorParallelConfig, prices: OperatorPrices) -> Wanted:
@@ -295,13 +300,13 @@ def _describe_states(job: Job) -> States:
 
 
 def _capture_model(
-    job: Job, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], units: Sequence[str]
+    job: Job, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, units: Sequence[str]
 ) -> Shallow:
-    """The operators of the model as it will run: in training, with the strategy's casts and dtypes of parameters."""
+    """The operators of the model in training, with the strategy's casts and dtypes of parameters."""
     precision = job.plan.precision
-    stored = getattr(torch, precision.parameter_dtype)
-    lowered = stored != torch.float32
-    dtypes = {name: stored for name, p in model.named_parameters() if lowered and p.is_floating_point()}
+    dtype = getattr(torch, precision.parameter_dtype)
+    casts_weights = dtype != torch.float32
+    dtypes = {name: dtype for name, p in model.named_parameters() if casts_weights and p.is_floating_point()}
     casts = precision.compute_dtype not in (None, precision.parameter_dtype)
     compute = getattr(torch, precision.compute_dtype or "float32")
     with modes_kept(model), torch.autocast(job.device.type, compute if casts else None, enabled=casts):

@@ -30,8 +30,8 @@ _AXES = (
 class OptimizerOffload(Method[OptimizerOffloadConfig]):
     """Updates the weights in host memory, where the optimizer's states stay.
 
-    Gradients go to the host once a step and updated weights come back; the optimizer runs on the CPU. A model with
-    Adam keeps a third to a seventh of its states on the device.
+    Once a step gradients go to the host, the optimizer runs on the CPU, and updated weights come back. A
+    model with Adam keeps a third to a seventh of its states on the device.
     """
 
     name = "optimizer_offload"

@@ -90,8 +90,7 @@ class ParallelMode(Method[ParallelModeConfig]):
     def check(self, config: ParallelModeConfig, cluster: Cluster, profile: Profile | None) -> list[Problem]:
         """Where the model is divided, groups must list their ranks in ascending order.
 
-        torch numbers the ranks of a group by rank, a mesh by place: in another order a part of the model and the
-        number it is known by would be of different ranks.
+        torch numbers a group's ranks by rank, a mesh by place: in another order the two would differ.
         """
         if config.rank_order is None or not any(n in MODEL_AXES and size > 1 for n, size in config.axes):
             return []
@@ -114,8 +113,7 @@ class ParallelMode(Method[ParallelModeConfig]):
         return replace(plan, axes=config.axes, rank_order=config.rank_order)
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[ParallelModeConfig]:
-        """All ranks along ``data``, every division into ``zero`` inside and ``data`` outside, and every
-        :func:`model_shapes` with the rest of the ranks along ``data``.
+        """All ranks along ``data``, splits into ``zero`` inside ``data``, and all :func:`model_shapes`.
 
         Groups along ``zero`` lie within a node or are made of whole nodes.
         """
@@ -135,8 +133,8 @@ class ParallelMode(Method[ParallelModeConfig]):
 
     def explain(self, config: ParallelModeConfig, cluster: Cluster) -> str:
         """The mesh in a few words."""
-        shown = " × ".join(f"{name}={size}" for name, size in config.axes)
-        return f"{cluster.world_size} process(es) as {shown}"
+        axes = " × ".join(f"{name}={size}" for name, size in config.axes)
+        return f"{cluster.world_size} process(es) as {axes}"
 
 
 LONG_SAMPLE = 8192
@@ -152,13 +150,12 @@ def model_shapes(profile: Profile, cluster: Cluster) -> Iterator[tuple[tuple[str
 
     - sizes along ``tensor``, ``sequence`` and ``pipeline`` are powers of two;
     - ``tensor`` and ``sequence`` together stay inside a node: they exchange activations in every layer;
-    - ``sequence`` is for samples of at least :data:`LONG_SAMPLE` tokens: a short sample's activations shrink as well
-      with fewer samples in a micro-batch, which costs no exchange;
+    - ``sequence`` is for samples of at least :data:`LONG_SAMPLE` tokens: for shorter ones a smaller
+      micro-batch saves as much memory and costs no exchange;
     - ``expert`` is combined with ``pipeline`` only: experts are whole within ``tensor``;
     - a pipeline has at most one rank for every two blocks, so that its stages can be even;
     - shards of states lie on whole nodes: the data ranks of one, of 8, of 64, …, or all of them;
-    - at least a quarter of all ranks of a large cluster see different data: there a model that needs more ranks for
-      one replica is sharded by fsdp as well.
+    - at least a quarter of a large cluster's ranks see different data; larger models need fsdp as well.
 
     Without a trace nothing is known that could be divided.
     """

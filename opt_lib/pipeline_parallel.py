@@ -57,11 +57,9 @@ class PipelineParallel(Method[PipelineParallelConfig]):
         )
 
     def options(self, profile: Profile, cluster: Cluster) -> Iterable[PipelineParallelConfig]:
-        """Two schedules with two stages on each rank: half the bubble of 1F1B, and a sixth of it where backward
-        passes can be taken apart.
+        """1F1B, and two schedules of two stages a rank: half its bubble, or a sixth if backward passes split.
 
-        The others wait as long as one of these three, or longer, and hold as much or more. ``auto`` is one of
-        them, chosen as the search would.
+        The others idle as long as one of these or longer, and hold as much or more; ``auto`` is one of them.
         """
         if cluster.world_size > 1 and len(profile.blocks) >= 4:
             for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble"):
@@ -79,16 +77,16 @@ class PipelineParallel(Method[PipelineParallelConfig]):
 
 def _make_runner(stage_set: StageSet, job: Job, loss_func: Any) -> BatchRunner:
     assert job.mesh is not None
-    num_ranks, decided = job.mesh.size("pipeline"), job.plan.pipeline
-    info, on_rank = get_schedule(decided.schedule), decided.stages_per_rank
+    num_ranks, pipeline = job.mesh.size("pipeline"), job.plan.pipeline
+    info, on_rank = get_schedule(pipeline.schedule), pipeline.stages_per_rank
     orders = partial(checked_orders, info, num_ranks, stages_per_rank=on_rank)
     orders(job.step.num_micro_batches)  # what is wrong with them is said now
     if job.plan.recomputation.kind == "none":
         orders = partial(_without_recomputation, orders)
-    watched = OutputsAlone.once(job.module, loss_func)
+    loss = OutputsAlone.once(job.module, loss_func)
 
     def loss_of(batch: Any, output: Any) -> torch.Tensor:
-        return first_loss(watched(batch, output)).reshape(())
+        return first_loss(loss(batch, output)).reshape(())
 
     return PipelineRunner(
         stage_set,

@@ -49,8 +49,8 @@ class SequenceParallelConfig(MethodConfig):
     sequence_dim: int = Field(default=1, ge=0, description="The dimension of positions in hidden states.")
     blocks: ModuleSelectors | None = Field(
         default=None,
-        description="Modules that run on a part of the sequence, by class or name; null for the repeated blocks that "
-        "can be divided.",
+        description="Modules that run on a part of the sequence, by class or name; null for the repeated "
+        "blocks that can be divided.",
     )
     balanced: Flag = Field(
         default=True,
@@ -123,29 +123,29 @@ class SequenceParallel(Method[SequenceParallelConfig]):
         # Data ranks would take other samples, and one decision is for all.
         sample, why = job.cluster.from_first(_take_sample(job) if dist.get_rank() == 0 else None)
         whole = WholeModel.of(job, config.blocks, sample)
-        find = partial(divided_tail, job, whole, why, dim=config.sequence_dim, wanted=config.parallel_loss)
+        find = partial(divided_tail, job, whole, why, dim=config.sequence_dim, request=config.parallel_loss)
         tail = job.cluster.on_first(lambda: or_refusal(find), what="testing the loss on parts of samples")
         if isinstance(tail, InputError):
             raise tail
         # Blocks with one fingerprint share the findings about their calls.
         kinds = fingerprints({block.name: block.module for blocks in runs for block in blocks})
-        attached = [BlockChain(blocks, [kinds[block.name] for block in blocks], settings) for blocks in runs]
-        for run in attached:
+        chains = [BlockChain(blocks, [kinds[block.name] for block in blocks], settings) for blocks in runs]
+        for run in chains:
             run.attach()
         job.gradients.sums.add(names_inside(runs) | tail.parameters, group, mean=True)
         # A stage cannot be run by itself: the model from before the cut shows which blocks can be joined.
         if job.parts.stages:
             later = ""
             _send_pieces(job, group, config.sequence_dim)
-            _join_stages(job, attached, partial(whole.links, config.sequence_dim))
+            _join_stages(job, chains, partial(whole.links, config.sequence_dim))
         else:
-            later = _join_early(job, attached, settings, sample, why)
-        for run in attached:
+            later = _join_early(job, chains, settings, sample, why=why)
+        for run in chains:
             run.divide_head(job.module)
-        note = divide_tail(job, tail, whole.blocks[-1], attached) if tail.divides else tail.note
+        note = divide_tail(job, tail, whole.blocks[-1], chains) if tail.divides else tail.note
         if later:
-            join_at_first_call(job.module, attached, settings)
-        job.explain(self.name, partial(_describe_division, job, config, attached, later))
+            join_at_first_call(job.module, chains, settings)
+        job.explain(self.name, partial(_describe_division, job, config, chains, later))
         job.explain(self.name, note)
 
 
@@ -162,7 +162,9 @@ def _send_pieces(job: Job, group: dist.ProcessGroup, dim: int) -> None:
             stage.pieces = pieces
 
 
-def _join_early(job: Job, runs: list[BlockChain], settings: SequenceSettings, sample: Any, why: str) -> str:
+def _join_early(
+    job: Job, runs: list[BlockChain], settings: SequenceSettings, sample: Any, *, why: str
+) -> str:
     """Joins blocks by a pass of two samples; collective. Returns why the first batch has to do it, or ""."""
     devices = {tensor.device.type for tensor in (*job.module.parameters(), *job.module.buffers())}
     if devices != {job.device.type}:

@@ -101,59 +101,61 @@ class TensorParallel(Method[TensorParallelConfig]):
         batch = common_sample(job, self.name)
         stages = dict(ChainMap(*job.cluster.gathered(_stage_of_units(job))))
         # By one rank: one plan, however the numbers are rounded, and the others' cores are free for it.
-        planned = job.cluster.on_first(
-            lambda: or_refusal(lambda: _make_plan(job, config, model, batch, group.size, stages)),
+        outcome = job.cluster.on_first(
+            lambda: or_refusal(
+                lambda: _make_plan(job, config, model, batch, degree=group.size, stages=stages)
+            ),
             what="finding and testing a tensor plan",
         )
-        if isinstance(planned, InputError):  # which every rank raises
-            raise planned
-        chosen, loss = planned
-        local = _of_this_rank(chosen, job.module, job.parts.stages)
+        if isinstance(outcome, InputError):  # which every rank raises
+            raise outcome
+        choice, loss = outcome
+        local = _of_this_rank(choice, job.module, job.parts.stages)
         _divide_layers(job, local, group)
         divide_logits(job, loss, local.layout)
         job.step.divides_outputs = True
-        job.resolved_settings[self.name] = chosen.plan.as_config()
-        self._explain_plan(job, chosen, config)
+        job.resolved_settings[self.name] = choice.plan.as_config()
+        self._explain_plan(job, choice, config)
         if loss.note:
             job.explain(self.name, loss.note)
 
-    def _explain_plan(self, job: Job, chosen: ChosenPlan, config: TensorParallelConfig) -> None:
+    def _explain_plan(self, job: Job, choice: ChosenPlan, config: TensorParallelConfig) -> None:
         where = {"user": "the plan given", "model": "the model's own plan", "found": "found"}
-        job.explain(self.name, f"{where[chosen.plan.where]}: {chosen.plan.describe()}")
-        for note in chosen.notes:
+        job.explain(self.name, f"{where[choice.plan.where]}: {choice.plan.describe()}")
+        for note in choice.notes:
             job.explain(self.name, note)
-        if chosen.stream is not None:
+        if choice.stream is not None:
             job.explain(self.name, "the sequence is divided between divided layers")
-            if len(chosen.stream.chains) > 1:
-                chains = first_few([_chain_ends(chain) for chain in chosen.stream.chains], 6)
+            if len(choice.stream.chains) > 1:
+                chains = first_few([_chain_ends(chain) for chain in choice.stream.chains], 6)
                 job.explain(
                     self.name, f"it is whole between chains of blocks, where other code may see it: {chains}"
                 )
-        if config.asynchronous and chosen.stream is not None:
-            job.explain(self.name, _describe_exchange(chosen, job.plan.precision.narrow))
+        if config.asynchronous and choice.stream is not None:
+            job.explain(self.name, _describe_exchange(choice, job.plan.precision.narrow))
         if config.overlap:
             job.explain(self.name, "layers reduce the first half of a batch while they compute the second")
         if not config.self_test:
             job.explain(self.name, "not tested, since self_test=False")
-        left = [path for path in chosen.plan.left if path not in chosen.layout.layers]
-        if left:
-            shown = first_few([f"{path} ({chosen.plan.left[path]})" for path in left], 6)
-            job.explain(self.name, f"whole on every rank: {shown}")
+        whole = [path for path in choice.plan.left if path not in choice.layout.layers]
+        if whole:
+            text = first_few([f"{path} ({choice.plan.left[path]})" for path in whole], 6)
+            job.explain(self.name, f"whole on every rank: {text}")
 
 
-def _describe_exchange(chosen: ChosenPlan, narrow: NarrowProducts | None) -> str:
-    assert chosen.stream is not None
-    joined = [spec for spec in chosen.regions if spec.one_input and chosen.stream.tight]
-    gathered = [spec for spec in joined if spec.one_use]  # nothing else reads the stream there
+def _describe_exchange(choice: ChosenPlan, narrow: NarrowProducts | None) -> str:
+    assert choice.stream is not None
+    regions = [spec for spec in choice.regions if spec.one_input and choice.stream.tight]
+    single_use = [spec for spec in regions if spec.one_use]  # nothing else reads the stream there
     rest = ""
     if narrow is not None and not narrow.gathered:
         rest = "; gathers of layers in fp8 with one scale a row are waited for"
     elif narrow is not None:
-        rest = f"; what layers in fp8 gather travels in float8 in {len(gathered)} of them"
-    if len(joined) < len(chosen.regions):
+        rest = f"; what layers in fp8 gather travels in float8 in {len(single_use)} of them"
+    if len(regions) < len(choice.regions):
         rest += "; the others read more than the input of the module around them"
     return (
-        f"gathers and scattered sums go on while layers multiply, in {len(joined)} of {len(chosen.regions)} groups of "
+        f"gathers and scattered sums go on while layers multiply, in {len(regions)} of {len(choice.regions)} groups of "
         f"layers{rest}"
     )
 
@@ -172,12 +174,13 @@ def _make_plan(
     config: TensorParallelConfig,
     model: nn.Module,
     batch: Any,
+    *,
     degree: int,
     stages: Mapping[str, int],
 ) -> tuple[ChosenPlan, LossOnParts]:
     """A tested plan, and whether the loss is computed on parts; nothing is communicated."""
     graph = replace(_trace_model(job, model, batch, degree, chains=config.sequence), stages=stages)
-    chosen = choose_plan(
+    choice = choose_plan(
         model,
         degree,
         graph,
@@ -191,9 +194,16 @@ def _make_plan(
         device=job.device,
     )
     loss = loss_on_parts(
-        job, model, batch, chosen, graph, degree, wanted=config.parallel_loss, run_numerics=config.self_test
+        job,
+        model,
+        batch,
+        choice,
+        graph=graph,
+        degree=degree,
+        request=config.parallel_loss,
+        run_numerics=config.self_test,
     )
-    return chosen, loss
+    return choice, loss
 
 
 def _trace_model(job: Job, model: nn.Module, batch: Any, degree: int, *, chains: bool) -> LayerGraph:
@@ -212,33 +222,33 @@ def _trace_model(job: Job, model: nn.Module, batch: Any, degree: int, *, chains:
         ) from error
 
 
-def _of_this_rank(chosen: ChosenPlan, module: nn.Module, stages: Sequence[nn.Module]) -> ChosenPlan:
+def _of_this_rank(choice: ChosenPlan, module: nn.Module, stages: Sequence[nn.Module]) -> ChosenPlan:
     modules = {plain_name(path): child for path, child in module.named_modules()}
     # Units of other ranks are stubs, without parameters.
     local = {path for path, child in modules.items() if next(child.parameters(), None) is not None}
     layers = {
         path: layer
-        for path, layer in chosen.layout.layers.items()
+        for path, layer in choice.layout.layers.items()
         if path in local and parameter_dims(modules[path], layer)
     }
     names = {plain_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-    stream = chosen.stream
+    stream = choice.stream
     if stream is not None:
         stage_of = {id(child): number for number, stage in enumerate(stages) for child in stage.modules()}
         homes = {path: stage_of.get(id(child), -1) for path, child in modules.items() if path in local}
         chains = tuple(part for chain in stream.chains for part in _by_home(chain, homes))
         stream = StreamSpec(chains, dim=stream.dim, tight=stream.tight)
     return replace(
-        chosen,
+        choice,
         layout=replace(
-            chosen.layout,
+            choice.layout,
             layers=layers,
-            attributes=tuple(name for name in chosen.layout.attributes if _is_local_attribute(name, local)),
-            narrow_inputs=tuple(n for n in chosen.layout.narrow_inputs if n.rpartition(".")[0] in local),
+            attributes=tuple(name for name in choice.layout.attributes if _is_local_attribute(name, local)),
+            narrow_inputs=tuple(n for n in choice.layout.narrow_inputs if n.rpartition(".")[0] in local),
         ),
-        regions=tuple(spec for spec in chosen.regions if {*spec.columns, *spec.rows} <= local),
+        regions=tuple(spec for spec in choice.regions if {*spec.columns, *spec.rows} <= local),
         stream=stream,
-        partial=chosen.partial & names,
+        partial=choice.partial & names,
     )
 
 
@@ -253,14 +263,14 @@ def _is_local_attribute(attribute: str, local: Iterable[str]) -> bool:
     return any(".".join(parts[:length]) in local for length in range(len(parts) - 1, 0, -1))
 
 
-def _divide_layers(job: Job, chosen: ChosenPlan, group: TensorGroup) -> None:
+def _divide_layers(job: Job, choice: ChosenPlan, group: TensorGroup) -> None:
     assert group.mesh is not None
     ranks = group.mesh.get_group()
-    done = divide(job.module, chosen.layout, group, chosen.regions, chosen.stream)
-    job.parts.packings.update(done.packings)
-    job.gradients.sums.add(chosen.partial, ranks)
-    divided = set(done.dims)
-    named = job.module.named_parameters(remove_duplicate=False)
+    division = divide(job.module, choice.layout, group, choice.regions, stream=choice.stream)
+    job.parts.packings.update(division.packings)
+    job.gradients.sums.add(choice.partial, ranks)
+    names = set(division.dims)
+    pairs = job.module.named_parameters(remove_duplicate=False)
     # Parameters that stay whole take the values of the group's first rank.
-    whole = {id(p): p for name, p in named if plain_name(name) not in divided}
+    whole = {id(p): p for name, p in pairs if plain_name(name) not in names}
     broadcast_from_first(job, (*whole.values(), *job.module.buffers()), group=ranks)

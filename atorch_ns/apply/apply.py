@@ -1,4 +1,4 @@
-"""Applying a strategy, in one way for every front end: resolved alike on all ranks, each method does its part, the job is built."""
+"""Application of a strategy for every front end: agreed on by all ranks, done by methods, built as a job."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def dry_run(result: Result) -> torch.Tensor:
     return loss
 
 
-def apply_strategy(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
+def apply_strategy(inputs: Inputs, cluster: Cluster, resolution: Resolved) -> Result:
     """Applies a strategy to the user's objects; collective where there is a process group.
 
     The caller's random states are restored. The model is changed in place where methods do so.
@@ -61,30 +61,30 @@ def apply_strategy(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Resu
             can be seen before ranks communicate.
     """
     with random_states_kept(torch.device(cluster.device)), gradients_kept(inputs.model):
-        return _apply_methods(inputs, cluster, resolved)
+        return _apply_methods(inputs, cluster, resolution)
 
 
-def _apply_methods(inputs: Inputs, cluster: Cluster, resolved: Resolved) -> Result:
+def _apply_methods(inputs: Inputs, cluster: Cluster, resolution: Resolved) -> Result:
     # For values that all ranks draw alike; torch's own of a script that sets none is any number of 64 bits.
     seed, name = cluster.from_first((torch.initial_seed() % 2**63, uuid.uuid4().hex))
     job = cluster.agree(
-        lambda: Job.start(inputs, cluster, resolved.plan, seed=seed, name=name),
+        lambda: Job.start(inputs, cluster, resolution.plan, seed=seed, name=name),
         what="grouping the parameters",
     )
     census = Census(inputs.model)
-    for chosen in resolved.chosen:
-        if chosen.method.phase is Phase.CUT:
+    for item in resolution.chosen:
+        if item.method.phase is Phase.CUT:
             job.keep_structure()
         try:
-            chosen.method.apply(job, chosen.config)
+            item.method.apply(job, item.config)
         except AtorchError as error:  # a search asks who would refuse again
-            error.refused_by = chosen.method.name
+            error.refused_by = item.method.name
             raise
     cluster.agree(lambda: census.check(job), what="looking for what the strategy would break")
-    applied = partial(report_applied, resolved)
+    make_report = partial(report_applied, resolution)
     if job.optimizer.take_over is not None:  # such a backend communicates while it builds
-        return build(job, applied)
-    return cluster.agree(lambda: build(job, applied), what="building optimizer and data")
+        return build(job, make_report)
+    return cluster.agree(lambda: build(job, make_report), what="building optimizer and data")
 
 
 def resolve_alike(
@@ -95,7 +95,7 @@ def resolve_alike(
     check: Callable[[Resolved], None] | None = None,
     trains: bool = True,
 ) -> Resolved:
-    """The strategy for this cluster: everything is checked that can be without the other ranks, then compared with them.
+    """The strategy for this cluster: checked as far as one rank can, then compared over all ranks.
 
     Args:
         inputs: the user's objects, which are checked too.
@@ -109,21 +109,21 @@ def resolve_alike(
     def read() -> Resolved:
         inputs.check()
         profile = Profile.of(inputs.model) if trains else None
-        resolved = resolve(strategy, cluster, load_registry(), profile=profile)
+        resolution = resolve(strategy, cluster, load_registry(), profile=profile)
         if check is not None:
-            check(resolved)
-        return resolved
+            check(resolution)
+        return resolution
 
-    resolved = cluster.agree(read, what="checking the strategy")
-    text = canonical_text([[step.name, step.config] for step in resolved.strategy])
+    resolution = cluster.agree(read, what="checking the strategy")
+    text = canonical_text([[step.name, step.config] for step in resolution.strategy])
     cluster.same_everywhere({"strategy": text, **inputs.digest()})
-    return resolved
+    return resolution
 
 
 def make_job(
     inputs: Inputs,
     cluster: Cluster,
-    resolved: Resolved,
+    resolution: Resolved,
     *,
     notes: Iterable[str] = (),
     report: Callable[[Result], Any] | None = None,
@@ -134,10 +134,10 @@ def make_job(
     Args:
         notes: sentences for the report.
         report: makes ``result.report``; ``None`` for what was applied.
-        takes_late_hooks: whether hooks of gradients may be registered after the call; where gradients wait for an order to
-            be summed, nothing would call them.
+        takes_late_hooks: whether gradient hooks may be registered after the call; nothing would call them
+            where gradients wait for an order to be summed.
     """
-    result = apply_strategy(inputs, cluster, resolved)
+    result = apply_strategy(inputs, cluster, resolution)
     if takes_late_hooks:
         carry_late_hooks(result.job, result.train_step.observe)
     for note in filter(None, notes):

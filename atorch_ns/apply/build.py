@@ -154,20 +154,20 @@ def _build_scheduler(job: Job, optimizer: torch.optim.Optimizer | None) -> Any:
         ) from error
 
 
-def report_applied(resolved: Resolved, job: Job, bytes_per_rank: int) -> Report:
+def report_applied(resolution: Resolved, job: Job, bytes_per_rank: int) -> Report:
     """What was applied of a strategy, and why."""
     rows = []
-    steps = {step.name: step for step in resolved.strategy}
-    for item in resolved.chosen:
+    steps = {step.name: step for step in resolution.strategy}
+    for item in resolution.chosen:
         step = steps[item.method.name]
-        done = job.explained(item.method.name)
-        why = "; ".join([item.method.explain(item.config, job.cluster).rstrip("."), *done])
+        explanations = job.explained(item.method.name)
+        why = "; ".join([item.method.explain(item.config, job.cluster).rstrip("."), *explanations])
         settings = str(step).removeprefix(step.name).strip("()")
         rows.append(MethodRow(name=item.method.name, settings=settings, why=why))
     return Report(
-        strategy=resolved.strategy,
+        strategy=resolution.strategy,
         rows=tuple(rows),
-        notes=(*(note.text for note in resolved.notes), *job.explained(MODEL), *job.explained(OPTIMIZER)),
+        notes=(*(note.text for note in resolution.notes), *job.explained(MODEL), *job.explained(OPTIMIZER)),
         world_size=job.cluster.world_size,
         axes=job.mesh.axes if job.mesh is not None else (),
         device=job.cluster.device,

@@ -33,14 +33,14 @@ def select_modules(
             hold ``*`` (``"layers.*"``). A base class selects its subclasses.
         outermost: whether to leave out modules inside a selected one.
     """
-    wanted = tuple(selectors)
+    patterns = tuple(selectors)
     modules: list[NamedModule] = []
     for name, module in model.named_modules():
         if not name or name.endswith("_checkpoint_wrapped_module") or _belongs_to_pipeline(module):
             continue
-        if outermost and any(name.startswith(f"{chosen.name}.") for chosen in modules):
+        if outermost and any(name.startswith(f"{outer.name}.") for outer in modules):
             continue
-        if matches(plain_name(name), unwrap_checkpoint(module), wanted):
+        if matches(plain_name(name), unwrap_checkpoint(module), patterns):
             modules.append(NamedModule(name, module))
     return modules
 
@@ -60,7 +60,7 @@ def matches(name: str, module: nn.Module, selectors: Iterable[str]) -> bool:
 
 
 def class_names(module: nn.Module) -> set[str]:
-    """Names of a module's class and its bases below ``nn.Module``: bare, qualified, and with the module's name.
+    """Names of a module's class and its bases below ``nn.Module``: bare, qualified, with Python module.
 
     They include those of a module that it replaces (:func:`stand_for`).
     """
@@ -93,7 +93,7 @@ _VOCABULARY = ("vocab_size", "vocabulary_size", "n_vocab")
 
 
 def num_heads(model: nn.Module) -> int:
-    """Attention heads of a layer, from the model's config or its modules' attributes; 0 if neither has them."""
+    """Attention heads of a layer, by the model's config or its modules' attributes; 0 if neither has them."""
     return _first_positive_int(_iter_setting_owners(model), _HEADS)
 
 
@@ -113,7 +113,7 @@ def experts_per_token(model: nn.Module) -> int:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Rows of the token embedding: those of the config, else of the largest ``nn.Embedding``; 0 without one."""
+    """Rows of the token embedding: by the config, else of the largest ``nn.Embedding``; 0 without one."""
     embeddings = (module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))
     return _first_positive_int(_iter_configs(model), _VOCABULARY) or max(embeddings, default=0)
 
@@ -133,9 +133,9 @@ def _iter_setting_owners(model: nn.Module) -> Iterable[Any]:
 
 
 def _first_positive_int(holders: Iterable[Any], names: Iterable[str]) -> int:
-    wanted = tuple(names)
+    attributes = tuple(names)
     for holder in holders:
-        for name in wanted:
+        for name in attributes:
             value = holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
@@ -193,14 +193,14 @@ def _position_keys(facts: list[dict[str, Any]]) -> set[str]:
 
 
 def _module_facts(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    tied: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         yield f"{path}:class", f"{type(child).__module__}.{type(child).__qualname__}"
         attributes = vars(child)
         for kind in ("_parameters", "_buffers"):
             for name, tensor in attributes[kind].items():
                 if tensor is not None:
-                    first = tied.setdefault(id(tensor), f"{path}.{name}")  # shows which are tied
+                    first = first_names.setdefault(id(tensor), f"{path}.{name}")  # shows which are tied
                     shape = "x".join(map(str, tensor.shape))
                     yield f"{path}.{name}:tensor", f"{shape} {tensor.dtype} {tensor.requires_grad} {first}"
         for name, value in attributes.items():
@@ -238,18 +238,15 @@ class NamedModule(NamedTuple):
 
 
 def repeated_blocks(model: nn.Module) -> list[NamedModule]:
-    """The outermost modules that the model repeats: the layers of a transformer, of a deep MLP.
+    """The outermost modules that the model repeats, in its order: layers of a transformer, of a deep MLP.
 
     A container (``ModuleList``, ``Sequential``, ``ModuleDict``) repeats a block when at least two of its
-    children are of one class, or of classes made from one, have parameters and can be called. All its children of
-    such classes are blocks: those of a hybrid model attend and recur in turns. Classes that hold modules go before
-    those that do not, and layers of torch (``nn.Linear``) come last, however many there are: the layers before and
-    after blocks are not what the model repeats. Containers inside a block are not looked into; several containers
-    (encoder and decoder) each give their blocks, and so do several models in one container. Blocks that other ranks
-    of a pipeline hold count, and are not among those returned.
-
-    Returns:
-        The blocks in the order of the model's modules; empty if nothing repeats.
+    children are of one class, or of classes made from one, have parameters and can be called. All its
+    children of such classes are blocks: those of a hybrid model attend and recur in turns. Classes that hold
+    modules come before others, and torch's layers (``nn.Linear``) last, however many: the model does not
+    repeat the layers around its blocks. Containers inside a block are skipped. Several containers (encoder
+    and decoder) each give their blocks, and so do several models in one container. Blocks of a pipeline's
+    other ranks count, but are not returned.
     """
     blocks: list[NamedModule] = []
     _collect_blocks(model, "", blocks)
@@ -257,13 +254,13 @@ def repeated_blocks(model: nn.Module) -> list[NamedModule]:
 
 
 def _collect_blocks(module: nn.Module, prefix: str, blocks: list[NamedModule]) -> None:
-    repeated = _repeated_classes(module)
+    block_classes = _repeated_classes(module)
     for name, child in module.named_children():
         if is_stand_in(child):
             continue
         inner, child = pipeline_unit(child)
         path = f"{prefix}{name}{inner}"
-        if type(unwrap_checkpoint(child)) in repeated:
+        if type(unwrap_checkpoint(child)) in block_classes:
             blocks.append(NamedModule(path, child))
         else:
             _collect_blocks(child, f"{path}.", blocks)
@@ -277,21 +274,21 @@ def _repeated_classes(container: nn.Module) -> set[type[nn.Module]]:
         for child in container.children()
         if is_stand_in(child) or any(True for _ in child.parameters())
     ]
-    called = [child for child in children if can_be_called(child)]  # of others the model calls the children
+    callables = [child for child in children if can_be_called(child)]  # of others the model calls children
     ranks: dict[type[nn.Module], int] = {}
-    for child in called:
+    for child in callables:
         ranks[type(child)] = max(ranks.get(type(child), 0), _block_rank(child))
-    counts = Counter(type(child) for child in called)
-    repeated = [kind for kind in counts if counts[kind] >= 2]
+    counts = Counter(type(child) for child in callables)
+    frequent = [kind for kind in counts if counts[kind] >= 2]
     # Classes with a common base count together, as the two kinds of blocks of a hybrid model.
     holding = {kind for kind in counts if ranks[kind] == _HOLDS_MODULES}
-    kin = Counter(base for child in called if type(child) in holding for base in _made_from(type(child)))
+    kin = Counter(base for child in callables if type(child) in holding for base in _made_from(type(child)))
     alike = {kind for kind in holding if any(kin[base] >= 2 for base in _made_from(kind))}
-    if any(_holds_blocks(child) for child in called if type(child) in alike.difference(repeated)):
+    if any(_holds_blocks(child) for child in callables if type(child) in alike.difference(frequent)):
         alike = set()  # models, each with blocks of its own
-    blocks = alike | holding.intersection(repeated)
+    blocks = alike | holding.intersection(frequent)
     # Without blocks: the class that ranks highest as a block, then the most frequent one.
-    layers = sorted(repeated, key=lambda kind: (ranks[kind], counts[kind]), reverse=True)
+    layers = sorted(frequent, key=lambda kind: (ranks[kind], counts[kind]), reverse=True)
     return blocks or set(layers[:1])
 
 
@@ -308,7 +305,7 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Whether it has a forward pass, which containers such as ``ModuleList`` and ``ParameterDict`` have not."""
+    """Whether it has a forward pass, unlike containers such as ``ModuleList`` and ``ParameterDict``."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -316,7 +313,7 @@ _HOLDS_MODULES = 2  # the rank of a module that has modules inside
 
 
 def _block_rank(block: nn.Module) -> int:
-    """How likely a module is a block rather than a layer: 2 with modules inside, 1 without, 0 for torch's layers."""
+    """Rank of a module as a block: 2 with modules inside, 1 without, 0 for torch's layers."""
     if any(name != "parametrizations" for name, _ in block.named_children()):  # belongs to a weight
         return _HOLDS_MODULES
     return 0 if any(kind.__module__.startswith("torch.nn.modules.") for kind in _module_classes(block)) else 1

@@ -1,6 +1,6 @@
-"""Nests: tuples, lists, mappings and dataclass instances with tensors at their leaves; batches and their sizes.
+"""Nests: tuples, lists, mappings and dataclass instances with tensors at leaves; batches and their sizes.
 
-Mappings include those that are no ``dict``, such as transformers' ``BatchEncoding``. Classes that are registered with
+Mappings need not be a ``dict``: transformers' ``BatchEncoding`` is one. Classes registered with
 ``torch.utils._pytree`` are walked as registered. A tensor is always a leaf.
 
 Legend: B samples, T tokens in each.
@@ -36,11 +36,11 @@ def leaves(nest: Any, *, is_leaf: Callable[[Any], bool] = never) -> Iterator[tup
         nest: any value; one that is not a container is its own leaf, at the path ``()``.
         is_leaf: predicate of containers that are not entered.
     """
-    opened = None if is_leaf(nest) else _open_container(nest)
-    if opened is None:
+    container = None if is_leaf(nest) else _open_container(nest)
+    if container is None:
         yield (), nest
         return
-    for key, value in opened[0]:
+    for key, value in container[0]:
         for path, leaf in leaves(value, is_leaf=is_leaf):
             yield (key, *path), leaf
 
@@ -55,15 +55,15 @@ def map_leaves(
 def _map_with_path(
     function: Callable[[Path, Any], Any], nest: Any, is_leaf: Callable[[Any], bool], path: Path
 ) -> Any:
-    opened = None if is_leaf(nest) else _open_container(nest)
-    if opened is None:
+    container = None if is_leaf(nest) else _open_container(nest)
+    if container is None:
         return function(path, nest)
-    items, rebuilt = opened
+    items, rebuilt = container
     return rebuilt([_map_with_path(function, value, is_leaf, (*path, key)) for key, value in items])
 
 
 def map_instances(kind: type, function: Callable[[Any], Any], nest: Any) -> Any:
-    """A nest of the same structure with ``function(value)`` for instances of ``kind``; other leaves are shared."""
+    """A nest of equal structure, with ``function(value)`` for instances of ``kind`` and its other leaves."""
     return map_leaves(
         lambda _, leaf: function(leaf) if isinstance(leaf, kind) else leaf,
         nest,
@@ -109,9 +109,7 @@ def resized_shape(
     """A tensor's shape with B in dim 0 and T in later dims replaced; unchanged without B in dim 0.
 
     Args:
-        shape: the tensor's shape.
-        sizes: (B, T) of its batch.
-        new_sizes: (B, T) in their place.
+        sizes, new_sizes: (B, T) of its batch, and those in their place.
     """
     (num_samples, num_tokens), (new_samples, new_tokens) = sizes, new_sizes
     if not shape or shape[0] != num_samples:
@@ -165,15 +163,15 @@ def path_text(path: Path) -> str:
     """An argument's name from its path within ``(args, kwargs)``: ``"mask"``, ``"argument 0['x']"``."""
     _, *keys = path
     head, *rest = keys or [""]
-    shown = str(head) if isinstance(head, str) else f"argument {head}"
-    return shown + "".join(f"[{key!r}]" for key in rest)
+    text = str(head) if isinstance(head, str) else f"argument {head}"
+    return text + "".join(f"[{key!r}]" for key in rest)
 
 
 _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 
 
 def can_be_written(value: Any) -> bool:
-    """Whether a call may change an argument other than a tensor: a list, a dictionary, or an object such as a cache."""
+    """Whether a call may change an argument that is no tensor: a list, a dictionary, a cache object."""
     if isinstance(value, tuple):
         return any(map(can_be_written, value))
     return not (isinstance(value, _PLAIN) or callable(value))
@@ -215,13 +213,13 @@ def _collect_tensors(nest: Any, tensors: list[torch.Tensor]) -> None:
     elif isinstance(nest, (tuple, list)):
         for item in nest:
             _collect_tensors(item, tensors)
-    elif (opened := _open_container(nest)) is not None:
-        for _, item in opened[0]:
+    elif (container := _open_container(nest)) is not None:
+        for _, item in container[0]:
             _collect_tensors(item, tensors)
 
 
 def _open_container(nest: Any) -> _Children | None:
-    """The items of a container by key, and a function that rebuilds it of other items; ``None`` for a leaf."""
+    """Items of a container by key, and a function that rebuilds it of others; ``None`` for a leaf."""
     if isinstance(nest, torch.Tensor):
         return None
     if isinstance(nest, Mapping):
@@ -231,8 +229,8 @@ def _open_container(nest: Any) -> _Children | None:
     if is_dataclass_instance(nest):
         names = [field.name for field in dataclasses.fields(nest) if hasattr(nest, field.name)]
         return [(name, getattr(nest, name)) for name in names], partial(_as_dataclass, nest, names)
-    registered = registered_children(nest)
-    return None if registered is None else (list(enumerate(registered[0])), registered[1])
+    children = registered_children(nest)
+    return None if children is None else (list(enumerate(children[0])), children[1])
 
 
 def _as_mapping(nest: Mapping[Any, Any], values: Sequence[Any]) -> Any:

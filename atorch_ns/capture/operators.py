@@ -19,7 +19,7 @@ _FREE_NAMES = frozenset(
 )  # fmt: skip
 
 WEIGHT_PRODUCTS = ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", "aten._grouped_mm")
-"""Products of activations with weights, as of linear layers and experts; products of two activations are batched ones."""
+"""Products of activations and weights, of linear layers and experts; those of two activations are batched."""
 
 _GETTERS = (
     "_base", "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
@@ -48,8 +48,8 @@ def is_free(func: Any) -> bool:
     """Whether the operator only describes memory: a view, or a tensor without values."""
     if label(func).rpartition(".")[2] in _FREE_NAMES:
         return True
-    returned = func._schema.returns
-    aliases = [value.alias_info for value in returned]
+    results = func._schema.returns
+    aliases = [value.alias_info for value in results]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
@@ -69,11 +69,11 @@ _BESIDE_ATTENTION = (
 def is_saved(saved: tuple[str, ...] | str, operator: str, number: int) -> bool:
     """Whether selective recomputation keeps what a call of an operator gives.
 
-    ``every_second_product`` is torchtitan's per-operator recomputation: of the products with weights in a block the first, the
-    third and so on, fused attention, functional collectives, and maxima, from which fp8 has its scales.
-    ``all_but_attention`` is the selective recomputation of Korthikanti et al. 2022, section 5: products with weights,
-    normalisations and activation functions, so that scores, softmax, dropout, the weighted sum and element-wise operators
-    are computed again.
+    ``every_second_product`` is torchtitan's per-operator recomputation. It keeps a block's first, third, …
+    product with weights, fused attention, functional collectives, and maxima, from which fp8 has its scales.
+    ``all_but_attention`` is the selective recomputation of Korthikanti et al. 2022, section 5. It keeps
+    products with weights, normalisations and activation functions; scores, softmax, dropout, the weighted sum
+    and element-wise operators are computed again.
 
     Args:
         saved: the rule, or names of operators, with or without their overload.

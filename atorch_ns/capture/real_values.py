@@ -20,8 +20,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    # torch's fake kernel takes bf16 alone, the real one fp32 too.
-    dtype = out_dtype or first.dtype
+    dtype = out_dtype or first.dtype  # torch's fake kernel takes bf16 alone, the real one fp32 too
     if first.dim() == 2 and second.dim() == 2:  # [M, K] × [K, N], in groups of the summed dim
         assert offs is not None
         return first.new_empty((offs.shape[0], first.shape[0], second.shape[1]), dtype=dtype)
@@ -65,18 +64,16 @@ FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
 
 _WITHOUT_VALUES = ("aten.empty", "aten.empty_strided", "aten.empty_permuted")  # uninitialised memory
 
-_LARGEST = 1 << 21
-"""Elements of the largest tensor that is computed for its values, unless the batch has more tokens."""
-_MOST_TOKENS = 1 << 27
-"""Tokens of the largest batch whose positions are computed for their values: 1 GiB of int64."""
+_LARGEST = 1 << 21  # elements of the largest tensor computed for its values, unless the batch has more tokens
+_MOST_TOKENS = 1 << 27  # of the largest batch whose positions are computed for their values: 1 GiB of int64
 
 
 def largest_real(num_tokens: int) -> int:
     """Elements of the largest tensor that is computed for its values: positions, not a mask of all pairs.
 
     Args:
-        num_tokens: B × T of the batch. Models look into positions and padding masks of this size, and where they cannot
-            they build masks of T × T that they do not build in training. Twice as many, since they append columns to them.
+        num_tokens: B × T of the batch. Models read positions and padding masks of this size, or else build
+            masks of T × T that training does not have. Twice as many count, since they append columns.
     """
     return max(_LARGEST, 2 * min(num_tokens, _MOST_TOKENS))
 
@@ -84,8 +81,7 @@ def largest_real(num_tokens: int) -> int:
 def may_be_real(
     tensor: torch.Tensor, num_elements: int, device: torch.device, *, largest: int = _LARGEST
 ) -> bool:
-    """Whether a tensor of the batch keeps its values: one of integers or booleans, of at most ``largest`` elements, on a
-    device that this process uses."""
+    """Whether a tensor of the batch keeps its values: few integers or booleans on a device in use here."""
     small = not _is_floating(tensor.dtype) and num_elements <= largest
     return small and not tensor.is_meta and _is_usable(device)
 
@@ -98,8 +94,7 @@ def fake_like(
     is_parameter: bool = False,
     largest: int = _LARGEST,
 ) -> torch.Tensor:
-    """Inside a fake mode, a fake tensor like ``tensor``, or a real copy where :func:`may_be_real` lets it keep its
-    values; parameters never do."""
+    """In a fake mode, a fake tensor like ``tensor``, or (no parameter) a real copy by :func:`may_be_real`."""
     if not is_parameter and may_be_real(tensor, tensor.numel(), device, largest=largest):
         with outside_fake_mode():
             return tensor.detach().to(device, copy=True)
@@ -107,11 +102,11 @@ def fake_like(
 
 
 class RealValues(TorchDispatchMode):
-    """Mode inside a fake mode that computes operators on real tensors alone, and integers without inputs, for real.
+    """Mode inside a fake mode that computes for real on real tensors alone, and integers without inputs.
 
-    With an attention mask of ones many models leave the mask out and call another kernel; a fake mask has no values
-    to decide by. Results of fake tensors are fake, by :data:`FAKE_KERNELS` where torch's fake kernels are wrong, and
-    so are large or random results.
+    With an attention mask of ones many models drop the mask and call another kernel; a fake mask has no
+    values to decide by. Results of fake tensors are fake, by :data:`FAKE_KERNELS` where torch's fake kernels
+    are wrong, and so are large or random results.
 
     Args:
         largest: elements of the largest result that is real: :func:`largest_real`.

@@ -56,14 +56,14 @@ def truncate(
         if not is_list or len(holder._modules) != len(paths):
             continue
         kinds = [prints[path] for path in paths]
-        kept, stands_for = _choose_kept_blocks(kinds)
-        if len(kept) < len(paths):
+        indices, stands_for = _choose_kept_blocks(kinds)
+        if len(indices) < len(paths):
             containers[container] = Container(
                 path=container,
                 blocks=tuple(paths),
-                kept=kept,
+                kept=indices,
                 stands_for=stands_for,
-                kinds=tuple(kinds[index] for index in kept),
+                kinds=tuple(kinds[index] for index in indices),
                 counters=counters([blocks[path] for path in paths]),
             )
     return containers
@@ -71,14 +71,14 @@ def truncate(
 
 def _choose_kept_blocks(kinds: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     last = len(kinds) - 1
-    kept = [0]
+    indices = [0]
     positions: dict[str, int] = {}
     for index, kind in enumerate(kinds[1:last], 1):  # one of each kind in between
         if kind not in positions:
-            positions[kind] = len(kept)
-            kept.append(index)
-    kept.append(last)
-    return tuple(kept), (0, *(positions[kind] for kind in kinds[1:last]), len(kept) - 1)
+            positions[kind] = len(indices)
+            indices.append(index)
+    indices.append(last)
+    return tuple(indices), (0, *(positions[kind] for kind in kinds[1:last]), len(indices) - 1)
 
 
 MakeTensor = Callable[[str, torch.Tensor], torch.Tensor]
@@ -91,8 +91,8 @@ def copy_structure(model: nn.Module, make: MakeTensor, containers: Mapping[str, 
     Tensors that are one object stay one object. The memory of the model's tensors is not copied.
     """
     memo: dict[int, Any] = {}  # deepcopy's memo: it does not copy tensors that are in it
-    shortened = {path: model.get_submodule(path) for path in containers}
-    for module in _modules_kept(model, shortened, containers):
+    holders = {path: model.get_submodule(path) for path in containers}
+    for module in _modules_kept(model, holders, containers):
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) not in memo:
                 memo[id(parameter)] = _copy_parameter(parameter, make)
@@ -106,9 +106,9 @@ def copy_structure(model: nn.Module, make: MakeTensor, containers: Mapping[str, 
     children: list[tuple[dict[str, Any], str, nn.Module]] = []
     for path, container in containers.items():
         modules: dict[str, Any] = {}
-        memo[id(shortened[path]._modules)] = modules  # filled before the rest is copied
+        memo[id(holders[path]._modules)] = modules  # filled before the rest is copied
         for position, index in enumerate(container.kept):
-            children.append((modules, str(position), list(shortened[path].children())[index]))
+            children.append((modules, str(position), list(holders[path].children())[index]))
     try:
         clone = _deep_copy(model, children, dict(memo))  # a copy of the memo, since this may fail half-way
     except Exception:  # a lock, a file, a generator among a module's attributes
@@ -143,21 +143,21 @@ def _shared_attributes(model: nn.Module, memo: Mapping[int, Any]) -> dict[int, A
 
 
 def _shorten_settings(model: nn.Module, clone: nn.Module, containers: Iterable[Container]) -> None:
-    kept: dict[int, tuple[int, ...] | None] = {}
+    by_size: dict[int, tuple[int, ...] | None] = {}
     for container in containers:
         length = len(container.blocks)
         # Two containers of equal length that keep different blocks: the owner of a list is unclear.
-        kept[length] = container.kept if kept.get(length, container.kept) == container.kept else None
+        by_size[length] = container.kept if by_size.get(length, container.kept) == container.kept else None
     originals = {id(owner) for module in model.modules() for owner in _setting_owners(module)}
-    seen: set[int] = set()
+    ids: set[int] = set()
     for module in clone.modules():
         for owner in _setting_owners(module):
-            if id(owner) in originals or id(owner) in seen:  # shared with the model, or visited
+            if id(owner) in originals or id(owner) in ids:  # shared with the model, or visited
                 continue
-            seen.add(id(owner))
+            ids.add(id(owner))
             for name, value in list(vars(owner).items()):
                 # A list as long as a container has an entry for each block, as config.layer_types.
-                places = kept.get(len(value)) if isinstance(value, (list, tuple)) else None
+                places = by_size.get(len(value)) if isinstance(value, (list, tuple)) else None
                 if places is not None and not unique_tensors_of(value):
                     vars(owner)[name] = type(value)(value[index] for index in places)
 
@@ -176,18 +176,18 @@ def _setting_owners(module: nn.Module) -> list[Any]:
 
 
 def _modules_kept(
-    model: nn.Module, shortened: Mapping[str, nn.Module], containers: Mapping[str, Container]
+    model: nn.Module, holders: Mapping[str, nn.Module], containers: Mapping[str, Container]
 ) -> Iterator[nn.Module]:
-    dropped: set[int] = set()
-    for path, holder in shortened.items():
+    dropped_ids: set[int] = set()
+    for path, holder in holders.items():
         for index, child in enumerate(holder._modules.values()):
             if index not in containers[path].kept and child is not None:
-                dropped.update(id(module) for module in child.modules())
-    for path, holder in shortened.items():
+                dropped_ids.update(id(module) for module in child.modules())
+    for path, holder in holders.items():
         for index in containers[path].kept:  # a module shared with a dropped block is kept
-            dropped.difference_update(id(module) for module in list(holder.children())[index].modules())
+            dropped_ids.difference_update(id(module) for module in list(holder.children())[index].modules())
     for module in model.modules():
-        if id(module) not in dropped:
+        if id(module) not in dropped_ids:
             yield module
 
 

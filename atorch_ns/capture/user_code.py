@@ -42,9 +42,8 @@ def imported(name: str) -> ModuleType:
 def imported_file(path: Path) -> ModuleType:
     """The module of a file, executed once in this process.
 
-    Its name is the one by which other files import it: ``pkg.mod`` inside a package, else the file's stem. Its folder
-    is searched for modules, after everything else. A stem that means another module, such as ``json``, stays that
-    module's; the file then gets a name that nobody else has.
+    Other files import it by its name: ``pkg.mod`` inside a package, else the file's stem. Its folder is
+    searched for modules last. If the stem means another module, such as ``json``, it gets a unique name.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -158,7 +157,6 @@ def build_model(name: str, *, on_meta: bool = True) -> tuple[nn.Module, str]:
     """The model, and a sentence on how it was built.
 
     Args:
-        name: the name as the user wrote it.
         on_meta: build on the meta device where the model's code allows it.
 
     Raises:
@@ -167,22 +165,22 @@ def build_model(name: str, *, on_meta: bool = True) -> tuple[nn.Module, str]:
     import torch
     from torch import nn
 
-    built = load_object(name, option="--model")
-    if isinstance(built, nn.Module):
-        return built, "the model was there already"
-    if not callable(built):
-        raise InputError(f"--model={name!r} is {with_article(built)}; it must be a module, or build one.")
+    target = load_object(name, option="--model")
+    if isinstance(target, nn.Module):
+        return target, "the model was there already"
+    if not callable(target):
+        raise InputError(f"--model={name!r} is {with_article(target)}; it must be a module, or build one.")
     model, how = None, "the model was built with memory"
     if on_meta:
         try:
             with torch.device("meta"):
-                model = built()
+                model = target()
             how = "the model was built on meta, without memory"
         except (Exception, SystemExit) as error:  # a script may call sys.exit
             how = f"the model was built with memory, since on meta: {error_text(error)}"
     if model is None:
         try:
-            model = built()
+            model = target()
         except (Exception, SystemExit) as error:
             raise InputError(
                 with_period(f"--model={name!r} could not be built: {error_text(error)}")

@@ -43,7 +43,7 @@ _PYTHON_VERSION = 3  # format of Python's random states
 
 
 def capture_rng(device: torch.device, shared: SharedRandomness | None = None) -> dict[str, torch.Tensor]:
-    """Every random state of this rank, by kind; ``cuda`` only on a GPU, ``shared`` only where ranks share states."""
+    """Every random state of this rank, by kind: ``cuda`` on a GPU alone, ``shared`` if ranks share states."""
     _, words, gauss = random.getstate()  # version, words and position, a second normal draw
     _, numpy_words, position, has_gauss, numpy_gauss = np.random.get_state(legacy=True)
     states = {
@@ -72,7 +72,7 @@ def rng_digest(states: Mapping[str, torch.Tensor]) -> str:
 def restore_rng(
     states: Mapping[str, torch.Tensor], device: torch.device, shared: SharedRandomness | None = None
 ) -> None:
-    """Restores states of :func:`capture_rng`; those of a device or generator that this rank lacks are left out."""
+    """Restores states of :func:`capture_rng`, except of devices and generators that this rank lacks."""
     torch.set_rng_state(states["torch"])
     words, gauss = states["python"].tolist(), float(states["python_gauss"])
     random.setstate((_PYTHON_VERSION, tuple(words), None if math.isnan(gauss) else gauss))
@@ -139,7 +139,7 @@ def read_contents(
     # Each rank gives its parts of weights and optimizer states.
     tensors = {WEIGHT + name: tensor for name, tensor in weights.items()}
     group = job.stage_group
-    # Every rank has buffers; where they differ, rank 0's count, which DDP broadcasts. Of a pipeline, rank 0's stages.
+    # Every rank has buffers; where they differ, rank 0's count, as in DDP. Of a pipeline, rank 0's stages.
     if job.cluster.rank == 0 if group is None else 0 in dist.get_process_group_ranks(group):
         tensors |= {BUFFER + name: tensor for name, tensor in _first_held(job, buffers).items()}
         tensors |= {EXTRA_STATE + name: tensor for name, tensor in _first_held(job, extras).items()}
@@ -166,7 +166,7 @@ def read_contents(
 
 
 def with_all_ranks(contents: Contents, job: Job) -> Contents:
-    """``contents`` with the other ranks' optimizer values and random-state digests in the manifest; collective."""
+    """``contents`` with all ranks' optimizer values and random-state digests in the manifest; collective."""
     if not job.cluster.distributed:
         return contents
     manifest = contents.manifest
@@ -174,13 +174,13 @@ def with_all_ranks(contents: Contents, job: Job) -> Contents:
     of_ranks = gathered((values, manifest.rng_digests), distributed=True)
     update: dict[str, Any] = {"rng_digests": tuple(digest for _, digests in of_ranks for digest in digests)}
     if manifest.optimizer is not None:
-        merged = {name: entries for ranks, _ in of_ranks for name, entries in ranks.items()}  # by parameter
-        update["optimizer"] = manifest.optimizer.model_copy(update={"values": merged})
+        values_by_parameter = {name: entries for ranks, _ in of_ranks for name, entries in ranks.items()}
+        update["optimizer"] = manifest.optimizer.model_copy(update={"values": values_by_parameter})
     return replace(contents, manifest=manifest.model_copy(update=update))
 
 
 def held_by_stages(job: Job, tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
-    """Records of the tensors of all pipeline stages, or of this rank without a pipeline; collective over the stages."""
+    """Records of all stages' tensors, or of this rank's without a pipeline; collective over the stages."""
     records = {
         name: record
         for stage in on_all_stages(job, tensor_records(tensors))

@@ -27,19 +27,18 @@ class Unmatched(NamedTuple):
 
 
 def export_state_dict(result: Result) -> dict[str, torch.Tensor]:
-    """All parameters and persistent buffers, whole, as ``state_dict()`` of the plain model names them; collective.
+    """All parameters and persistent buffers, whole, as the plain model's ``state_dict()``; collective.
 
-    Weights are fp32 where the job keeps fp32 masters of them. Tied parameters stand under each of their names
-    and share memory.
+    Weights are fp32 where the job has fp32 masters. Tied parameters stand under each name and share memory.
 
     Returns:
         Copies on the CPU on rank 0; an empty dict on the other ranks, which need no memory for it.
     """
-    exported = whole_tensors(result)
+    tensors = whole_tensors(result)
     for name, others in _other_names(result.job).items():
-        if name in exported:
-            exported |= dict.fromkeys(others, exported[name])
-    return exported
+        if name in tensors:
+            tensors |= dict.fromkeys(others, tensors[name])
+    return tensors
 
 
 def _other_names(job: Job) -> dict[str, list[str]]:
@@ -62,9 +61,9 @@ def whole_tensors(
     """
     job = result.job
     local = states_of(result).weights()
-    divided = next((weight for weight in local.values() if isinstance(weight, DTensor)), None)
-    if divided is not None and job.step.same_place is not None:
-        job.step.same_place.meet("X", divided.device_mesh.mesh.flatten().tolist())  # all are at this call
+    dtensor = next((weight for weight in local.values() if isinstance(weight, DTensor)), None)
+    if dtensor is not None and job.step.same_place is not None:
+        job.step.same_place.meet("X", dtensor.device_mesh.mesh.flatten().tolist())  # all are at this call
     if buffers:
         local |= persistent_buffers(job.module)
     group = job.stage_group
@@ -75,7 +74,7 @@ def whole_tensors(
             # full_tensor is collective over a stage's ranks; then the stage sends to its whole pipeline.
             whole = _full_tensor(local[name]) if group is None or group.rank() == stage else None
             if group is not None and (everywhere or 0 in dist.get_process_group_ranks(group)):
-                whole = _from_stage(whole, record, stage, group, job.device)
+                whole = _from_stage(whole, record, stage, group, device=job.device)
             if keeps and whole is not None:
                 tensors[name] = whole.detach().to("cpu", copy=True)
     return {name: tensors[name] for name in job.original.ordered(tensors)}
@@ -84,11 +83,11 @@ def whole_tensors(
 def _by_stage(job: Job, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, TensorRecord]]:
     # The first of several stages that hold a tensor sends it. Collective over the stages.
     earlier: set[str] = set()
-    sent = []
+    stages = []
     for stage in on_all_stages(job, tensor_records(tensors)):
-        sent.append({name: record for name, record in stage.items() if name not in earlier})
+        stages.append({name: record for name, record in stage.items() if name not in earlier})
         earlier |= stage.keys()
-    return sent
+    return stages
 
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,14 +99,15 @@ def _from_stage(
     record: TensorRecord,
     group_rank: int,
     group: dist.ProcessGroup,
+    *,
     device: torch.device,
 ) -> torch.Tensor:
     if whole is None:
-        sent = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=device)
+        buffer = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=device)
     else:
-        sent = whole.detach().to(device).contiguous()  # a broadcast needs contiguous memory
-    dist.broadcast(sent, src=dist.get_process_group_ranks(group)[group_rank], group=group)
-    return sent
+        buffer = whole.detach().to(device).contiguous()  # a broadcast needs contiguous memory
+    dist.broadcast(buffer, src=dist.get_process_group_ranks(group)[group_rank], group=group)
+    return buffer
 
 
 def import_state_dict(
@@ -126,7 +126,7 @@ def import_state_dict(
         The names that were left out; empty with ``strict``.
 
     Raises:
-        CheckpointError: on every rank, naming the first few names that do not match or tensors whose shapes differ.
+        CheckpointError: on every rank, naming the first few names that do not match or shapes that differ.
     """
     job = result.job
     states = states_of(result)
@@ -135,7 +135,7 @@ def import_state_dict(
     records = held_by_stages(job, targets)
     others = _other_names(job)
     aliases = {name: (name, *others.get(name, ())) for name in records}
-    keys, unmatched = job.cluster.on_first(
+    keys, leftovers = job.cluster.on_first(
         lambda: _match_keys(state_dict, records, aliases, strict=strict), what="comparing the names"
     )
     # All ranks go through the names in the same order; rank 0 broadcasts each tensor.
@@ -147,7 +147,7 @@ def import_state_dict(
     states.set_weights(weights)
     if job.step.same_weights is not None:
         job.step.same_weights.begin_anew()
-    return unmatched
+    return leftovers
 
 
 def _match_keys(
@@ -164,24 +164,24 @@ def _match_keys(
         if not present:
             continue
         keys[name] = present[0]  # by any of its names
-        shape, wanted = tuple(weights[present[0]].shape), targets[name].shape
-        if shape != wanted:
-            problems.append(f"{name} is {wanted} here and {shape} there")
+        shape, target_shape = tuple(weights[present[0]].shape), targets[name].shape
+        if shape != target_shape:
+            problems.append(f"{name} is {target_shape} here and {shape} there")
         if any(not torch.equal(weights[present[0]], weights[key]) for key in present[1:]):
             problems.append(f"{' and '.join(present)} are tied here and differ there")
-    known = {key for names in aliases.values() for key in names}
-    unmatched = Unmatched(
-        [name for name in targets if name not in keys], [key for key in weights if key not in known]
+    all_names = {key for names in aliases.values() for key in names}
+    leftovers = Unmatched(
+        [name for name in targets if name not in keys], [key for key in weights if key not in all_names]
     )
-    if strict and unmatched.missing_keys:
-        problems.append(f"{len(unmatched.missing_keys)} missing: {first_few(unmatched.missing_keys)}")
-    if strict and unmatched.unexpected_keys:
+    if strict and leftovers.missing_keys:
+        problems.append(f"{len(leftovers.missing_keys)} missing: {first_few(leftovers.missing_keys)}")
+    if strict and leftovers.unexpected_keys:
         problems.append(
-            f"{len(unmatched.unexpected_keys)} unexpected: {first_few(unmatched.unexpected_keys)}"
+            f"{len(leftovers.unexpected_keys)} unexpected: {first_few(leftovers.unexpected_keys)}"
         )
     if problems:
         raise CheckpointError("the weights are of another model: " + first_few(problems, _SHOWN, "; "))
-    return keys, unmatched
+    return keys, leftovers
 
 
 @torch.no_grad()

@@ -39,20 +39,20 @@ def check_files(folder: Path, records: Mapping[str, FileRecord], names: Iterable
     Raises:
         CheckpointError: naming each file that differs, with the sizes and digests expected and found.
     """
-    named = [name for name in names if name in records]
-    check_sizes(folder, {name: records[name].size for name in named})
+    recorded_names = [name for name in names if name in records]
+    check_sizes(folder, {name: records[name].size for name in recorded_names})
     problems = []
-    for name in named:
-        wanted = records[name]
+    for name in recorded_names:
+        original = records[name]
         try:
             record = record_of(folder / name)
         except OSError as error:
             problems.append(f"{name} cannot be read: {error}")
             continue
-        if record != wanted:
+        if record != original:
             problems.append(
-                f"{name} has {record.size} bytes with CRC-32 {record.crc32}, and {wanted.size} bytes with CRC-32 "
-                f"{wanted.crc32} were written"
+                f"{name} has {record.size} bytes with CRC-32 {record.crc32}, and {original.size} bytes with CRC-32 "
+                f"{original.crc32} were written"
             )
     _raise_damaged(folder, problems)
 
@@ -70,27 +70,27 @@ def check_sizes(folder: Path, sizes: Mapping[str, int], *, at_least: bool = Fals
     """
     problems = []
     least = "at least " if at_least else ""
-    for name, wanted in sizes.items():
+    for name, saved_size in sizes.items():
         try:
             size = (folder / name).stat().st_size
         except OSError as error:
-            problems.append(f"{name} of {least}{wanted} bytes cannot be opened: {error.strerror}")
+            problems.append(f"{name} of {least}{saved_size} bytes cannot be opened: {error.strerror}")
             continue
-        if size < wanted or (size > wanted and not at_least):
-            problems.append(f"{name} has {size} bytes, and {least}{wanted} were written")
+        if size < saved_size or (size > saved_size and not at_least):
+            problems.append(f"{name} has {size} bytes, and {least}{saved_size} were written")
     _raise_damaged(folder, problems)
 
 
-def share_of(rank: int, needed: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
+def share_of(rank: int, requests: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
     """The files that a rank checks: the ranks of a machine divide the files that any of them needs.
 
     Args:
         rank: the rank whose share is wanted.
-        needed: machine name and sizes of the files to read, for each rank.
+        requests: machine name and sizes of the files to read, for each rank.
     """
-    host = needed[rank][0]
-    peers = [peer for peer, (other, _) in enumerate(needed) if other == host]  # of one machine
-    sizes = {name: size for peer in peers for name, size in needed[peer][1].items()}
+    host = requests[rank][0]
+    peers = [peer for peer, (other, _) in enumerate(requests) if other == host]  # of one machine
+    sizes = {name: size for peer in peers for name, size in requests[peer][1].items()}
     load = dict.fromkeys(peers, 0)
     share = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):  # the largest to the least loaded

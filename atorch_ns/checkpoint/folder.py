@@ -53,11 +53,11 @@ def latest(path: str | PathLike[str]) -> Path | None:
     """The newest complete checkpoint below ``path``: the one saved last; ``None`` if there is none."""
     parent = Path(path)
     try:
-        named = (parent / _POINTER).read_text().strip()
+        name = (parent / _POINTER).read_text().strip()
     except (OSError, UnicodeDecodeError):  # no pointer, or no text: the folders tell
-        named = ""
-    if STEP.fullmatch(named):
-        for folder in (parent / named, *sorted(parent.glob(f".old-{named}-*"))):  # if commit was interrupted
+        name = ""
+    if STEP.fullmatch(name):
+        for folder in (parent / name, *sorted(parent.glob(f".old-{name}-*"))):  # if commit was interrupted
             if (folder / MANIFEST).is_file():
                 return folder
     steps = _complete_steps(parent)
@@ -121,14 +121,14 @@ def commit(folder: Path, step: int) -> Path:
     """
     parent = folder.parent
     target = parent / step_name(step)
-    replaced = parent / f".old-{target.name}-{secrets.token_hex(4)}"
+    old_folder = parent / f".old-{target.name}-{secrets.token_hex(4)}"
     if target.exists():
-        target.rename(replaced)  # a folder with files is not replaced by a rename
+        target.rename(old_folder)  # a folder with files is not replaced by a rename
     folder.rename(target)
     write_whole(parent / _POINTER, f"{target.name}\n")
     _sync_folder(parent)  # the new one is durable before the old one is removed
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    if old_folder.exists():
+        shutil.rmtree(old_folder)
     return target
 
 

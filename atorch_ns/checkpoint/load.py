@@ -26,13 +26,12 @@ log = logging.getLogger("atorch_ns")
 def load(path: str | PathLike[str], result: Result, *, data_position: bool = True) -> dict[str, Any]:
     """Loads a checkpoint, so that ``result`` continues where it was saved; collective.
 
-    The strategy and the number of ranks may differ from those it was saved under. Everything is checked
-    before anything is changed, the content of the files too: the ranks of a machine share the reading of those
-    that any of them needs. The error of a later failure, such as a lost disk, says that the job is changed.
+    The strategy and the number of ranks may differ from those of the save. Everything is checked before
+    anything is changed, the contents of files too, which the ranks of a machine share. The error of a later
+    failure, such as a lost disk, says that the job is changed.
 
-    Hyperparameters (learning rates, betas, …) are those of the checkpoint, parameter by parameter. Random
-    states are each rank's own. With more ranks than it was saved by, the additional ones get new states,
-    unless all saved ones were equal: then those are equal too.
+    Hyperparameters (learning rates, betas, …) are those of the checkpoint, by parameter. Random states are
+    each rank's own. Additional ranks get new states, unless all saved ones were equal: then equal ones.
 
     Reading uses torch's ``.metadata`` file, a pickle: load only checkpoints that you trust.
 
@@ -42,8 +41,8 @@ def load(path: str | PathLike[str], result: Result, *, data_position: bool = Tru
         data_position: whether to restore the position in the data; another global batch size needs ``False``.
 
     Returns:
-        ``step``, ``extra`` as saved, ``path`` of the checkpoint, the ``world_size`` and ``strategy`` it was
-        saved under, its position in the ``data`` (``epoch``, ``batches``, ``global_batch_size``, or ``None``), and ``notes`` on states that only the checkpoint or only the job has.
+        ``step``, ``extra``, ``path``, the ``world_size`` and ``strategy`` of the save, its ``data`` position
+        (``epoch``, ``batches``, ``global_batch_size``, or ``None``), and ``notes`` on states of one side.
 
     Raises:
         CheckpointError: if it is missing, damaged, or of another model, optimizer, scheduler or batch size.

@@ -130,7 +130,7 @@ def record_groups(
 
 
 def check_groups(
-    saved: Sequence[GroupRecord],
+    records: Sequence[GroupRecord],
     names: Sequence[Sequence[str]],
     groups: Sequence[Mapping[str, Any]],
     *,
@@ -138,11 +138,10 @@ def check_groups(
 ) -> None:
     """Checks that every group of the optimizer can get the hyperparameters its parameters were saved with.
 
-    Groups may be cut differently if no hyperparameter is lost: if the parameters of each group of the optimizer all
-    had the same hyperparameters, and those of each saved group all have the same ones in the optimizer.
+    Groups may be cut differently if parameters of one group, on either side, are equal on the other side.
 
     Args:
-        saved: the checkpoint's groups.
+        records: the checkpoint's groups.
         names: parameter names of each group of the optimizer.
         groups: the optimizer's ``param_groups``.
         ordered: whether a scheduler refers to groups by their number.
@@ -150,25 +149,25 @@ def check_groups(
     Raises:
         CheckpointError: naming the parameters that prevent it.
     """
-    _check_members(saved, names)
+    _check_members(records, names)
     present = record_groups(names, groups)
-    cuts = [[frozenset(group.params) for group in side] for side in (saved, present)]
+    cuts = [[frozenset(group.params) for group in side] for side in (records, present)]
     if cuts[0] == cuts[1] or (not ordered and set(cuts[0]) == set(cuts[1])):
         return
     if ordered:
         raise CheckpointError(
-            f"the checkpoint has {len(saved)} parameter group(s) and this optimizer has {len(present)}, split or ordered "
+            f"the checkpoint has {len(records)} parameter group(s) and this optimizer has {len(present)}, split or ordered "
             "differently, and the scheduler counts them. Make optim_param_func return the saved groups."
         )
-    _check_uniform(present, saved, "a group of this optimizer mixes parameters that the checkpoint has")
-    _check_uniform(saved, present, "a group of the checkpoint holds parameters that this optimizer has")
+    _check_uniform(present, records, "a group of this optimizer mixes parameters that the checkpoint has")
+    _check_uniform(records, present, "a group of the checkpoint holds parameters that this optimizer has")
 
 
 def restore_groups(
-    saved: Sequence[GroupRecord], names: Sequence[Sequence[str]], groups: Sequence[dict[str, Any]]
+    records: Sequence[GroupRecord], names: Sequence[Sequence[str]], groups: Sequence[dict[str, Any]]
 ) -> None:
     """Sets every group's hyperparameters to those of its parameters; call :func:`check_groups` first."""
-    options = _by_name(saved)
+    options = _by_name(records)
     for members, group in zip(names, groups, strict=True):
         if members:  # a group without parameters keeps its own
             for key, value in decode(options[members[0]]).items():
@@ -199,14 +198,14 @@ def _match_form(present: Any, value: Any) -> Any:
     return value
 
 
-def _check_members(saved: Iterable[GroupRecord], names: Iterable[Iterable[str]]) -> None:
-    trained = {name for group in saved for name in group.params}
+def _check_members(records: Iterable[GroupRecord], names: Iterable[Iterable[str]]) -> None:
+    saved_names = {name for group in records for name in group.params}
     present = {name for members in names for name in members}
     problems = []
-    if missing := sorted(present - trained):
+    if missing := sorted(present - saved_names):
         problems.append(f"{len(missing)} that the checkpoint did not train: {first_few(missing)}")
-    if unexpected := sorted(trained - present):
-        problems.append(f"without {len(unexpected)} that it did: {first_few(unexpected)}")
+    if extra := sorted(saved_names - present):
+        problems.append(f"without {len(extra)} that it did: {first_few(extra)}")
     if problems:
         raise CheckpointError(
             f"the optimizer trains other parameters than the checkpoint's: {'; '.join(problems)}. Freeze and "
@@ -247,7 +246,7 @@ class TensorRecord(_Record):
 
 
 class FileRecord(_Record):
-    """A file of tensors, or torch's index of them: its size in bytes and its CRC-32, eight hexadecimal digits."""
+    """A file of tensors, or torch's index of them: its size in bytes and its CRC-32 in eight hex digits."""
 
     size: int
     crc32: str
@@ -296,10 +295,8 @@ class Manifest(_Record):
         weights: every parameter, by its first name.
         buffers: every persistent buffer.
         extra_states: modules with an extra state of their own (a tensor).
-        optimizer: ``None`` if there was none.
-        scheduler: ``None`` if there was none.
-        scaler: state of the loss scaler; ``None`` if there was none.
-        data: position in the data: ``epoch``, ``batches``, ``global_batch_size``; ``None`` if nothing counted it.
+        optimizer, scheduler, scaler: of the optimizer, scheduler, loss scaler; ``None`` if there was none.
+        data: position in the data: ``epoch``, ``batches``, ``global_batch_size``; ``None`` if not counted.
         rng_digests: a digest of each rank's random states.
         extra: values of the caller.
         files: every other file of the checkpoint, by name; ``None`` where an earlier version kept no digests.

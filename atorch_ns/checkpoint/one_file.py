@@ -28,9 +28,8 @@ def merge(
 ) -> None:
     """Writes a checkpoint as one file, which ``torch.load`` reads; in one process.
 
-    It has ``model``, ``optimizer`` (``state`` and ``param_groups`` in the order of the model's parameters) and
-    ``lr_scheduler``, which plain modules load strictly, and what :func:`unmerge` needs. Of random states it keeps the first
-    rank's.
+    It has ``model``, ``optimizer`` (``state`` and ``param_groups`` in the model's order of parameters) and
+    ``lr_scheduler``, which plain modules load strictly, data for :func:`unmerge`, and rank 0's random states.
 
     Args:
         folder: the checkpoint.
@@ -44,8 +43,8 @@ def merge(
     folder = find(folder)
     manifest = Manifest.read(folder)
     check_files(folder, manifest.files or {}, list(manifest.files or [INDEX]))
-    kept = (WEIGHT, BUFFER, EXTRA_STATE, STATE, f"{RNG}0.")  # of random states those of rank 0
-    specs = {key: spec for key, spec in describe_tensors(folder).items() if key.startswith(kept)}
+    prefixes = (WEIGHT, BUFFER, EXTRA_STATE, STATE, f"{RNG}0.")  # of random states those of rank 0
+    specs = {key: spec for key, spec in describe_tensors(folder).items() if key.startswith(prefixes)}
     tensors = {key: torch.empty(spec.shape, dtype=spec.dtype) for key, spec in specs.items()}
     read_tensors(tensors, folder, distributed=False)
     alone = {"world_size": 1, "rng_digests": manifest.rng_digests[:1], "files": None}  # files get new digests

@@ -28,8 +28,8 @@ def export_safetensors(result: Result, folder: str | PathLike[str]) -> Path:
     """Writes the weights so that ``from_pretrained(folder)`` of transformers reads them; collective.
 
     ``model.safetensors`` holds every parameter and persistent buffer, whole; a tied parameter once, under its
-    first name. If the model has a ``config`` of transformers, ``config.json`` is written too, with the dtype of
-    the weights as they are exported (fp32 where the job keeps fp32 masters).
+    first name. If the model has a ``config`` of transformers, ``config.json`` is written with the dtype
+    of the exported weights (fp32 where the job keeps fp32 masters).
 
     Args:
         result: result of ``auto_accelerate``.
@@ -91,8 +91,8 @@ class _Files(Mapping[str, torch.Tensor]):
         self._places: dict[str, Any] = {}
         try:
             for file in _files_of(folder):
-                opened = library.safe_open(file, framework="pt")
-                self._places |= dict.fromkeys(opened.keys(), opened)  # reads headers alone
+                handle = library.safe_open(file, framework="pt")
+                self._places |= dict.fromkeys(handle.keys(), handle)  # reads headers alone
         except (OSError, ValueError, library.SafetensorError) as error:
             raise CheckpointError(f"cannot read weights from {folder}: {error}") from error
 

@@ -88,7 +88,7 @@ class SaveLane:
         return pending
 
     def group(self, job: Job) -> dist.ProcessGroup | None:
-        """A gloo group of all ranks, whose collectives may run during training. Its first call is collective."""
+        """A gloo group of all ranks, for collectives during training. Its first call is collective."""
         if self._group is None and job.cluster.distributed:
             self._group = dist.new_group(backend="gloo")
         return self._group
@@ -117,8 +117,8 @@ def save(
     and the number of steps. It is written through ``torch.distributed.checkpoint``, each rank its own part,
     under names that depend on the model alone, so that any strategy on any number of ranks can load it.
 
-    A checkpoint is complete or absent: whatever interrupts a save, the one before stays the latest. The next save
-    removes the files of an interrupted one. Call it between steps, on every rank.
+    A checkpoint is complete or absent. If a save is interrupted, the one before stays the latest;
+    the next save removes its files. Call it between steps, on every rank.
 
     Args:
         path: folder that all ranks share, made if it does not exist. One job at a time may save into it.
@@ -126,10 +126,9 @@ def save(
         extra: additional JSON values; rank 0's are saved.
         step: N; ``None`` for ``result.train_step.num_steps``, which the plain training loop does not count.
             A checkpoint of the same step is replaced.
-        position: the position in the data where ``result`` has no loader that counts it: ``epoch``, ``batches`` of it that
-            are done, and the ``global_batch_size`` they had.
-        asynchronous: whether to copy the states to CPU memory, then write them in the background during training.
-            One save runs at a time: the next waits for it.
+        position: the position in the data where no loader of ``result`` counts it: ``epoch``, its ``batches``
+            that are done, and their ``global_batch_size``.
+        asynchronous: whether to copy the states to CPU memory and write them while training; one at a time.
 
     Returns:
         With ``asynchronous``, the pending save; else ``None``.
@@ -152,9 +151,9 @@ def save(
     if not asynchronous:
         _write_checkpoint(folder, contents, job, None)
         return None
-    copied, group = contents.copied(), lane.group(job)
+    cpu_contents, group = contents.copied(), lane.group(job)
     target = parent / folder_module.step_name(number)
-    return lane.begin(PendingSave(target, lambda: _write_checkpoint(folder, copied, job, group)))
+    return lane.begin(PendingSave(target, lambda: _write_checkpoint(folder, cpu_contents, job, group)))
 
 
 def _read_states(
@@ -211,5 +210,5 @@ def _record_written_files(folder: Path, job: Job, group: dist.ProcessGroup | Non
     records = cluster.agree(
         lambda: record_files(folder, cluster.rank), what="reading what was written", group=group
     )
-    written = cluster.gathered(records, group=group)
-    return {name: record for files in written for name, record in files.items()}
+    all_records = cluster.gathered(records, group=group)
+    return {name: record for files in all_records for name, record in files.items()}

@@ -87,10 +87,10 @@ def left_out(manifest: Manifest, result: Result, *, data_position: bool) -> list
     if data_position:
         rows.append(("data position", manifest.data, result.dataloader))
     notes = []
-    for what, saved, present in rows:
-        if saved is not None and present is None:
+    for what, record, present in rows:
+        if record is not None and present is None:
             notes.append(f"its {what} is not used: this job has none")
-        elif saved is None and present is not None:
+        elif record is None and present is not None:
             notes.append(f"it holds no {what}: the one here begins anew")
     if manifest.world_size != result.job.cluster.world_size:
         notes.append(
@@ -109,19 +109,19 @@ def _check_optimizer(manifest: Manifest, states: TrainingStates, result: Result)
             f"the checkpoint holds states of {record.class_name}, but this job trains with "
             f"{states.optimizer_class()}. Use the same optimizer, or import_state_dict for the weights alone."
         )
-    ordered = manifest.scheduler is not None and result.lr_scheduler is not None  # schedulers count groups
+    is_ordered = manifest.scheduler is not None and result.lr_scheduler is not None  # schedulers count groups
     names = _names_to_restore(record.groups, states, result)
-    check_groups(record.groups, names, optimizer.param_groups, ordered=ordered)
+    check_groups(record.groups, names, optimizer.param_groups, ordered=is_ordered)
 
 
 def _names_to_restore(
-    saved: Iterable[GroupRecord], states: TrainingStates, result: Result
+    groups: Iterable[GroupRecord], states: TrainingStates, result: Result
 ) -> list[list[str]]:
     # Without those that are frozen and unknown to the checkpoint, whose optimizer may not have had them.
-    known = {name for group in saved for name in group.params}
-    named = result.job.module.named_parameters(remove_duplicate=False)
-    known |= {plain_name(name) for name, parameter in named if parameter.requires_grad}
-    return [[name for name in members if name in known] for members in states.group_names()]
+    names = {name for group in groups for name in group.params}
+    parameters = result.job.module.named_parameters(remove_duplicate=False)
+    names |= {plain_name(name) for name, parameter in parameters if parameter.requires_grad}
+    return [[name for name in members if name in names] for members in states.group_names()]
 
 
 def _check_scheduler(manifest: Manifest, result: Result) -> None:
@@ -134,12 +134,12 @@ def _check_scheduler(manifest: Manifest, result: Result) -> None:
 
 
 def _check_data(manifest: Manifest, result: Result) -> None:
-    loader, saved = result.dataloader, manifest.data
-    if loader is None or saved is None:
+    loader, position = result.dataloader, manifest.data
+    if loader is None or position is None:
         return
-    if saved.get("global_batch_size") != loader.global_batch_size:
+    if position.get("global_batch_size") != loader.global_batch_size:
         raise CheckpointError(
-            f"the checkpoint counts batches of {saved.get('global_batch_size')} samples, but the global batch here "
+            f"the checkpoint counts batches of {position.get('global_batch_size')} samples, but the global batch here "
             f"has {loader.global_batch_size}, so the position in the data does not carry over. Use the batch_size "
             "it was saved with, or load(..., data_position=False) to start a new epoch."
         )
@@ -149,28 +149,28 @@ def _compare_records(
     what: str, saved_records: Mapping[str, TensorRecord], records: Mapping[str, TensorRecord]
 ) -> list[str]:
     problems = _compare_names(what, saved_records.keys(), records.keys())
-    changed = []
+    changes = []
     for name in records.keys() & saved_records.keys():
         shape, saved_shape = records[name].shape, saved_records[name].shape
         dtype: torch.dtype = getattr(torch, records[name].dtype)
-        saved: torch.dtype = getattr(torch, saved_records[name].dtype)
+        old_dtype: torch.dtype = getattr(torch, saved_records[name].dtype)
         if shape != saved_shape:
-            changed.append(f"{name} is {shape} here and {saved_shape} in the checkpoint")
-        elif dtype.is_floating_point != saved.is_floating_point or dtype.is_complex != saved.is_complex:
-            changed.append(f"{name} is {dtype} here and {saved} in the checkpoint")
-    if changed:
-        problems.append(f"{len(changed)} {what}(s) differ: {first_few(sorted(changed))}")
+            changes.append(f"{name} is {shape} here and {saved_shape} in the checkpoint")
+        elif (
+            dtype.is_floating_point != old_dtype.is_floating_point or dtype.is_complex != old_dtype.is_complex
+        ):
+            changes.append(f"{name} is {dtype} here and {old_dtype} in the checkpoint")
+    if changes:
+        problems.append(f"{len(changes)} {what}(s) differ: {first_few(sorted(changes))}")
     return problems
 
 
-def _compare_names(what: str, saved: Set[str], present: Set[str]) -> list[str]:
+def _compare_names(what: str, saved_names: Set[str], present: Set[str]) -> list[str]:
     problems = []
-    if missing := present - saved:
+    if missing := present - saved_names:
         problems.append(f"{len(missing)} {what}(s) missing in the checkpoint: {first_few(sorted(missing))}")
-    if unexpected := saved - present:
-        problems.append(
-            f"{len(unexpected)} {what}(s) that this model does not have: {first_few(sorted(unexpected))}"
-        )
+    if extra := saved_names - present:
+        problems.append(f"{len(extra)} {what}(s) that this model does not have: {first_few(sorted(extra))}")
     return problems
 
 
@@ -179,8 +179,7 @@ class Source:
     """A checkpoint that has been found to fit, and the tensors to read it into.
 
     Attributes:
-        folder: folder of the checkpoint.
-        manifest: the checkpoint's manifest.
+        folder, manifest: those of the checkpoint.
         result: the job to load into.
         states: the job's weights and optimizer states by name.
         weights: tensors to fill with weights, by name.
@@ -218,7 +217,7 @@ class Source:
         buffers, extras = persistent_buffers(job.module), extra_states(job.module)
         check_model(manifest, *(held_by_stages(job, mapping) for mapping in (weights, buffers, extras)))
         check_training(manifest, states, result, data_position=data_position)
-        wanted = _wanted_specs(manifest, specs, weights)
+        target_specs = _wanted_specs(manifest, specs, weights)
         blank_extras = {name: _empty_tensor(specs[EXTRA_STATE + name]) for name in extras}
         source = cls(
             folder=folder,
@@ -226,7 +225,7 @@ class Source:
             result=result,
             states=states,
             weights=weights,
-            blank=states.blank_states(wanted) if result.optim is not None else {},
+            blank=states.blank_states(target_specs) if result.optim is not None else {},
             rng=_blank_rng(specs, _rng_source(manifest, result)),
             buffers=buffers,
             extras=blank_extras,
@@ -312,13 +311,13 @@ def _wanted_specs(
 ) -> dict[str, dict[str, StateSpec]]:
     # A state that was saved in its weight's dtype, such as a momentum, gets the weight's dtype here.
 
-    def adapted(name: str, spec: StateSpec) -> StateSpec:
-        saved: torch.dtype = getattr(torch, manifest.weights[name].dtype)
-        follows = spec.dtype == saved and spec.shape == manifest.weights[name].shape and name in weights
+    def adapt_spec(name: str, spec: StateSpec) -> StateSpec:
+        saved_dtype: torch.dtype = getattr(torch, manifest.weights[name].dtype)
+        follows = spec.dtype == saved_dtype and spec.shape == manifest.weights[name].shape and name in weights
         return StateSpec(spec.shape, weights[name].dtype) if follows else spec
 
     return {
-        name: {entry: adapted(name, spec) for entry, spec in entries.items()}
+        name: {entry: adapt_spec(name, spec) for entry, spec in entries.items()}
         for name, entries in state_specs(dict(specs)).items()
     }
 

@@ -38,7 +38,7 @@ class WholeChunks(DefaultLoadPlanner):
     def __init__(self, names: Container[str]) -> None:
         super().__init__()
         self._names = names
-        self._wanted: dict[ReadItem, ReadItem] = {}  # by the item that reads the whole chunk
+        self._parts: dict[ReadItem, ReadItem] = {}  # by the item that reads the whole chunk
 
     def create_local_plan(self) -> LoadPlan:
         """torch's plan, with whole chunks in place of parts."""
@@ -47,18 +47,18 @@ class WholeChunks(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The tensor that torch reads into."""
-        wanted = self._wanted.get(read_item)
-        target: torch.Tensor = super().resolve_tensor(read_item if wanted is None else wanted)
-        return target if wanted is None else target.new_empty(read_item.lengths)  # room for the whole chunk
+        part = self._parts.get(read_item)
+        target: torch.Tensor = super().resolve_tensor(read_item if part is None else part)
+        return target if part is None else target.new_empty(read_item.lengths)  # room for the whole chunk
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Copies the wanted part of a chunk."""
-        wanted = self._wanted.get(read_item)
-        if wanted is None:
+        part = self._parts.get(read_item)
+        if part is None:
             return
-        for dim, (offset, length) in enumerate(zip(wanted.storage_offsets, wanted.lengths, strict=True)):
+        for dim, (offset, length) in enumerate(zip(part.storage_offsets, part.lengths, strict=True)):
             tensor = tensor.narrow(dim, offset, length)
-        super().resolve_tensor(wanted).detach().copy_(tensor)
+        super().resolve_tensor(part).detach().copy_(tensor)
 
     def _widen_item(self, item: ReadItem) -> ReadItem:
         if item.type is not LoadItemType.TENSOR or item.dest_index.fqn not in self._names:
@@ -67,14 +67,14 @@ class WholeChunks(DefaultLoadPlanner):
         if item.lengths == sizes:
             return item  # whole already
         whole = replace(item, storage_offsets=torch.Size([0] * len(sizes)), lengths=sizes)
-        self._wanted[whole] = item
+        self._parts[whole] = item
         return whole
 
     def _chunk_sizes(self, index: MetadataIndex) -> torch.Size:
         assert self.metadata is not None
-        stored = self.metadata.state_dict_metadata[index.fqn]
-        assert isinstance(stored, TensorStorageMetadata)
-        return next(chunk.sizes for chunk in stored.chunks if chunk.offsets == index.offset)
+        entry = self.metadata.state_dict_metadata[index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        return next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
 
 
 INDEX: Final = ".metadata"
@@ -109,7 +109,7 @@ def write_tensors(
 def describe_tensors(folder: Path) -> dict[str, StateSpec]:
     """Shape and dtype of everything in ``folder``.
 
-    torch keeps them in a pickle, ``.metadata``, and reading it can execute code: load only checkpoints that you trust.
+    torch keeps them in ``.metadata``, a pickle, which can execute code: load only checkpoints that you trust.
 
     Raises:
         CheckpointError: if it cannot be read.
@@ -200,8 +200,8 @@ def _write_alone(tensors: Mapping[str, torch.Tensor], writer: FileSystemWriter) 
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
     (plan,) = writer.prepare_global_plan(plans)
-    written = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [written])
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    writer.finish(metadata, [results])
 
 
 def _failure_reasons(error: CheckpointException) -> str:

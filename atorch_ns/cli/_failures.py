@@ -22,10 +22,7 @@ _WITHOUT_VALUE: Final = ("--module", "-m", "--dry-run", "--help", _DEBUG)  # opt
 
 
 def exit_code(error: BaseException) -> int:
-    """1 failed, 2 usage, 3 infeasible, 4 environment.
-
-    A strategy is an option or a file like any other: one that cannot be read or used is wrong usage.
-    """
+    """1 failed, 2 usage (also a strategy that cannot be read or used), 3 infeasible, 4 environment."""
     if isinstance(error, SearchError):  # no strategy fits
         return 3
     if isinstance(error, (BackendError, CoordinatorError, MissingPackageError)):
@@ -47,8 +44,8 @@ def split_debug(arguments: Sequence[str]) -> tuple[list[str], bool]:
         not argument.startswith("-") for argument in arguments[: arguments.index("launch")]
     ):  # launch is the verb only where options alone precede it
         ours = _find_script_position(arguments, arguments.index("launch") + 1)
-    kept = [argument for position, argument in enumerate(arguments) if argument != _DEBUG or position >= ours]
-    return kept, len(kept) < len(arguments)
+    rest = [argument for position, argument in enumerate(arguments) if argument != _DEBUG or position >= ours]
+    return rest, len(rest) < len(arguments)
 
 
 def _find_script_position(arguments: Sequence[str], position: int) -> int:
@@ -65,13 +62,7 @@ def wants_json(arguments: Sequence[str]) -> bool:
 
 
 def failure_record(error: str, code: int, rank: int | None = None) -> str:
-    """JSON record that is printed on standard output in place of a result.
-
-    Args:
-        error: text for people.
-        code: exit code.
-        rank: rank that failed; ``None`` if no rank was involved.
-    """
+    """JSON record printed in place of a result: the text, the exit code, and the rank that failed, if any."""
     record = {"schema": 1, "error": error, "code": code, "rank": rank}
     return json.dumps(record, indent=1, ensure_ascii=False)
 

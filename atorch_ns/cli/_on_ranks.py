@@ -37,15 +37,13 @@ def on_ranks(
 ) -> dict[str, Any]:
     """Starts ``nproc`` ranks for the work and returns what rank 0 found.
 
-    What goes wrong on a rank ends the command with the rank's message and exit code, and a signal with 128 and its
-    number; with ``as_json`` also as a record on standard output.
+    A rank's failure ends the command with its message and exit code. A signal ends it with 128 + its number.
 
     Args:
         work: verb, a key of ``WORKS`` in ``_rank_work``.
-        request: plain values for the ranks.
-        nproc: number of ranks.
+        request, nproc: plain values for the ranks, and their number.
         timeout_s: seconds until they are ended.
-        as_json: a failure is printed as a record too.
+        as_json: a failure is also a record on standard output.
         patient: Ctrl-C lets rank 0 end in its own time.
 
     Raises:
@@ -75,9 +73,9 @@ def on_ranks(
         _fail_with(errors, [end for end in ends if end.rank not in answers and not end.ended_by_us], as_json)
     if 0 not in answers:
         late = [str(end.rank) for end in ends if end.ended_by_us]  # at the time limit
-        broken = [end for end in ends if end.code and not end.ended_by_us]  # died
-        if broken:
-            raise BackendError(_silent_end(broken[0]))
+        failures = [end for end in ends if end.code and not end.ended_by_us]  # died
+        if failures:
+            raise BackendError(_silent_end(failures[0]))
         who = f"rank {late[0]}" if len(late) == 1 else f"the ranks {', '.join(late)}"
         raise BackendError(f"{who} did not end within {timeout_s or 0:.0f} s.")
     result: dict[str, Any] = answers[0]["value"]

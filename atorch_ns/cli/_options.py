@@ -71,16 +71,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard out
 
 def refuse(problems: Iterable[str]) -> None:
     """Raises an :class:`InputError` with all problems, if there are any."""
-    if told := "\n".join(problems):
-        raise InputError(told)
+    if message := "\n".join(problems):
+        raise InputError(message)
 
 
 def unwritable(**options: Path | None) -> list[str]:
-    """Problems of files that options name for writing, one sentence each; nothing is left behind.
-
-    Args:
-        options: paths by the option's name, with ``_`` for ``-``; ``None`` for options not given.
-    """
+    """Problems, a sentence each, of writing to files of options (``_`` for ``-``); leaves nothing behind."""
     problems = []
     for name, path in options.items():
         why = _why_not(path) if path is not None else ""
@@ -107,11 +103,7 @@ def _why_not(path: Path) -> str:
 
 
 def check_named(**options: str | None) -> None:
-    """All options that must name something do.
-
-    Raises:
-        InputError: naming all that are missing.
-    """
+    """Raises an :class:`InputError` that names all options without a value, if there are any."""
     missing = [f"--{name}" for name, value in options.items() if not value]
     if missing:
         raise InputError(f"{' and '.join(missing)} missing. Write pkg.mod:name or file.py:name.")

@@ -1,4 +1,4 @@
-"""Inputs of planning subcommands: the cluster, the profile, the settings and strategies, from options and files."""
+"""Inputs of planning subcommands from options and files: cluster, profile, settings and strategies."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class PlanningInputs(NamedTuple):
 
 
 def all_or_problems(*actions: Callable[[], Any]) -> list[Any]:
-    """What each action returns.
+    """The result of each action.
 
     Raises:
-        AtorchError: of the one that refuses; where several do, an InputError with all that they say, a line or more each.
+        AtorchError: of the one that refuses; of several, an InputError with all their messages.
     """
     results, refusals = [], []
     for action in actions:
@@ -124,14 +124,14 @@ def make_model(options: ModelOptions) -> tuple[nn.Module, Any, InputFormat]:
     name, batch = options.model, options.sample
     assert name is not None
     assert batch is not None
-    wanted, (model, how), sample = all_or_problems(
+    format_name, (model, how), sample = all_or_problems(
         lambda: check_format(options.input_format), lambda: build_model(name), lambda: load_sample(batch)
     )
     say(how)
-    chosen, why = chosen_format(wanted, model, sample)
+    input_format, why = chosen_format(format_name, model, sample)
     if why:
         say(why)
-    return model, sample, chosen
+    return model, sample, input_format
 
 
 def read_inputs(options: ModelOptions) -> PlanningInputs:
@@ -166,7 +166,7 @@ def make_profile(inputs: PlanningInputs) -> tuple[Profile, float]:
 
     profile, cluster, seconds = inputs.profile, inputs.cluster, 0.0
     if profile is None:
-        model, sample, chosen = inputs.model
+        model, sample, input_format = inputs.model
         say("profiling one step on fake tensors …")
         began = time.perf_counter()
         profile = profile_offline(
@@ -174,7 +174,7 @@ def make_profile(inputs: PlanningInputs) -> tuple[Profile, float]:
             sample,
             loss=inputs.loss,
             optimizer=inputs.optimizer,
-            input_format=chosen,
+            input_format=input_format,
             device=cluster.device_type,
         )
         seconds = time.perf_counter() - began
@@ -226,11 +226,7 @@ def read_strategy(text: str, option: str = "") -> Strategy:
 
 
 def check_strategy_is_there(text: str, option: str = "") -> None:
-    """Checks that a text which looks like a strategy file names one that exists.
-
-    Args:
-        text: the option or argument as written.
-        option: the option's name, for messages; empty for an argument.
+    """Checks that a text which looks like a strategy file names one that exists; see :func:`read_strategy`.
 
     Raises:
         StrategyFileError: if it is not there.

@@ -25,7 +25,7 @@ _SEED = 0  # the same on all ranks, and in each run of verify --script
 
 
 def named_job(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The objects that a request names, as arguments of ``auto_accelerate`` or ``Inputs``; seeded alike on every rank.
+    """The objects of a request, as arguments of ``auto_accelerate`` or ``Inputs``; seeded alike on all ranks.
 
     Raises:
         InputError: if something cannot be found, built or used.
@@ -162,11 +162,9 @@ def script_on_rank(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def calibrate_on_rank(request: Mapping[str, Any], check: Callable[[], None] | None = None) -> dict[str, Any]:
-    """Measures devices and links; collective. Rank 0 has the file's content and the comparison with the table.
+    """Measures devices and links; collective. Rank 0 gets the file's content and comparisons with the table.
 
-    Args:
-        request: plain values.
-        check: refuses, on rank 0, what would be found too late after the measurement; then all ranks end.
+    ``check`` refuses, on rank 0, problems that would show too late after the measurement; then all ranks end.
     """
     import torch
 

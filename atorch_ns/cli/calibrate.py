@@ -1,4 +1,4 @@
-"""``atorch-ns calibrate``: speeds of the devices and links of a cluster, measured, shown and kept in a file."""
+"""``atorch-ns calibrate``: speeds of a cluster's devices and links, measured, shown and kept in a file."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ def calibrate(
 ) -> None:
     """Measure devices and links, show them beside the table's figures, and write them into a file.
 
-    Products by dtype and size, attention, element-wise operators, the start of an operator; collectives by size within
-    and between nodes, and how well they hide behind computation. Searches use the file as search_calibration, plan and
-    estimate as --cluster. Started on every rank by torchrun or srun, it measures between the nodes too.
+    Products by dtype and size, attention, element-wise operators, the start of an operator; collectives by
+    size within and between nodes, and how well they hide behind computation. Searches use the file as
+    search_calibration, plan and estimate as --cluster. Started on every rank by torchrun or srun, it measures
+    between the nodes too.
 
     Example: atorch-ns calibrate --nproc 2 --seconds 30 --output calibration.yaml
     """
-    launched = _join_launcher()
-    problems = _option_problems(nproc, seconds, device, launched=launched)
+    has_ranks = _join_launcher()
+    problems = _option_problems(nproc, seconds, device, has_ranks=has_ranks)
     options.refuse(problems)
     request = {"seconds": seconds, "device": device}
-    if launched:
+    if has_ranks:
         from atorch_ns.cli._rank_work import calibrate_on_rank
 
         results = calibrate_on_rank(request, lambda: _check_file(output))
@@ -70,21 +71,21 @@ def _show_results(results: Mapping[str, Any], output: Path, as_json: bool) -> No
 
     rows = [Comparison(*each) for each in results["comparisons"]]
     if as_json:
-        compared = [{**row._asdict(), "share": row.share} for row in rows]
-        print_json({"schema": 1, "cluster": results["document"], "comparisons": compared})
+        comparisons = [{**row._asdict(), "share": row.share} for row in rows]
+        print_json({"schema": 1, "cluster": results["document"], "comparisons": comparisons})
     else:
         typer.echo(comparisons_text(rows))
     write_measured(output, results["document"])
     say(f"figures written to {output}; use: search_calibration={str(output)!r}, --cluster {output}")
 
 
-def _option_problems(nproc: int | None, seconds: float, device: str | None, *, launched: bool) -> list[str]:
+def _option_problems(nproc: int | None, seconds: float, device: str | None, *, has_ranks: bool) -> list[str]:
     problems = []
     if not (seconds > 0 and math.isfinite(seconds)):
         problems.append(f"--seconds={seconds:g}: the time must be positive.")
     if device not in (None, "cuda", "cpu"):
         problems.append(f"--device={device!r} is not a type of device; write cuda or cpu.")
-    if nproc is not None and launched:
+    if nproc is not None and has_ranks:
         problems.append(
             f"--nproc={nproc}: the launcher has started the ranks to measure on. Leave it out here."
         )
@@ -128,7 +129,7 @@ def _join_launcher() -> bool:
 
 
 def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of torchrun, from those that ``srun`` gives to each of several tasks; none where it has not.
+    """The variables of torchrun, from those that ``srun`` gives to each of several tasks; else none.
 
     Raises:
         BackendError: if some are missing, or nodes have different numbers of tasks.

@@ -30,17 +30,18 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check ports, limits, backends, packages, dtypes, collectives, disk and compiler. The exit code is 4 if one fails.
+    """Check ports, limits, backends, packages, dtypes, collectives, disk and compiler. The exit code is 4 if
+    one fails.
 
-    Each problem comes with the command that fixes it. Started by torchrun on several nodes, it looks at all of
-    them, at what is between them, and names the node that fails or is slow.
+    Each problem comes with the command that fixes it. Started by torchrun on several nodes, it looks at all
+    of them, at what is between them, and names the node that fails or is slow.
 
     Example: atorch-ns doctor --nproc 2
     """
     from atorch_ns.doctor import CHECKS, NODE_CHECKS, Place, Who, examine, examine_nodes
 
     who = Who.detect()
-    known = (*CHECKS, *(name for name in NODE_CHECKS if name not in CHECKS))
+    names = (*CHECKS, *(name for name in NODE_CHECKS if name not in CHECKS))
     problems = []
     if nproc is not None and nproc < 1:
         problems.append(f"--nproc={nproc}: at least one process is needed.")
@@ -48,10 +49,10 @@ def doctor(
         problems.append(f"--nproc={nproc}: the launcher has started the ranks that talk. Leave it out here.")
     if timeout <= 0:
         problems.append(f"--timeout={timeout:g}: the time limit must be positive.")
-    unknown = [name for name in only or () if name not in known]
+    unknown = [name for name in only or () if name not in names]
     if unknown:
-        problems.append(f"--only={unknown[0]!r} is not a check. There are {', '.join(known)}.")
-    alone = [name for name in only or () if name in known and name not in CHECKS]
+        problems.append(f"--only={unknown[0]!r} is not a check. There are {', '.join(names)}.")
+    alone = [name for name in only or () if name in names and name not in CHECKS]
     if alone and who is None:
         problems.append(
             f"--only={alone[0]!r} is about several nodes. Start doctor on each by torchrun: "
@@ -62,8 +63,8 @@ def doctor(
     if who is None:
         _print_findings(examine(machine, names=tuple(only or ())), as_json)
     elif who.rank == 0:
-        _print_findings(examine_nodes(machine, who, only or known), as_json)
-    elif any(finding.verdict == "fail" for finding in examine_nodes(machine, who, only or known)):
+        _print_findings(examine_nodes(machine, who, only or names), as_json)
+    elif any(finding.verdict == "fail" for finding in examine_nodes(machine, who, only or names)):
         raise typer.Exit(4)  # rank 0 says why
 
 

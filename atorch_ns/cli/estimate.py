@@ -1,4 +1,4 @@
-"""``atorch-ns estimate`` and ``diff``: predicted memory and time of one strategy, or of two with what differs."""
+"""``atorch-ns estimate`` and ``diff``: predicted memory and time of a strategy, and differences of two."""
 
 from __future__ import annotations
 
@@ -44,29 +44,29 @@ def estimate(
     from atorch_ns.planning.offline import price_strategy
     from atorch_ns.report import estimate_text
 
-    settings, chosen, inputs = all_or_problems(
+    settings, steps, inputs = all_or_problems(
         lambda: make_settings(memory_limit=memory_limit),
         lambda: read_strategy(strategy, "--strategy"),
         lambda: read_inputs(ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)),
     )
-    known, _ = make_profile(inputs)
-    priced = price_strategy(chosen, known, inputs.cluster, global_batch=batch, settings=settings)
-    for note in (*priced.notes, *(known.trace.notes if known.trace else ())):
+    model_profile, _ = make_profile(inputs)
+    price = price_strategy(steps, model_profile, inputs.cluster, global_batch=batch, settings=settings)
+    for note in (*price.notes, *(model_profile.trace.notes if model_profile.trace else ())):
         say(note)
     if as_json:
-        print_json(estimate_as_json(priced))
+        print_json(estimate_as_json(price))
     else:
-        typer.echo(f"{priced.strategy}\n{estimate_text(priced.estimate, priced.limit_bytes)}")
-    if priced.over_bytes > 0:
+        typer.echo(f"{price.strategy}\n{estimate_text(price.estimate, price.limit_bytes)}")
+    if price.over_bytes > 0:
         raise typer.Exit(3)
 
 
-def estimate_as_json(priced: PricedStrategy) -> dict[str, Any]:
+def estimate_as_json(price: PricedStrategy) -> dict[str, Any]:
     """The estimate as plain values: bytes and seconds."""
-    figures = priced.estimate
+    figures = price.estimate
     return {
         "schema": 1,
-        "strategy": json.loads(priced.strategy.to_bytes()),
+        "strategy": json.loads(price.strategy.to_bytes()),
         "memory_bytes": {**figures.memory._asdict(), "peak": figures.peak_bytes},
         "time_seconds": {**figures.time._asdict(), "step": figures.step_seconds},
         "intervals": {
@@ -75,10 +75,10 @@ def estimate_as_json(priced: PricedStrategy) -> dict[str, Any]:
         },
         "peak_at": figures.peak_at,
         "collectives": [vars(collective) for collective in figures.collectives],
-        "limit_bytes": priced.limit_bytes,
-        "fits": priced.over_bytes <= 0,
-        "over_bytes": max(priced.over_bytes, 0.0),
-        "notes": list(priced.notes),
+        "limit_bytes": price.limit_bytes,
+        "fits": price.over_bytes <= 0,
+        "over_bytes": max(price.over_bytes, 0.0),
+        "notes": list(price.notes),
     }
 
 
@@ -105,39 +105,39 @@ def diff(
 
     old, new = read_strategy(before), read_strategy(after)
     result = compare(old, new)
-    priced: tuple[PricedStrategy, ...] = ()
+    prices: tuple[PricedStrategy, ...] = ()
     if model is not None or profile is not None:
-        named = ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)
-        priced = _price_strategies((old, new), named, batch)
+        model_options = ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)
+        prices = _price_strategies((old, new), model_options, batch)
     if as_json:
-        print_json(differences_as_json(result, priced))
+        print_json(differences_as_json(result, prices))
     else:
         if not result.same:
             typer.echo(f"before: {old}\nafter:  {new}\n")
         typer.echo(str(result))
-        if priced:
+        if prices:
             from atorch_ns.report import estimates_text
 
-            typer.echo("\n" + estimates_text(priced[0].estimate, priced[1].estimate))
+            typer.echo("\n" + estimates_text(prices[0].estimate, prices[1].estimate))
     if not result.same:
         raise typer.Exit(1)
 
 
 def _price_strategies(
-    strategies: tuple[Strategy, Strategy], named: ModelOptions, batch: int | None
+    strategies: tuple[Strategy, Strategy], model_options: ModelOptions, batch: int | None
 ) -> tuple[PricedStrategy, ...]:
     from atorch_ns.planning.offline import price_strategy
 
-    inputs = read_inputs(named)
+    inputs = read_inputs(model_options)
     profile, _ = make_profile(inputs)
-    priced = tuple(price_strategy(each, profile, inputs.cluster, global_batch=batch) for each in strategies)
-    for side, strategy in zip(("before", "after"), priced, strict=True):
+    prices = tuple(price_strategy(each, profile, inputs.cluster, global_batch=batch) for each in strategies)
+    for side, strategy in zip(("before", "after"), prices, strict=True):
         for note in strategy.notes:
             say(f"{side}: {note}")
-    return priced
+    return prices
 
 
-def differences_as_json(result: StrategyDiff, priced: tuple[PricedStrategy, ...] = ()) -> dict[str, Any]:
+def differences_as_json(result: StrategyDiff, prices: tuple[PricedStrategy, ...] = ()) -> dict[str, Any]:
     """Differences as plain values, with the estimates of both sides if given."""
     return {
         "schema": 1,
@@ -146,5 +146,5 @@ def differences_as_json(result: StrategyDiff, priced: tuple[PricedStrategy, ...]
         "removed": [{"name": step.name, "config": step.config} for step in result.removed],
         "changed": [item._asdict() for item in result.changed],
         "reordered": result.reordered,
-        "estimates": [estimate_as_json(each) for each in priced],
+        "estimates": [estimate_as_json(each) for each in prices],
     }

@@ -35,17 +35,17 @@ def history(
         raise InputError(
             f"the history {file} is empty. Give the file from search_history or --history after a search has started."
         )
-    chosen = studies if study is None else tuple(each for each in studies if each.name.startswith(study))
-    if study is not None and not chosen:
+    matches = studies if study is None else tuple(each for each in studies if each.name.startswith(study))
+    if study is not None and not matches:
         raise InputError(
             f"no study name starts with --study={study!r}. Studies: {', '.join(each.name for each in studies) or 'none'}."
         )
     if as_json:
-        print_json({"schema": 1, "studies": [_as_json(each) for each in chosen]})
+        print_json({"schema": 1, "studies": [_as_json(each) for each in matches]})
         return
-    for each in chosen:
-        typer.echo("\n".join(_study_lines(each, with_trials=study is not None or len(chosen) == 1)))
-    if not chosen:
+    for each in matches:
+        typer.echo("\n".join(_study_lines(each, with_trials=study is not None or len(matches) == 1)))
+    if not matches:
         typer.echo("no search has been noted yet")
 
 
@@ -87,8 +87,8 @@ def _study_lines(study: StudyRecord, *, with_trials: bool) -> list[str]:
         if setting
         else "setting unknown"
     )
-    ended = f"{counted(study.num_searches, 'search', 'searches')} ended"
-    lines = [f"{study.name}  {where}; {ended}, {counted(len(study.trials), 'trial')}"]
+    searches = f"{counted(study.num_searches, 'search', 'searches')} ended"
+    lines = [f"{study.name}  {where}; {searches}, {counted(len(study.trials), 'trial')}"]
     if study.best is not None:
         lines.append(
             f"  best: {study.best['label']}, {seconds_text(float(study.best['seconds']))} a step (measured)"

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_script(name: str, module: bool) -> None:
-    """Checks that the script or module exists.
-
-    Raises:
-        InputError: if the script or the module is not there.
-    """
+    """Raises an :class:`InputError` if the script or module is not there."""
     if module:
         _check_module(name)
         return
@@ -41,8 +37,8 @@ def check_here(options: Launch) -> None:
 
     Raises:
         BackendError: if it has no GPU to count.
-        InputError: if the host of the rendezvous does not resolve here. Checked only where this node may keep the
-            rendezvous: another node may come before the name is known.
+        InputError: if the host of the rendezvous does not resolve here, where this node may keep the
+            rendezvous. Another node may come before the name is known.
     """
     if options.nproc == "gpu":
         import torch
@@ -110,8 +106,9 @@ def launch(
 ) -> None:
     """Run a script on several processes by torchrun, whose line is printed; plain torchrun always works too.
 
-    Options come before the script; everything after it is the script's. Signals are passed on. The exit code is that
-    of the process that failed first, where torchrun's own is 1; a signal gives 128 and its number, as 130 for Ctrl-C.
+    Options come before the script; everything after it is the script's. Signals are passed on. The exit code
+    is that of the process that failed first, where torchrun's own is 1; a signal gives 128 and its number, as
+    130 for Ctrl-C.
 
     Example: atorch-ns launch --nproc 2 script.py
     """

@@ -26,9 +26,9 @@ def methods(
     from atorch_ns.method import composition, load_registry
 
     registry = load_registry()
-    chosen = [registry.get(name)] if name else list(registry)
+    selection = [registry.get(name)] if name else list(registry)
     pairs = composition(registry) if name or as_json else None  # computed only where they are shown
-    rows = [_method_row(registry, method, pairs) for method in chosen]
+    rows = [_method_row(registry, method, pairs) for method in selection]
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
         return
@@ -65,12 +65,12 @@ def _composition_columns(name: str, pairs: Composition) -> dict[str, Any]:
 
 
 def _detail_lines(row: dict[str, Any]) -> list[str]:
-    written = {key: json.dumps(schema.get("default")) for key, schema in row["config"].items()}
-    widths = [max(map(len, column), default=0) for column in (written.keys(), written.values())]
-    lines = ["", "config, with its defaults:"] if written else ["", "no config"]
+    defaults = {key: json.dumps(schema.get("default")) for key, schema in row["config"].items()}
+    widths = [max(map(len, column), default=0) for column in (defaults.keys(), defaults.values())]
+    lines = ["", "config, with its defaults:"] if defaults else ["", "no config"]
     lines += [
         f"  {key:<{widths[0]}}  {default:<{widths[1]}}  {row['config'][key].get('description', '')}"
-        for key, default in written.items()
+        for key, default in defaults.items()
     ]
     lines += ["", f"stands with: {', '.join(row['composes_with']) or 'nothing else'}"]
     if row["conflicts"]:

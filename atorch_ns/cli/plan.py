@@ -75,18 +75,18 @@ def plan(
     unwritable = options.unwritable(save=save, report=report, save_profile=save_profile)
     if operators is not None:
         options.refuse(unwritable)
-        asked = ModelOptions(model=model, sample=sample, input_format=input_format, cluster=cluster)
-        _plan_operators(asked, operators, memory_limit, top=top, save=save, as_json=as_json)
+        request = ModelOptions(model=model, sample=sample, input_format=input_format, cluster=cluster)
+        _plan_operators(request, operators, memory_limit, top=top, save=save, as_json=as_json)
         return
     inputs, settings, _ = all_or_problems(
         lambda: read_inputs(ModelOptions(model, sample, loss, optimizer, input_format, profile, cluster)),
         lambda: make_settings(objective=objective, memory_limit=memory_limit),
         lambda: options.refuse(unwritable),
     )
-    known, seconds = make_profile(inputs)
+    model_profile, seconds = make_profile(inputs)
     machines = inputs.cluster
     outcome = plan_offline(
-        known,
+        model_profile,
         machines,
         global_batch=batch,
         settings=settings,
@@ -100,9 +100,9 @@ def plan(
     else:
         typer.echo(search_text(outcome, top=top))
         if verbose:
-            typer.echo(_operators_report(known, outcome, machines))
+            typer.echo(_operators_report(model_profile, outcome, machines))
     if save_profile is not None:
-        write_text(save_profile, known.to_json())
+        write_text(save_profile, model_profile.to_json())
         say(f"profile written to {save_profile}")
     if report is not None:
         whole.save(report)
@@ -118,7 +118,7 @@ def plan(
 
 
 def _plan_operators(
-    asked: ModelOptions, degree: int, memory_limit: str | None, *, top: int, save: Path | None, as_json: bool
+    inputs: ModelOptions, degree: int, memory_limit: str | None, *, top: int, save: Path | None, as_json: bool
 ) -> None:
     import torch
 
@@ -126,35 +126,35 @@ def _plan_operators(
     from atorch_ns.operators import OperatorPrices, States, capture_shallow, costs_text, solved_plan
     from atorch_ns.text import counted
 
-    cluster = make_cluster(asked.cluster)
-    if asked.cluster is not None and degree > cluster.world_size:
+    cluster = make_cluster(inputs.cluster)
+    if inputs.cluster is not None and degree > cluster.world_size:
         raise InputError(
             f"--operators {degree} is more than the cluster's {counted(cluster.world_size, 'device')}."
         )
-    known, batch, how = make_model(asked)
-    args, kwargs = call_arguments(known, batch, None if how == "none" else how)
+    network, batch, how = make_model(inputs)
+    args, kwargs = call_arguments(network, batch, None if how == "none" else how)
     device = torch.device("cpu")  # captured on fake tensors
-    shallow = capture_shallow(known.train(), args, kwargs, device=device)
-    prices = OperatorPrices.of(known, cluster, degree)
+    shallow = capture_shallow(network.train(), args, kwargs, device=device)
+    prices = OperatorPrices.of(network, cluster, degree)
     limit = gibibytes(memory_limit)
-    solved = solved_plan(
+    solution = solved_plan(
         shallow.graph,
         degree,
         prices,
         States(),
-        device,
+        device=device,
         memory_limit=float(prices.device.memory_bytes) or None if limit is None else limit * 2**30,
     )
     if as_json:
-        typer.echo(solved.plan.text, nl=False)
+        typer.echo(solution.plan.text, nl=False)
     else:
         typer.echo(
-            f"{type(known).__name__} in {prices.compute_dtype} on {degree} ranks: {solved.text}\n"
-            f"Figures of the device: {prices.device.source}.\n\n{solved.plan.describe()}\n\n"
-            f"The longest operators (predicted)\n{costs_text(solved.costs, top=top)}"
+            f"{type(network).__name__} in {prices.compute_dtype} on {degree} ranks: {solution.text}\n"
+            f"Figures of the device: {prices.device.source}.\n\n{solution.plan.describe()}\n\n"
+            f"The longest operators (predicted)\n{costs_text(solution.costs, top=top)}"
         )
     if save is not None:
-        solved.plan.write(save)
+        solution.plan.write(save)
         say(f'operator plan written to {save}; use it with ("operator_parallel", {{"plan": "{save}"}})')
 
 
@@ -166,7 +166,7 @@ def _operators_report(profile: Profile, outcome: SearchOutcome, cluster: Cluster
     row = outcome.winner or (outcome.rows[0] if outcome.rows else None)  # no winner: nothing fits
     if row is None or profile.trace is None:
         return ""
-    resolved = resolve(row.candidate.strategy, cluster, load_registry(), profile=profile)
+    resolution = resolve(row.candidate.strategy, cluster, load_registry(), profile=profile)
     workload = Workload(global_batch=outcome.setting.global_batch, num_tokens=outcome.setting.num_tokens)
-    info = operators_info(profile.trace, resolved.plan, workload, world_size=cluster.world_size)
+    info = operators_info(profile.trace, resolution.plan, workload, world_size=cluster.world_size)
     return f"\nOperators of one rank's step with {row.candidate.label} ({info.precision})\n{operators_text(info)}"

@@ -30,15 +30,15 @@ def report(
     """
     from atorch_ns.report import TrainingReport
 
-    loaded = TrainingReport.load(file)
+    document = TrainingReport.load(file)
     for path in (html, text):
         if path is not None:
-            loaded.save(path)
+            document.save(path)
             say(f"report written to {path}")
     if as_json:
-        typer.echo(loaded.to_json(), nl=False)
+        typer.echo(document.to_json(), nl=False)
     elif html is None and text is None:
-        typer.echo(str(loaded))
+        typer.echo(str(document))
 
 
 def explain(

@@ -42,9 +42,9 @@ def search(
 ) -> None:
     """Search for the best strategy by short trials on local ranks. The exit code is 3 if none can be used.
 
-    Progress and the verdict go to standard error, the strategy to standard output. Logs of failed trials are in the
-    folder NAME.logs beside the report, the strategy or the history. Ctrl-C ends the search with the best strategy so
-    far, or with code 130 if nothing was measured yet; a second one ends it all.
+    Progress and the verdict go to standard error, the strategy to standard output. Logs of failed trials are
+    in the folder NAME.logs beside the report, the strategy or the history. Ctrl-C ends the search with the
+    best strategy so far, or with code 130 if nothing was measured yet; a second one ends it all.
 
     Example: atorch-ns search --model train.py:build --sample train.py:sample --loss train.py:loss --save strategy.json
     """

@@ -45,7 +45,8 @@ def validate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a strategy for a number of processes; every problem is printed. The exit code is 1 if it is not valid.
+    """Check a strategy for a number of processes; every problem is printed. The exit code is 1 if it is not
+    valid.
 
     Example: atorch-ns strategy validate strategy.json --world-size 8
     """
@@ -62,19 +63,19 @@ def validate(
     processes = counted(cluster.world_size, "process", "processes")
     answer = {"schema": 1, "valid": False, "world_size": cluster.world_size, "strategy": str(strategy)}
     try:
-        resolved = resolve(strategy, cluster, load_registry())
+        resolution = resolve(strategy, cluster, load_registry())
     except (StrategyError, LayoutError) as error:  # the answer, not wrong usage
         if as_json:
             problems = [str(each) for each in getattr(error, "problems", ())] or [str(error)]
             print_json({**answer, "notes": [], "problems": problems})
         say(f"not valid for {processes}: {error}")
         raise typer.Exit(1) from None
-    notes = [note.text for note in resolved.notes]
+    notes = [note.text for note in resolution.notes]
     if as_json:
-        verdict = {"valid": True, "strategy": str(resolved.strategy), "notes": notes, "problems": []}
+        verdict = {"valid": True, "strategy": str(resolution.strategy), "notes": notes, "problems": []}
         print_json({**answer, **verdict})
     else:
-        typer.echo("\n  ".join([f"valid for {processes}: {resolved.strategy}", *notes]))
+        typer.echo("\n  ".join([f"valid for {processes}: {resolution.strategy}", *notes]))
 
 
 @app.command()
@@ -114,7 +115,8 @@ def convert(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a strategy of ATorch, a config of Accelerate or of DeepSpeed, and list what cannot be carried over.
+    """Convert a strategy of ATorch, a config of Accelerate or of DeepSpeed, and list what cannot be carried
+    over.
 
     Nothing in the file is run. What has no counterpart is listed with its reason.
 
@@ -127,15 +129,15 @@ def convert(
         raise InputError(
             f"{output}: the suffix of a strategy file selects JSON or YAML. Name it {output.stem}.json, .yaml or .yml."
         )
-    converted = convert_file(file, source=source, classes=classes or ())
-    converted.strategy.save(output)
-    for warning in converted.warnings:
+    conversion = convert_file(file, source=source, classes=classes or ())
+    conversion.strategy.save(output)
+    for warning in conversion.warnings:
         say(f"warning: {warning}")
     if as_json:
-        print_json(converted.as_json())
+        print_json(conversion.as_json())
     else:
-        typer.echo(f"{output}: {converted.strategy}")
-        for title, notes in (("carried over", converted.carried), ("not carried over", converted.left_out)):
+        typer.echo(f"{output}: {conversion.strategy}")
+        for title, notes in (("carried over", conversion.carried), ("not carried over", conversion.left_out)):
             if notes:
                 typer.echo(f"\n{title}:")
                 for note in notes:

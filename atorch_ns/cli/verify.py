@@ -41,9 +41,12 @@ def verify(
 ) -> None:
     """Train a model under a strategy and in one process, and compare losses, gradients and parameters.
 
-    The exit code is 1 if something drifts, 2 if the model cannot be trained. The optimizer is SGD with momentum, whose steps show the scale of a gradient.
+    The exit code is 1 if something drifts, 2 if the model cannot be trained. The optimizer is SGD with
+    momentum, whose steps show the scale of a gradient.
 
-    With --script, the script runs as it is: in one process, on the ranks, and once more in one process with gradients that are off by rounding. After each update of each optimizer, weights, buffers and states are compared. Without --strategy it has its own.
+    With --script, the script runs as it is: in one process, on the ranks, and once more in one process with
+    gradients that are off by rounding. After each update of each optimizer, weights, buffers and states are
+    compared. Without --strategy it has its own.
 
     Example: atorch-ns verify --strategy fsdp --model train.py:build --sample train.py:sample --loss train.py:loss
     """

@@ -1,4 +1,4 @@
-"""Agreement of ranks: one rank's value or failure sent to all, so that no rank waits for one that has stopped."""
+"""Agreement of ranks: one rank's value or failure sent to all, so that none waits for a stopped one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,8 @@ _LOST_CONNECTION = re.compile(
 )
 """Of :func:`_translate_lost_connection`, of gloo, and of NCCL."""
 
-_FAIL_TOGETHER_S = 10.0
-"""How long a rank that failed and goes on waits for the others to have failed as well."""
-
-_TURNS_BACK = 6
-"""How many blocks may begin between a failure and the next exchange: the phases of a step, where a loop calls each."""
+_FAIL_TOGETHER_S = 10.0  # a failed rank that goes on waits so long for the others to have failed as well
+_TURNS_BACK = 6  # most blocks that begin between a failure and the next exchange: the phases of a step
 
 
 def agree(
@@ -79,15 +76,14 @@ def agree(
 def sharing_failures(what: str, *, distributed: bool, turn: int | None = None) -> Iterator[None]:
     """Tells the other ranks why this one fails in code that communicates; all ranks enter the block.
 
-    A rank that waits in a collective for one that failed notices it when that one's process ends, in the backend's words
-    about a lost connection; it raises the failed rank's reason instead. The block itself communicates nothing. A failed
-    rank that catches its error and lives on keeps the others waiting: nothing ends another process's wait in gloo. See
-    :class:`SharedBlocks`.
+    A rank that waits in a collective loses its connection when a failed rank's process ends; it then raises
+    that rank's reason. The block itself communicates nothing. A failed rank that catches its error and lives
+    on keeps the others waiting: gloo cannot end another process's wait. See :class:`SharedBlocks`.
 
     Args:
         what: name of the code, for the message.
         distributed: whether there is a process group.
-        turn: how often this rank has entered a block of that name, the same on all ranks; counted here by default.
+        turn: how often this rank has entered such a block, equal on all ranks; counted here by default.
 
     Raises:
         RankError: if this rank has lost the connection to another one.
@@ -138,20 +134,16 @@ def _failure_key(what: str, turn: int, rank: int) -> str:
 
 
 class SharedBlocks:
-    """Blocks of one name that all ranks enter one after the other, each by :func:`sharing_failures`.
+    """Blocks of one name that all ranks enter in turn, each by :func:`sharing_failures` and its arguments.
 
-    A rank that failed by itself, caught its error and lives on is refused the next block, unless all ranks failed with it:
-    the others may be waiting for it in the one where it failed.
-
-    Args:
-        what: name of the code, for messages.
-        distributed: whether there is a process group.
+    A rank that failed, caught its error and lives on is refused the next block unless all ranks failed: the
+    others may still wait for it in the block where it failed.
     """
 
     def __init__(self, what: str, *, distributed: bool) -> None:
-        self._what, self._distributed = what, distributed
+        self._what, self._is_distributed = what, distributed
         self._turn = 0
-        self._failed = 0  # the turn in which this rank failed by itself; 0 for none
+        self._failed_turn = 0  # the turn in which this rank failed by itself; 0 for none
         self._refusal: RankError | None = None
 
     @contextmanager
@@ -159,20 +151,20 @@ class SharedBlocks:
         """The next block.
 
         Raises:
-            RankError: if this rank failed before without the others, or has lost the connection to another one.
+            RankError: if this rank alone failed before, or has lost the connection to another one.
         """
-        if self._refusal is None and self._failed and self._distributed:
+        if self._refusal is None and self._failed_turn and self._is_distributed:
             self._refusal = self._failed_alone()
         if self._refusal is not None:
             raise self._refusal
-        self._turn, self._failed = self._turn + 1, 0
+        self._turn, self._failed_turn = self._turn + 1, 0
         try:
-            with sharing_failures(self._what, distributed=self._distributed, turn=self._turn):
+            with sharing_failures(self._what, distributed=self._is_distributed, turn=self._turn):
                 yield
         except RankError:
             raise
         except Exception:
-            self._failed = self._turn
+            self._failed_turn = self._turn
             raise
 
     def _failed_alone(self) -> RankError | None:
@@ -180,7 +172,7 @@ class SharedBlocks:
 
         from atorch_ns.torch_compat import default_store
 
-        keys = [_failure_key(self._what, self._failed, rank) for rank in range(dist.get_world_size())]
+        keys = [_failure_key(self._what, self._failed_turn, rank) for rank in range(dist.get_world_size())]
         store, deadline = default_store(), time.monotonic() + _FAIL_TOGETHER_S
         try:
             while not store.check(keys):  # others may be about to fail, too
@@ -199,7 +191,7 @@ class SharedBlocks:
 
 
 def or_refusal(action: Callable[[], T]) -> T | InputError:
-    """What ``action`` returns, or why it refuses: as a value that ranks can exchange, without frames, which hold tensors."""
+    """The result of ``action``, or its refusal as a value to exchange: without frames, which hold tensors."""
     try:
         return action()
     except InputError as refusal:
@@ -207,9 +199,9 @@ def or_refusal(action: Callable[[], T]) -> T | InputError:
 
 
 def _failed_elsewhere(what: str, failures: Mapping[int, str]) -> RankError:
-    shown = first_few([f"rank {rank}: {reason}" for rank, reason in failures.items()], 8, "\n  ")
+    lines = first_few([f"rank {rank}: {reason}" for rank, reason in failures.items()], 8, "\n  ")
     return RankError(
-        f"{what} failed on {len(failures)} other rank(s), so all stopped:\n  {shown}", failures=dict(failures)
+        f"{what} failed on {len(failures)} other rank(s), so all stopped:\n  {lines}", failures=dict(failures)
     )
 
 
@@ -232,10 +224,10 @@ def same_everywhere(values: Mapping[str, str], *, distributed: bool) -> None:
         for rank, texts in enumerate(values_by_rank):
             ranks_by_text.setdefault(texts.get(what, ""), []).append(rank)
         if len(ranks_by_text) > 1:
-            shown = "; ".join(
+            listing = "; ".join(
                 f"ranks {ranks} have {clipped(text, 300)}" for text, ranks in ranks_by_text.items()
             )
-            lines.append(f"{what}: {shown}")
+            lines.append(f"{what}: {listing}")
     if lines:
         raise RankError(
             "the ranks were given different arguments, so nothing was started. " + ". ".join(lines)
@@ -252,10 +244,10 @@ def from_first(value: T | None, *, distributed: bool, group: dist.ProcessGroup |
         return cast("T", value)
     import torch.distributed as dist
 
-    told: list[Any] = [_pickle_value(value) if dist.get_rank(group) == 0 else None]
+    message: list[Any] = [_pickle_value(value) if dist.get_rank(group) == 0 else None]
     with _translate_lost_connection(group, None):
-        dist.broadcast_object_list(told, group=group, group_src=0)
-    data, problem = told[0]
+        dist.broadcast_object_list(message, group=group, group_src=0)
+    data, problem = message[0]
     if problem:
         raise InputError(f"the first rank cannot send the others {problem}")
     return cast("T", value if dist.get_rank(group) == 0 else pickle.loads(data))  # noqa: S301  # of a rank of this job
@@ -304,13 +296,13 @@ def send_nest(nest: Any, *, group: Any, target: int, device: Any) -> None:
 
     from atorch_ns.capture.nests import map_tensors, tensors_of
 
-    sent = [tensor.contiguous() for tensor in tensors_of(nest)]
-    places = iter(range(len(sent)))
+    tensors = [tensor.contiguous() for tensor in tensors_of(nest)]
+    places = iter(range(len(tensors)))
     # Each place in the nest holds its number among the tensors, in a form that no value of the user's has.
     structure = map_tensors(lambda _: _Place(next(places)), nest)
-    told = [(structure, [(tensor.shape, tensor.dtype) for tensor in sent])]
-    dist.send_object_list(told, group=group, group_dst=target, device=device)
-    for tensor in sent:  # in the order of their places
+    message = [(structure, [(tensor.shape, tensor.dtype) for tensor in tensors])]
+    dist.send_object_list(message, group=group, group_dst=target, device=device)
+    for tensor in tensors:  # in the order of their places
         dist.send(tensor, group=group, group_dst=target)
 
 
@@ -321,9 +313,9 @@ def receive_nest(*, group: Any, source: int, device: Any) -> Any:
 
     from atorch_ns.capture.nests import map_instances
 
-    told: list[Any] = [None]
-    dist.recv_object_list(told, group=group, group_src=source, device=device)
-    structure, specs = told[0]
+    message: list[Any] = [None]
+    dist.recv_object_list(message, group=group, group_src=source, device=device)
+    structure, specs = message[0]
     tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
     for tensor in tensors:
         dist.recv(tensor, group=group, group_src=source)

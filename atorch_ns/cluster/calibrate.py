@@ -46,7 +46,7 @@ class Measurement(NamedTuple):
     Attributes:
         hardware: the figures that estimates use.
         table: what the table says of the device and its links; ``None`` where it lacks the device.
-        seconds: median seconds of every probe on the slowest rank, by its name; names of links begin with the level.
+        seconds: median seconds of every probe on the slowest rank, by name (a link's begins with the level).
         sizes: ranks of each level's groups.
     """
 
@@ -66,8 +66,7 @@ def calibrate(
     third of ``seconds`` is usually enough.
 
     Args:
-        cluster: the cluster of this job.
-        group: process group of the ranks; ``None`` for all, or for this process alone without a process group.
+        group: process group of the ranks; ``None`` for all, or for this process if there is no group.
         seconds: approximate time limit.
     """
     return measure(cluster, group=group, seconds=seconds).hardware
@@ -84,8 +83,7 @@ def measure(
     """:func:`calibrate`, with what was timed.
 
     Args:
-        cluster, group, seconds: as in :func:`calibrate`.
-        thorough: whether to time products and attention by size and sends too, in as many rounds as ``seconds`` allow.
+        thorough: whether to time sends, and products and attention by size, too, while ``seconds`` last.
         say: takes a line of progress now and then.
     """
     import torch.distributed as dist
@@ -94,7 +92,7 @@ def measure(
         raise InputError(f"seconds={seconds}: give a positive number.")
     together = dist.is_available() and dist.is_initialized()
     table = _of_table(cluster)
-    known = cluster.hardware or table or _assumed_hardware(cluster)
+    base = cluster.hardware or table or _assumed_hardware(cluster)
     with _link_groups(cluster, group, together=together) as levels:
         probes = compute_probes(cluster.device, by_size=thorough)
         for level, ranks in levels.items():
@@ -103,15 +101,15 @@ def measure(
         rounds = _Rounds(seconds if thorough else seconds / 3, _THOROUGH_ROUNDS if thorough else _MAX_ROUNDS)
         times = _measure_probes(probes, rounds, group, together=together, device=cluster.device, say=say)
         sizes = {level: dist.get_world_size(ranks) for level, ranks in levels.items()}
-    source = _source_text(cluster, known.device.name)
+    source = _source_text(cluster, base.device.name)
     speed = compute_speed(times, on_gpu=cluster.device_type != "cpu")
-    links = {level: _measured_link(known, level, times, sizes[level], source) for level in sizes}
-    within = links.get("within_node", known.within_node)
+    links = {level: _measured_link(base, level, times, sizes[level], source=source) for level in sizes}
+    within = links.get("within_node", base.within_node)
     hardware = replace(
-        known,
-        device=_measured_device(known.device, speed, times, source),
+        base,
+        device=_measured_device(base.device, speed, times, source),
         within_node=within,
-        between_nodes=links.get("between_nodes", within if cluster.num_nodes == 1 else known.between_nodes),
+        between_nodes=links.get("between_nodes", within if cluster.num_nodes == 1 else base.between_nodes),
         measured=True,
     )
     return Measurement(rounded(hardware, Hardware), table, rounded(times, dict[str, float]), sizes)
@@ -123,7 +121,7 @@ def _source_text(cluster: Cluster, device: str) -> str:
 
 
 def rounded(value: T, kind: Any) -> T:
-    """The value, of a type that pydantic reads, with four digits of each float: more than a measurement has."""
+    """The value, of a type that pydantic reads, with floats of four digits: more than a measurement has."""
     from pydantic import TypeAdapter
 
     adapter = TypeAdapter(kind)
@@ -201,19 +199,19 @@ def _measure_probes(
     say: Callable[[str], None] | None,
 ) -> dict[str, float]:
     rounds: list[list[float]] = []
-    started = time.perf_counter()
+    start = time.perf_counter()
     for number in range(limits.most + 1):
-        taken = [probe() for probe in probes.values()]
+        times = [probe() for probe in probes.values()]
         if number > 0:  # the first round warms up
-            rounds.append(taken)
-        elapsed = time.perf_counter() - started
+            rounds.append(times)
+        seconds = time.perf_counter() - start
         if together:
-            elapsed = _maximum_over_ranks([elapsed], group, device)[0]  # all ranks stop in the same round
+            seconds = _maximum_over_ranks([seconds], group, device)[0]  # all ranks stop in the same round
         if say is not None:
             what = f"round {number}" if number else "warmed up"
-            say(f"{what}: {len(probes)} figures, {elapsed:.1f} s of {limits.seconds:g} s")
+            say(f"{what}: {len(probes)} figures, {seconds:.1f} s of {limits.seconds:g} s")
         # Stop where one more round of average length would exceed the limit.
-        if len(rounds) >= _MIN_ROUNDS and elapsed * (number + 2) / (number + 1) > limits.seconds:
+        if len(rounds) >= _MIN_ROUNDS and seconds * (number + 2) / (number + 1) > limits.seconds:
             break
     medians = np.median(np.asarray(rounds), axis=0).tolist()
     return dict(
@@ -230,12 +228,11 @@ def _maximum_over_ranks(values: list[float], group: dist.ProcessGroup | None, de
     return [float(value) for value in shared.tolist()]
 
 
-def _measured_device(known: Device, speed: ComputeSpeed, times: Mapping[str, float], source: str) -> Device:
-    # Dtypes that were not measured keep what the table takes them to reach.
-    reached = {dtype: known.products_of(dtype) for dtype in known.flops_per_s}
+def _measured_device(base: Device, speed: ComputeSpeed, times: Mapping[str, float], source: str) -> Device:
+    rates = {dtype: base.products_of(dtype) for dtype in base.flops_per_s}  # kept where not measured
     device = replace(
-        known,
-        flops_per_s={**reached, **speed.flops_per_s},
+        base,
+        flops_per_s={**rates, **speed.flops_per_s},
         memory_bytes_per_s=speed.memory_bytes_per_s,
         in_place_bytes_per_s=speed.in_place_bytes_per_s,
         launch_s=speed.launch_s,
@@ -248,7 +245,7 @@ def _measured_device(known: Device, speed: ComputeSpeed, times: Mapping[str, flo
 
 
 def _attention_factors(device: Device, times: Mapping[str, float]) -> dict[str, float]:
-    """Measured rates of fused attention over those that the device has otherwise: medians, by pass and dtype."""
+    """Median ratios of measured rates of fused attention to the device's, by pass and dtype."""
     shares: dict[str, list[float]] = {}
     for name, seconds in times.items():
         what, *rest = name.split("/")
@@ -257,19 +254,21 @@ def _attention_factors(device: Device, times: Mapping[str, float]) -> dict[str, 
         dtype, shape = rest
         whole = f"attention_training/{dtype}/{shape}"
         tokens, width = map(int, shape.split("x")[2:])  # shape is batch x heads x tokens x width
-        done = {
+        work = {
             "forward": (probe_flops(name), seconds),
             "backward": (probe_flops(whole) - probe_flops(name), times[whole] - seconds),
         }
-        for passes, (flops, spent) in done.items():
-            expected = device.attention_of(dtype, AttentionKind(passes, width, True, tokens))
-            if spent > 0:  # noise can make it negative
-                shares.setdefault(f"{passes}/{dtype}", []).append(flops / spent / expected)
+        for passes, (flops, duration) in work.items():
+            rate = device.attention_of(dtype, AttentionKind(passes, width, True, tokens))
+            if duration > 0:  # noise can make it negative
+                shares.setdefault(f"{passes}/{dtype}", []).append(flops / duration / rate)
     return {key: float(np.median(ratios)) for key, ratios in shares.items()}
 
 
-def _measured_link(known: Hardware, level: str, times: dict[str, float], num_ranks: int, source: str) -> Link:
-    link: Link = getattr(known, level)
+def _measured_link(
+    base: Hardware, level: str, times: dict[str, float], num_ranks: int, *, source: str
+) -> Link:
+    link: Link = getattr(base, level)
     of_level = {
         name.removeprefix(f"{level}/"): value for name, value in times.items() if name.startswith(level)
     }

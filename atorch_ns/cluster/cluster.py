@@ -83,8 +83,7 @@ def cgroup_files(name: str, name_v1: str) -> list[Path]:
     Inside a container the own group is usually mounted as the root.
 
     Args:
-        name: name of the file in version 2.
-        name_v1: its name in version 1.
+        name, name_v1: names of the file in versions 2 and 1.
     """
     files = [_CGROUPS / name, _CGROUPS / "memory" / name_v1]
     try:
@@ -208,7 +207,7 @@ class Cluster:
         return agreement.agree(action, what=what, distributed=self.distributed, group=group)
 
     def on_first(self, action: Callable[[], T], *, what: str) -> T:
-        """What ``action``, the work of rank 0, returns, on every rank; all ranks fail if it does. Collective."""
+        """Result of ``action``, which rank 0 runs, on every rank; if it fails, all ranks fail. Collective."""
         return self.from_first(self.agree(lambda: action() if self.rank == 0 else None, what=what))
 
     def from_first(self, value: T | None) -> T:

@@ -62,7 +62,7 @@ class DeviceSheet:
 
     def figures(self) -> dict[str, SourcedFigure]:
         """Every figure by its name."""
-        named = {
+        result = {
             "memory_bytes": self.memory_bytes,
             "memory_bytes_per_s": self.memory_bytes_per_s,
             "launch_s": self.launch_s,
@@ -70,8 +70,8 @@ class DeviceSheet:
         }
         by_dtype = {"flops_per_s": self.flops_per_s, "efficiency": self.efficiencies}
         for name, figures in by_dtype.items():
-            named |= {f"{name}.{dtype}": figure for dtype, figure in figures.items()}
-        return named
+            result |= {f"{name}.{dtype}": figure for dtype, figure in figures.items()}
+        return result
 
     def device(self, name: str) -> Device:
         """The device of that name."""
@@ -91,7 +91,7 @@ class DeviceSheet:
 
 
 def _read_sheet(row: Mapping[str, str]) -> DeviceSheet:
-    title, (share, why), (streamed, how) = row["sheet"], _MEMORY[row["memory"]], _STREAMED
+    title, (share, why), (stream_share, how) = row["sheet"], _MEMORY[row["memory"]], _STREAMED
     tflops = {dtype: float(row[dtype]) for dtype in _DTYPES if row[dtype]}
     # ``kernels`` names the device of kernels.csv whose products reach the same share of the peak.
     shares = {dtype: product_share(row["kernels"], dtype) for dtype in tflops}
@@ -103,7 +103,7 @@ def _read_sheet(row: Mapping[str, str]) -> DeviceSheet:
         kernels=row["kernels"],
         power_w=SourcedFigure(float(row["watts"]), title) if row["watts"] else None,
         memory_bytes=SourcedFigure(float(row["gib"]) * share * 2**30, f"{title}; {why}"),
-        memory_bytes_per_s=SourcedFigure(float(row["gb_per_s"]) * streamed * 1e9, f"{title}; {how}"),
+        memory_bytes_per_s=SourcedFigure(float(row["gb_per_s"]) * stream_share * 1e9, f"{title}; {how}"),
         flops_per_s=MappingProxyType(
             {key: SourcedFigure(value * 1e12, title) for key, value in tflops.items()}
         ),
@@ -121,8 +121,8 @@ DEVICES: Final[Mapping[str, DeviceSheet]] = MappingProxyType(
 """Devices by name."""
 
 
-def device_named(reported: str) -> str | None:
-    """The name in the table of a device that its driver calls ``reported``, if it is there.
+def device_named(driver_name: str) -> str | None:
+    """The name in the table of a device that its driver calls ``driver_name``, if it is there.
 
     Example:
         >>> device_named("NVIDIA H100 80GB HBM3"), device_named("NVIDIA L4"), device_named("GeForce GT 710")
@@ -132,7 +132,7 @@ def device_named(reported: str) -> str | None:
         (sum(map(len, parts)), name)
         for name, sheet in DEVICES.items()
         for parts in sheet.reported
-        if all(_contains_name(reported, part) for part in parts)
+        if all(_contains_name(driver_name, part) for part in parts)
     ]
     return max(matches)[1] if matches else None  # the most specific name
 

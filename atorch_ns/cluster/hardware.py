@@ -37,8 +37,8 @@ class Link:
         collectives: rates by collective (``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``,
             ``"all_to_all"``, ``"broadcast"``, ``"send"``) where they are known to differ.
         overlap: share of a collective's time that computation can hide. On a CPU both need the same cores.
-        ramp: bytes that each of a ring's messages has, and the share of the rate that they then reach, in the order of the
-            bytes; empty where ``latency_s`` tells what small messages cost.
+        ramp: bytes of each of a ring's messages, ascending, and the share of the rate that they reach; empty
+            where ``latency_s`` tells what small messages cost.
         source: where the figures come from, or "measured on …".
     """
 
@@ -55,8 +55,7 @@ class Link:
         if not self.ramp:
             return np.asarray(rate.latency_s + num_bytes / rate.bytes_per_s)
         sizes, shares = zip(*self.ramp, strict=True)
-        # Below the smallest size that was measured a message takes as long as that one.
-        num_bytes = np.maximum(num_bytes, sizes[0])
+        num_bytes = np.maximum(num_bytes, sizes[0])  # a smaller message takes as long as the smallest here
         return np.asarray(num_bytes / rate.bytes_per_s / np.interp(np.log(num_bytes), np.log(sizes), shares))
 
     def rate_of(self, collective: str) -> Rate:
@@ -71,7 +70,6 @@ class Device:
     Attributes:
         name: as the table and users write it: ``"H100-80GB"``.
         type: ``"cuda"`` or ``"cpu"``.
-        memory_bytes: memory of one device.
         memory_bytes_per_s: bytes that element-wise operators read and write, their new results included.
         in_place_bytes_per_s: the same for operators that write into tensors that are there already; 0 for no
             difference. On a CPU fresh memory is several times slower: the system maps its pages one by one.
@@ -81,11 +79,11 @@ class Device:
             views around it.
         efficiency: share of the peak that the best matrix products reach.
         efficiencies: the same by dtype, where it differs.
-        kernels: the device whose rates of fused attention it has (``kernels.csv``); empty for those of products.
-        attention: the library of fused attention (:data:`~atorch_ns.cluster.kernels.ATTENTION_LIBRARIES`); empty for
-            the one that torch takes on this device.
-        attention_factors: rates of fused attention as they were measured, of those of the table, by pass and
-            dtype (``"backward/bfloat16"``), or by pass alone, as 0.2.0 wrote them; 1 of those that are not there.
+        kernels: the device in ``kernels.csv`` with its rates of fused attention; empty for rates of products.
+        attention: the library of fused attention (:data:`~atorch_ns.cluster.kernels.ATTENTION_LIBRARIES`);
+            empty for the one that torch takes on this device.
+        attention_factors: measured rates of fused attention over those of the table, by pass and dtype
+            (``"backward/bfloat16"``), or by pass alone, as 0.2.0 wrote them; 1 where absent.
         capability: CUDA compute capability.
         price_per_hour: US dollars, for the objective of cost; 0 where unknown.
         source: where the figures come from, or "measured on …".
@@ -121,7 +119,7 @@ class Device:
         return self.flops_of(dtype) * self.efficiencies.get(dtype, self.efficiency)
 
     def attention_of(self, dtype: str, kind: AttentionKind) -> float:
-        """FLOP/s of fused attention: the share of the rate of products that it has by the table, where it is there."""
+        """FLOP/s of fused attention: the table's share of the rate of products, or all of it by default."""
         library = self.attention or usual_attention(self.kernels)
         of_all = self.attention_factors.get(kind.passes, 1.0)
         factor = self.attention_factors.get(f"{kind.passes}/{dtype}", of_all)
@@ -134,8 +132,7 @@ class Hardware:
 
     Attributes:
         device: every rank's device.
-        within_node: the link between ranks of a node.
-        between_nodes: the link between nodes.
+        within_node, between_nodes: the links between ranks of a node and between nodes.
         to_host: the link between a device and its host's memory.
         measured: whether a measurement on these ranks has refined the figures.
     """
@@ -148,8 +145,8 @@ class Hardware:
 
 
 _NCCL_OVERLAP: Final = 0.78
-"""Share of a collective's time that computation hides: NCCL's 24 blocks keep 24 of an H100's 132 multiprocessors from
-products meanwhile, which take 24/108 longer (NVIDIA developer forum, topic 337991, measures that and more)."""
+"""Share of a collective that computation hides: NCCL's 24 blocks occupy 24 of an H100's 132 multiprocessors;
+products then take 24/108 longer (NVIDIA developer forum, topic 337991, measures that and more)."""
 
 
 class LinkSheet(NamedTuple):
@@ -160,9 +157,8 @@ class LinkSheet(NamedTuple):
         latency_s: latency of one message of a ring.
         bytes_per_s: one direction, of one device; of a whole node where :attr:`shared`.
         shared: whether the ranks of a node share it.
-        overlap: share of a collective's time that computation can hide.
         aliases: other names.
-        ramp: as in :class:`Link`.
+        overlap, ramp: as in :class:`Link`.
     """
 
     level: str
@@ -175,21 +171,20 @@ class LinkSheet(NamedTuple):
 
     def link(self, name: str, num_sharing: int = 1) -> Link:
         """The link as ``num_sharing`` ranks of one node have it."""
-        divided = num_sharing if self.shared else 1
+        divisor = num_sharing if self.shared else 1
         return Link(
             name=name,
-            rate=Rate(self.latency_s.value, self.bytes_per_s.value / divided),
+            rate=Rate(self.latency_s.value, self.bytes_per_s.value / divisor),
             overlap=self.overlap,
             ramp=self.ramp,
             source="; ".join(dict.fromkeys((self.bytes_per_s.source, self.latency_s.source))),
         )
 
 
-def _read_link(row: Mapping[str, str], measured: Iterable[Mapping[str, str]]) -> LinkSheet:
+def _read_link(row: Mapping[str, str], ring_rows: Iterable[Mapping[str, str]]) -> LinkSheet:
     peak = SourcedFigure(float(row["gb_per_s"]) * float(row["share"]) * 1e9, row["source"])
-    rings = [ring for ring in measured if ring["link"] == row["name"]]
-    # A measured ring replaces the peak of the data sheet.
-    best = max((float(ring["gb_per_s"]) for ring in rings), default=0.0)
+    rings = [ring for ring in ring_rows if ring["link"] == row["name"]]
+    best = max((float(ring["gb_per_s"]) for ring in rings), default=0.0)  # replaces the sheet's peak
     return LinkSheet(
         row["level"],
         SourcedFigure(float(row["latency_us"]) / 1e6, row["latency_source"]),
@@ -203,9 +198,9 @@ def _read_link(row: Mapping[str, str], measured: Iterable[Mapping[str, str]]) ->
 
 
 def _read_links() -> Mapping[str, LinkSheet]:
-    measured = table_rows(FOLDER / "links.csv")
+    ring_rows = table_rows(FOLDER / "links.csv")
     return MappingProxyType(
-        {row["name"]: _read_link(row, measured) for row in table_rows(FOLDER / "link_sheets.csv")}
+        {row["name"]: _read_link(row, ring_rows) for row in table_rows(FOLDER / "link_sheets.csv")}
     )
 
 

@@ -1,7 +1,7 @@
-"""Measured clusters: the file that ``atorch-ns calibrate`` writes, its comparison with the table, and its use in a job.
+"""Measured clusters: the file of ``atorch-ns calibrate``, its comparison with the table, its use in a job.
 
-The file is a cluster specification with every figure written out (:mod:`~atorch_ns.cluster.spec`), and ``measured``: when
-and on which machine, and the seconds of each probe, from which the figures come.
+The file is a cluster specification with every figure (:mod:`~atorch_ns.cluster.spec`). Its key ``measured``
+has the time, the machine, and the seconds of each probe, from which the figures come.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def machine_name(cluster: Cluster) -> str:
 
 
 def measured_document(cluster: Cluster, figures: Measurement) -> dict[str, Any]:
-    """The file's content: all fields of the device and of the links that were measured or are taken from the table."""
+    """The file's content: all fields of the device and of the links, as measured or as in the table."""
     hardware = figures.hardware
     between = {"between_nodes": _link_fields(hardware.between_nodes)} if cluster.num_nodes > 1 else {}
     return {
@@ -60,8 +60,8 @@ def measured_document(cluster: Cluster, figures: Measurement) -> dict[str, Any]:
 def _device_fields(device: Device) -> dict[str, Any]:
     plain = _dump_fields(device)
     usual = {field.name: field.default for field in fields(Device) if field.default is not MISSING}
-    kept = {name: value for name, value in plain.items() if getattr(device, name) != usual.get(name, MISSING)}
-    return {("memory" if name == "memory_bytes" else name): value for name, value in kept.items()}
+    special = {name: v for name, v in plain.items() if getattr(device, name) != usual.get(name, MISSING)}
+    return {("memory" if name == "memory_bytes" else name): value for name, value in special.items()}
 
 
 def _link_fields(link: Link) -> dict[str, Any]:
@@ -136,8 +136,8 @@ def measured_for(path: Path, cluster: Cluster) -> Hardware:
         InputError: if the file cannot be read, or was measured on something else.
     """
     there = cluster_from_spec(path)
-    known = there.hardware
-    assert known is not None
+    hardware = there.hardware
+    assert hardware is not None
     section = read_spec(path, []).get("measured")
     machine = section.get("machine") if isinstance(section, Mapping) else None
     problems = list(_hardware_differences(there, machine, cluster))
@@ -148,7 +148,7 @@ def measured_for(path: Path, cluster: Cluster) -> Hardware:
         )
     on_cpu = cluster.device_type == "cpu"
     memory = cpu_device(cluster.local_world_size).memory_bytes if on_cpu else cluster.device_memory_bytes
-    return replace(known, device=replace(known.device, memory_bytes=memory))
+    return replace(hardware, device=replace(hardware.device, memory_bytes=memory))
 
 
 def _hardware_differences(there: Cluster, machine: str | None, here: Cluster) -> Iterator[str]:
@@ -191,25 +191,27 @@ def comparisons(figures: Measurement) -> Iterator[Comparison]:
     table = figures.table
     yield from _of_device(figures.hardware.device, None if table is None else table.device, figures.seconds)
     for level, num_ranks in figures.sizes.items():
-        expected = None if table is None else getattr(table, level)
-        yield from _of_link(level, getattr(figures.hardware, level), expected, figures.seconds, num_ranks)
+        reference = None if table is None else getattr(table, level)
+        yield from _of_link(
+            level, getattr(figures.hardware, level), reference, figures.seconds, num_ranks=num_ranks
+        )
 
 
 def _of_device(device: Device, table: Device | None, seconds: Mapping[str, float]) -> Iterator[Comparison]:
     rates = {} if table is None else {
         dtype: table.products_of(dtype) for dtype in device.flops_per_s
     }  # fmt: skip
-    timed = {name.split("/")[1] for name in seconds if name.startswith("product/")}
-    for dtype in (name for name in device.flops_per_s if name in timed):
+    dtypes = {name.split("/")[1] for name in seconds if name.startswith("product/")}
+    for dtype in (name for name in device.flops_per_s if name in dtypes):
         yield Comparison(f"products, {dtype}", "FLOP/s", device.flops_per_s[dtype], rates.get(dtype))
     for name, value in seconds.items():
         what, *rest = name.split("/")
         if what in _BY_SIZE:
             size = _BY_SIZE[what].format(dtype=rest[0], shape=rest[1].replace("x", " × "))
-            expected = rates.get(rest[0])
+            reference = rates.get(rest[0])
             if what != "square" and table is not None:
-                expected = _attention_rate(table, what, *rest)
-            yield Comparison(size, "FLOP/s", probe_flops(name) / value, expected)
+                reference = _attention_rate(table, what, *rest)
+            yield Comparison(size, "FLOP/s", probe_flops(name) / value, reference)
     bandwidth = None if table is None else table.memory_bytes_per_s
     in_place = None if table is None else table.update_bytes_per_s
     yield Comparison("element-wise operators, new results", "B/s", device.memory_bytes_per_s, bandwidth)
@@ -235,19 +237,19 @@ _BY_SIZE: Final[Mapping[str, str]] = {
 
 
 def _of_link(
-    level: str, link: Link, table: Link | None, seconds: Mapping[str, float], num_ranks: int
+    level: str, link: Link, table: Link | None, seconds: Mapping[str, float], *, num_ranks: int
 ) -> Iterator[Comparison]:
     for name, value in seconds.items():
         of_level, _, rest = name.partition("/")
         collective, _, size = rest.partition("/")
         if of_level != level or not size.isdecimal():
             continue
-        expected = None
+        reference = None
         if table is not None:
             rate, (messages, parts) = table.rate_of(collective), messages_of(collective, num_ranks)
-            expected = messages * (rate.latency_s + int(size) / parts / rate.bytes_per_s)
-        shown = f"{int(size) // 2**10} KiB" if int(size) < 2**20 else f"{int(size) // 2**20} MiB"
-        yield Comparison(f"{collective} {LEVELS[level]}, {shown}", "s", value, expected)
+            reference = messages * (rate.latency_s + int(size) / parts / rate.bytes_per_s)
+        size_text = f"{int(size) // 2**10} KiB" if int(size) < 2**20 else f"{int(size) // 2**20} MiB"
+        yield Comparison(f"{collective} {LEVELS[level]}, {size_text}", "s", value, reference)
     yield Comparison(
         f"overlap with computation {LEVELS[level]}",
         "",

@@ -24,34 +24,27 @@ from atorch_ns.text import bytes_text
 if sys.platform != "win32":
     import resource
 
-_MMAP_THRESHOLD: Final = -3
-"""Of glibc's malloc.h."""
-_IS_MMAPPED: Final = 2
-"""Of glibc's malloc.c: the flag, in the word in front of an allocation, of one that lies outside of the heap."""
-_OUT_OF_MEMORY: Final = "out of memory:"
-"""What the errors of this module begin with: they are complete, and a limit around adds nothing."""
-_MOST: Final = 2**50
-"""Bytes beyond which a limit limits nothing, and C's integers end."""
+_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
+_IS_MMAPPED: Final = 2  # of glibc's malloc.c: flag, in the word before an allocation, of one outside the heap
+_OUT_OF_MEMORY: Final = "out of memory:"  # begins errors of this module, to which a limit around adds nothing
+_MOST: Final = 2**50  # bytes beyond which a limit limits nothing, and C's integers end
 STACK_BYTES: Final = 2 * 2**20
-"""Of the stack of a thread that starts under a limit. A stack counts as a whole, of which threads write some ten KiB; glibc
-gives them 8 MiB, macOS 512 KiB."""
-_ATTRIBUTES_BYTES: Final = 64
-"""At least the size of glibc's ``pthread_attr_t``, which has 56 on 64 bits."""
-_LARGE: Final = 64 * 2**10
-"""Bytes from which on an allocation is returned to the system when it is freed."""
+"""Stack of a thread that starts under a limit. It counts whole, though threads write some ten KiB of it;
+glibc's default is 8 MiB, macOS's 512 KiB."""
+_ATTRIBUTES_BYTES: Final = 64  # at least the size of glibc's pthread_attr_t, which has 56 on 64 bits
+_LARGE: Final = 64 * 2**10  # bytes from which on a freed allocation is returned to the system
 
 
 @contextmanager
 def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -> Iterator[None]:
-    """Lets this process allocate ``num_bytes`` more than it holds when the block begins; what goes beyond fails.
+    """Lets this process allocate ``num_bytes`` more than it holds when the block begins, and no more.
 
-    On CUDA the limit is that of torch's allocator. On the CPU (Linux) the system enforces it on all private memory:
-    besides tensors, the buffers of libraries, and 2 MiB for the stack of every thread that starts. A search whose
-    ``memory_limit_gib`` is the same counts all of that too. So start the process group and load the data first, and build
-    the model inside. The C library goes on returning freed tensors to the system after the block.
+    On CUDA torch's allocator has the limit. On the CPU (Linux) the system enforces it on all private memory:
+    tensors, buffers of libraries, and 2 MiB for the stack of every thread that starts. A search counts the
+    same under ``memory_limit_gib``. So start the process group and load the data first, and build the model
+    inside. The C library goes on returning freed tensors to the system after the block.
 
     Args:
-        num_bytes: the limit.
         device: the device that tensors are on.
         held_bytes: bytes of the limit that are taken already.
 
@@ -61,7 +54,7 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
         ...     train(result)
 
     Raises:
-        MemoryError: in place of the allocator's error: how much was in use of how much, and what was asked for.
+        MemoryError: in place of the allocator's error, with the bytes in use, the limit and the request.
         BackendError: if this system enforces no limit.
     """
     is_number = isinstance(num_bytes, numbers.Real) and not isinstance(num_bytes, bool)
@@ -88,9 +81,9 @@ def limit_memory(num_bytes: int, device: torch.device, *, held_bytes: int = 0) -
         others = isinstance(error, RankError)  # who tells of their own memory
         if others or not is_out_of_memory(error, is_limited=True) or str(error).startswith(_OUT_OF_MEMORY):
             raise
-        used = max(0, _bytes_in_use(device) - before)  # the error's traceback keeps what was alive
+        in_use = max(0, _bytes_in_use(device) - before)  # the error's traceback keeps what was alive
         raise MemoryError(
-            f"{_OUT_OF_MEMORY} {bytes_text(used)} of the limit of {bytes_text(num_bytes)} were in use when "
+            f"{_OUT_OF_MEMORY} {bytes_text(in_use)} of the limit of {bytes_text(num_bytes)} were in use when "
             f"{_asked_for(error)} were requested. Use a strategy that needs less, or raise the limit."
         ) from error
 
@@ -131,7 +124,7 @@ def _is_enforced(num_bytes: int) -> bool:
 
 @contextmanager
 def lowered_limit(num_bytes: int, device: torch.device) -> Iterator[None]:
-    """Takes ``num_bytes`` off the limit of the block of :func:`limit_memory` around this one; on CPUs alone."""
+    """Takes ``num_bytes`` off the limit of the :func:`limit_memory` block around this one; on CPUs only."""
     if room_bytes(device) is None:
         yield
         return
@@ -144,7 +137,7 @@ def lowered_limit(num_bytes: int, device: torch.device) -> Iterator[None]:
 
 
 def room_bytes(device: torch.device) -> int | None:
-    """Bytes that this process may still allocate on CPUs by ``RLIMIT_DATA``; ``None`` if there is no such limit."""
+    """Bytes that ``RLIMIT_DATA`` still lets this process allocate on CPUs; ``None`` without such a limit."""
     if device.type == "cuda" or sys.platform == "win32":
         return None
     limit, usage = resource.getrlimit(resource.RLIMIT_DATA)[0], data_bytes()
@@ -166,22 +159,20 @@ def return_freed_memory() -> None:
 
 @contextmanager
 def _filled_holes(device: torch.device) -> Iterator[None]:
-    # CUDA may be on Windows, which has none.
-    library: Any = ctypes.CDLL(None) if device.type == "cpu" else None
+    library: Any = ctypes.CDLL(None) if device.type == "cpu" else None  # Windows, with CUDA, has none
     holes: list[int] = []
     # A hole of the heap counts as private memory already: tensors in it would come on top of the limit.
     if hasattr(library, "mallinfo2"):
         library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         library.free.restype, library.free.argtypes = None, [ctypes.c_void_p]
-        unused, word = unused_bytes(), ctypes.sizeof(ctypes.c_size_t)
-        # Sizes halve from above all free bytes down to _LARGE.
-        size = 1 << unused.bit_length()
-        while size >= _LARGE and unused > 0:
+        free_bytes, word = unused_bytes(), ctypes.sizeof(ctypes.c_size_t)
+        size = 1 << free_bytes.bit_length()  # sizes halve from above all free bytes down to _LARGE
+        while size >= _LARGE and free_bytes > 0:
             pointer = library.malloc(size)
             header = ctypes.c_size_t.from_address(pointer - word).value if pointer else _IS_MMAPPED
             if not header & _IS_MMAPPED:
                 holes.append(pointer)  # not written to, so it takes no memory
-                unused -= size
+                free_bytes -= size
             else:  # fresh memory, or none: no hole is that large
                 library.free(pointer)
                 size //= 2
@@ -196,13 +187,13 @@ def _filled_holes(device: torch.device) -> Iterator[None]:
 def _small_stacks(device: torch.device) -> Iterator[None]:
     library: Any = ctypes.CDLL(None) if device.type == "cpu" else None
     before = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
-    changed = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
+    small = ctypes.create_string_buffer(_ATTRIBUTES_BYTES)
     is_known = hasattr(library, "pthread_setattr_default_np")  # glibc only
     if is_known:
-        for attributes in (before, changed):
+        for attributes in (before, small):
             library.pthread_getattr_default_np(attributes)
-        library.pthread_attr_setstacksize(changed, ctypes.c_size_t(STACK_BYTES))
-        library.pthread_setattr_default_np(changed)
+        library.pthread_attr_setstacksize(small, ctypes.c_size_t(STACK_BYTES))
+        library.pthread_setattr_default_np(small)
     try:
         yield
     finally:
@@ -260,17 +251,16 @@ _UNDER_A_LIMIT: Final = re.compile("Resource temporarily unavailable|could not c
 
 
 def is_out_of_memory(error: BaseException, *, is_limited: bool = False) -> bool:
-    """Whether an exception, or one that it was raised from, says that the device's or the host's memory is full.
+    """Whether an exception, or one of its causes, says that the device's or the host's memory is full.
 
-    Under a limit (``is_limited``) this is what errors mean, too, that have other causes elsewhere.
-
-    torch has a class for its own allocator's failures only; those of libraries are RuntimeErrors known by their text.
-    What cuBLAS says of its handle (``CUBLAS_STATUS_NOT_INITIALIZED``) has other causes too and does not count.
+    torch has a class for its own allocator's failures only; those of libraries are RuntimeErrors known by
+    their text. cuBLAS's error about its handle (``CUBLAS_STATUS_NOT_INITIALIZED``) has other causes too and
+    does not count. Under a limit (``is_limited``) some errors count that have other causes elsewhere.
     """
-    seen: set[int] = set()  # guards against a cycle of causes
+    ids: set[int] = set()  # guards against a cycle of causes
     current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
+    while current is not None and id(current) not in ids:
+        ids.add(id(current))
         if isinstance(current, (torch.OutOfMemoryError, MemoryError)):
             return True
         if isinstance(current, (RuntimeError, OSError)):

@@ -1,7 +1,6 @@
 """The device mesh of a job: torch's ``DeviceMesh`` over the groups that :func:`layout` names.
 
-Groups of ranks along each axis come from pure functions, so that any world size can be checked without starting it.
-
+Pure functions give the groups of ranks along each axis, so that any world size can be checked.
 The first axis named is the innermost: its groups are neighbouring ranks. With
 ``[("tensor", 4), ("pipeline", 2), ("data", 2)]`` on 16 ranks, tensor groups are ``[0, 1, 2, 3], …``, pipeline
 groups ``[0, 4], …`` and data groups ``[0, 8], …``.
@@ -37,10 +36,10 @@ def check_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
     Raises:
         LayoutError: with every unknown name, repeated name, and size that is not a positive integer.
     """
-    checked = [(_ALIASES.get(name, name), size) for name, size in axes]
-    names = [name for name, _ in checked]
+    pairs = [(_ALIASES.get(name, name), size) for name, size in axes]
+    names = [name for name, _ in pairs]
     problems = [f"the axis {name!r} is named twice." for name in AXES if names.count(name) > 1]
-    for name, size in checked:
+    for name, size in pairs:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             problems.append(f"{name}={size!r} is not a size: give a positive integer.")
     unknown = [repr(name) for name in names if name not in AXES]
@@ -48,7 +47,7 @@ def check_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
         problems.append(f"unknown axis {', '.join(unknown)}. Axes are {', '.join(AXES)}.")
     if problems:
         raise LayoutError(" ".join(problems))
-    return tuple(checked)
+    return tuple(pairs)
 
 
 def fit(axes: Iterable[tuple[str, int]], world_size: int) -> tuple[tuple[str, int], ...]:
@@ -59,15 +58,15 @@ def fit(axes: Iterable[tuple[str, int]], world_size: int) -> tuple[tuple[str, in
     Raises:
         LayoutError: if the other sizes do not divide ``world_size``.
     """
-    checked = check_axes(axes)
-    others = [(name, size) for name, size in checked if name != "data"]
+    pairs = check_axes(axes)
+    others = [(name, size) for name, size in pairs if name != "data"]
     product = math.prod(size for _, size in others)
     if world_size % product:
         raise LayoutError(_indivisible_message(others, product, world_size))
     data = world_size // product
-    if all(name != "data" for name, _ in checked):
-        return (*checked, ("data", data)) if data > 1 or not checked else checked
-    return tuple((name, data if name == "data" else size) for name, size in checked)
+    if all(name != "data" for name, _ in pairs):
+        return (*pairs, ("data", data)) if data > 1 or not pairs else pairs
+    return tuple((name, data if name == "data" else size) for name, size in pairs)
 
 
 def layout(
@@ -90,13 +89,13 @@ def layout(
         >>> layout([("tensor", 2), ("data", 2)], 4)
         {'tensor': [[0, 1], [2, 3]], 'data': [[0, 2], [1, 3]]}
     """
-    fitted = fit(axes, world_size)
-    ranks = mesh_ranks(fitted, world_size, rank_order)
+    sized_axes = fit(axes, world_size)
+    ranks = mesh_ranks(sized_axes, world_size, rank_order)
     groups: dict[str, list[list[int]]] = {}
-    for position, (name, size) in enumerate(reversed(fitted)):  # the array's dims are outermost first
+    for position, (name, size) in enumerate(reversed(sized_axes)):  # the array's dims are outermost first
         lines = np.moveaxis(ranks, position, -1).reshape(-1, size)  # [groups, size]
         groups[name] = lines.tolist()
-    return {name: groups[name] for name, _ in fitted}
+    return {name: groups[name] for name, _ in sized_axes}
 
 
 def mesh_ranks(
@@ -119,7 +118,7 @@ def mesh_ranks(
 
 
 def _indivisible_message(others: Axes, product: int, world_size: int) -> str:
-    shown = " × ".join(f"{name}={size}" for name, size in others)
+    sizes = " × ".join(f"{name}={size}" for name, size in others)
     total = f" (= {product})" if len(others) > 1 else ""
     advice = f"Start {product * max(1, round(world_size / product))} processes"
     if len(others) == 1:
@@ -127,7 +126,7 @@ def _indivisible_message(others: Axes, product: int, world_size: int) -> str:
         advice = (
             f"Use {others[0][0]} in {{{', '.join(map(str, divisors[:12]))}}} or start {product} processes"
         )
-    return f"{shown}{total} does not divide {world_size} processes. {advice}."
+    return f"{sizes}{total} does not divide {world_size} processes. {advice}."
 
 
 _GROUP_THREADS = 3
@@ -172,9 +171,9 @@ class Mesh:
             return mesh_ranks(self.axes, dist.get_world_size(), rank_order)
 
         ranks = agree(arrange, what="arranging the ranks", distributed=True)
-        written = [name for name, _ in reversed(self.axes)]
-        names = [name for name in _MESH_ORDER if name in written]
-        ranks = ranks.transpose([written.index(name) for name in names])
+        order = [name for name, _ in reversed(self.axes)]
+        names = [name for name in _MESH_ORDER if name in order]
+        ranks = ranks.transpose([order.index(name) for name in names])
         self.device_mesh = DeviceMesh(device_type, torch.tensor(ranks), mesh_dim_names=tuple(names))
         self._data = self._flatten_axes(tuple(name for name in names if name in ("data", "zero", "expert")))
         self._copies = self._flatten_axes(tuple(name for name in names if name in ("data", "zero")))
@@ -206,7 +205,7 @@ class Mesh:
 
     @property
     def copies(self) -> DeviceMesh:
-        """Ranks of :attr:`data` that hold the same experts: ``data`` and ``zero`` together, as one dimension."""
+        """Ranks of :attr:`data` with the same experts: ``data`` and ``zero`` together, as one dimension."""
         return self._copies
 
     @property
@@ -221,13 +220,12 @@ class Mesh:
 
     @property
     def unit_shard(self) -> DeviceMesh:
-        """Where fully sharded training divides states: :attr:`shard` and ``sequence``, whose ranks hold equal parameters,
-        as one dimension."""
+        """Ranks that divide sharded states: :attr:`shard` and ``sequence`` (equal parameters), as one dim."""
         return self._unit_shard
 
     @property
     def replicate_and_shard(self) -> DeviceMesh:
-        """Mesh for fully sharded training: ``(replicate, shard)`` where zero is not alone, else one dimension.
+        """Mesh for fully sharded training: ``(replicate, shard)``, or one dimension where zero is alone.
 
         What is not sharded over ``expert`` is replicated there, as it is over ``data``.
         """

@@ -1,9 +1,9 @@
-"""Process group of a launcher such as torchrun: joining and leaving it, and a store for each elastic generation.
+"""Process group of a launcher such as torchrun: joining, leaving, and a store for each elastic generation.
 
-torchrun's agents keep one TCPStore for all generations of their workers, and torch's own rendezvous puts the keys of
-each process group into it under the same names. A rank of a new generation may then read the address of a dead one
-("Connection refused"), until the restarts are used up. torchrun gives its workers no value that identifies a
-generation: the count of restarts is each agent's own. So the ranks agree on a name.
+torchrun's agents keep one TCPStore for all generations of workers. torch's rendezvous stores the keys of each
+process group in it under the same names. A rank of a new generation may then read the address of a dead one
+("Connection refused"), until no restarts are left. torchrun gives workers no value that identifies a
+generation: each agent counts restarts itself. So the ranks agree on a name.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def keeps_stores(environment: Mapping[str, str] = os.environ) -> bool:
 def agree_on_generation(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
     """A name of this generation, the same on all its ranks and no others; collective.
 
-    Every rank writes a random token under its rank, where a dead one's may stand. Rank 0 answers each token that it
-    finds with the generation's name, until every rank has acknowledged an answer to its own token: answers to dead
-    tokens are never read. All workers of earlier generations have ended before torchrun starts new ones.
+    Every rank writes a random token under its rank, over a dead one's. Rank 0 answers each token with the
+    generation's name until every rank has acknowledged an answer to its own: answers to dead tokens are never
+    read. All workers of earlier generations have ended before torchrun starts new ones.
 
     Raises:
         TimeoutError: naming the ranks that did not arrive.
@@ -59,15 +59,15 @@ def agree_on_generation(store: Store, rank: int, world_size: int, timeout_s: flo
 
 
 def _answer_ranks(store: Store, name: str, ranks: Iterable[int], limit: float) -> None:
-    waiting, answered = set(ranks), set[str]()
+    waiting, tokens = set(ranks), set[str]()
     while waiting:
         for rank in sorted(waiting):
             if store.check([f"{_PREFIX}/{name}/{rank}"]):  # the rank has read its answer
                 waiting.discard(rank)
             elif store.check([f"{_PREFIX}/token/{rank}"]):  # the token may be of a dead rank
                 token = store.get(f"{_PREFIX}/token/{rank}").decode()
-                if token not in answered:
-                    answered.add(token)
+                if token not in tokens:
+                    tokens.add(token)
                     store.set(f"{_PREFIX}/answer/{token}", name)
         if waiting:
             _wait_or_time_out(limit, "rank(s) " + ", ".join(map(str, sorted(waiting)[:8])))
@@ -124,7 +124,7 @@ def join_process_group(cluster: Cluster) -> None:
 
 
 def _own_store(cluster: Cluster) -> Store:
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch leaves it out of __all__
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
     store = TCPStore(
         os.environ["MASTER_ADDR"],

@@ -1,4 +1,4 @@
-"""Memory of a process: its tensors, all that a container or a GPU counts, and the growth of that over steps."""
+"""Memory of a process: tensors, all that a container or a GPU counts, and its growth over steps."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ log = logging.getLogger(__name__)
 
 _STATUS: Final = Path("/proc/self/status")
 _CLEAR_REFS: Final = Path("/proc/self/clear_refs")
-_FORGET_PEAK: Final = "5"
-"""What resets ``VmHWM`` (proc_pid_clear_refs(5))."""
+_FORGET_PEAK: Final = "5"  # resets VmHWM (proc_pid_clear_refs(5))
 
 LONG_RUN: Final = 1000
 """Steps of a run that a measurement of a few steps stands for."""
 _LEVEL: Final = 0.01
-"""Share of the memory that a doubling adds at most where it is level: six more, to a long run, add what a prediction is off by."""
+"""Largest share that a doubling adds to level memory: six more, to a long run, add a prediction's error."""
 _FEWEST: Final = 8
-"""Steps before growth is judged: the first two make states and arrange buckets, and a doubling needs a half to compare."""
+"""Steps before growth is judged: the first two make states and buckets, and a doubling needs a half."""
 
 _LEAK: Final = 1.5
-"""A leak adds twice as much in each doubling as in the one before, a heap that fragments as much: what lies between."""
+"""Growth in a doubling over that in the one before that means a leak: a leak has 2, a fragmenting heap 1."""
 _FEWEST_TO_SAY: Final = 64
 """Steps before a job is said to grow: three doublings in which it did."""
 _CONFIRMING_STEPS: Final = 16
@@ -44,8 +43,8 @@ _CONFIRMING_STEPS: Final = 16
 def private_bytes(device: torch.device) -> int | None:
     """Bytes that this process holds now; ``None`` where that is not known.
 
-    On the CPU (Linux) private memory as ``RLIMIT_DATA`` counts it (``VmData``), less what the C library keeps for later
-    allocations. On CUDA what torch's allocator has reserved.
+    On the CPU (Linux) private memory as ``RLIMIT_DATA`` counts it (``VmData``), less the C library's free
+    bytes. On CUDA what torch's allocator has reserved.
     """
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
@@ -54,7 +53,7 @@ def private_bytes(device: torch.device) -> int | None:
 
 
 def data_bytes() -> int | None:
-    """Private memory of this process as the system counts it for ``RLIMIT_DATA``; ``None`` where it does not say."""
+    """Private memory of this process as ``RLIMIT_DATA`` counts it; ``None`` where the system does not say."""
     return _read_status()["VmData"] or None
 
 
@@ -89,9 +88,9 @@ def _read_status() -> dict[str, int]:
 class ProcessMemory:
     """Follows what this process takes beyond what it holds when this is made.
 
-    On the CPU (Linux) that is private memory at its highest, as the kernel follows it: tensors, what the C library keeps
-    of them, buffers of libraries, stacks of threads. On CUDA it is what torch's allocator has reserved at most, and by
-    how much the rest of the device has grown, such as by NCCL; what other processes do on the device meanwhile counts too.
+    On the CPU (Linux) that is the kernel's peak of private memory: tensors, what the C library keeps of them,
+    buffers of libraries, stacks of threads. On CUDA it is the most that torch's allocator has reserved, and
+    the growth of the rest of the device, such as by NCCL; other processes on the device count too.
 
     Args:
         device: the device that tensors are on.
@@ -99,7 +98,7 @@ class ProcessMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._beside = self._untouched = self._peak = 0
+        self._beside = self._idle_bytes = self._peak = 0
         if device.type == "cuda":
             self._start = torch.cuda.memory_reserved(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -111,20 +110,20 @@ class ProcessMemory:
             now = _read_status()
             # What the C library keeps free is held already: it grows nothing when it is used.
             self._start = now["VmData"]
-            self._untouched = max(0, now["VmData"] - now["RssAnon"])
+            self._idle_bytes = max(0, now["VmData"] - now["RssAnon"])
 
     def peak_bytes(self) -> int | None:
-        """The most so far, near enough where this is called now and then; ``None`` where it cannot be measured."""
+        """The most so far, if this is called now and then; ``None`` where it cannot be measured."""
         if self._device.type == "cuda":
             beside = max(0, _beside_allocator(self._device) - self._beside)
             return torch.cuda.max_memory_reserved(self._device) - self._start + beside
         now = _read_status()
         if not (now["VmData"] and now["VmHWM"] and now["RssAnon"]):
             return None
-        # The kernel follows the highest of all resident memory; files mapped into it, such as libraries, only grow. What was
-        # never touched counts towards a limit as well: what there was at first, and now that of threads that were started.
+        # The kernel's peak is of all resident memory, of which mapped files, such as libraries, only grow.
+        # Untouched memory counts towards a limit too: that at first, and now that of new threads.
         anonymous = max(now["VmHWM"] - now["RssFile"] - now["RssShmem"], now["RssAnon"])
-        self._peak = max(self._peak, anonymous + self._untouched - self._start, now["VmData"] - self._start)
+        self._peak = max(self._peak, anonymous + self._idle_bytes - self._start, now["VmData"] - self._start)
         return self._peak
 
 
@@ -180,7 +179,7 @@ class MemoryTracker:
         self._record.start()
 
     def pause(self) -> None:
-        """Records no peak until :meth:`resume`: what is allocated counts all the same, and operators run as fast as ever."""
+        """Records no peak until :meth:`resume`, with operators at full speed; allocations still count."""
         if self._record is not None and not self._is_paused:
             self._fold_record()
             self._record.stop()
@@ -240,8 +239,8 @@ def track_memory(device: torch.device) -> Iterator[MemoryTracker]:
 class MemoryGrowth:
     """Growth of a process over the steps of a run. Pure; no clock, no files.
 
-    A heap fragments by about as much in each doubling of the number of steps, and caches fill, so that growth is judged by
-    doublings and not by steps: a doubling that adds less than a hundredth is level.
+    In each doubling of the number of steps a heap fragments by about as much, and caches fill. So growth is
+    judged by doublings and not by steps: a doubling that adds less than a hundredth is level.
     """
 
     _seen: list[tuple[int, int]] = field(default_factory=list)
@@ -273,7 +272,7 @@ class MemoryGrowth:
 
     @property
     def is_steady(self) -> bool:
-        """Whether it grows as a leak does: by the same at each step, and so by twice as much in each doubling.
+        """Whether it grows as a leak does: by as much at each step, so by twice as much in each doubling.
 
         Half as much again is taken for that, since a heap that fragments adds as much as before at most.
         """
@@ -303,11 +302,11 @@ class MemoryGrowth:
 
 
 class GrowthWatch:
-    """Growth of a job's process: looks at it after the updates 4, 8, 16, … of the optimizer and says once that it grows.
+    """Watch on a job's process: looks after updates 4, 8, 16, … of the optimizer and says once that it grows.
 
-    A look that sees growth is followed by another, after a quarter as many steps again and 16 at least. If the process has gone
-    on growing until then, it is said, with that rate, and with whether tensors of Python hold more. It is taken back once the
-    process is level.
+    After a look that sees growth another follows, a quarter as many steps later and at least 16. If the
+    process has grown further, the watch says so, with the rate and whether Python's tensors hold more. It
+    takes that back once the process is level.
 
     Args:
         device: the device that tensors are on.
@@ -324,7 +323,7 @@ class GrowthWatch:
         self._growth = MemoryGrowth()
         self._num_steps = 0
         self._next = _FEWEST // 2  # the step of the next look
-        self._seen: tuple[int, int, tuple[int, int]] | None = None  # step, bytes, tensors and their bytes
+        self._suspicion: tuple[int, int, tuple[int, int]] | None = None  # step, bytes, tensors, their bytes
         self.finding = ""
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -333,7 +332,7 @@ class GrowthWatch:
             optimizer.register_step_post_hook(self.after_step)
 
     def after_step(self, *_: object) -> None:
-        """After an update; takes a microsecond, and some milliseconds when it looks. Never raises: nothing depends on it."""
+        """After an update; takes a microsecond, or some milliseconds if it looks. Never raises."""
         self._num_steps += 1
         if self._num_steps < self._next:
             return
@@ -349,31 +348,31 @@ class GrowthWatch:
             self._next = sys.maxsize  # never look again
             return
         growth = self._growth
-        if self._seen is not None:  # this look confirms or clears
-            step, before, tensors = self._seen
-            self._seen, self._next = None, 2 * growth.num_steps
-            added, num_steps = num_bytes - before, self._num_steps - step
-            if added / num_steps >= growth.bytes_per_step / 2:  # growth goes on
-                self.finding = self._describe_growth(added, num_steps, tensors)
+        if self._suspicion is not None:  # this look confirms or clears
+            step, before, tensors = self._suspicion
+            self._suspicion, self._next = None, 2 * growth.num_steps
+            increase, num_steps = num_bytes - before, self._num_steps - step
+            if increase / num_steps >= growth.bytes_per_step / 2:  # growth goes on
+                self.finding = self._describe_growth(increase, num_steps, tensors)
             return
         growth.add(self._num_steps, num_bytes)
         self._next = 2 * self._num_steps
         if self.finding and growth.is_level:
             self.finding = ""
         elif not self.finding and self._num_steps >= _FEWEST_TO_SAY and growth.is_steady:
-            self._seen = self._num_steps, num_bytes, _live_tensors()
+            self._suspicion = self._num_steps, num_bytes, _live_tensors()
             self._next = self._num_steps + max(_CONFIRMING_STEPS, self._num_steps // 4)
 
-    def _describe_growth(self, added: int, num_steps: int, before: tuple[int, int]) -> str:
+    def _describe_growth(self, increase: int, num_steps: int, before: tuple[int, int]) -> str:
         more, more_bytes = (now - then for now, then in zip(_live_tensors(), before, strict=True))
-        bytes_per_step = added / num_steps
+        bytes_per_step = increase / num_steps
         what = "no tensors are kept in Python: look for caches, logs and connections without a bound"
         if more >= num_steps / 2:
             what = (
                 f"{more / num_steps:.0f} more tensors are alive after each: look for losses and outputs that are kept and were "
                 "not detached"
             )
-        elif more_bytes >= added / 2:
+        elif more_bytes >= increase / 2:
             what = "tensors of Python hold it: look for lists of outputs, and for tensors that grow"
         return (
             f"the memory of this process grows by {bytes_text(round(bytes_per_step))} a step (measured over "

@@ -1,20 +1,20 @@
 """Cluster specifications: a line as ``"8xH100-80GB, 16 nodes, ib400"``, or a file with its keys.
 
-=====================  ======================================  =======================================
-on the line            key in a file                           meaning
-=====================  ======================================  =======================================
-``8xH100-80GB``        ``devices: 8xH100-80GB``                devices of each node, and their kind
-..                     ``device`` and ``devices_per_node``     the same as two keys; ``device`` may be a mapping
-``16 nodes``           ``nodes: 16``                           1 unless given
-``nvlink4``            ``within_node: nvlink4``                between devices of a node
-``ib400``              ``between_nodes: ib400``                between nodes
-``60GiB``              ``memory: 60GiB``                       of one device, in place of the table's
-``500W``               ``power: 500``                          limit of one device below what its board takes, watts
-``FlashAttention-2``   ``attention: FlashAttention-2``         library of fused attention, in place of the one that torch takes
-``$2.5/h``             ``price_per_hour: 2.5``                 of one device, US dollars
-..                     ``to_host: pcie5``                      between a device and its host's memory
-..                     ``measured``                            when and on what ``atorch-ns calibrate`` measured
-=====================  ======================================  =======================================
+=====================  ================================  ===================================================
+on the line            key in a file                     meaning
+=====================  ================================  ===================================================
+``8xH100-80GB``        ``devices: 8xH100-80GB``          devices of each node, and their kind
+..                     ``device``, ``devices_per_node``  the same as two keys; ``device`` may be a mapping
+``16 nodes``           ``nodes: 16``                     1 unless given
+``nvlink4``            ``within_node: nvlink4``          between devices of a node
+``ib400``              ``between_nodes: ib400``          between nodes
+``60GiB``              ``memory: 60GiB``                 of one device, in place of the table's
+``500W``               ``power: 500``                    limit of one device below its board's, watts
+``FlashAttention-2``   ``attention: FlashAttention-2``   library of fused attention; else torch's choice
+``$2.5/h``             ``price_per_hour: 2.5``           of one device, US dollars
+..                     ``to_host: pcie5``                between a device and its host's memory
+..                     ``measured``                      when and on what ``atorch-ns calibrate`` measured
+=====================  ================================  ===================================================
 """
 
 from __future__ import annotations
@@ -40,14 +40,12 @@ _SIZES: Final = {
 }  # fmt: skip
 
 
-def refuse_unknown(
-    mapping: Mapping[str, Any], known: tuple[str, ...], what: str, problems: list[str]
-) -> None:
+def refuse_unknown(mapping: Mapping[str, Any], keys: tuple[str, ...], what: str, problems: list[str]) -> None:
     """Adds a problem for every unknown key of ``mapping``, with near names."""
     for key in mapping:
-        if key not in known:
-            shown = f"{what}.{key}" if what else repr(key)
-            problems.append(f"{shown} is not a key.{did_you_mean(str(key), known)} Keys: {', '.join(known)}.")
+        if key not in keys:
+            name = f"{what}.{key}" if what else repr(key)
+            problems.append(f"{name} is not a key.{did_you_mean(str(key), keys)} Keys: {', '.join(keys)}.")
 
 
 def read_count(value: Any, what: str, problems: list[str]) -> int:
@@ -60,7 +58,7 @@ def read_count(value: Any, what: str, problems: list[str]) -> int:
 
 
 def read_number(value: Any, what: str, problems: list[str]) -> float:
-    """A number that is not negative, and above 0 where 0 would stop the estimate; 1 where there is a problem."""
+    """A number, not negative, and not 0 where 0 would stop the estimate; 1 where there is a problem."""
     number = _convert_number(value, float)
     least_is_positive = what.endswith("bytes_per_s") or "flops_per_s" in what or "efficienc" in what
     if number is None or not math.isfinite(number) or number < 0 or (least_is_positive and number == 0):
@@ -106,7 +104,7 @@ _SUFFIXES: Final = (".json", ".yaml", ".yml")
 
 
 def read_spec(text_or_path: str | Path, problems: list[str]) -> dict[str, Any]:
-    """The keys of a cluster file that a line or a file amounts to; what cannot be read goes to ``problems``."""
+    """A line's or a file's values by the keys of a cluster file; what cannot be read goes to ``problems``."""
     if isinstance(text_or_path, Path) or text_or_path.strip().endswith(_SUFFIXES):
         return _read_file(Path(text_or_path), problems)
     return _read_line(text_or_path, problems)
@@ -158,9 +156,9 @@ def _device_names(device: str) -> tuple[str, ...]:
 
 
 def _unknown_part(part: str) -> str:
-    known = [*DEVICES, "cpu", *LINKS, *ATTENTION_LIBRARIES]
+    names = [*DEVICES, "cpu", *LINKS, *ATTENTION_LIBRARIES]
     return (
-        f"{part!r} is not a device, link, number of nodes, memory, power, library of attention or price.{did_you_mean(part, known)} "
+        f"{part!r} is not a device, link, number of nodes, memory, power, library of attention or price.{did_you_mean(part, names)} "
         "Write for example '8xH100-80GB, 16 nodes, ib400, 60GiB'."
     )
 
@@ -207,7 +205,7 @@ _MOST_RANKS: Final = 10_000_000  # a larger count is a mistake
 
 
 def cluster_from_spec(text_or_path: str | Path) -> Cluster:
-    """A cluster from its specification, for planning without it; packages and torch are those of this machine.
+    """A cluster from its specification, for planning without it; packages and torch are this machine's.
 
     Args:
         text_or_path: ``"8xH100-80GB, 16 nodes, ib400"``, ``"4xA100"``, ``"2xcpu"``, or a YAML or JSON file
@@ -218,10 +216,10 @@ def cluster_from_spec(text_or_path: str | Path) -> Cluster:
     """
     problems: list[str] = []
     values = read_spec(text_or_path, problems)
-    per_node, wanted = _read_devices(values, problems)
+    per_node, kind = _read_devices(values, problems)
     nodes = read_count(values.get("nodes", 1), "nodes", problems)
     memory = read_memory(values["memory"], problems) if "memory" in values else None
-    device = _read_device(wanted, per_node, problems)
+    device = _read_device(kind, per_node, problems)
     if device is not None:
         price = read_number(values.get("price_per_hour", device.price_per_hour), "price_per_hour", problems)
         device = replace(device, memory_bytes=memory or device.memory_bytes, price_per_hour=price)
@@ -229,7 +227,7 @@ def cluster_from_spec(text_or_path: str | Path) -> Cluster:
             device = _limit_power(device, read_number(values["power"], "power", problems), problems)
         if "attention" in values:
             device = replace(device, attention=_attention_library(device, str(values["attention"]), problems))
-    hardware = None if device is None else _read_hardware(device, values, per_node, nodes, problems)
+    hardware = None if device is None else _read_hardware(device, values, per_node, nodes, problems=problems)
     if not problems and per_node * nodes > _MOST_RANKS:
         problems.append(f"{per_node} x {nodes} devices are more than any cluster has; check the counts.")
     if problems or hardware is None or device is None:
@@ -249,10 +247,10 @@ def cluster_from_spec(text_or_path: str | Path) -> Cluster:
 
 
 def _problems_message(problems: list[str], source: str | Path) -> str:
-    shown = clipped(str(source), 120)
+    text = clipped(str(source), 120)
     if len(problems) == 1:
-        return f"{problems[0]} (cluster {shown!r})"
-    lines = [f"{len(problems)} problems in the cluster {shown!r}:"]
+        return f"{problems[0]} (cluster {text!r})"
+    lines = [f"{len(problems)} problems in the cluster {text!r}:"]
     return "\n".join(lines + [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)])
 
 
@@ -264,33 +262,33 @@ def _read_devices(values: Mapping[str, Any], problems: list[str]) -> tuple[int, 
         return 1, None
     if "devices" in values and "device" in values:
         problems.append("devices and device are both given; write one of them.")
-    wanted, count = values.get("devices", values.get("device")), None
-    if isinstance(wanted, str):
-        count, wanted = split_devices(wanted)
+    kind, count = values.get("devices", values.get("device")), None
+    if isinstance(kind, str):
+        count, kind = split_devices(kind)
     if count is not None and "devices_per_node" in values:
         problems.append(
             f"devices_per_node={values['devices_per_node']} and {count}x are both given; write one."
         )
-    return read_count(count or values.get("devices_per_node", 1), "devices of a node", problems), wanted
+    return read_count(count or values.get("devices_per_node", 1), "devices of a node", problems), kind
 
 
-def _read_device(wanted: Any, per_node: int, problems: list[str]) -> Device | None:
-    if wanted is None:
+def _read_device(kind: Any, per_node: int, problems: list[str]) -> Device | None:
+    if kind is None:
         return None
-    if isinstance(wanted, str):
-        return _known_device(wanted, per_node, problems)
-    if not isinstance(wanted, Mapping):
-        problems.append(f"device={wanted!r} is neither a name nor a mapping of {', '.join(_DEVICE_KEYS)}.")
+    if isinstance(kind, str):
+        return _known_device(kind, per_node, problems)
+    if not isinstance(kind, Mapping):
+        problems.append(f"device={kind!r} is neither a name nor a mapping of {', '.join(_DEVICE_KEYS)}.")
         return None
-    return _own_device(wanted, per_node, problems)
+    return _own_device(kind, per_node, problems)
 
 
 def _known_device(name: str, per_node: int, problems: list[str]) -> Device | None:
     if name.lower() == "cpu":
         return cpu_device(per_node)
-    for known, sheet in DEVICES.items():
-        if name.lower() in (known.lower(), *(alias.lower() for alias in sheet.aliases)):
-            return sheet.device(known)
+    for device_name, sheet in DEVICES.items():
+        if name.lower() in (device_name.lower(), *(alias.lower() for alias in sheet.aliases)):
+            return sheet.device(device_name)
     aliases = {alias for sheet in DEVICES.values() for alias in sheet.aliases}
     problems.append(
         f"{name!r} is not a device of the table.{did_you_mean(name, [*DEVICES, *aliases, 'cpu'])} "
@@ -303,10 +301,10 @@ def _limit_power(device: Device, watts: float, problems: list[str]) -> Device:
     sheet = DEVICES.get(device.name)
     most = sheet.power_w if sheet else None
     if most is None or not 0 < watts <= most.value:
-        known = (
+        limits = (
             f"of up to {most.value:g} W" if most else "for devices of the table that have their power there"
         )
-        problems.append(f"power={watts:g}: limits are {known}; for others give flops_per_s and efficiency.")
+        problems.append(f"power={watts:g}: limits are {limits}; for others give flops_per_s and efficiency.")
         return device
     # The clock goes with the cube root of the power, since the voltage goes with the clock. By data sheets a
     # board of 350 W has 0.76 of the FLOP/s of one of 700 W with the same chip; this gives 0.79.
@@ -334,8 +332,8 @@ def _own_device(figures: Mapping[str, Any], per_node: int, problems: list[str]) 
     base = _known_device(str(like), per_node, problems) if like is not None else None
     if like is not None and base is None:
         return None
-    needed = () if base else ("name", "memory", "memory_bytes_per_s", "flops_per_s")
-    missing = [key for key in needed if key not in figures]
+    keys = () if base else ("name", "memory", "memory_bytes_per_s", "flops_per_s")
+    missing = [key for key in keys if key not in figures]
     if missing:
         problems.append(f"device: {', '.join(missing)} must be given, or like=<a known device>.")
         return None
@@ -343,7 +341,7 @@ def _own_device(figures: Mapping[str, Any], per_node: int, problems: list[str]) 
         name="", type="cuda", memory_bytes=0, memory_bytes_per_s=0.0, flops_per_s={}, launch_s=6e-6
     )
     others = ("name", "type", "flops_per_s", "capability", "attention", "source")
-    read = _read_fields(Device, figures, others, "device", problems)
+    read = _read_fields(Device, figures, others, "device", problems=problems)
     if "efficiency" in read:
         read = {"efficiencies": {}, **read}  # the given figure holds for all dtypes
     device = replace(
@@ -362,9 +360,9 @@ def _own_device(figures: Mapping[str, Any], per_node: int, problems: list[str]) 
 
 
 def _read_fields(
-    kind: type, values: Mapping[str, Any], others: tuple[str, ...], what: str, problems: list[str]
+    kind: type, values: Mapping[str, Any], others: tuple[str, ...], what: str, *, problems: list[str]
 ) -> dict[str, Any]:
-    """Fields of a dataclass that are given and need no reading of their own, each by its type; ``others`` are left out."""
+    """Given fields of a dataclass, each read by its type, without ``others``."""
     from pydantic import TypeAdapter, ValidationError
 
     hints, read = get_type_hints(kind), {}
@@ -420,7 +418,7 @@ def _read_capability(value: Any, problems: list[str]) -> tuple[int, int] | None:
 
 
 def _read_hardware(
-    device: Device, values: Mapping[str, Any], per_node: int, nodes: int, problems: list[str]
+    device: Device, values: Mapping[str, Any], per_node: int, nodes: int, *, problems: list[str]
 ) -> Hardware:
     if device.type == "cpu":
         start = cpu_hardware(per_node, device.memory_bytes)
@@ -433,7 +431,7 @@ def _read_hardware(
     if nodes > 1 and "between_nodes" not in values and device.type != "cpu":
         problems.append(f"{nodes} nodes need the link between them: name one, such as ib400 or eth100.")
     links = {
-        key: _read_link(values[key], key, link, per_node, problems) if key in values else link
+        key: _read_link(values[key], key, link, per_node, problems=problems) if key in values else link
         for key, link in usual.items()
     }
     if "measured" in values and nodes == 1 and "between_nodes" not in values:
@@ -441,38 +439,38 @@ def _read_hardware(
     return Hardware(**links, device=device, measured="measured" in values)
 
 
-def _read_link(wanted: Any, key: str, usual: Link, per_node: int, problems: list[str]) -> Link:
-    if isinstance(wanted, str):
-        return _known_link(wanted, key, per_node, problems) or usual
-    if not isinstance(wanted, Mapping):
-        problems.append(f"{key}={wanted!r} is neither a name nor a mapping of {', '.join(_LINK_KEYS)}.")
+def _read_link(value: Any, key: str, usual: Link, per_node: int, *, problems: list[str]) -> Link:
+    if isinstance(value, str):
+        return _known_link(value, key, per_node, problems) or usual
+    if not isinstance(value, Mapping):
+        problems.append(f"{key}={value!r} is neither a name nor a mapping of {', '.join(_LINK_KEYS)}.")
         return usual
-    refuse_unknown(wanted, _LINK_KEYS, key, problems)
-    base = (_known_link(str(wanted["like"]), key, per_node, problems) if "like" in wanted else None) or usual
+    refuse_unknown(value, _LINK_KEYS, key, problems)
+    base = (_known_link(str(value["like"]), key, per_node, problems) if "like" in value else None) or usual
     rate = Rate(
-        read_number(wanted.get("latency_s", base.rate.latency_s), f"{key}.latency_s", problems),
-        read_number(wanted.get("bytes_per_s", base.rate.bytes_per_s), f"{key}.bytes_per_s", problems),
+        read_number(value.get("latency_s", base.rate.latency_s), f"{key}.latency_s", problems),
+        read_number(value.get("bytes_per_s", base.rate.bytes_per_s), f"{key}.bytes_per_s", problems),
     )
     # Rates by collective and ramps were measured at the link's own rate; with another one they are void.
-    kept = {name: getattr(base, name) for name in ("collectives", "ramp")} if rate == base.rate else {}
+    base_fields = {name: getattr(base, name) for name in ("collectives", "ramp")} if rate == base.rate else {}
     return replace(
         base,
         **{
             "collectives": {},
             "ramp": (),
-            **kept,
-            **_read_fields(Link, wanted, ("name", "source"), key, problems),
+            **base_fields,
+            **_read_fields(Link, value, ("name", "source"), key, problems=problems),
         },
-        name=str(wanted.get("name", base.name)),
+        name=str(value.get("name", base.name)),
         rate=rate,
-        source=str(wanted.get("source", f"given; else {base.source}")),
+        source=str(value.get("source", f"given; else {base.source}")),
     )
 
 
 def _known_link(name: str, key: str, per_node: int, problems: list[str]) -> Link | None:
-    for known, sheet in LINKS.items():
-        if name.lower() in (known, *sheet.aliases):
-            return sheet.link(known, per_node)
+    for link_name, sheet in LINKS.items():
+        if name.lower() in (link_name, *sheet.aliases):
+            return sheet.link(link_name, per_node)
     problems.append(
         f"{key}={name!r} is not a link of the table.{did_you_mean(name, LINKS)} Known: {', '.join(LINKS)}."
     )

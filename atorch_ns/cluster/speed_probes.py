@@ -1,4 +1,4 @@
-"""Probes of devices (products, attention, element-wise operators, starts) and of links (collectives by size, overlap)."""
+"""Probes of devices (products, attention, element-wise operators, starts) and links (rates, overlap)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def compute_probes(device: str, *, by_size: bool = False) -> dict[str, Callable[
 
     Args:
         device: the device, as torch writes it.
-        by_size: whether square products are timed too, by dtype and size, and causal attention of more sizes than one.
+        by_size: whether to time square products by dtype and size too, and causal attention of several sizes.
     """
     kind = device.partition(":")[0]
     probes: dict[str, Callable[[], float]] = {}
@@ -117,8 +117,8 @@ def _causal_attention_probes(
 def probe_flops(name: str) -> float:
     """FLOPs of one run of a probe of products or attention, by its name; 0 for others.
 
-    A product of m x k by k x n has 2mkn; causal attention of B samples, H heads, T tokens and heads of size D has half of
-    4BHT²D forward, and 3.5 times that with the backward pass: five products, of which one is computed again.
+    A product of m x k by k x n has 2mkn. Causal attention of B samples, H heads of size D and T tokens has
+    half of 4BHT²D forward, and 3.5 times that with the backward pass: five products, one of them recomputed.
     """
     what, *rest = name.split("/")
     if what in ("product", "square"):
@@ -134,30 +134,30 @@ def compute_speed(times: Mapping[str, float], *, on_gpu: bool = False) -> Comput
 
     Args:
         times: seconds by the probe's name.
-        on_gpu: whether a GPU ran them. There the starts of operators hide behind those before, and a product's rate is that
-            of the best shape, since estimates price what other shapes lose as the bytes of their operands. On a CPU the
-            start is taken off, and the rate is the median of the usual layers.
+        on_gpu: whether a GPU ran them. There starts of operators hide behind earlier ones, and a product's
+            rate is the best shape's, since estimates price the loss of other shapes as the bytes of their
+            operands. On a CPU the start is taken off, and the rate is the median of the usual layers.
     """
     launch = next(
         seconds / int(name.split("/")[1]) for name, seconds in times.items() if name.startswith("operators/")
     )
     rates: dict[str, list[float]] = {}
-    moved: dict[str, list[float]] = {"elements": [0.0, 0.0], "in_place": [0.0, 0.0]}
+    traffic: dict[str, list[float]] = {"elements": [0.0, 0.0], "in_place": [0.0, 0.0]}
     for name, seconds in times.items():
         what, *rest = name.split("/")
         # A bare operator costs less than one in a module under autograd: about a third.
         net = seconds if on_gpu else max(seconds - launch / 3, seconds / 10)
         if what == "product" or (on_gpu and what == "square"):
             rates.setdefault(rest[0], []).append(probe_flops(name) / net)
-        elif what in moved:
-            moved[what][0] += float(rest[1])
-            moved[what][1] += net
+        elif what in traffic:
+            traffic[what][0] += float(rest[1])
+            traffic[what][1] += net
     return ComputeSpeed(
         flops_per_s={
             dtype: float(max(values) if on_gpu else np.median(values)) for dtype, values in rates.items()
         },
-        memory_bytes_per_s=moved["elements"][0] / moved["elements"][1],
-        in_place_bytes_per_s=moved["in_place"][0] / moved["in_place"][1],
+        memory_bytes_per_s=traffic["elements"][0] / traffic["elements"][1],
+        in_place_bytes_per_s=traffic["in_place"][0] / traffic["in_place"][1],
         launch_s=launch,
     )
 
@@ -169,11 +169,11 @@ def timed(action: Callable[[], Any], device: str) -> Callable[[], float]:
         repeats, seconds = 1, 0.0
         while True:
             wait_for(device)
-            started = time.perf_counter()
+            began = time.perf_counter()
             for _ in range(repeats):
                 action()
             wait_for(device)
-            seconds = time.perf_counter() - started
+            seconds = time.perf_counter() - began
             if seconds >= _MIN_SECONDS or repeats >= 1024:
                 return seconds / repeats
             repeats = min(1024, max(2 * repeats, int(repeats * _MIN_SECONDS / max(seconds, 1e-7)) + 1))
@@ -316,7 +316,7 @@ def fit_rates(times: Mapping[str, float], num_ranks: int) -> dict[str, Rate]:
 
 
 def messages_of(collective: str, num_ranks: int) -> tuple[int, int]:
-    """How many messages a rank sends one after the other, and into how many parts the tensor is divided for them."""
+    """Number of messages that a rank sends in turn, and of parts of the tensor for them."""
     if collective == "send":
         return 1, 1
     return RING_STEPS[collective] * (num_ranks - 1), num_ranks
@@ -358,9 +358,9 @@ def _collective_starter(
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
     def shift(later: bool) -> None:
-        sent = dist.P2POp(dist.isend, whole, ranks[(at + 1) % num_ranks], group=group)
-        received = dist.P2POp(dist.irecv, other, ranks[at - 1], group=group)
-        for work in dist.batch_isend_irecv([sent, received]):
+        send_op = dist.P2POp(dist.isend, whole, ranks[(at + 1) % num_ranks], group=group)
+        receive_op = dist.P2POp(dist.irecv, other, ranks[at - 1], group=group)
+        for work in dist.batch_isend_irecv([send_op, receive_op]):
             work.wait()
 
     starters: dict[str, Callable[[bool], Any]] = {
@@ -389,11 +389,11 @@ def _timed_together(
     def probe() -> float:
         dist.barrier(group=group)
         wait_for(device)
-        started = time.perf_counter()
+        began = time.perf_counter()
         for _ in range(repeats):
             start(False)
         wait_for(device)
-        return (time.perf_counter() - started) / repeats
+        return (time.perf_counter() - began) / repeats
 
     return probe
 
@@ -409,12 +409,12 @@ def _overlap_probes(num_bytes: int, group: dist.ProcessGroup, device: str) -> di
     alone = _timed_together(communicate, 2, group, device)
     for _ in range(2):  # the first run warms up
         seconds = alone()
-    started = time.perf_counter()
+    began = time.perf_counter()
     for _ in range(4):
         torch.mm(left, left)
     wait_for(device)
     # Enough products to take about as long as the collective; all ranks use the same number.
-    products = torch.tensor([seconds / max((time.perf_counter() - started) / 4, 1e-7)], device=device)
+    products = torch.tensor([seconds / max((time.perf_counter() - began) / 4, 1e-7)], device=device)
     dist.all_reduce(products, op=dist.ReduceOp.MIN, group=group)
     repeats = int(np.clip(float(products), 1, 1000))
 

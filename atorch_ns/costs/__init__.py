@@ -1,4 +1,4 @@
-"""Costs of operators and collectives: one count and one price, which estimates, operator plans and pipelines share."""
+"""Costs of operators and collectives: one count and one price for estimates, operator plans and pipelines."""
 
 from atorch_ns.costs.collectives import collective_seconds
 from atorch_ns.costs.count import OperatorCounter, OperatorCounts

@@ -16,8 +16,8 @@ DEFAULT_BUCKET_BYTES: Final = 25 * 2**20
 """``bucket_cap_mb`` of torch's DistributedDataParallel where none is given."""
 
 NUM_REPORTED: Final = 9
-"""Numbers that ranks exchange with the last bucket, beside one for each parameter: where they are, and whether what they train
-has changed (``atorch_ns.job.reducer``)."""
+"""Numbers that ranks exchange with the last bucket, beside one for each parameter: their position, and
+whether their trained parameters have changed (``atorch_ns.job.reducer``)."""
 
 FIRST_BUCKET_BYTES: Final = 2**20
 """``torch.distributed._DEFAULT_FIRST_BUCKET_BYTES``: a small first bucket starts to communicate early. A size
@@ -54,6 +54,7 @@ def collective_seconds(
     num_bytes: np.ndarray | float,
     groups: Groups,
     hardware: Hardware,
+    *,
     count: np.ndarray | float = 1,
 ) -> np.ndarray:
     """[N] seconds of ``count`` collectives that move ``num_bytes`` together.
@@ -69,13 +70,13 @@ def collective_seconds(
     """
     within = groups.within
     nodes = np.maximum(1, groups.size // np.maximum(1, within))
-    inside = _ring_seconds(kind, num_bytes, within, hardware.within_node, count)
-    outside = _ring_seconds(kind, num_bytes / within, nodes, hardware.between_nodes, count)
+    inside = _ring_seconds(kind, num_bytes, within, hardware.within_node, count=count)
+    outside = _ring_seconds(kind, num_bytes / within, nodes, hardware.between_nodes, count=count)
     return np.asarray(inside + outside)
 
 
 def _ring_seconds(
-    kind: str, num_bytes: np.ndarray | float, ranks: np.ndarray, link: Link, count: np.ndarray | float
+    kind: str, num_bytes: np.ndarray | float, ranks: np.ndarray, link: Link, *, count: np.ndarray | float
 ) -> np.ndarray:
     messages = RING_STEPS[kind] * (ranks - 1) * count
     each = num_bytes / np.maximum(1, ranks) / np.maximum(1, count)
@@ -93,15 +94,15 @@ def gradient_buckets(sizes: Iterable[tuple[Hashable, int]], bucket_bytes: int) -
     """
     cap = bucket_bytes or DEFAULT_BUCKET_BYTES
     first = FIRST_BUCKET_BYTES if cap == DEFAULT_BUCKET_BYTES else cap
-    closed: list[list[int]] = []
+    buckets: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
     limits: dict[Hashable, int] = {}
     for index, (kind, num_bytes) in enumerate(sizes):
-        places, filled = filling.pop(kind, ([], 0))
-        places, filled = [*places, index], filled + num_bytes
-        if filled >= limits.get(kind, first):
-            closed.append(places)
+        places, size = filling.pop(kind, ([], 0))
+        places, size = [*places, index], size + num_bytes
+        if size >= limits.get(kind, first):
+            buckets.append(places)
             limits[kind] = cap
         else:
-            filling[kind] = (places, filled)
-    return [*closed, *(places for places, _ in filling.values())]
+            filling[kind] = (places, size)
+    return [*buckets, *(places for places, _ in filling.values())]

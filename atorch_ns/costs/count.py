@@ -1,4 +1,4 @@
-"""Counts of operators: floating point operations, bytes that are read and written, and what a fused attention is like."""
+"""Counts of operators: floating point operations, bytes read and written, and the kind of fused attention."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OperatorCounts:
         operands: bytes that matrix products and convolutions read and write.
         moved: bytes that all other operators but attention read and write.
         num_operators: operators started, without views.
-        head_width, is_causal, num_queries: of the last fused attention, as :class:`~atorch_ns.cluster.AttentionKind` has them.
+        head_width, is_causal, num_queries: of the last attention (:class:`~atorch_ns.cluster.AttentionKind`).
     """
 
     products: int = 0
@@ -67,8 +67,8 @@ class OperatorCounts:
     def __add__(self, other: OperatorCounts) -> OperatorCounts:
         """Of both; what attention is like, of the one that has more of it."""
         most = self if self.attention >= other.attention else other
-        summed = ("products", "attention", "operands", "moved", "num_operators")
-        return replace(most, **{name: getattr(self, name) + getattr(other, name) for name in summed})
+        names = ("products", "attention", "operands", "moved", "num_operators")
+        return replace(most, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def attention_kind(self, passes: str) -> AttentionKind:
         """What the rate of its attention depends on, in the ``"forward"`` or the ``"backward"`` pass."""
@@ -99,9 +99,8 @@ def moved_bytes(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 def count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Floating point operations of a matrix product, a convolution or attention; 0 for other operators.
 
-    A multiply and an add are two operations, by the formulas of ``torch.utils.flop_counter`` and, for kernels that it
-    lacks, of this module. Of fused attention with a causal mask only the pairs that the mask leaves are counted:
-    kernels skip the others, in blocks.
+    A multiply and an add are two operations; formulas are of ``torch.utils.flop_counter`` and this module.
+    Of causal fused attention only the pairs inside the mask count: kernels skip the others, in blocks.
     """
     counter = _OWN.get(func._overloadpacket)
     if counter is not None:
@@ -158,8 +157,8 @@ def _grouped_mm_flops(first: torch.Tensor, second: torch.Tensor, *_: Any) -> int
     """Every row, column or element of the summed dim is in one group: the whole product once."""
     if first.dim() == 3 and second.dim() == 3:
         return 2 * first.numel() * second.shape[-1]
-    rows, summed = first.shape[-2:]
-    return 2 * rows * summed * second.shape[-1]
+    rows, inner = first.shape[-2:]
+    return 2 * rows * inner * second.shape[-1]
 
 
 _OWN: Mapping[Any, Callable[..., int]] = {

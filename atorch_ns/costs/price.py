@@ -1,4 +1,4 @@
-"""Price of computation: seconds of operators on a device, from what they compute and the bytes that they move."""
+"""Price of computation: seconds of operators on a device, from their operations and the bytes they move."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from atorch_ns.costs.count import OperatorCounts
 Amount = np.ndarray | float
 
 _EAGER_STREAM: Final = 0.87
-"""Rate at which torch's own kernels stream memory, over that of triads and copies: its layer norm reaches 2.70 TB/s on an
-H100 whose triads reach 3.08 (benchmarks of pauliano22/triton-gpu-kernels, 2025)."""
+"""Rate at which torch's own kernels stream memory, over that of triads and copies: its layer norm reaches
+2.70 TB/s on an H100 whose triads reach 3.08 (benchmarks of pauliano22/triton-gpu-kernels, 2025)."""
 
 
 def kernel_seconds(
@@ -29,9 +29,9 @@ def kernel_seconds(
 ) -> np.ndarray:
     """Seconds of computation, without starting the operators.
 
-    A product takes the time of both: its operations at the rate of the best products, and the operands that it moves, which
-    smaller products have more of for each operation. On a CPU operands move faster than new results, whose memory is
-    mapped first.
+    A product takes the time of both: its operations at the rate of the best products, and moving its
+    operands, of which smaller products have more per operation. On a CPU operands move faster than new
+    results, whose memory is mapped first.
 
     Args:
         dtype: of the products, as torch names it.
@@ -72,7 +72,7 @@ def counted_seconds(
 def host_seconds(device: Device, num_operators: Amount, device_seconds: Amount) -> np.ndarray:
     """Seconds of starting operators that nothing hides.
 
-    A GPU runs behind its host, so only what the host takes longer than ``device_seconds`` counts; a CPU is the host.
+    A GPU runs behind its host, so only the host's time beyond ``device_seconds`` counts; a CPU is the host.
     """
     host = num_operators * device.launch_s
     return np.asarray(host if device.type == "cpu" else np.maximum(0.0, host - device_seconds))

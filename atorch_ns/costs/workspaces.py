@@ -34,7 +34,7 @@ def _convolution_workspaces(args: Sequence[Any], out: torch.Tensor) -> tuple[int
 
 
 def _convolution_backward(args: Sequence[Any], _: Any) -> tuple[int, ...]:
-    """The result's gradient and the input in blocks. The weight's gradient is accumulated in fp32; for a depthwise
+    """The result's gradient and the input in blocks. The weight's gradient is summed in fp32. Of a depthwise
     kernel with channels last, each channel takes a block by a block, except for small kernels."""
     gradient, inputs, weight = args[:3]
     if not onednn_computes_in(inputs.dtype):
@@ -49,10 +49,10 @@ def _convolution_backward(args: Sequence[Any], _: Any) -> tuple[int, ...]:
 def _column_workspaces(
     out: torch.Tensor, weight: torch.Tensor, options: Sequence[Any], results: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The patches of the input under each position of the kernel. In 2D, groups run one after another, and their
+    """The patches of the input under each position of the kernel. In 2D, groups run one by one, and their
     results are joined at the end."""
-    stride, padding, dilation, transposed, _, groups = options[:6]
-    if transposed or max(dilation) > 1:
+    stride, padding, dilation, is_transposed, _, groups = options[:6]
+    if is_transposed or max(dilation) > 1:
         return ()  # one sample's at a time
     patches = _tensor_bytes(out) // out.shape[1] * (weight.numel() // weight.shape[0])
     if max(weight.shape[2:]) == 1 and max(stride) == 1 and not any(padding):

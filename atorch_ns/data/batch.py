@@ -32,7 +32,7 @@ _BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KE
 
 
 class _ForwardNames(NamedTuple):
-    """Argument names of one ``forward`` (``None`` for any name), and the groups of other keys that were logged."""
+    """Argument names of a ``forward`` (``None``: any name) and the groups of other keys that were logged."""
 
     names: frozenset[str] | None
     logged: set[tuple[str, ...]]
@@ -44,15 +44,15 @@ _FORWARD_NAMES: Final[weakref.WeakKeyDictionary[Any, _ForwardNames]] = weakref.W
 def taken_items(model: Callable[..., Any], data: Mapping[str, Any]) -> Mapping[str, Any]:
     """The items of ``data`` that the model's ``forward`` names; all of them where it has ``**kwargs``.
 
-    Wrappers (DDP, FSDP, compiled modules, engines) are looked through. Where the signature cannot be read, all items
-    are passed. It is read once; the keys that stay out are logged once, at info level.
+    Wrappers (DDP, FSDP, compiled modules, engines) are looked through. All items are passed where the
+    signature cannot be read. It is read once; the omitted keys are logged once, at info level.
     """
-    names, logged = _forward_names(model)
+    names, logged_keys = _forward_names(model)
     if names is None or names.issuperset(data):
         return data
     left_out = tuple(key for key in data if key not in names)
-    if left_out not in logged:
-        logged.add(left_out)
+    if left_out not in logged_keys:
+        logged_keys.add(left_out)
         _log.info(
             "%s of the batch are not passed to the model: forward of %s does not take them. The loss is given the "
             "whole batch.",
@@ -98,7 +98,7 @@ def _forward_callable(model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def user_module(model: Any) -> Any:
-    """The user's module inside wrappers of the libraries; a module of the user's that wraps another is the user's."""
+    """The user's module inside wrappers of libraries. A wrapper that the user wrote is the user's module."""
     while isinstance(model, nn.Module):
         forward = type(model).forward
         package = (getattr(forward, "__module__", None) or "").partition(".")[0]
@@ -136,8 +136,8 @@ def default_prepare_input(data: Any, device: torch.device | str) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=leaf.device.type == "cpu" and leaf.is_pinned())
         duplicate = copy.copy(leaf)  # some `to` methods change the object they are called on
-        moved = duplicate.to(device)
-        return duplicate if moved is None else moved
+        result = duplicate.to(device)
+        return duplicate if result is None else result
 
     return map_leaves(lambda _, leaf: move(leaf) if can_move(leaf) else leaf, data, is_leaf=can_move)
 
@@ -160,14 +160,13 @@ def check_model_input_format(value: object) -> ModelInputFormat | None:
 def call_model(model: Callable[..., Any], data: Any, model_input_format: str | None) -> Any:
     """The model's output for ``data``, passed as ``model_input_format`` says.
 
-    Of a dictionary that is unpacked, the keys that the model's ``forward`` names are passed, and all of them where
-    it has ``**kwargs``.
+    Of a dictionary that is unpacked, :func:`taken_items` are passed.
 
     Raises:
         InputError: an unknown format, or data that it does not fit.
     """
-    known = check_model_input_format(model_input_format)
-    if known is None:
+    form = check_model_input_format(model_input_format)
+    if form is None:
         try:
             return model(data)
         except (TypeError, AttributeError) as error:
@@ -178,27 +177,23 @@ def call_model(model: Callable[..., Any], data: Any, model_input_format: str | N
                     f"has it. If forward takes its items, pass model_input_format={how!r}."
                 )
             raise
-    if known != "unpack_dict":
+    if form != "unpack_dict":
         if not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
-            raise _misfit_error(known, "a list or tuple", data)
-        if known == "unpack_sequence":
+            raise _misfit_error(form, "a list or tuple", data)
+        if form == "unpack_sequence":
             return model(*data)
         if not data:
-            raise _misfit_error(known, "a non-empty list or tuple", data)
-        return model(data[0]) if known == "first" else call_model(model, data[0], "unpack_dict")
+            raise _misfit_error(form, "a non-empty list or tuple", data)
+        return model(data[0]) if form == "first" else call_model(model, data[0], "unpack_dict")
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-        raise _misfit_error(known, "a dictionary with string keys", data)
+        raise _misfit_error(form, "a dictionary with string keys", data)
     return model(**taken_items(model, data))
 
 
 def call_arguments(
     model: nn.Module, data: Any, model_input_format: str | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments and keywords with which :func:`call_model` calls the model.
-
-    Raises:
-        InputError: as :func:`call_model` does.
-    """
+    """The arguments and keywords with which :func:`call_model` calls the model; raises the same errors."""
 
     @functools.wraps(model.forward)
     def arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -211,15 +206,15 @@ def call_arguments(
 def split_batch(data: Any, num_micro_batches: int, *, uneven: bool = False) -> list[Any]:
     """``data`` as that many equal parts, in order: part k has rows ``[k*B/n, (k+1)*B/n)``.
 
-    Where n does not divide B and ``uneven`` is set, parts have B/n rows, rounded up, and the last one what is left.
+    With ``uneven``, n need not divide B: parts have B/n rows, rounded up, and the last one has the rest.
 
-    Tensors are split along dim 0 into views, and lists of B plain values (without tensors and nested batches) too.
-    Tensors without dims and all other values are repeated in each part.
+    Tensors are split along dim 0 into views; lists of B plain values (without tensors and nested batches) are
+    split too. Tensors without dims and all other values are repeated in each part.
 
     Raises:
         BatchSizeError: n does not divide B, the tensors differ in B, or there is no tensor to split.
-        InputError: ``num_micro_batches`` is not a positive integer, or the batch holds an object with its own ``to``,
-            such as a packed sequence, that has no known parts.
+        InputError: ``num_micro_batches`` is not a positive integer, or the batch holds an object with its own
+            ``to`` and no known parts, such as a packed sequence.
     """
     num = num_micro_batches
     if isinstance(num, bool) or not isinstance(num, int) or num < 1:
@@ -246,10 +241,10 @@ def split_batch(data: Any, num_micro_batches: int, *, uneven: bool = False) -> l
     return [part(begin) for begin in range(0, size, step)] if step else [data] * num
 
 
-def _misfit_error(model_input_format: str, wanted: str, data: Any) -> InputError:
+def _misfit_error(model_input_format: str, kind: str, data: Any) -> InputError:
     return InputError(
-        f"model_input_format={model_input_format!r} needs each batch to be {wanted}, but the data is "
-        f"{_describe_data(data)}. Use another model_input_format, or return {wanted} from prepare_input."
+        f"model_input_format={model_input_format!r} needs each batch to be {kind}, but the data is "
+        f"{_describe_data(data)}. Use another model_input_format, or return {kind} from prepare_input."
     )
 
 

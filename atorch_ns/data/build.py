@@ -36,7 +36,7 @@ def every_nth(stream: Iterable[T], rank: int, num_ranks: int) -> Iterator[T]:
 
 @final
 class RankStream(IterableDataset[Any]):
-    """The rank's share of an iterable dataset, which otherwise looks like that dataset: one stream that every rank reads.
+    """The rank's share of an iterable dataset, a single stream that every rank reads.
 
     The user's dataset divides itself between loader workers as torch documents, by ``get_worker_info`` or
     by a ``worker_init_fn`` that sets its attributes; the share of the rank is taken inside each worker.
@@ -240,15 +240,15 @@ def _make_sampler(sampler_cls: type | None, dataset: Any, read: LoaderArgs, seed
             "Add __len__, give a sampler, or make it an IterableDataset."
         )
     make: Callable[..., Iterable[Any]] = DistributedSampler if sampler_cls is None else sampler_cls
-    wanted: dict[str, Any] = {"num_replicas": read.num_ranks, "rank": read.rank, "shuffle": read.shuffle}
+    arguments: dict[str, Any] = {"num_replicas": read.num_ranks, "rank": read.rank, "shuffle": read.shuffle}
     parameters = inspect.signature(make).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     optional = {"drop_last": read.drop_last, "seed": seed}  # which the interface does not promise
-    wanted |= {key: value for key, value in optional.items() if takes_any or key in parameters}
+    arguments |= {key: value for key, value in optional.items() if takes_any or key in parameters}
     try:
-        return make(dataset, **wanted)
+        return make(dataset, **arguments)
     except TypeError as error:
         raise InputError(
             f"distributed_sampler_cls={getattr(make, '__name__', make)} cannot be made as "
-            f"cls(dataset, {', '.join(f'{key}={value}' for key, value in wanted.items())}): {error}"
+            f"cls(dataset, {', '.join(f'{key}={value}' for key, value in arguments.items())}): {error}"
         ) from error

@@ -33,8 +33,8 @@ class EpochClock:
     @property
     def epoch(self) -> int:
         """The epoch of the next iteration, from 0."""
-        shown = readable_epoch(self._source)
-        return self._count if shown is None else shown
+        value = readable_epoch(self._source)
+        return self._count if value is None else value
 
     def set(self, epoch: int) -> None:
         """Sets the epoch of the next iteration."""
@@ -107,8 +107,8 @@ class TrainLoader(DataLoader[Any]):
 
     @property
     def _index_sampler(self) -> StepSampler:
-        # torch draws from this property. Overriding it lets a resumed epoch skip samples without loading them, while
-        # `batch_size`, `sampler` and `batch_sampler` stay what every user of a DataLoader expects.
+        # torch draws from this property. So a resumed epoch skips samples without loading them, while
+        # `batch_size`, `sampler` and `batch_sampler` stay the usual ones of a DataLoader.
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises a private class
@@ -163,10 +163,10 @@ class TrainLoader(DataLoader[Any]):
         missing = [key for key in ("epoch", "batches", "global_batch_size") if key not in state]
         if missing:
             raise InputError(f"the loader's state lacks {missing}; it has {sorted(map(str, state))}.")
-        saved = state["global_batch_size"]
-        if saved != self.global_batch_size:
+        size = state["global_batch_size"]
+        if size != self.global_batch_size:
             raise InputError(
-                f"the loader's state counts batches of {saved} samples, but this loader's global batch has "
+                f"the loader's state counts batches of {size} samples, but this loader's global batch has "
                 f"{self.global_batch_size}, so the position does not carry over. Use the batch_size it was "
                 "saved with, or start a new epoch with set_epoch."
             )

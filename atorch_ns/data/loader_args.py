@@ -163,24 +163,24 @@ def _find_conflicts(arguments: Mapping[str, Any], *, has_sampler_cls: bool) -> l
 
 
 def _stream_problems(arguments: Mapping[str, Any], *, has_sampler_cls: bool) -> list[str]:
-    named = [
+    names = [
         f"dataloader_args[{key!r}]"
         for key in ("shuffle", "sampler", "batch_sampler")
         if _is_given(arguments, key)
     ]
-    named += ["distributed_sampler_cls"] if has_sampler_cls else []
+    names += ["distributed_sampler_cls"] if has_sampler_cls else []
     reason = "cannot be used with an iterable dataset, which gives its own order; shuffle inside the dataset."
-    return [f"{name} {reason}" for name in named]
+    return [f"{name} {reason}" for name in names]
 
 
-def _position_problems(arguments: Mapping[str, Any], expected: tuple[int, int]) -> list[str]:
+def _position_problems(arguments: Mapping[str, Any], mine: tuple[int, int]) -> list[str]:
     problems = []
     for key in ("sampler", "batch_sampler"):
         position = distributed_position(arguments.get(key))
-        if position is not None and position != expected:
+        if position is not None and position != mine:
             problems.append(
                 f"dataloader_args[{key!r}] is a distributed sampler with (num_replicas, rank)={position}, but the "
-                f"data-parallel position of this process is {expected}. Make it with those, or leave it out."
+                f"data-parallel position of this process is {mine}. Make it with those, or leave it out."
             )
     return problems
 

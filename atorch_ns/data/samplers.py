@@ -67,10 +67,10 @@ def split_batches(batches: Sequence[Sequence[T]], rank: int, num_ranks: int) -> 
 
 
 def _layers_of(sampler: object) -> Iterator[object]:
-    seen: set[int] = set()  # samplers may refer to each other
-    while sampler is not None and id(sampler) not in seen:
+    visited_ids: set[int] = set()  # samplers may refer to each other
+    while sampler is not None and id(sampler) not in visited_ids:
         yield sampler
-        seen.add(id(sampler))
+        visited_ids.add(id(sampler))
         sampler = next(
             (inner for name in _INNER if (inner := getattr(sampler, name, None)) is not None), None
         )
@@ -82,7 +82,7 @@ def epoch_source(sampler: object) -> Any | None:
 
 
 def distributed_position(sampler: object) -> tuple[int, int] | None:
-    """``(num_replicas, rank)`` of the distributed sampler that this is or draws from; None if there is none."""
+    """``(num_replicas, rank)`` of the distributed sampler that this is or draws from; None without one."""
     for layer in _layers_of(sampler):
         num_replicas, rank = getattr(layer, "num_replicas", None), getattr(layer, "rank", None)
         if isinstance(num_replicas, int) and isinstance(rank, int):
@@ -100,8 +100,8 @@ def readable_epoch(source: object) -> int | None:
 class RankSampler(Sampler[Any]):
     """The rank's share of what the user's sampler or batch sampler draws.
 
-    Each epoch every rank draws from its own sampler, so that its state and the random numbers it uses
-    stay in step on all ranks, and rank 0's entries count. Iterating is therefore a collective; entries must pickle.
+    Each epoch every rank draws from its own sampler, so that its state and its random numbers stay in step on
+    all ranks; rank 0's entries count. So iteration is a collective, and entries must pickle.
 
     Args:
         sampler: the user's sampler; needs ``__len__`` for the loader to have a length.
@@ -132,14 +132,14 @@ class RankSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that the collective happens once, when the first index is requested: torch's
         # loader calls `iter` on its sampler more often than it uses the result.
-        drawn = agree(
+        entries = agree(
             self._draw_entries, what="drawing the order of the data", distributed=True, group=self._group
         )
-        drawn = from_first(drawn, distributed=True, group=self._group)
+        entries = from_first(entries, distributed=True, group=self._group)
         if self.draws_batches:
-            yield from split_batches(drawn, self.rank, self.num_replicas)
+            yield from split_batches(entries, self.rank, self.num_replicas)
         else:
-            order = even_out(drawn, self.num_replicas, drop_last=self.drop_last)
+            order = even_out(entries, self.num_replicas, drop_last=self.drop_last)
             yield from order[self.rank :: self.num_replicas]
 
     def _draw_entries(self) -> list[Any]:

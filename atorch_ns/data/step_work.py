@@ -30,9 +30,8 @@ class StepWork:
 
     Attributes:
         micro_batches: on this rank's device.
-        shares: what the loss of each is multiplied by for the backward pass. Gradients are averaged over data ranks
-            afterwards.
-        counts: w_i as a share of the step's loss, over all data ranks: that loss is the sum of ``counts[i] * l_i``.
+        shares: factors of the losses for the backward pass, before gradients are averaged over data ranks.
+        counts: w_i as a share of the step's loss; that is the sum of ``counts[i] * l_i`` over all data ranks.
         dummies: numbers of micro-batches that count nothing, and only keep this rank in step with others.
         scale_fn: changes a loss before it is multiplied.
         wants_outputs: whether this rank wants the model's outputs.
@@ -70,12 +69,12 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """What the micro-batches of a rank gave.
+    """Results of a rank's micro-batches.
 
     Attributes:
-        losses: [m] float32, detached, as the loss function gave them; 0 for dummies. The same on all ranks that work on
-            the same samples.
-        outputs: the model's outputs, detached, where they are wanted and this rank has them; dummies have none.
+        losses: [m] float32, detached, as the loss function gave them; 0 for dummies. The same on all ranks
+            that work on the same samples.
+        outputs: the model's detached outputs where they are wanted and this rank has them; none for dummies.
     """
 
     losses: torch.Tensor
@@ -83,7 +82,7 @@ class Passed:
 
 
 class BatchRunner(Protocol):
-    """Runs micro-batches through a model of which this rank holds a part: pipelines, engines of other libraries.
+    """Runs micro-batches through a model of which this rank holds a part: a pipeline or another engine.
 
     All ranks of the part's group call it together, with the same micro-batches.
     """
@@ -116,38 +115,38 @@ def weigh(
         reduction: whether the step's loss is a mean over what the weights count on all ranks, or a sum.
         dummies: which micro-batches count nothing; ``None`` for none.
         outputs: whether this rank wants the model's outputs.
-        functions: by name what is to be called in the step, where it is given; a ``divisor`` on all ranks or on none.
-        data_ranks: this rank's place among the data ranks, and how many they are; ``None`` for a rank by itself.
+        functions: the step's functions by name, where given; a ``divisor`` on all ranks or on none.
+        data_ranks: this rank's place among the data ranks and their number; ``None`` for a single rank.
 
     Returns:
         The micro-batches, and the other fields of :class:`StepWork`.
 
     Raises:
-        InputError: on all ranks, if samples are no list, weights do not fit them, are negative, or sum to nothing, a rank
-            has no micro-batch, or ranks that work on the same data were given different numbers or weights.
+        InputError: on all ranks, if samples are no list, weights do not fit them, are negative or sum to 0, a
+            rank has no micro-batch, or ranks with the same data have different numbers or weights.
     """
     num = len(samples) if isinstance(samples, (list, tuple)) else 0
     data_rank, n = data_ranks or (0, 1)
     numbers = [1.0] * num if weights is None else _weight_numbers(weights)
     idle = [False] * num if dummies is None else _weight_numbers(dummies)
-    problem = _find_problem(samples, weights, losses, reduction, dummies, functions)
+    problem = _find_problem(samples, weights, losses, reduction, dummies=dummies, functions=functions)
     # Arguments that are wrong are told to the other ranks, which must not wait in the all-gather.
     numbers, idle = numbers or [], [bool(flag) for flag in idle or ()]
     net_weights = [0.0 if is_idle else weight for weight, is_idle in zip(numbers, idle, strict=False)]
     digest = _work_digest(losses, reduction, idle, [] if problem else samples)
     divides = functions.get("divisor") is not None
     words = [data_rank, num, sum(net_weights), bool(problem), bool(outputs), digest, divides]
-    told = torch.tensor(words, dtype=torch.float64, device=device)  # exact: the digest has 48 bits of 53
-    every = [told]
+    message = torch.tensor(words, dtype=torch.float64, device=device)  # exact: the digest has 48 bits of 53
+    every = [message]
     if data_ranks is not None:
-        every = [torch.empty_like(told) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, told)
+        every = [torch.empty_like(message) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, message)
     rows = torch.stack(every).tolist()  # [ranks, 7]
     by_place = {row[0]: row for row in rows}  # ranks that work on the same data count once
-    failed = [rank for rank, row in enumerate(rows) if row[3]]
-    if failed:
+    bad_ranks = [rank for rank, row in enumerate(rows) if row[3]]
+    if bad_ranks:
         problems = [problem] if data_ranks is None else gathered(problem, distributed=True)
-        raise InputError(f"{problem or f'rank {failed[0]}: {problems[failed[0]]}'}.")
+        raise InputError(f"{problem or f'rank {bad_ranks[0]}: {problems[bad_ranks[0]]}'}.")
     _refuse_unlike(rows)
     most, total = max(row[1] for row in rows), sum(row[2] for row in by_place.values())
     if reduction == "mean" and total <= 0.0:
@@ -173,6 +172,7 @@ def _find_problem(
     weights: Any,
     losses: str,
     reduction: str,
+    *,
     dummies: Any,
     functions: Mapping[str, Callable[..., Any] | None],
 ) -> str:
@@ -237,11 +237,11 @@ def _work_digest(losses: str, reduction: str, idle: Sequence[bool], samples: Seq
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutput:
-    """What a step gave.
+    """Result of a step.
 
     Attributes:
         loss: the loss of the step over all data ranks, 0-d float32, detached.
-        losses: those of this rank's micro-batches, as the loss function gave them, in their order; without dummies.
+        losses: those of this rank's micro-batches, in order, as the loss function gave them; without dummies.
         outputs: the model's outputs for them, where they were asked for.
     """
 

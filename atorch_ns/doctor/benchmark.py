@@ -1,8 +1,8 @@
-"""Benchmark of collectives: the program of each rank, ``python -m atorch_ns.doctor.benchmark FOLDER SECONDS``.
+"""Benchmark of collectives: each rank's program, ``python -m atorch_ns.doctor.benchmark FOLDER SECONDS``.
 
-Ranks measure all-reduces of all of them, within nodes, between nodes and over each link, a matrix product, and how far
-their clocks are from rank 0's. The figures go to ``FOLDER/figures_RANK``; ``FOLDER/steps_RANK`` gets a line before
-each step, which shows how far a rank came that hangs or dies.
+Each rank times a matrix product and all-reduces over all ranks, within and between nodes and over each link.
+Rank 0 measures the clocks' offsets from its own. Figures go to ``FOLDER/figures_RANK``. ``FOLDER/steps_RANK``
+gets a line before each step, so that a rank that hangs or dies leaves its last step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, documented, and not in torch's __all__
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented; not in __all__
 
 from atorch_ns.doctor.rank_info import Who, open_store
 from atorch_ns.system import write_whole
@@ -71,12 +71,12 @@ def _sweep_groups(who: Who, backend: str, limit: timedelta, note: Callable[[str]
         pairs = {ranks: (group(ranks, backend), group(ranks, "gloo")) for ranks in groups}  # by all ranks
         for ranks, (summing, gate) in pairs.items():
             if who.rank in ranks:
-                measured = _all_reduce(backend, summing, gate)
+                figures = _all_reduce(backend, summing, gate)
                 if name == "links":
                     other = next(rank for rank in ranks if rank != who.rank)
-                    results["links"][str(other // who.local_world_size)] = measured
+                    results["links"][str(other // who.local_world_size)] = figures
                 else:
-                    results[name] = measured
+                    results[name] = figures
     return results
 
 

@@ -86,12 +86,12 @@ def _cgroup_cores() -> float | None:
 def _memory_info() -> dict[str, Any]:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
         "machine_bytes": machine,
         "usable_bytes": machine_memory_bytes(),
         "shared_memory_bytes": shared_memory_bytes(),
-        "locked_memory_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "locked_memory_bytes": None if locked_bytes == resource.RLIM_INFINITY else locked_bytes,
         "open_files": None if files == resource.RLIM_INFINITY else files,
     }
 
@@ -149,5 +149,5 @@ def _methods_by_package() -> dict[str, list[str]]:
 
 
 def _environment_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    shown = {name: environ[name] for name in _VARIABLES if name in environ}
-    return {**shown, **{name: "(set)" for name in _SEEN if name in environ}}
+    values = {name: environ[name] for name in _VARIABLES if name in environ}
+    return {**values, **{name: "(set)" for name in _SEEN if name in environ}}

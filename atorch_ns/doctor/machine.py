@@ -75,13 +75,13 @@ def check_shared_memory(machine: Place) -> Iterator[Finding]:
     if size is None:
         yield passed(name, "this system has no /dev/shm to run out of")
         return
-    wanted = machine.num_ranks * _SHARED_BYTES_PER_RANK
+    enough = machine.num_ranks * _SHARED_BYTES_PER_RANK
     figures = {"size_bytes": size}
     text = f"/dev/shm holds {bytes_text(size)}"
-    if size >= wanted:
+    if size >= enough:
         yield passed(name, text, figures=figures)
         return
-    text += f"; {bytes_text(wanted)} are advised for {machine.num_ranks} ranks, or workers of data loaders die with 'Bus error'"
+    text += f"; {bytes_text(enough)} are advised for {machine.num_ranks} ranks, or workers of data loaders die with 'Bus error'"
     fix = "docker run --shm-size=8g ...   # or --ipc=host; else sudo mount -o remount,size=8G /dev/shm"
     yield warned(name, text, fix, figures=figures)
 
@@ -90,13 +90,13 @@ def check_shared_memory(machine: Place) -> Iterator[Finding]:
 def check_limits(machine: Place) -> Iterator[Finding]:
     """Open files and locked memory are not limited too far."""
     files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     figures = {
         "open_files": files,
-        "locked_memory_bytes": None if locked == resource.RLIM_INFINITY else locked,
+        "locked_memory_bytes": None if locked_bytes == resource.RLIM_INFINITY else locked_bytes,
     }
     few_files = files != resource.RLIM_INFINITY and files < _OPEN_FILES
-    little_locked = _has_infiniband() and locked != resource.RLIM_INFINITY  # RDMA pins its buffers
+    little_locked = _has_infiniband() and locked_bytes != resource.RLIM_INFINITY  # RDMA pins its buffers
     if few_files:
         above = most_files == resource.RLIM_INFINITY or most_files >= _OPEN_FILES  # the hard limit allows it
         text = (
@@ -107,12 +107,12 @@ def check_limits(machine: Place) -> Iterator[Finding]:
         fix = f"ulimit -n {_OPEN_FILES if above else most_files}{more}"
         yield warned("limits", text, fix, figures=figures)
     if little_locked:
-        text = f"a process may lock {bytes_text(locked)} of memory; InfiniBand needs it without a limit"
+        text = f"a process may lock {bytes_text(locked_bytes)} of memory; InfiniBand needs it without a limit"
         fix = "ulimit -l unlimited   # or docker run --ulimit memlock=-1"
         yield warned("limits", text, fix, figures=figures)
     if not few_files and not little_locked:
-        unlimited = locked == resource.RLIM_INFINITY
-        memory = _limit_text(locked) if unlimited else bytes_text(locked)
+        is_unlimited = locked_bytes == resource.RLIM_INFINITY
+        memory = _limit_text(locked_bytes) if is_unlimited else bytes_text(locked_bytes)
         text = f"open files {_limit_text(files)}, locked memory {memory}"
         yield passed("limits", text, figures=figures)
 
@@ -132,7 +132,7 @@ _SHORTEST_S: Final = 60.0
 
 @as_check
 def check_packages(machine: Place) -> Iterator[Finding]:
-    """Each installed optional package is imported in a process of its own: a broken one may end its interpreter."""
+    """Installed optional packages can be imported; each in its own process, which a broken one may end."""
     versions = installed_packages()
     limit = max(machine.timeout_s, _SHORTEST_S)
 
@@ -140,8 +140,8 @@ def check_packages(machine: Place) -> Iterator[Finding]:
         return isolated(importlib.import_module, package, timeout_s=limit)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        tried = dict(zip(versions, pool.map(attempt, versions), strict=True))
-    for package, outcome in tried.items():
+        results = dict(zip(versions, pool.map(attempt, versions), strict=True))
+    for package, outcome in results.items():
         if outcome.problem:
             why = clipped(" ".join(outcome.problem.split()), 300)
             text = f"{package} {versions[package]} is installed and cannot be imported: {why}"
@@ -149,7 +149,7 @@ def check_packages(machine: Place) -> Iterator[Finding]:
             yield warned(
                 _PACKAGES, text, f"pip install --force-reinstall {name}   # or: pip uninstall {name}"
             )
-    usable = [f"{package} {versions[package]}" for package, outcome in tried.items() if not outcome.problem]
+    usable = [f"{package} {versions[package]}" for package, outcome in results.items() if not outcome.problem]
     absent = [package for package in OPTIONAL_PACKAGES if package not in versions]
     rest = f"; not installed: {', '.join(absent)}" if absent else ""
     text = f"usable: {', '.join(usable) or 'none'}{rest}"
@@ -162,7 +162,7 @@ _DEFAULT_PORT: Final = 29500  # of torchrun's store
 
 @as_check
 def check_ports(machine: Place) -> Iterator[Finding]:
-    """A port can be had on the loopback interface, torchrun's default is free, and the host's name resolves."""
+    """Loopback connections work, torchrun's default port is free, and the host's name resolves."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -181,8 +181,8 @@ def check_ports(machine: Place) -> Iterator[Finding]:
 def _default_port() -> Iterator[Finding]:
     if "RANK" in os.environ:  # a launcher that has started this process listens there itself
         return
-    chosen = os.environ.get("MASTER_PORT", "")
-    port = int(chosen) if chosen.isdecimal() else _DEFAULT_PORT
+    port_text = os.environ.get("MASTER_PORT", "")
+    port = int(port_text) if port_text.isdecimal() else _DEFAULT_PORT
     try:
         socket.create_server(("127.0.0.1", port)).close()  # sets SO_REUSEADDR, as torchrun does
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Findings about several nodes: from what their ranks reported to the node that is absent, different, broken or slow."""
+"""Findings about several nodes: which node is absent, different, broken or slow, by the reports of ranks."""
 
 from __future__ import annotations
 
@@ -101,8 +101,7 @@ def differences(nodes: Nodes) -> list[Finding]:
             by_value.setdefault(versions.get(name, "none"), []).append(node)
         if len(by_value) < 2:
             continue
-        # The majority's value is taken for the right one.
-        usual = max(by_value, key=lambda value: len(by_value[value]))
+        usual = max(by_value, key=lambda value: len(by_value[value]))  # the majority's, taken for right
         rest = nodes.named(by_value.pop(usual), most=3)
         odd = "; ".join(f"{value} on {nodes.named(group)}" for value, group in by_value.items())
         package = f"pip uninstall {name}" if usual == "none" else f"pip install {name}=={{}}"
@@ -127,12 +126,12 @@ def reachability(rows: Mapping[int, Mapping[int, tuple[float, str]]], nodes: Nod
         return [failed("reach", text, fix)]
     findings = []
     for node, leader in enumerate(nodes.who.leaders):
-        unreached = {other: row[node][1] for other, row in rows.items() if row[node][1]}
-        if not unreached:
+        errors = {other: row[node][1] for other, row in rows.items() if row[node][1]}
+        if not errors:
             continue
         address = nodes.inventories[leader].address
-        reason = next(iter(unreached.values()))
-        text = f"{nodes.named([node])} cannot be reached from {nodes.named(unreached, most=3)}: {reason}"
+        reason = next(iter(errors.values()))
+        text = f"{nodes.named([node])} cannot be reached from {nodes.named(errors, most=3)}: {reason}"
         fix = "open the ports between the nodes, or export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=eth0"
         if address is not None and ipaddress.ip_address(address[0]).is_loopback:
             text += ". Its name resolves to itself alone, and gloo listens there"
@@ -149,10 +148,10 @@ def reachability(rows: Mapping[int, Mapping[int, tuple[float, str]]], nodes: Nod
     return [passed("reach", text, figures={"round_trip_seconds": worst})]
 
 
-def clocks(measured: Mapping[str, Any], nodes: Nodes) -> Finding:
+def clocks(readings: Mapping[str, Any], nodes: Nodes) -> Finding:
     """No node's clock is far from the majority's."""
-    ahead = {int(node): seconds for node, seconds in measured["ahead_s"].items()}
-    doubt = measured["uncertainty_s"]
+    ahead = {int(node): seconds for node, seconds in readings["ahead_s"].items()}
+    doubt = readings["uncertainty_s"]
     skew = max(ahead.values()) - min(ahead.values())
     figures = {"skew_seconds": skew, "uncertainty_seconds": doubt}
     text = f"the nodes' clocks are {seconds_text(skew)} apart, to {seconds_text(doubt)}"
@@ -169,8 +168,8 @@ def failures(answers: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Fin
     """All ranks have measured; else the one that came least far, or failed first, is named.
 
     Args:
-        answers: answers by rank: ``steps`` that it began, ``problem``, whether it was ``late``, and ``seconds`` that it took.
-        nodes: all of them.
+        answers: by rank, ``steps`` begun, the ``problem``, whether it was ``late``, and ``seconds`` taken.
+        nodes: all nodes.
     """
     who = nodes.who
     silent = nodes.of(rank for rank in range(who.world_size) if rank not in answers)
@@ -178,12 +177,12 @@ def failures(answers: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Fin
         text = f"{nodes.named(silent)} fell silent while the ranks summed tensors"
         fix = "look at what torchrun printed on that node, and run there: atorch-ns doctor"
         return [failed("all-reduce", text, fix)]
-    broken = {rank: answer for rank, answer in answers.items() if "problem" in answer}
-    if not broken:
+    problems = {rank: answer for rank, answer in answers.items() if "problem" in answer}
+    if not problems:
         return []
     # What one rank breaks, the others notice later, as a lost connection or at the time limit.
-    fewest = min(len(answer["steps"]) for answer in broken.values())
-    behind = {rank: answer for rank, answer in broken.items() if len(answer["steps"]) == fewest}
+    fewest = min(len(answer["steps"]) for answer in problems.values())
+    behind = {rank: answer for rank, answer in problems.items() if len(answer["steps"]) == fewest}
     rank, first = min(behind.items(), key=lambda item: (item[1]["late"], item[1]["seconds"]))
     where = f"rank {rank} on {nodes.named(nodes.of([rank]))}"
     if len(nodes.of(behind)) == who.num_nodes > 1:
@@ -199,7 +198,7 @@ def failures(answers: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Fin
 def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Finding]:
     """The figures of all nodes, and which of them is slow.
 
-    A link has two ends: a node is judged by the better of its two links, so that its neighbours are not blamed for it.
+    A node is judged by the better of its two links, so that it is not blamed for a slow neighbour.
     """
     who, findings = nodes.who, []
     for backend, first in figures[0]["backends"].items():
@@ -211,7 +210,7 @@ def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Findi
             fix = "nvidia-smi topo -m; top   # on that node: how its GPUs are connected, and who else uses it"
             findings.append(
                 _judge_bandwidths(
-                    "within nodes", f"all-reduce within a node by {backend}", within, fix, nodes
+                    "within nodes", f"all-reduce within a node by {backend}", within, fix, nodes=nodes
                 )
             )
         if "between" in first:
@@ -221,7 +220,9 @@ def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Findi
                 max(each["links"].values(), key=lambda link: link["best_bytes_per_s"]) for each in of_nodes
             ]
             fix = "ethtool eth0 | grep Speed; ibstat   # on that node"
-            findings.append(_judge_bandwidths("links", f"best link of a node by {backend}", best, fix, nodes))
+            findings.append(
+                _judge_bandwidths("links", f"best link of a node by {backend}", best, fix, nodes=nodes)
+            )
     if who.num_nodes > 1:
         # A node is as slow as its slowest rank.
         products = [max(figures[rank]["product_s"] for rank in who.ranks_of(n)) for n in range(who.num_nodes)]
@@ -230,29 +231,30 @@ def speeds(figures: Mapping[int, Mapping[str, Any]], nodes: Nodes) -> list[Findi
         text += f", at most {seconds_text(worst)} on {nodes.named([products.index(worst)])}"
         fix = "nvidia-smi -q -d PERFORMANCE; top   # on that node: is it hot, throttled, or in use by others?"
         numbers = {"seconds": usual, "slowest_seconds": worst}
-        findings.append(_judge_speeds("compute", text, [1 / each for each in products], fix, numbers, nodes))
+        findings.append(
+            _judge_speeds("compute", text, [1 / each for each in products], fix, figures=numbers, nodes=nodes)
+        )
     return findings
 
 
-def all_reduce_finding(check: str, title: str, measured: Mapping[str, float]) -> Finding:
+def all_reduce_finding(check: str, title: str, result: Mapping[str, float]) -> Finding:
     """An all-reduce's latency and bandwidth."""
-    figures = {"latency_seconds": measured["latency_s"], "bytes_per_second": measured["bytes_per_s"]}
-    return passed(check, f"{title}: {_figures_text(measured)}", figures=figures)
+    figures = {"latency_seconds": result["latency_s"], "bytes_per_second": result["bytes_per_s"]}
+    return passed(check, f"{title}: {_figures_text(result)}", figures=figures)
 
 
 def _judge_bandwidths(
-    check: str, title: str, by_node: list[Mapping[str, float]], fix: str, nodes: Nodes
+    check: str, title: str, by_node: list[Mapping[str, float]], fix: str, *, nodes: Nodes
 ) -> Finding:
-    # By the fastest repeat: a machine may have been busy for a moment.
-    best = [each["best_bytes_per_s"] for each in by_node]
+    best = [each["best_bytes_per_s"] for each in by_node]  # a machine may have been busy for a moment
     usual, worst = statistics.median_high(each["bytes_per_s"] for each in by_node), best.index(min(best))
     text = f"{title}: {bytes_text(usual)}/s in the middle, least {_figures_text(by_node[worst])} on "
     numbers = {"bytes_per_second": usual, "least_bytes_per_second": by_node[worst]["bytes_per_s"]}
-    return _judge_speeds(check, text + nodes.named([worst]), best, fix, numbers, nodes)
+    return _judge_speeds(check, text + nodes.named([worst]), best, fix, figures=numbers, nodes=nodes)
 
 
 def _judge_speeds(
-    check: str, text: str, speeds: list[float], fix: str, figures: Mapping[str, float], nodes: Nodes
+    check: str, text: str, speeds: list[float], fix: str, *, figures: Mapping[str, float], nodes: Nodes
 ) -> Finding:
     slow = [node for node, speed in enumerate(speeds) if speed < _SLOW * statistics.median_high(speeds)]
     if slow:
@@ -260,10 +262,10 @@ def _judge_speeds(
     return passed(check, text, figures=figures)
 
 
-def _figures_text(measured: Mapping[str, float]) -> str:
+def _figures_text(result: Mapping[str, float]) -> str:
     return (
-        f"{seconds_text(measured['latency_s'])} for one number, {bytes_text(measured['bytes_per_s'])}/s for "
-        f"{bytes_text(measured['num_bytes'])} (n={measured['n']})"
+        f"{seconds_text(result['latency_s'])} for one number, {bytes_text(result['bytes_per_s'])}/s for "
+        f"{bytes_text(result['num_bytes'])} (n={result['n']})"
     )
 
 

@@ -1,7 +1,7 @@
 """Examination of several nodes: every rank of a launcher such as torchrun runs it, and rank 0 reports.
 
-Ranks exchange plain values over the launcher's store. Every wait has a limit, and what may hang or crash runs in a
-process of its own: a broken node is named and does not block the others.
+Ranks exchange plain values over the launcher's store. A broken node is named and does not block the others:
+every wait has a limit, and code that may hang or crash runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, documented, and not in torch's __all__
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented; not in __all__
 
 from atorch_ns._version import __version__
 from atorch_ns.cluster import OPTIONAL_PACKAGES, installed_packages
@@ -55,12 +55,12 @@ def examine_nodes(machine: Place, who: Who, names: Sequence[str]) -> Iterator[Fi
     """See :func:`atorch_ns.doctor.examine_nodes`."""
     values = _Exchange(who, machine.timeout_s)
     machine = replace(machine, num_ranks=who.local_world_size)  # the ranks of this node
-    failed = False
+    has_failed = False
     try:
         for finding in _iter_findings(values, machine, who, names):
-            failed = failed or finding.verdict == "fail"
+            has_failed = has_failed or finding.verdict == "fail"
             yield finding
-        if values.from_first(failed) and who.rank:
+        if values.from_first(has_failed) and who.rank:
             yield Finding(check="nodes", verdict="fail", text="", fix="")  # for this rank's exit code
     except dist.DistError as error:
         raise BackendError(
@@ -86,8 +86,7 @@ def _iter_findings(values: _Exchange, machine: Place, who: Who, names: Sequence[
             yield from findings
         if not values.from_first(clean):  # without all ranks the next steps would hang
             return
-        # Rank 0 alone has the inventories of all ranks.
-        if "alike" in names and who.rank == 0:
+        if "alike" in names and who.rank == 0:  # has the inventories of all ranks
             yield from differences(nodes)
         if "reach" in names:
             addresses = values.from_first(
@@ -136,7 +135,6 @@ class _Exchange:
         self._num_values = 0
 
     def post(self, subject: str, value: Any) -> None:
-        """Leaves this rank's value."""
         self._store.set(f"{subject}/{self._who.rank}", json.dumps(value))
 
     def gather(self, subject: str, ranks: Iterable[int], *, timeout_s: float) -> dict[int, Any]:
@@ -235,7 +233,7 @@ def own_address() -> str:
 
 
 def connect_all(addresses: Sequence[Sequence[Any]], *, timeout_s: float) -> list[tuple[float, str]]:
-    """Connects to every node, several at once: seconds that it took, and the problem or nothing.
+    """Connects to every node, several at once: seconds taken, and the problem or an empty string.
 
     Args:
         addresses: ``(host, port)`` of each node.
@@ -256,14 +254,10 @@ def connect_all(addresses: Sequence[Sequence[Any]], *, timeout_s: float) -> list
 
 
 def benchmark(who: Who, *, timeout_s: float) -> dict[str, Any]:
-    """Runs this rank's :mod:`~atorch_ns.doctor.benchmark` in a process of its own.
-
-    Args:
-        who: this rank.
-        timeout_s: seconds until it is ended.
+    """Runs this rank's :mod:`~atorch_ns.doctor.benchmark` in a process of its own for ``timeout_s`` at most.
 
     Returns:
-        ``figures``, or a ``problem``; ``steps`` that it began; whether it was ``late`` and ended; ``seconds``.
+        ``figures`` or a ``problem``; ``steps`` begun; whether it was ended as ``late``; ``seconds`` taken.
     """
     began = time.monotonic()
     variables = replace(who, store_is_there=True).variables()  # the store is there by now

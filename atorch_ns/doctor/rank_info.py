@@ -101,14 +101,10 @@ class Who:
 def open_store(who: Who, *, timeout_s: float) -> Any:
     """The launcher's store; rank 0 starts it where the launcher keeps none.
 
-    Args:
-        who: this rank.
-        timeout_s: seconds to reach it.
-
     Raises:
-        BackendError: if it cannot be reached.
+        BackendError: if this rank (``who``) cannot reach it within ``timeout_s``.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, documented, and not in torch's __all__
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented; not in __all__
 
     try:
         return TCPStore(

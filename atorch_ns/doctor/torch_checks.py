@@ -1,4 +1,4 @@
-"""Checks of torch on one machine: the compiler, products in each dtype, the backends, and an all-reduce of ranks."""
+"""Checks of torch on one machine: compiler, products in each dtype, backends, and an all-reduce of ranks."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def _try_compiler(compiler: str) -> str:
         source.write_text(_PROGRAM)
         command = [compiler, "-fopenmp", str(source), "-o", str(Path(folder) / "program")]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)
-    lines = done.stderr.strip().splitlines()
-    return "" if done.returncode == 0 else (lines[-1] if lines else f"exit code {done.returncode}")
+    lines = process.stderr.strip().splitlines()
+    return "" if process.returncode == 0 else (lines[-1] if lines else f"exit code {process.returncode}")
 
 
 _DTYPES: Final = "dtypes"
@@ -81,15 +81,15 @@ def check_dtypes(machine: Place) -> Iterator[Finding]:
         text = f"matrix products cannot be computed: {outcome.problem}"
         yield failed(_DTYPES, text, _dtype_fix("float32"))
         return
-    device, measured = outcome.value
+    device, products = outcome.value
     texts = []
-    for name, product in measured.items():
-        verdict, text = _judge_dtype(name, product, measured["float32"])
+    for name, product in products.items():
+        verdict, text = _judge_dtype(name, product, products["float32"])
         texts.append(text)
         if verdict != "pass":
             yield Finding(check=_DTYPES, verdict=verdict, text=text, fix=_dtype_fix(name))
     figures = {
-        f"{name}_seconds": product.seconds for name, product in measured.items() if not product.problem
+        f"{name}_seconds": product.seconds for name, product in products.items() if not product.problem
     }
     yield passed(_DTYPES, f"on {device}: {'; '.join(texts)}", figures=figures)
 
@@ -158,13 +158,13 @@ def check_backends(machine: Place) -> list[Finding]:
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
     }
-    needed = ["gloo", *(["nccl"] if torch.cuda.is_available() else [])]
-    missing = [name for name in needed if not has[name]]
+    backends = ["gloo", *(["nccl"] if torch.cuda.is_available() else [])]
+    missing = [name for name in backends if not has[name]]
     if missing:
         text = f"torch was built without {' and '.join(missing)}, which jobs on this machine use"
         return [failed("backends", text, "pip install --force-reinstall torch")]
     there = ", ".join(name for name, present in has.items() if present)
-    return [passed("backends", f"{there}; jobs here use {' and '.join(needed)}")]
+    return [passed("backends", f"{there}; jobs here use {' and '.join(backends)}")]
 
 
 def check_collectives(machine: Place) -> list[Finding]:
@@ -178,11 +178,11 @@ def check_collectives(machine: Place) -> list[Finding]:
         figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not figures or any(end.code for end in ends):
         return [_rank_failure(machine, ends)]
-    summed = [
+    sums = [
         all_reduce_finding(_NAME, f"{machine.num_ranks} ranks by {name}", rounds["all"])
         for name, rounds in figures["backends"].items()
     ]
-    return [*summed, *_not_tried(machine, figures["num_gpus"]), _check_clock(figures["clocks"]["monotonic"])]
+    return [*sums, *_not_tried(machine, figures["num_gpus"]), _check_clock(figures["clocks"]["monotonic"])]
 
 
 def _not_tried(machine: Place, num_gpus: int) -> list[Finding]:
@@ -202,9 +202,9 @@ def _check_clock(monotonic: bool) -> Finding:
 
 def _rank_failure(machine: Place, ends: list[RankEnd]) -> Finding:
     late = [end.rank for end in ends if end.ended_by_us]
-    broken = [end for end in ends if end.code and not end.ended_by_us]
-    if broken:
-        why = f"rank {broken[0].rank} failed: {last_error(broken[0].output) or f'exit code {broken[0].code}'}"
+    faulty = [end for end in ends if end.code and not end.ended_by_us]
+    if faulty:
+        why = f"rank {faulty[0].rank} failed: {last_error(faulty[0].output) or f'exit code {faulty[0].code}'}"
     else:
         why = f"rank(s) {', '.join(map(str, late))} gave no answer within {machine.timeout_s:.0f} s"
     fix = "GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=INFO atorch-ns doctor   # names the interface, and says more"
@@ -212,7 +212,7 @@ def _rank_failure(machine: Place, ends: list[RankEnd]) -> Finding:
 
 
 def last_error(output: str) -> str:
-    """The line of a rank's output that names the exception; Python's, rather than what threads print afterwards."""
+    """The line of a rank's output that names Python's exception; threads may print others afterwards."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    raised = [line for line in lines if "Error" in line.partition(":")[0] and ":" in line]
-    return clipped((raised or lines or [""])[-1], _SHOWN_CHARS)
+    errors = [line for line in lines if "Error" in line.partition(":")[0] and ":" in line]
+    return clipped((errors or lines or [""])[-1], _SHOWN_CHARS)

@@ -1,7 +1,6 @@
 """The engine of the fully automatic mode: it runs a search's trials on the real ranks.
 
-The names here are loaded when first used: a trial's process needs no gRPC, and forks better
-without their threads.
+Names are loaded on first use: a trial's process needs no gRPC, and forks better without its threads.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ operators) and what is communicated (gathering, reducing, moving to the host). F
 
     measured ≈ compute_factor[p] · computed + communication_factor · communicated
 
-The factors are found by least squares on the logarithms of the two sides, drawn towards 1 by a prior worth
-one observation in ten: a single trial moves them most of the way where it says something about them, and
-leaves those that it says nothing about. Memory has one factor for each precision, the median of measured over
-predicted peaks.
+The factors are fitted by least squares on the logarithms of both sides. A prior that weighs a tenth of an
+observation draws them towards 1, so a single trial moves those that it says something about most of the way.
+Memory has one factor for each precision: the median of measured over predicted peaks.
 """
 
 from __future__ import annotations
@@ -59,22 +58,21 @@ class Factors:
     error_before: float = 0.0
     error_after: float = 0.0
 
-    def seconds(self, predicted: Estimate, precision: str) -> float:
+    def seconds(self, prediction: Estimate, precision: str) -> float:
         """A step's predicted time, corrected."""
-        computed, communicated = computed_and_communicated(predicted)
-        return self.compute.get(precision, 1.0) * computed + self.communication * communicated
+        compute_s, communication_s = computed_and_communicated(prediction)
+        return self.compute.get(precision, 1.0) * compute_s + self.communication * communication_s
 
-    def bytes(self, predicted: Estimate, precision: str) -> float:
+    def bytes(self, prediction: Estimate, precision: str) -> float:
         """A peak's prediction, corrected."""
         # The factor was fitted to peaks of tensors: what lies outside of them stays as predicted.
-        beyond = predicted.peak_bytes - predicted.allocated_bytes
-        return self.memory.get(precision, 1.0) * predicted.allocated_bytes + beyond
+        beyond = prediction.peak_bytes - prediction.allocated_bytes
+        return self.memory.get(precision, 1.0) * prediction.allocated_bytes + beyond
 
     def on(self, hardware: Hardware) -> Hardware:
         """The hardware with figures that make estimates come out as measured.
 
-        Bandwidth and the cost of starting an operator, which all precisions share, follow the factor of
-        float32, or the mean of the others.
+        Bandwidth and launch time, shared by all precisions, follow the factor of float32 or the others' mean.
         """
         device = hardware.device
         shared = self.compute.get("float32") or _geometric_mean(self.compute.values())  # 1 without factors
@@ -163,7 +161,7 @@ def _is_measured(path: str | os.PathLike[str]) -> bool:
 
 
 def read_calibration(path: str | os.PathLike[str], cluster: Cluster) -> Hardware | Calibration:
-    """What ``search_calibration`` names: figures that ``atorch-ns calibrate`` measured, or factors of earlier trials.
+    """The file of ``search_calibration``: figures of ``atorch-ns calibrate``, or factors of earlier trials.
 
     Raises:
         InputError: if it is neither, or if the figures are of another cluster than this job's.
@@ -171,10 +169,10 @@ def read_calibration(path: str | os.PathLike[str], cluster: Cluster) -> Hardware
     return measured_for(Path(path), cluster) if _is_measured(path) else Calibration.load(path)
 
 
-def computed_and_communicated(predicted: Estimate) -> tuple[float, float]:
+def computed_and_communicated(prediction: Estimate) -> tuple[float, float]:
     """A predicted step in two parts, in seconds."""
-    communicated = sum(getattr(predicted.time, name) for name in _COMMUNICATED)
-    return predicted.step_seconds - communicated, communicated
+    communication_s = sum(getattr(prediction.time, name) for name in _COMMUNICATED)
+    return prediction.step_seconds - communication_s, communication_s
 
 
 def _geometric_mean(values: Iterable[float]) -> float:
@@ -215,8 +213,7 @@ def refit(
         outcome: the search.
         actual: steps of training with the winner, in the form of a trial; ``None`` for the trials alone.
             They count as much as all trials together, for they are many and undisturbed.
-        registry: the methods, to read off a candidate in which precision it computes; ``None`` for all that
-            are installed.
+        registry: the methods, which tell a candidate's compute precision; ``None`` for all installed.
 
     Returns:
         The factors of the search's device. They are relative to the figures that the search priced with.
@@ -224,24 +221,24 @@ def refit(
     Raises:
         InputError: if nothing was measured that was also predicted.
     """
-    known = load_registry() if registry is None else registry
+    methods = load_registry() if registry is None else registry
     pairs = [(row.candidate, row.trial, 1.0) for row in outcome.rows if row.trial is not None]
     num_trials = sum(trial.succeeded for _, trial, _ in pairs)
     if actual is not None and outcome.winner is not None:
         pairs.append((outcome.winner.candidate, actual, float(max(1, num_trials))))
     times: list[_Observation] = []
     peaks: dict[str, list[float]] = {}
-    for candidate, measured, weight in pairs:
-        predicted = candidate.estimate
-        if predicted is None:
+    for candidate, result, weight in pairs:
+        prediction = candidate.estimate
+        if prediction is None:
             continue
-        precision = _compute_precision(candidate, known)
-        if measured.succeeded and predicted.step_seconds > 0:
-            parts = computed_and_communicated(predicted)
-            times.append(_Observation(precision, *parts, measured.median_seconds, weight))
+        precision = _compute_precision(candidate, methods)
+        if result.succeeded and prediction.step_seconds > 0:
+            parts = computed_and_communicated(prediction)
+            times.append(_Observation(precision, *parts, result.median_seconds, weight))
         # A trial that ran and exceeded the memory limit gives no time, but its peak counts.
-        if measured.peak_bytes and predicted.allocated_bytes > 0:
-            peaks.setdefault(precision, []).append(max(measured.peak_bytes) / predicted.allocated_bytes)
+        if result.peak_bytes and prediction.allocated_bytes > 0:
+            peaks.setdefault(precision, []).append(max(result.peak_bytes) / prediction.allocated_bytes)
     if not times and not peaks:
         raise InputError(
             "no candidate of the search was both priced and measured, so there is nothing to learn."
@@ -261,31 +258,31 @@ def refit(
 
 
 def _compute_precision(candidate: Candidate, registry: Registry) -> str:
-    chosen = []
+    steps = []
     for name, config in candidate.steps:
         if name in registry:  # a method that is not installed here is passed over
             method = registry.get(name)
-            chosen.append(Chosen(method, method.Config.model_validate(config)))
+            steps.append(Chosen(method, method.Config.model_validate(config)))
     try:
-        plan = fold_plan(chosen)
+        plan = fold_plan(steps)
     except AtorchError:
         return "float32"
     return plan.precision.compute_dtype or plan.precision.parameter_dtype
 
 
-def _fit_factors(observed: Sequence[_Observation]) -> tuple[dict[str, float], float]:
-    names = sorted({point.precision for point in observed})
+def _fit_factors(observations: Sequence[_Observation]) -> tuple[dict[str, float], float]:
+    names = sorted({point.precision for point in observations})
     theta = np.zeros(len(names) + 1)  # [P + 1] logarithms of the factors, communication last
-    for _ in range(_ROUNDS if observed else 0):
+    for _ in range(_ROUNDS if observations else 0):
         rows, targets, weights = [], [], []
-        for point in observed:
+        for point in observations:
             index = names.index(point.precision)
-            computed = math.exp(theta[index]) * point.computed
-            communicated = math.exp(theta[-1]) * point.communicated
-            total = computed + communicated
+            compute_s = math.exp(theta[index]) * point.computed
+            communication_s = math.exp(theta[-1]) * point.communicated
+            total = compute_s + communication_s
             # The derivative of log(total) by the logarithm of a factor is the share of its part.
             row = np.zeros(len(theta))
-            row[index], row[-1] = computed / total, communicated / total
+            row[index], row[-1] = compute_s / total, communication_s / total
             rows.append(row)
             # Linearised at theta, with row @ theta added: the solution is the next theta, not a step.
             targets.append(math.log(point.measured / total) + row @ theta)
@@ -299,12 +296,12 @@ def _fit_factors(observed: Sequence[_Observation]) -> tuple[dict[str, float], fl
 
 
 def _median_error(
-    observed: Sequence[_Observation], compute: Mapping[str, float], communication: float
+    observations: Sequence[_Observation], compute: Mapping[str, float], communication: float
 ) -> float:
     errors = []
-    for point in observed:
-        corrected = compute.get(point.precision, 1.0) * point.computed + communication * point.communicated
-        errors.append(abs(corrected / point.measured - 1))
+    for point in observations:
+        prediction = compute.get(point.precision, 1.0) * point.computed + communication * point.communicated
+        errors.append(abs(prediction / point.measured - 1))
     return statistics.median(errors) if errors else 0.0
 
 

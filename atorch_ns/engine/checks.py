@@ -48,33 +48,33 @@ class Check:
 
 
 def check_collectives(
-    predicted: Sequence[Collective], executed: Mapping[str, tuple[int, int]] | None, *, unpredicted: str = ""
+    estimates: Sequence[Collective], counts: Mapping[str, tuple[int, int]] | None, *, reason: str = ""
 ) -> Check:
     """Whether one step communicated what was predicted: kinds and calls exactly, bytes within 0.1%.
 
-    It is the first rank's step: of a pipeline, that of the first stage. Calls of broadcasts may be off by a few:
+    The step is the first rank's, of a pipeline's first stage. Calls of broadcasts may be off by a few, since
     buffers are sent together by dtype, which a trace does not tell.
 
     Args:
-        predicted: :attr:`~atorch_ns.estimate.Estimate.collectives`.
-        executed: calls and bytes in one step by kind, as a trial counts them; ``None`` if it did not.
-        unpredicted: reason why they cannot be predicted, as a clause; then nothing is compared.
+        estimates: :attr:`~atorch_ns.estimate.Estimate.collectives`.
+        counts: calls and bytes in one step by kind, as a trial counts them; ``None`` if it did not.
+        reason: why they cannot be predicted, as a clause; then nothing is compared.
     """
     name = "collectives as predicted"
-    if unpredicted:
-        return Check(name, True, f"not compared: {unpredicted}")
-    if executed is None and any(collective.count for collective in predicted):
+    if reason:
+        return Check(name, True, f"not compared: {reason}")
+    if counts is None and any(collective.count for collective in estimates):
         return Check(name, False, "the trial counted none")
-    expected: dict[str, tuple[int, int]] = {}  # by kind: calls and bytes of one step, summed
-    for collective in predicted:
-        count, num_bytes = expected.get(collective.kind, (0, 0))
-        expected[collective.kind] = (count + collective.count, num_bytes + collective.num_bytes)
-    wanted = {kind: value for kind, value in expected.items() if value[0]}
-    calls = {kind: value for kind, value in (executed or {}).items() if value[0]}
+    totals: dict[str, tuple[int, int]] = {}  # by kind: calls and bytes of one step, summed
+    for collective in estimates:
+        count, num_bytes = totals.get(collective.kind, (0, 0))
+        totals[collective.kind] = (count + collective.count, num_bytes + collective.num_bytes)
+    targets = {kind: value for kind, value in totals.items() if value[0]}
+    calls = {kind: value for kind, value in (counts or {}).items() if value[0]}
     wrong = [
-        f"{kind} {_calls_text(calls.get(kind, (0, 0)))} executed, {_calls_text(wanted.get(kind, (0, 0)))} predicted"
-        for kind in sorted({*wanted, *calls})
-        if not _same_calls(kind, wanted.get(kind, (0, 0)), calls.get(kind, (0, 0)))
+        f"{kind} {_calls_text(calls.get(kind, (0, 0)))} executed, {_calls_text(targets.get(kind, (0, 0)))} predicted"
+        for kind in sorted({*targets, *calls})
+        if not _same_calls(kind, targets.get(kind, (0, 0)), calls.get(kind, (0, 0)))
     ]
     if wrong:
         return Check(name, False, "; ".join(wrong))
@@ -84,7 +84,7 @@ def check_collectives(
 
 
 def check_price(
-    candidate: Candidate, profile: Profile, cluster: Cluster, workload: Workload, registry: Registry
+    candidate: Candidate, profile: Profile, cluster: Cluster, workload: Workload, *, registry: Registry
 ) -> Check:
     """Whether the candidate, resolved and priced from scratch, costs what it cost in the search."""
     name = "price from scratch"
@@ -109,16 +109,16 @@ def check_price(
     return Check(name, True, ", ".join(f"{what} {now:.4g} {unit}" for what, (_, now, unit) in pairs.items()))
 
 
-def check_memory(predicted: Estimate, measured: Sequence[int]) -> Check:
+def check_memory(prediction: Estimate, peaks: Sequence[int]) -> Check:
     """Whether the peak of tensors over ranks is within 8% of the prediction, or within 256 KiB."""
     name = "memory as predicted"
-    if not measured:
+    if not peaks:
         return Check(name, False, "the trial measured none")
-    peak = max(measured)  # of all ranks: the estimate is of the rank that needs the most
-    expected = predicted.allocated_bytes  # tensors alone, as trials count them: no context, no reserve
-    text = f"{bytes_text(peak)} measured, {bytes_text(expected)} predicted"
-    text = f"{text}: {_deviation_text(expected, peak)}"
-    off = abs(peak - expected)
+    peak = max(peaks)  # of all ranks: the estimate is of the rank that needs the most
+    tensor_bytes = prediction.allocated_bytes  # tensors alone, as trials count them: no context, no reserve
+    text = f"{bytes_text(peak)} measured, {bytes_text(tensor_bytes)} predicted"
+    text = f"{text}: {_deviation_text(tensor_bytes, peak)}"
+    off = abs(peak - tensor_bytes)
     if off <= MEMORY_TOLERANCE * peak:
         return Check(name, True, text)
     if off <= MEMORY_SLACK_BYTES:
@@ -126,22 +126,22 @@ def check_memory(predicted: Estimate, measured: Sequence[int]) -> Check:
     return Check(name, False, f"{text}, {MEMORY_TOLERANCE:.0%} allowed")
 
 
-def _same_calls(kind: str, wanted: tuple[int, int], actual: tuple[int, int]) -> bool:
-    allowed = MAX_BUFFER_DTYPES if kind == "broadcast" else 0
-    return abs(wanted[0] - actual[0]) <= allowed and abs(wanted[1] - actual[1]) <= BYTES_TOLERANCE * actual[1]
+def _same_calls(kind: str, target: tuple[int, int], actual: tuple[int, int]) -> bool:
+    slack = MAX_BUFFER_DTYPES if kind == "broadcast" else 0
+    return abs(target[0] - actual[0]) <= slack and abs(target[1] - actual[1]) <= BYTES_TOLERANCE * actual[1]
 
 
 def _calls_text(value: tuple[int, int]) -> str:
     count, num_bytes = value
     # Exact below 1 MiB: what differs by a few bytes must not read alike.
-    shown = f"{num_bytes} B" if num_bytes < 2**20 else bytes_text(num_bytes)
-    return f"{count} × ({shown} in all)"
+    size = f"{num_bytes} B" if num_bytes < 2**20 else bytes_text(num_bytes)
+    return f"{count} × ({size} in all)"
 
 
-def _deviation_text(predicted: float, measured: float) -> str:
-    if not measured:
+def _deviation_text(prediction: float, peak: float) -> str:
+    if not peak:
         return "none was held"
-    percent = (predicted / measured - 1) * 100
+    percent = (prediction / peak - 1) * 100
     if abs(percent) < 0.05:  # would be shown as 0.0%
         return "the same"
     return f"predicted {abs(percent):.1f}% {'above' if percent > 0 else 'below'} measured"

@@ -37,8 +37,7 @@ def find_strategy(
 ) -> SearchOutcome:
     """Searches for the best strategy; collective, and the outcome is the same on every rank.
 
-    The user's model, data and random states are as before: trials run in processes of their own, on the
-    model's structure and a few samples.
+    Model, data and random states stay as before: trials run on the model's structure and a few samples.
 
     Raises:
         InputError: if the arguments do not allow a search.
@@ -56,8 +55,8 @@ def find_strategy(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_kept_environment())  # undone last, when workers have ended
-        measured = _with_measured_hardware(cluster, request)
-        outcome = _run_search(stack, sample, measured, registry, request)
+        full_cluster = _with_measured_hardware(cluster, request)
+        outcome = _run_search(stack, sample, full_cluster, registry, request=request)
     if outcome.best is None:
         raise SearchError(_why_nothing(outcome), outcome=outcome)
     if request.settings.memory_limit_gib is not None and cluster.device_type == "cpu":
@@ -66,27 +65,32 @@ def find_strategy(
 
 
 def _with_measured_hardware(cluster: Cluster, request: SearchRequest) -> Cluster:
-    learned, path = None, request.search_calibration
+    calibration, path = None, request.search_calibration
     if path is not None:
-        learned = cluster.agree(lambda: read_calibration(path, cluster), what="reading the calibration")
+        calibration = cluster.agree(lambda: read_calibration(path, cluster), what="reading the calibration")
     # Figures that atorch-ns calibrate measured on this cluster: nothing is measured again.
-    if isinstance(learned, Hardware):
-        return replace(cluster, hardware=learned, device_memory_bytes=learned.device.memory_bytes)
-    known = cluster.with_hardware()  # calibrate keeps the figures that it does not measure
+    if isinstance(calibration, Hardware):
+        return replace(cluster, hardware=calibration, device_memory_bytes=calibration.device.memory_bytes)
+    full_cluster = cluster.with_hardware()  # calibrate keeps the figures that it does not measure
     group = dist.group.WORLD if cluster.distributed else None
-    hardware = calibrate(known, group=group, seconds=_CALIBRATION_S)
-    if learned is not None:  # factors of earlier trials are relative to measured figures
-        hardware = learned.factors(cluster.device_name, cluster.world_size).on(hardware)
-    return replace(known, hardware=hardware)
+    hardware = calibrate(full_cluster, group=group, seconds=_CALIBRATION_S)
+    if calibration is not None:  # factors of earlier trials are relative to measured figures
+        hardware = calibration.factors(cluster.device_name, cluster.world_size).on(hardware)
+    return replace(full_cluster, hardware=hardware)
 
 
 def _run_search(
-    stack: contextlib.ExitStack, sample: Sample, cluster: Cluster, registry: Registry, request: SearchRequest
+    stack: contextlib.ExitStack,
+    sample: Sample,
+    cluster: Cluster,
+    registry: Registry,
+    *,
+    request: SearchRequest,
 ) -> SearchOutcome:
     rendezvous = _share_rendezvous(stack, cluster)
-    carried = registry.carried()
+    states = registry.carried()
     # Trials are collective: where one rank cannot send its objects, all run trials in process.
-    obstacles = cluster.gathered(describe_unpicklable(sample.inputs, carried))
+    obstacles = cluster.gathered(describe_unpicklable(sample.inputs, states))
     obstacle = next(filter(None, obstacles), None)
     logs = _make_log_folder(stack, cluster, request)
     # Before the profile: a worker needs seconds to import what trials need, and does so by itself.
@@ -99,7 +103,7 @@ def _run_search(
             rendezvous=rendezvous,
             log_dir=logs,
             obstacle=obstacle,
-            carried=carried,
+            states=states,
         ),
         what="starting the trial workers",
     )
@@ -153,12 +157,12 @@ def _take_part(client: Client, worker: Worker, cluster: Cluster, request: Search
 def _share_rendezvous(stack: contextlib.ExitStack, cluster: Cluster) -> Rendezvous | None:
     if not cluster.distributed:
         return None
-    opened = cluster.agree(
+    store = cluster.agree(
         lambda: open_rendezvous(cluster) if cluster.rank == 0 else None,
         what="opening the store of the trials",
     )
-    stack.callback(lambda: opened)  # the store listens as long as it is referenced
-    address: Rendezvous = cluster.from_first(None if opened is None else opened[1])
+    stack.callback(lambda: store)  # the store listens as long as it is referenced
+    address: Rendezvous = cluster.from_first(None if store is None else store[1])
     return address
 
 
@@ -174,10 +178,10 @@ def _make_log_folder(stack: contextlib.ExitStack, cluster: Cluster, request: Sea
 
 def _why_nothing(outcome: SearchOutcome) -> str:
     lines = [f"no strategy could be run on {outcome.setting.world_size} process(es): {outcome.stop_reason}"]
-    failed = [row for row in outcome.rows if row.fate in ("failed", "pruned")]
-    if failed:
-        shown = first_few([f"{row.candidate.label}: {row.reason}" for row in failed], 8, "\n  ")
-        lines.append(f"  {shown}")
+    failures = [row for row in outcome.rows if row.fate in ("failed", "pruned")]
+    if failures:
+        reasons = first_few([f"{row.candidate.label}: {row.reason}" for row in failures], 8, "\n  ")
+        lines.append(f"  {reasons}")
     if outcome.nearest_miss:
         lines.append(outcome.nearest_miss)
     return "\n".join(lines)

@@ -33,18 +33,17 @@ def check_format(text: str) -> InputFormat:
         InputError: it is not; all are named.
     """
     formats: tuple[InputFormat, ...] = get_args(InputFormat)
-    for known in formats:
-        if text == known:
-            return known
+    for input_format in formats:
+        if text == input_format:
+            return input_format
     raise InputError(f"the input format {text!r} is not one of {', '.join(formats)}.")
 
 
 def chosen_format(input_format: InputFormat, model: nn.Module, sample: Any) -> tuple[InputFormat, str]:
-    """The input format of a batch, ``auto`` resolved by the signature of ``forward``, and a line on it if it is not obvious.
+    """The input format of a batch, and a line that explains it where it is not obvious.
 
-    Dictionaries and sequences are unpacked, a dictionary with the keys that ``forward`` names. Of a sequence that it
-    cannot take, the first item is passed, as of ``(features, labels)`` to a model of features. A dictionary none of
-    whose keys it knows is passed whole.
+    ``auto`` goes by ``forward``'s signature: it unpacks sequences, and dictionaries by the keys named there.
+    Of a sequence that does not fit, it passes the first item; a dictionary with no such key it passes whole.
 
     Raises:
         InputError: if ``forward`` can take the batch in none of these ways.
@@ -54,11 +53,11 @@ def chosen_format(input_format: InputFormat, model: nn.Module, sample: Any) -> t
     if input_format != "auto":
         _check_fit(input_format, sample)
         return input_format, ""
-    unpacked = assumed_format(sample)
+    usual_format = assumed_format(sample)
     signature = forward_signature(model)
-    if unpacked == "unpack_dict":
+    if usual_format == "unpack_dict":
         return _of_dictionary(signature, model, sample)
-    if unpacked != "unpack_sequence":  # one tensor, or an object of the user's
+    if usual_format != "unpack_sequence":  # one tensor, or an object of the user's
         return "none", ""
     # A forward that is not written in Python has no signature: unpacking is the convention.
     if signature is None or _can_bind(signature, *sample):
@@ -87,9 +86,9 @@ def _of_dictionary(
     what = (
         f"the sample is a dictionary of {', '.join(map(repr, sample))}, and {_forward_text(model, signature)}"
     )
-    known = {key: value for key, value in sample.items() if key in signature.parameters}
-    if names and known and _can_bind(signature, **known):  # call_model drops the other keys
-        left_out = [repr(key) for key in sample if key not in known]
+    arguments = {key: value for key, value in sample.items() if key in signature.parameters}
+    if names and arguments and _can_bind(signature, **arguments):  # call_model drops the other keys
+        left_out = [repr(key) for key in sample if key not in arguments]
         verb = "is" if len(left_out) == 1 else "are"
         return "unpack_dict", f"{what}: {', '.join(left_out)} {verb} for the loss alone"
     # With a key that forward knows, the other arguments are missing: an error, not a batch passed whole.

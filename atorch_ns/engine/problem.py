@@ -45,12 +45,13 @@ def with_replaced_costs(
     model: nn.Module,
     cluster: Cluster,
     registry: Registry,
+    *,
     trace_of: Callable[[nn.Module], Profile],
 ) -> Profile:
     """The profile with the costs of plans with ``replaced``, where a method in the search sets it.
 
-    A model that cannot be profiled with its modules replaced, or has other segments then, keeps its own costs for
-    such plans, and a note says so. ``trace_of`` profiles a model; ``model`` itself is not changed.
+    Where the model cannot be profiled with its modules replaced, or has other segments then, such plans have
+    the costs of ``model``, and a note says so. ``trace_of`` profiles a model. ``model`` is not changed.
     """
     trace = profile.trace
     assert trace is not None
@@ -121,15 +122,17 @@ class SearchProblem:
         row = outcome.winner
         if row is None:
             return ()
-        done = [check_price(row.candidate, self.profile, self.cluster, self.workload, self.registry)]
+        results = [
+            check_price(row.candidate, self.profile, self.cluster, self.workload, registry=self.registry)
+        ]
         if row.trial is not None and row.trial.succeeded and row.candidate.estimate is not None:
             plan = resolve(row.candidate.strategy, self.cluster, self.registry, profile=self.profile).plan
-            predicted = estimate(plan, self.profile, self.cluster, self.workload)
-            done.append(
-                check_collectives(predicted.collectives, row.trial.collectives, unpredicted=unpredicted(plan))
+            price = estimate(plan, self.profile, self.cluster, self.workload)
+            results.append(
+                check_collectives(price.collectives, row.trial.collectives, reason=unpredicted(plan))
             )
-            done.append(check_memory(predicted, row.trial.peak_bytes))
-        return tuple(str(check) for check in done)
+            results.append(check_memory(price, row.trial.peak_bytes))
+        return tuple(str(check) for check in results)
 
 
 def build_problem(
@@ -142,18 +145,18 @@ def build_problem(
     """
     inputs = sample.inputs
     request.observer(Profiling(type(inputs.model).__name__))
-    begun = time.monotonic()
+    start = time.monotonic()
     profile = _build_profile(sample, cluster, registry, request.settings)
     assert profile.trace is not None
-    profiled = time.monotonic()
+    profile_end = time.monotonic()
     workload = Workload(global_batch=sample.global_batch, num_tokens=profile.trace.num_tokens)
-    fingerprint = _search_fingerprint(profile, sample, cluster, registry, request)
+    fingerprint = _search_fingerprint(profile, sample, cluster, registry, request=request)
     space = explore(
         profile,
         cluster,
         workload,
         registry,
-        request.settings,
+        settings=request.settings,
         excluded=request.excluded,
         included=[
             *(request.included or ()),
@@ -173,8 +176,8 @@ def build_problem(
         global_batch=workload.global_batch,
         num_tokens=workload.num_tokens,
         fingerprint=fingerprint,
-        profile_seconds=profiled - begun,
-        estimate_seconds=time.monotonic() - profiled,
+        profile_seconds=profile_end - start,
+        estimate_seconds=time.monotonic() - profile_end,
         notes=(*profile.trace.notes, *space.notes),
     )
     request.observer(Priced(setting, space.candidates))
@@ -198,7 +201,7 @@ def _build_profile(sample: Sample, cluster: Cluster, registry: Registry, setting
         inputs.model,
         cluster,
         registry,
-        lambda model: profile_model(model, sample.batch, forward_loss(inputs)),
+        trace_of=lambda model: profile_model(model, sample.batch, forward_loss(inputs)),
     )
     return profile if settings.profile_database is None else _time_blocks(profile, sample, cluster, settings)
 
@@ -207,11 +210,11 @@ def _given_micro_batches(registry: Registry, count: int) -> list[tuple[str, Any]
     if count == 1:  # the caller gave none
         return []
     # The engine names no method: the one that splits batches makes this plan, and no other, of an empty one.
-    wanted = Plan(num_micro_batches=count)
+    target = Plan(num_micro_batches=count)
     for method in registry:
         with contextlib.suppress(ValidationError):  # methods that take no number
             config = method.Config.model_validate(count)
-            if method.plan(Plan(), config) == wanted:
+            if method.plan(Plan(), config) == target:
                 return [(method.name, config.as_json())]
     return []
 
@@ -228,8 +231,8 @@ def _time_blocks(profile: Profile, sample: Sample, cluster: Cluster, settings: S
         re_profile=settings.re_profile,
     )
     notes = (*trace.notes, f"{len(trace.seconds)} times of blocks are measured, on {trace.timed_on}")
-    timed: Profile = replace(profile, trace=replace(trace, notes=notes))
-    return timed
+    new_profile: Profile = replace(profile, trace=replace(trace, notes=notes))
+    return new_profile
 
 
 def optimizer_maker(
@@ -253,7 +256,7 @@ _ASKED_FOR = {"objective", "memory_limit_gib", "memory_reserve", "max_micro_batc
 
 
 def _search_fingerprint(
-    profile: Profile, sample: Sample, cluster: Cluster, registry: Registry, request: SearchRequest
+    profile: Profile, sample: Sample, cluster: Cluster, registry: Registry, *, request: SearchRequest
 ) -> str:
     # Neither weights nor measured figures are part of it: the next job of this kind finds the history.
     assert profile.trace is not None

@@ -156,13 +156,12 @@ class SearchRequest:
     def log_dir(self) -> Path | None:
         """Folder for the logs of trials that fail: as given, or next to a file that the search writes.
 
-        The search makes it, with a number behind its name where it is there already, and removes it if it stays
-        empty. ``None`` for a temporary one.
+        The search numbers it where the name is taken, and removes it if empty. ``None``: a temporary one.
         """
         if self.search_logs is not None:
             return Path(self.search_logs).absolute()
-        written = self.save_strategy_to_file or self.search_history
-        return None if written is None else Path(written).absolute().with_suffix(".logs")
+        output = self.save_strategy_to_file or self.search_history
+        return None if output is None else Path(output).absolute().with_suffix(".logs")
 
     def _type_problems(self) -> list[str]:
         problems = [

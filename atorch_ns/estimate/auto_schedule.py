@@ -29,70 +29,71 @@ _DIGITS = 2
 
 
 def with_chosen_schedules(
-    table: PlanTable, trace: Trace, cluster: Cluster, workload: Workload, memo: Memo
+    table: PlanTable, trace: Trace, cluster: Cluster, workload: Workload, *, memo: Memo
 ) -> PlanTable:
-    """The table with a schedule for every pipeline whose schedule is ``auto``, and with the share of its blocks that each
-    stage recomputes, where recomputation is by shares.
-
-    Where there is no schedule that can be run, 1F1B stands for it.
-    """
+    """The table with a schedule for every pipeline with ``auto``, and with each stage's share of recomputed
+    blocks, where recomputation is by shares. Where no schedule can be run, 1F1B stands for it."""
     automatic = np.asarray([use.pipeline.schedule == "auto" for use in table.uses], dtype=bool)
     by_share = [plan.recomputation.share is not None for plan in table.templates]
     if not automatic.any() and not any(by_share):
         return table
-    # ``known`` numbers the uses; chosen ones are appended, so that rows with the same choice share one.
-    use, known = table.use.copy(), {axis_use: position for position, axis_use in enumerate(table.uses)}
+    # ``indices`` numbers the uses; chosen ones are appended, so that rows with the same choice share one.
+    use, indices = table.use.copy(), {axis_use: position for position, axis_use in enumerate(table.uses)}
     with_shares: dict[tuple[int, tuple[float, ...]], int] = {}
     for index in range(len(table.templates)):
         rows, sizes = table.sizes(index, workload, memo)
         plan, is_auto = table.templates[index], automatic[use[rows]]
         for position in np.flatnonzero(is_auto).tolist():
             axis_use = table.uses[use[rows[position]]]
-            chosen = _Chosen("1F1B", 0, ())
+            choice = _Chosen("1F1B", 0, ())
             if sizes.pipeline[position] > 1:  # with one rank there is nothing to order
                 # The context has its own memo: values of these one-row sizes are never asked for again.
                 only = sizes.take(np.asarray([position]))
-                context = PricingContext.of(plan, only, trace, cluster, workload, Memo())
-                chosen = _choose_schedule(context, axis_use.pipeline, memo)
+                context = PricingContext.of(
+                    plan, only, trace, cluster=cluster, workload=workload, memo=Memo()
+                )
+                choice = _choose_schedule(context, axis_use.pipeline, memo)
             if not by_share[index]:
-                chosen = chosen._replace(recomputed=())
-            new = axis_use._replace(pipeline=replace(axis_use.pipeline, **chosen._asdict()))
-            use[rows[position]] = known.setdefault(new, len(known))
+                choice = choice._replace(recomputed=())
+            new = axis_use._replace(pipeline=replace(axis_use.pipeline, **choice._asdict()))
+            use[rows[position]] = indices.setdefault(new, len(indices))
         # Pipelines whose schedule is named still need the shares of their stages.
-        named = np.flatnonzero(by_share[index] & (sizes.pipeline > 1) & ~is_auto)
-        if len(named):
-            context = PricingContext.of(plan, sizes.take(named), trace, cluster, workload, Memo())
-            for position, shares in zip(named.tolist(), _recomputed_shares(context, memo), strict=True):
+        positions = np.flatnonzero(by_share[index] & (sizes.pipeline > 1) & ~is_auto)
+        if len(positions):
+            context = PricingContext.of(
+                plan, sizes.take(positions), trace, cluster=cluster, workload=workload, memo=Memo()
+            )
+            for position, shares in zip(positions.tolist(), _recomputed_shares(context, memo), strict=True):
                 number = int(use[rows[position]])
                 if (number, shares) not in with_shares:
                     axis_use = table.uses[number]
                     new = axis_use._replace(pipeline=replace(axis_use.pipeline, recomputed=shares))
-                    with_shares[number, shares] = known.setdefault(new, len(known))
+                    with_shares[number, shares] = indices.setdefault(new, len(indices))
                 use[rows[position]] = with_shares[number, shares]
-    return replace(table, use=use, uses=tuple(known))
+    return replace(table, use=use, uses=tuple(indices))
 
 
 def _recomputed_shares(context: PricingContext, memo: Memo) -> list[tuple[float, ...]]:
-    """The share of its blocks that each stage recomputes, for every row, on the cuts that the row is priced with."""
+    # Each stage's share of recomputed blocks, for every row, on the cuts that the row is priced with.
     recompute, sizes = RecomputeShare.of(context.plan.recomputation), context.sizes
-    every, kept = _kept_bytes(context)
+    every, rest = _kept_bytes(context)
     states = np.stack([_state_bytes(context, s) for s in range(len(every))])  # [S, R]
     able = np.asarray([is_recomputed(context.plan, segment) for segment in context.trace.segments])
     shares: list[tuple[float, ...]] = [()] * len(sizes)
     for (num_ranks, passes, index), rows in groups(sizes.pipeline, sizes.micro_batches, sizes.pipelined):
         stages = known_stages(sizes.pipelines[index], context.trace, num_ranks, memo)
         live = stages.live(passes, memo)[:, None]
-        whole, freed = stages.on_rank @ every[:, rows], stages.on_rank @ (every - kept)[:, rows]  # [p, R']
+        whole, savings = stages.on_rank @ every[:, rows], stages.on_rank @ (every - rest)[:, rows]  # [p, R']
         if recompute.is_chosen:
             # Bytes over the device's memory, over the bytes that recomputing every block would free.
             over = stages.on_rank @ states[:, rows] + live * whole - context.hardware.device.memory_bytes
-            share = over / np.maximum(1.0, live * freed)
+            share = over / np.maximum(1.0, live * savings)
             blocks = np.maximum(1, stages.on_rank @ able)[:, None]  # [p, 1] blocks that can be recomputed
             # Rounded up to whole blocks. The inner rounding keeps floating point noise from adding a block.
             of_rank = np.clip(np.ceil(np.round(share * blocks, 6)) / blocks, 0.0, 1.0)
         else:
             # Bytes that a recomputed block keeps, over those of a block that is not: one mean for all ranks.
-            ratio = float((1.0 - freed / np.maximum(1.0, whole)).mean())
+            ratio = float((1.0 - savings / np.maximum(1.0, whole)).mean())
             ratios = recompute.of_stages(live[:, 0].tolist(), ratio, keeps_last=stages.info.keeps_last)
             of_rank = np.tile(np.asarray(ratios)[:, None], (1, len(rows)))
         if stages.info.keeps_last:
@@ -113,14 +114,12 @@ def _kept_bytes(context: PricingContext) -> tuple[np.ndarray, np.ndarray]:
     num_bytes = []
     for recomputation in (Recomputation(), again):
         plan = replace(context.plan, recomputation=recomputation)
-        kept = Activations(plan, context.trace, of_segments)
-        num_bytes.append(np.stack([kept.before(s, 1) - kept.before(s, 0) for s in range(len(costs))]))
+        acts = Activations(plan, context.trace, of_segments)
+        num_bytes.append(np.stack([acts.before(s, 1) - acts.before(s, 0) for s in range(len(costs))]))
     return num_bytes[0], num_bytes[1]
 
 
-class _Chosen(NamedTuple):
-    """Fields of a pipeline that are chosen."""
-
+class _Chosen(NamedTuple):  # fields of a pipeline
     schedule: str
     stages_per_rank: int
     recomputed: tuple[float, ...]
@@ -149,26 +148,26 @@ def _choose_schedule(context: PricingContext, pipeline: PipelineParallelism, mem
 def _block_costs(context: PricingContext) -> BlockCosts:
     segments, exchanges = segments_of(context), exchanges_of(context)
     costs = tuple(cost_of(context.plan, segment) for segment in context.trace.segments)
-    every, kept = _kept_bytes(context)
+    every, rest = _kept_bytes(context)
     link = context.hardware.within_node
     columns = []
     for s, (time, other, segment) in enumerate(zip(segments, exchanges, context.trace.segments, strict=True)):
         # Seconds of exchanges are of all passes together: a third counts as forward, two thirds as backward.
-        moved = _first_value(other.seconds) / 3.0
+        exchange = _first_value(other.seconds) / 3.0
         output = _first_value(costs[s].output.at(context.num_samples, context.num_tokens))
         column = (
-            _first_value(time.forward) + moved,
-            _first_value(time.backward) + 2 * moved,
+            _first_value(time.forward) + exchange,
+            _first_value(time.backward) + 2 * exchange,
             # Of a block that is recomputed: ``time.recompute`` is the mean over blocks, of which one in n is.
             _first_value(time.recompute) * context.plan.recomputation.every,
             _first_value(_state_bytes(context, s)),
             float(every[s, 0]),
-            float(kept[s, 0]),
+            float(rest[s, 0]),
             output,
             float(link.message_seconds("send", output)),
         )
         columns += [tuple(float(f"{value:.{_DIGITS - 1}e}") for value in column)] * segment.count
-    forward, backward, recompute, states, saved, recomputed, outputs, sends = zip(*columns, strict=True)
+    forward, backward, recompute, states, acts, checkpoints, outputs, sends = zip(*columns, strict=True)
     for_input, for_weight = split_backward(backward)
     return BlockCosts(
         forward=forward,
@@ -178,8 +177,8 @@ def _block_costs(context: PricingContext) -> BlockCosts:
         recompute=recompute,
         send=sends[:-1],  # by cut: nothing follows the last block
         state_bytes=states,
-        activation_bytes=saved,
-        recomputed_bytes=recomputed,
+        activation_bytes=acts,
+        recomputed_bytes=checkpoints,
         boundary_bytes=outputs[:-1],
     )
 

@@ -90,8 +90,7 @@ class Collective:
         kind: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"broadcast"``.
         axis: the mesh axis, ``"data"`` for all ranks that see different data.
         count: the number of calls.
-        num_bytes: bytes of the whole tensors of all calls together (of the gathered result, or of what is
-            reduced).
+        num_bytes: bytes of the whole tensors of all calls (of the gathered result, or the reduced input).
     """
 
     kind: str
@@ -122,7 +121,7 @@ class Estimate:
 
     @property
     def allocated_bytes(self) -> float:
-        """Bytes of tensors on one rank at the worst moment, as ``torch.cuda.max_memory_allocated`` and trials count."""
+        """Peak bytes of tensors on one rank, as counted by ``torch.cuda.max_memory_allocated`` and trials."""
         return self.reserved_bytes - self.memory.reserve
 
     @property
@@ -132,13 +131,12 @@ class Estimate:
 
     @property
     def least_bytes(self) -> float:
-        """Bytes without which it cannot run: ``peak_bytes`` less what torch's allocator gives back before it runs out."""
+        """Bytes without which it cannot run: ``peak_bytes`` less what torch's allocator can give back."""
         return self.allocated_bytes + self.memory.outside
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes that one rank's device must have: what is reserved, and what lies outside of torch. Limits are for these;
-        on a CPU they are those of tensors."""
+        """Bytes that a rank's device must have, also outside of torch (CPU: tensors); limits are for them."""
         return self.memory.total
 
     @property

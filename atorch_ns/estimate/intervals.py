@@ -1,8 +1,9 @@
-"""Intervals of predictions: how far runs of a class were from what was predicted for them, read from ``residuals.csv``.
+"""Intervals of predictions: how far runs of a class were from their predictions, read from ``residuals.csv``.
 
-A line of the file is a class with quantiles of measured over predicted. ``python -m benchmarks --only published`` writes
-it, from published runs (GPUs) and from this project's own measurements (CPUs). No prediction is moved by it. Classes are
-generations of devices: finer ones (eager or compiled, model whole or divided) hold fewer runs of sources left out.
+A line of the file is a class with quantiles of measured over predicted. ``python -m benchmarks --only
+published`` writes it, from published runs (GPUs) and this project's own (CPUs). It moves no prediction.
+Classes are generations of devices: intervals of finer ones (eager or compiled, divided or not) contain fewer
+runs of sources that the fit left out.
 """
 
 from __future__ import annotations
@@ -60,8 +61,7 @@ class Intervals(NamedTuple):
 
     Attributes:
         time, memory: the least and the largest factor, around 1.
-        gain: gains of one plan over another on the same cluster are believed above this factor: most of the error is
-            common to both.
+        gain: factor above which a gain over another plan on one cluster is believed: most errors are common.
         num_pairs: pairs of runs by which that is known.
     """
 
@@ -81,21 +81,18 @@ def class_of(device: Device) -> str:
 
 
 def intervals_of(hardware: Hardware) -> Intervals:
-    """The intervals of plans on this hardware.
-
-    Times on a CPU were compared where it was measured; on one that was not, they are no surer than on any device.
-    """
-    kind, known = class_of(hardware.device), residuals()
-    gain, memory = residual(known, "gain", kind), residual(known, "memory", kind)
-    unmeasured = kind == "CPU" and not hardware.measured
-    times = [residual(known, "step time", each).range for each in ((kind, OTHER) if unmeasured else (kind,))]
+    """The intervals of plans on this hardware. On an unmeasured CPU, times are as unsure as on any device."""
+    kind, table = class_of(hardware.device), residuals()
+    gain, memory = residual(table, "gain", kind), residual(table, "memory", kind)
+    is_unsure = kind == "CPU" and not hardware.measured
+    times = [residual(table, "step time", each).range for each in ((kind, OTHER) if is_unsure else (kind,))]
     time = (min(low for low, _ in times), max(high for _, high in times))
     return Intervals(time, memory.range, gain.high, gain.num_runs)
 
 
-def residual(known: Residuals, quantity: Quantity, kind: str) -> Residual:
+def residual(table: Residuals, quantity: Quantity, kind: str) -> Residual:
     """That of a class, or of the other devices."""
-    return known.get((quantity, kind)) or known[quantity, OTHER]
+    return table.get((quantity, kind)) or table[quantity, OTHER]
 
 
 @functools.cache

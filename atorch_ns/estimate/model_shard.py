@@ -51,7 +51,7 @@ def groups(*columns: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]
 
 
 def distinct_rows(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[K, C] the distinct rows of a table [R, C] of integers from 0 on, ascending, and [R] which of them each is."""
+    """[K, C] distinct rows of a table [R, C] of integers from 0 on, ascending, and [R] the index of each."""
     spans = table.max(axis=0, initial=0) + 1
     if math.prod(spans.tolist()) >= 2**63:  # the code below would overflow
         keys, row = np.unique(table, axis=0, return_inverse=True)
@@ -67,8 +67,8 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_
 """Bytes of an element, by torch name."""
 
 LOSS_CALLS, LOSS_NUMBERS = 2, 3
-"""All-reduces of a cross-entropy on parts of the logits, and the numbers for each token in them: the largest logit; the
-sum of exponentials and the target's logit."""
+"""All-reduces of a cross-entropy on parts of the logits, and their numbers for each token: the largest logit;
+the sum of exponentials and the target's logit."""
 
 _FLOATING = ("float64", "float32", "bfloat16", "float16")
 
@@ -98,7 +98,7 @@ def units_of(plan: Plan, trace: Trace) -> tuple[ShardUnit, ...]:
 
     Blocks that share a parameter with something outside belong to the root, as fully_shard needs it.
     """
-    chosen = [
+    positions = [
         position
         for position, segment in enumerate(trace.segments)
         if segment.is_block and _is_unit(plan, segment) and not _has_shared_parameters(trace, position)
@@ -106,11 +106,11 @@ def units_of(plan: Plan, trace: Trace) -> tuple[ShardUnit, ...]:
     rest = tuple(
         parameter
         for position, segment in enumerate(trace.segments)
-        if position not in chosen
+        if position not in positions
         for parameter in _untied_specs(segment.parameters) * segment.count
     )
     units = [
-        ShardUnit(p, trace.segments[p].count, _untied_specs(trace.segments[p].parameters)) for p in chosen
+        ShardUnit(p, trace.segments[p].count, _untied_specs(trace.segments[p].parameters)) for p in positions
     ]
     return tuple(unit for unit in (ShardUnit(-1, 1, rest), *units) if unit.parameters)
 
@@ -126,9 +126,9 @@ def cost_of(plan: Plan, segment: Segment) -> SegmentCost:
     weights, autocast = computed_in(plan)
     exact = precision_key(weights, autocast)
     # Weights that are gathered in autocast's dtype cost what weights kept in it do, and a cast more at most.
-    wanted = (exact, precision_key(weights, None), precision_key("float32", autocast), "float32")
+    keys = (exact, precision_key(weights, None), precision_key("float32", autocast), "float32")
     costs = segment.replaced_costs if plan.replaced and segment.replaced_costs else segment.costs
-    for key in (*wanted, *costs):
+    for key in (*keys, *costs):
         if key in costs:
             return costs[key]
     raise AssertionError(f"the segment {segment.name} has no costs")
@@ -143,23 +143,20 @@ def gathered_bytes(plan: Plan, parameters: Iterable[ParameterSpec]) -> int:
 
 def reduced_bytes(plan: Plan, parameters: Iterable[ParameterSpec]) -> int:
     """Bytes of these parameters' gradients as they are reduced, without padding."""
-    wanted = plan.sharding.reduce_dtype or plan.sharding.gather_dtype
-    return sum(p.num_elements * DTYPE_BYTES[stored_dtype(plan, p, wanted)] for p in parameters if p.trainable)
+    dtype = plan.sharding.reduce_dtype or plan.sharding.gather_dtype
+    return sum(p.num_elements * DTYPE_BYTES[stored_dtype(plan, p, dtype)] for p in parameters if p.trainable)
 
 
-def stored_dtype(plan: Plan, parameter: ParameterSpec, wanted: str | None) -> str:
-    """The dtype of a parameter that the plan may hold in ``wanted``; integers stay what they are."""
+def stored_dtype(plan: Plan, parameter: ParameterSpec, dtype: str | None) -> str:
+    """The dtype of a parameter that the plan may hold in ``dtype``; integers stay what they are."""
     if parameter.dtype not in _FLOATING:
         return parameter.dtype
-    kept = plan.precision.parameter_dtype if plan.precision.parameter_dtype != "float32" else parameter.dtype
-    return wanted or kept
+    base = plan.precision.parameter_dtype if plan.precision.parameter_dtype != "float32" else parameter.dtype
+    return dtype or base
 
 
 def bucket_sizes(plan: Plan, trace: Trace) -> list[int]:
-    """Bytes of each gradient bucket, in the order in which they are reduced.
-
-    Buckets are made anew after the first step, in the order in which gradients arrived: that of the parameters backwards.
-    """
+    """Bytes of each gradient bucket after the first step: as gradients arrive, from the last parameter on."""
     sizes = _gradient_sizes(plan, trace)
     return [
         sum(sizes[index][1] for index in bucket)
@@ -208,9 +205,9 @@ def matches(selector: str, segment: Segment) -> bool:
 
 def is_recomputed(plan: Plan, segment: Segment) -> bool:
     """Whether recomputation selects the blocks of a segment, all of them or every n-th."""
-    chosen, selectors = plan.recomputation.kind != "none", plan.recomputation.selectors
+    is_on, selectors = plan.recomputation.kind != "none", plan.recomputation.selectors
     return (
-        chosen
+        is_on
         and segment.is_block
         and (selectors is None or any(matches(selector, segment) for selector in selectors))
     )
@@ -237,7 +234,7 @@ def _has_shared_parameters(trace: Trace, position: int) -> bool:
 
 
 class AxisUses(tuple[AxisUse, ...]):
-    """The ways to use the axes of a table's plans; a key of the memo by its identity, since there may be thousands."""
+    """The ways to use the axes of a table's plans; a key of the memo by identity: there may be thousands."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -335,11 +332,11 @@ class Sizes:
         return np.asarray(self.data * self.zero * self.expert)
 
     def shards(self, layout: str) -> np.ndarray:
-        """[R] ranks that sharded states are divided over, by their layout: ``zero`` where there is one, else all that see
-        different data, of whole parameters those with the same experts; where rows are divided, as ``fully_shard`` does,
-        ``sequence`` too."""
-        seen = self.data if layout == "parameters" else self.data * self.expert
-        ranks = np.where(self.zero > 1, self.zero, seen)
+        """[R] ranks that sharded states are divided over, by layout: ``zero`` if there is one, else all that
+        see different data (for whole parameters, with the same experts); for rows (``fully_shard``) also
+        ``sequence``."""
+        data_ranks = self.data if layout == "parameters" else self.data * self.expert
+        ranks = np.where(self.zero > 1, self.zero, data_ranks)
         return np.asarray(ranks * self.sequence if layout == "rows" else ranks)
 
     def num_samples(self, global_batch: int) -> np.ndarray:
@@ -384,6 +381,7 @@ class ModelShard:
         counts: np.ndarray,
         live: np.ndarray,
         accumulates: np.ndarray,
+        *,
         first: np.ndarray,
         last: np.ndarray,
         recomputed: np.ndarray,
@@ -436,21 +434,21 @@ class ModelShard:
         # A stage that begins after the last block is handed whole samples.
         return np.where(self.sizes.sequence_loss & self.has(s - 1), self.sizes.sequence, 1)
 
-    def share(self, s: int, divided: float, words: float = 0.0) -> np.ndarray | float:
+    def share(self, s: int, layer_share: float, words: float = 0.0) -> np.ndarray | float:
         """Share of a quantity of segment ``s`` that a rank holds, [R].
 
         Args:
             s: the segment.
-            divided: share of the quantity that lies between divided layers.
+            layer_share: share of the quantity that lies between divided layers.
             words: share of it that lies between the head and the loss.
         """
         if not self.sizes.divides:
             return 1.0
         is_block = self.trace.segments[s].is_block
-        key = (divided, words, is_block)
+        key = (layer_share, words, is_block)
         if key not in self.known:  # shared by all cuts of a pipeline, on which positions depend
             # Where the residual stream is divided too, all of a block's activations are.
-            inside = np.where(self.sizes.tensor_sequence & is_block, 1.0, divided)
+            inside = np.where(self.sizes.tensor_sequence & is_block, 1.0, layer_share)
             inside = inside + self.sizes.parallel_loss * words
             share = 1.0 - inside * (1.0 - 1.0 / self.sizes.tensor)  # a t-th inside, all of the rest
             self.known[key] = share
@@ -473,15 +471,12 @@ class ModelShard:
         return self.known[s]
 
     def gathered_inputs(self, s: int) -> np.ndarray | float:
-        """[R] inputs of divided layers that are whole again, in units of the segment's output.
-
-        Megatron's sequence parallelism divides the residual stream, and gathers it before each group of divided
-        layers; what these keep for their weights' gradients is whole.
-        """
+        """[R] gathered inputs of divided layers, kept for weights' gradients, in units of segment outputs:
+        Megatron's sequence parallelism gathers the residual stream before each group of divided layers."""
         if not self.sizes.tensor_sequence.any():
             return 0.0
-        gathered = self.trace.segments[s].num_rows * (1.0 - 1.0 / self.sizes.tensor)
-        return np.where(self.sizes.tensor_sequence, gathered, 0.0)
+        inputs = self.trace.segments[s].num_rows * (1.0 - 1.0 / self.sizes.tensor)
+        return np.where(self.sizes.tensor_sequence, inputs, 0.0)
 
     def has(self, s: int) -> np.ndarray | bool:
         """[R] whether the rank has a block of the segment."""

@@ -77,7 +77,7 @@ def price(table: PlanTable, profile: Profile, cluster: Cluster, workload: Worklo
         raise InputError("an estimate needs the cluster's hardware; see Cluster.with_hardware().")
     memo = Memo()
     # What plans leave open is decided first, so that memory and time are those of one plan.
-    table = with_chosen_schedules(table, profile.trace, cluster, workload, memo)
+    table = with_chosen_schedules(table, profile.trace, cluster, workload, memo=memo)
     table = with_chosen_reductions(table, profile.num_trainable, cluster.rank_memory_bytes)
     memory, peak_at, moments = price_memory(
         table,
@@ -98,8 +98,8 @@ def estimate(plan: Plan, profile: Profile, cluster: Cluster, workload: Workload)
     assert profile.trace is not None
     # Collectives need the choices that the prices were made with, which prices do not hold.
     if plan.pipeline.schedule == "auto" or plan.recomputation.share is not None:
-        chosen = with_chosen_schedules(table, profile.trace, cluster, workload, Memo())
-        plan = AxisUse.of(chosen.plan(0)).onto(plan)
+        choice = with_chosen_schedules(table, profile.trace, cluster, workload, memo=Memo())
+        plan = AxisUse.of(choice.plan(0)).onto(plan)
     reduces_each = plan.reduces_each(profile.num_trainable, cluster.rank_memory_bytes)
     plan = plan.changed(sharding={"reduces_each": reduces_each})
     return replace(prices.estimate(0), collectives=collectives(plan, profile.trace, workload))

@@ -32,7 +32,7 @@ class Stages:
     Attributes:
         counts: [p, v, S] blocks of each segment in each stage, stages of a rank in the model's order.
         numbers: [p, v] the stages.
-        recomputed: [p, v] the share of its blocks that each recomputes; NaN where recomputation is not by shares.
+        recomputed: [p, v] share of blocks that each recomputes; NaN where recomputation is not by shares.
     """
 
     counts: np.ndarray
@@ -89,8 +89,7 @@ class Owners(NamedTuple):
 
 
 def staged(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelShard, Owners]:
-    """Every rank of a pipeline that differs from the others, as a row of its own: the parts of R' such ranks, and the
-    plans of the R ``sizes`` that these rows belong to."""
+    """The parts of R' distinct ranks of pipelines, a row each, and the plans (R ``sizes``) of these rows."""
     return memo.get(("staged", sizes), lambda: _divide_into_stages(trace, sizes, memo))
 
 
@@ -114,10 +113,16 @@ def _divide_into_stages(trace: Trace, sizes: Sizes, memo: Memo) -> tuple[ModelSh
     index = together[order]
     starts = np.searchsorted(index, np.arange(len(sizes)))
     parts = ModelShard.whole(trace, sizes.take(index))
-    accumulates, first, last, recomputed = np.concatenate(flags)[order].T
-    ends = (accumulates.astype(bool), first.astype(bool), last.astype(bool))
-    columns = (np.concatenate(counts)[order], np.concatenate(live)[order], *ends, recomputed)
-    return parts.staged(*columns), Owners(index, starts)
+    accumulates, first, last, shares = np.concatenate(flags)[order].T
+    shard = parts.staged(
+        np.concatenate(counts)[order],
+        np.concatenate(live)[order],
+        accumulates.astype(bool),
+        first=first.astype(bool),
+        last=last.astype(bool),
+        recomputed=shares,
+    )
+    return shard, Owners(index, starts)
 
 
 class _Rank(NamedTuple):

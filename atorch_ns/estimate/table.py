@@ -54,7 +54,7 @@ class PlanTable:
         uses: dict[AxisUse, int] = {}
         # The use of axes is a column, so templates have the default one: fewer kinds, longer arrays.
         index = [kinds.setdefault(AxisUse().onto(template_of(plan)), len(kinds)) for plan in plans]
-        used = [uses.setdefault(AxisUse.of(plan), len(uses)) for plan in plans]
+        use = [uses.setdefault(AxisUse.of(plan), len(uses)) for plan in plans]
         return cls(
             tuple(kinds),
             np.asarray(index, dtype=np.int64),
@@ -62,19 +62,18 @@ class PlanTable:
             np.asarray([plan.size("zero") for plan in plans], dtype=np.int64),
             np.asarray([plan.num_micro_batches for plan in plans], dtype=np.int64),
             np.asarray([[plan.size(name) for name in MODEL_AXES] for plan in plans], dtype=np.int64),
-            np.asarray(used, dtype=np.int64),
+            np.asarray(use, dtype=np.int64),
             tuple(uses),
         )
 
     def reducing_each(self, rows: np.ndarray | None = None) -> PlanTable:
-        """The table with templates of their own for rows whose gradients are reduced after every micro-batch: those of a
-        mask, or all."""
+        """The table with gradients reduced after every micro-batch, in the rows of a mask or in all."""
         rows = np.ones(len(self), dtype=bool) if rows is None else rows
-        known, template = {plan: index for index, plan in enumerate(self.templates)}, self.template.copy()
+        indices, template = {plan: index for index, plan in enumerate(self.templates)}, self.template.copy()
         for index in np.unique(template[rows]).tolist():
             plan = self.templates[index].changed(sharding={"reduces_each": True})
-            template[rows & (self.template == index)] = known.setdefault(plan, len(known))
-        return replace(self, templates=tuple(known), template=template)
+            template[rows & (self.template == index)] = indices.setdefault(plan, len(indices))
+        return replace(self, templates=tuple(indices), template=template)
 
     def take(self, rows: np.ndarray) -> PlanTable:
         """The table of some rows."""
@@ -117,17 +116,17 @@ class PlanTable:
 
 
 def with_chosen_reductions(table: PlanTable, num_trainable: int, memory_bytes: float) -> PlanTable:
-    """The table with templates of their own for rows that leave open when gradients are reduced, and for which that is
-    after every micro-batch by :meth:`~atorch_ns.strategy.Plan.reduces_each`."""
-    chosen = np.zeros(len(table), dtype=bool)
+    """The table with gradients reduced after every micro-batch, in rows that leave this open and for which
+    :meth:`~atorch_ns.strategy.Plan.reduces_each` says so."""
+    mask = np.zeros(len(table), dtype=bool)
     tensor = table.model[:, MODEL_AXES.index("tensor")]
     for index, plan in enumerate(table.templates):
         if plan.sharding.reduces_each is None:
             # The decision depends on no other axis but ``pipeline``, and pricing ignores it in pipelines.
             for size in np.unique(tensor[table.template == index]).tolist():
                 if replace(plan, axes=(("tensor", size),)).reduces_each(num_trainable, memory_bytes):
-                    chosen |= (table.template == index) & (tensor == size)
-    return table.reducing_each(chosen)
+                    mask |= (table.template == index) & (tensor == size)
+    return table.reducing_each(mask)
 
 
 def _build_sizes(columns: np.ndarray, uses: AxisUses) -> Sizes:
@@ -139,14 +138,13 @@ def _build_sizes(columns: np.ndarray, uses: AxisUses) -> Sizes:
 def template_of(plan: Plan, **changes: Any) -> Plan:
     """The plan without its sizes and with ``changes`` applied: what rows of a table have in common.
 
-    States that are sharded are divided over :meth:`Sizes.shards` ranks, whatever axes the template was made for.
+    Sharded states are divided over :meth:`Sizes.shards` ranks, whatever axes the template was made for.
     """
     changes = {"axes": tuple((name, 0) for name, _ in plan.axes), "num_micro_batches": 1, **changes}
     return _shard_over_axes(plan, ("data",), **changes)
 
 
 def _shard_over_axes(plan: Plan, over: tuple[str, ...], **changes: Any) -> Plan:
-    """The plan with all that it shards divided over the axes ``over``, and with other changes."""
     names = ("parameters_over", "gradients_over", "optimizer_over")
-    sharded = {name: over if getattr(plan.sharding, name) else () for name in names}
-    return plan.changed(**changes, sharding=sharded)
+    axes = {name: over if getattr(plan.sharding, name) else () for name in names}
+    return plan.changed(**changes, sharding=axes)

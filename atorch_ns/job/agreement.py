@@ -1,4 +1,4 @@
-"""Agreement of ranks: the samples of those that divide one model, and the weights of those that hold copies of a part."""
+"""Agreement of ranks: equal samples where they divide one model, equal weights where they hold copies."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _NUM_VALUES: Final = 1024
 """Values of each tensor that are compared, at places drawn once for all ranks."""
 
 _TOLERANCE: Final = 1e-2
-"""Floating values may differ by this share of the largest: ranks may have computed them, with rounding errors of 2^-8 in bfloat16."""
+"""Floating values may differ by this share of the largest: ranks may have rounded them in bfloat16 (2^-8)."""
 
 _EVERY: Final = 1000
-"""A comparison is an exchange that waits for the device: at most a thousandth of the time, even if it took as long as a step."""
+"""A comparison waits for the device: even one as long as a step takes a thousandth of the time at most."""
 
 
 class _Leaf(NamedTuple):
@@ -53,10 +53,8 @@ class _Leaf(NamedTuple):
 class SameBatch:
     """Compares the samples of the ranks along the axes tensor, sequence and pipeline.
 
-    Those of the first call and of every thousandth after it are compared, of training and of inference each.
-
-    Ranks that make their data in each process, without a common seed, would otherwise train one model on different samples
-    in silence.
+    The first call and every thousandth after it are compared, of training and of inference each. Ranks that
+    make their data without a common seed would otherwise train one model on different samples in silence.
 
     Args:
         mesh: the arrangement of ranks.
@@ -79,20 +77,20 @@ class SameBatch:
         """Compares ``samples``, a nest of tensors, if it is their turn; collective over those ranks then.
 
         Raises:
-            InputError: on each of those ranks, if the samples of two of them differ; it names the first place.
+            InputError: on each of them, if the samples of two ranks differ; it names the first place.
         """
         trains = torch.is_grad_enabled()
         self._counts[trains] += 1
         if self._counts[trains] % _EVERY != 1 or not self._axes:
             return
-        told = [(dist.get_rank(), list(_sample_leaves(samples)))]
+        entries = [(dist.get_rank(), list(_sample_leaves(samples)))]
         for name in self._axes:
-            every = gathered(told, distributed=True, group=self._mesh.axis(name).get_group())
-            told = list(chain.from_iterable(every))  # after the last axis: from all ranks of the block
-        told.sort(key=lambda pair: pair[0])  # so that all ranks report the same difference
-        first, expected = told[0]
-        for rank, actual in told[1:]:
-            problem = _describe_difference(expected, actual)
+            every = gathered(entries, distributed=True, group=self._mesh.axis(name).get_group())
+            entries = list(chain.from_iterable(every))  # after the last axis: from all ranks of the block
+        entries.sort(key=lambda pair: pair[0])  # so that all ranks report the same difference
+        first, reference = entries[0]
+        for rank, actual in entries[1:]:
+            problem = _describe_difference(reference, actual)
             if problem is not None:
                 axes = ", ".join(f"{name}={self._mesh.size(name)}" for name in self._axes)
                 raise InputError(
@@ -124,10 +122,10 @@ def _some_values(tensor: torch.Tensor) -> torch.Tensor:
     return flat[places.to(flat.device)].cpu().double()
 
 
-def _describe_difference(expected: list[_Leaf], actual: list[_Leaf]) -> str | None:
-    if [leaf[:2] for leaf in expected] != [leaf[:2] for leaf in actual]:
-        return f"they are {_kinds_text(expected)} and {_kinds_text(actual)}"
-    for entry, other in zip(expected, actual, strict=True):
+def _describe_difference(reference: list[_Leaf], actual: list[_Leaf]) -> str | None:
+    if [leaf[:2] for leaf in reference] != [leaf[:2] for leaf in actual]:
+        return f"they are {_kinds_text(reference)} and {_kinds_text(actual)}"
+    for entry, other in zip(reference, actual, strict=True):
         rounding = _TOLERANCE if entry.kind.startswith(("float", "bfloat", "complex")) else 0.0
         largest = float(entry.values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if len(entry.values) else 0.0
         same = torch.isclose(entry.values, other.values, rtol=0.0, atol=rounding * largest, equal_nan=True)
@@ -138,20 +136,19 @@ def _describe_difference(expected: list[_Leaf], actual: list[_Leaf]) -> str | No
     return None
 
 
-def _kinds_text(told: list[_Leaf]) -> str:
-    return first_few([f"{where} {kind}" for where, kind, _ in told], 8) or "empty"
+def _kinds_text(entries: list[_Leaf]) -> str:
+    return first_few([f"{where} {kind}" for where, kind, _ in entries], 8) or "empty"
 
 
 _FIRST_UPDATES: Final = (1, 2, 3, 10, 30, 100, 300)
-"""Updates that are compared, after the beginning and after a load: masters are rounded into weights after the update that
-is seen, so that two updates are seen by the third. Later ones are for runs that end before the thousandth."""
+"""Updates that are compared after the beginning and after a load. Masters are rounded into weights after the
+update that is seen, so the third shows two. Later ones are for runs that end before the thousandth."""
 
 _NUM_SAMPLED: Final = 16
 """Elements of each parameter that tell an update of its own from rounding."""
 
 _ROUNDING: Final = 1e-4
-"""Share of a parameter's largest sampled element by which copies may differ without an error: ranks with other processors may
-round otherwise."""
+"""Copies may differ by this share of the largest sampled element, as other processors round otherwise."""
 
 _OF_SAMPLES: Final = "its "
 """Begins the names of what may differ between ranks."""
@@ -160,8 +157,7 @@ _DATA_AXES: Final = ("data", "zero", "expert")
 
 
 class _Record(NamedTuple):
-    """What a rank has written after an update: [2, P] names of its parts as numbers and sums of their bits, and [P, n]
-    elements."""
+    """State after an update: [2, P] names of parts as numbers and sums of their bits; [P, n] elements."""
 
     update: int
     paths: list[str]
@@ -170,18 +166,17 @@ class _Record(NamedTuple):
 
 
 class SameWeights:
-    """Compares the weights of ranks that hold copies, and waits for a rank only where it is two of these updates behind.
+    """Compares the weights of ranks that hold copies; waits only for a rank that is two records behind.
 
-    After the first updates, some later ones and every thousandth, each rank writes a checksum of the bits of each
-    parameter, or of its part, into the store by which the ranks have met. It reads those of a rank that holds the same when
-    they are there.
-    Gradients that were changed, left out or not reduced on one rank show here, whatever loop has made them.
+    After some updates each rank writes a checksum of the bits of each parameter, or of its part, into the
+    store by which ranks have met. It reads those of ranks with copies when they are there. Gradients that
+    were changed, left out or not reduced on one rank show here, whatever loop has made them.
 
     Args:
         mesh: the arrangement of ranks.
         roots: modules with the parameters of this rank.
         name: of the job, the same on all ranks and on no other job.
-        gradients: whether each rank updates some weights and sends them: gradients, and weights before it, tell what they came from.
+        gradients: whether each rank updates some weights and sends them; gradients are then compared too.
 
     Attributes:
         is_on: whether weights are compared; the same on all ranks.
@@ -196,7 +191,7 @@ class SameWeights:
         self.is_on = True
         self._outside: OutsideWeights | None = None
         self._is_warned = self._is_told = self._has_gradient = False
-        self._num_samples = 0.0  # sum of squared batch sizes
+        self._squares = 0.0  # sum of squared batch sizes
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Looks from now on after the updates of an optimizer, whatever loop calls them."""
@@ -204,7 +199,7 @@ class SameWeights:
         optimizer.register_step_pre_hook(self._note_gradients)
         optimizer.register_step_post_hook(self._after_update)
         parts = getattr(optimizer, "optim", optimizer)  # of zero1, which updates this rank's part
-        self._outside = OutsideWeights(self._name, self._others, known=(optimizer, parts))
+        self._outside = OutsideWeights(self._name, self._others, optimizers=(optimizer, parts))
 
     def _note_gradient(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._has_gradient |= any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
@@ -222,12 +217,12 @@ class SameWeights:
         return (entry for root in self._roots for entry in root.named_parameters())
 
     @torch.no_grad()
-    def _record_parts(self, named: Mapping[torch.Tensor, str], before: _Record | None = None) -> _Record:
-        named = {tensor: path for tensor, path in named.items() if _is_plain(tensor)}
-        paths = [plain_name(path) for path in named.values()]
-        keys = [_key_of(path, tensor) for path, tensor in zip(paths, named, strict=True)]
-        totals = [int(total) for total in _on_cpu([sum_of_bits(local_part(tensor)) for tensor in named], 0)]
-        samples = _on_cpu([_sample_elements(local_part(tensor)) for tensor in named], _NUM_SAMPLED).numpy()
+    def _record_parts(self, labels: Mapping[torch.Tensor, str], before: _Record | None = None) -> _Record:
+        labels = {tensor: path for tensor, path in labels.items() if _is_plain(tensor)}
+        paths = [plain_name(path) for path in labels.values()]
+        keys = [_key_of(path, tensor) for path, tensor in zip(paths, labels, strict=True)]
+        totals = [int(total) for total in _on_cpu([sum_of_bits(local_part(tensor)) for tensor in labels], 0)]
+        samples = _on_cpu([_sample_elements(local_part(tensor)) for tensor in labels], _NUM_SAMPLED).numpy()
         sums = np.array([keys, totals], np.int64)  # [2, P]
         if before is not None:
             paths, sums = before.paths + paths, np.hstack([before.sums, sums])
@@ -268,20 +263,20 @@ class SameWeights:
                 f"rank {self._rank} made update {self._num_updates}, but one of the ranks {', '.join(map(str, self._others))} "
                 f"has not reached update {late.update}. Ranks must step together, or skip a step together."
             )
-        named: dict[torch.Tensor, str] = {p: path for path, p in self._named_parameters()}
-        written = self._record_parts(named | options | self._values_of_samples(), self._gradients)
-        self._num_samples = 0.0  # the next comparison is of the batches from here on
+        labels: dict[torch.Tensor, str] = {p: path for path, p in self._named_parameters()}
+        record = self._record_parts(labels | options | self._values_of_samples(), self._gradients)
+        self._squares = 0.0  # the next comparison is of the batches from here on
         store = default_store()
-        store.set(self._store_key(self._rank, "sums"), written.sums.tobytes())
-        store.set(self._store_key(self._rank, "samples"), written.samples.tobytes())
-        self._waiting[self._number] = written
+        store.set(self._store_key(self._rank, "sums"), record.sums.tobytes())
+        store.set(self._store_key(self._rank, "samples"), record.samples.tobytes())
+        self._waiting[self._number] = record
         for what in ("sums", "samples"):  # all have read those: a rank that is two behind ends the others
             store.delete_key(self._store_key(self._rank, what, self._number - 3))
 
     def note_batch(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook before a forward pass of the model."""
         sizes = batch_sizes((args, kwargs)) if torch.is_grad_enabled() else ()
-        self._num_samples += float(max(sizes, default=0)) ** 2  # squared, so that 4 and 8 differ from 6 and 6
+        self._squares += float(max(sizes, default=0)) ** 2  # squared, so that 4 and 8 differ from 6 and 6
 
     def _values_of_samples(self) -> dict[torch.Tensor, str]:
         # These depend on this rank's samples; one process sees all. Batch norms have a separate note.
@@ -295,9 +290,7 @@ class SameWeights:
         }
         return {
             **buffers,
-            torch.tensor(
-                self._num_samples, dtype=torch.float64
-            ): f"{_OF_SAMPLES}numbers of samples in batches",
+            torch.tensor(self._squares, dtype=torch.float64): f"{_OF_SAMPLES}numbers of samples in batches",
         }
 
     def _store_key(self, rank: int, what: str, number: int | None = None) -> str:
@@ -357,20 +350,20 @@ class SameWeights:
 
 
 class OutsideWeights:
-    """Says once where an optimizer that auto_accelerate has not made gives ranks other weights, as of a loss with parameters.
+    """Warns once of an optimizer from outside of auto_accelerate that makes weights differ between ranks.
 
-    Nothing averages the gradients of what is outside of the model. After some of its updates a rank writes a checksum of all that
-    such an optimizer updates into the store, and reads those of ``others`` at a later one, if they are there. ``known`` are the
-    job's optimizers.
+    Nothing averages gradients outside of the model, as of a loss with parameters. After some updates a rank
+    writes a checksum of all that such an optimizer updates into the store, and later reads those of
+    ``others`` that are there. ``optimizers`` are the job's optimizers.
     """
 
-    def __init__(self, name: str, others: Sequence[int], known: Iterable[torch.optim.Optimizer]) -> None:
+    def __init__(self, name: str, others: Sequence[int], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._name, self._others = name, others
         self._updates = WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]]()
         self._indices = count()  # ranks let go of optimizers at times of their own
         self._waiting = WeakKeyDictionary[torch.optim.Optimizer, tuple[str, bytes]]()
-        self._known = WeakSet(known)  # whose hooks hold this: memory must not wait for a collector of cycles
-        for optimizer in self._known:
+        self._optimizers = WeakSet(optimizers)  # weak, as their hooks hold this object
+        for optimizer in self._optimizers:
             optimizer.register_step_post_hook(self._mark_as_known)
         look = WeakMethod(self._check_update)
         handle = register_optimizer_step_post_hook(lambda *args: (method := look()) and method(*args))
@@ -386,14 +379,14 @@ class OutsideWeights:
             return
         parameters = _updated_by(optimizer)
         # Another may be inside of one of the job's, as that of SAM.
-        is_inside = any(parameters & _updated_by(known) for known in self._known)
+        is_inside = any(parameters & _updated_by(inside) for inside in self._optimizers)
         if is_inside or any(isinstance(p, DTensor) or not _is_plain(p) for p in parameters):
             return
         store = default_store()
-        key, written = self._waiting.get(optimizer, ("", b""))
+        key, sums_here = self._waiting.get(optimizer, ("", b""))
         if key and store.check([f"{key}/{rank}" for rank in self._others]):
             del self._waiting[optimizer]
-            if any(store.get(f"{key}/{rank}") != written for rank in self._others):
+            if any(store.get(f"{key}/{rank}") != sums_here for rank in self._others):
                 optimizer.register_step_post_hook(self._mark_as_known)  # no job says it again
                 log.warning(
                     "an optimizer (%s) that auto_accelerate did not create makes weights differ between ranks: nothing averages "
@@ -422,11 +415,11 @@ def _ranks_with_copies(mesh: Mesh) -> list[int]:
     axes = [number for number, name in enumerate(names) if name in _DATA_AXES]
     ranks = set()
     # Copies lie along axes that do not divide the parameter: one rank for every subset of the axes.
-    for chosen in product((False, True), repeat=len(axes)):
+    for choice in product((False, True), repeat=len(axes)):
         coordinate = list(local)
-        moved = [axis for axis, is_chosen in zip(axes, chosen, strict=True) if is_chosen]
-        target = 0 if any(local[axis] for axis in moved) else -1  # the first rank compares with the last
-        for axis in moved:
+        subset = [axis for axis, is_chosen in zip(axes, choice, strict=True) if is_chosen]
+        target = 0 if any(local[axis] for axis in subset) else -1  # the first rank compares with the last
+        for axis in subset:
             coordinate[axis] = target
         ranks.add(int(mesh.device_mesh.mesh[tuple(coordinate)]))
     return sorted(ranks - {dist.get_rank()})

@@ -1,4 +1,4 @@
-"""Batch norms of models whose batch is divided: over ranks, which can share statistics, and into micro-batches.
+"""Batch norms whose batch is divided: over ranks, which can share statistics, or into micro-batches.
 
 Legend: B batch, C channels.
 """
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 def synchronise_batch_norms(job: Job) -> None:
     """Lets batch norms in training take mean and variance over the samples of all data ranks.
 
-    On GPUs torch's own become its ``SyncBatchNorm``. That refuses CPUs, and leaves out what classes made from them add,
-    such as an activation: there they stay what they are, and the function that they call is computed with collectives.
-    Parameters and buffers keep their names.
+    On GPUs torch's own become its ``SyncBatchNorm``. That refuses CPUs, and drops what subclasses add, such
+    as an activation: there the function they call is computed with collectives. Names in the model stay.
     """
     assert job.mesh is not None
     group = job.mesh.data_group
@@ -45,7 +44,7 @@ def synchronise_batch_norms(job: Job) -> None:
 
 
 def note_batch_norms(job: Job) -> str:
-    """What batch norms compute otherwise than in one process, and what can be done; empty where nothing differs."""
+    """A note on batch norms that differ from one process, with what can be done; empty where none does."""
     num = sum(isinstance(module, BatchNorm) for root in job.roots for module in root.modules())
     apart = []
     if job.num_data_ranks > 1 and not job.step.shares_batch_norms:
@@ -93,7 +92,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """``x`` [B, C, ...] by the mean and the variance of each channel over all ranks; their batches may differ in size."""
+    """``x`` [B, C, ...] normalised by each channel's mean and variance over all ranks, of any batch sizes."""
     if not training:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     dims = [0, *range(2, x.dim())]  # all dims but C
@@ -108,14 +107,14 @@ def _batch_norm(
     sums = total(torch.cat([wide.sum(dims), count]))  # [C + 1], over all ranks
     size = sums[-1].detach()  # ranks may have different batch sizes
     mean = sums[:-1] / size
-    centred = wide - mean.view(shape)  # E[x²] - E[x]² would cancel
-    variance = total(centred.square().sum(dims)) / size
+    deviation = wide - mean.view(shape)  # E[x²] - E[x]² would cancel
+    variance = total(deviation.square().sum(dims)) / size
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:  # unbiased, as torch keeps it
             running_var.lerp_((variance * (size / (size - 1).clamp(min=1))).to(running_var.dtype), momentum)
-    out = centred * (variance + eps).rsqrt().view(shape)
+    out = deviation * (variance + eps).rsqrt().view(shape)
     if weight is not None:
         out = out * weight.view(shape)
     if bias is not None:

@@ -1,4 +1,4 @@
-"""Census of a model: what users have tied to its parameters that a strategy may break, found before and in the first step."""
+"""Census of a model: ties to its parameters that a strategy may break, found before or in the first step."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Census:
             for hook in module._forward_pre_hooks.values()
             if hasattr(hook, "name")
         }
-        self._listed = list(_listed_parameters(model))
+        self._list_names = list(_listed_parameters(model))
         self._shared = [pair for pair in _shared_memory(model) if anew.isdisjoint(pair)]
-        self._renormalised = [
+        self._max_norm_names = [
             name or "the model"
             for name, module in model.named_modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
@@ -74,9 +74,9 @@ class Census:
         Raises:
             InputError: naming what is broken, and the way out.
         """
-        if self._renormalised and (job.num_data_ranks > 1 or self._is_replaced(job)):
+        if self._max_norm_names and (job.num_data_ranks > 1 or self._is_replaced(job)):
             raise InputError(
-                f"{first_few(self._renormalised)} has max_norm: its forward pass writes the weight rows that the batch of "
+                f"{first_few(self._max_norm_names)} has max_norm: its forward pass writes the weight rows that the batch of "
                 "this rank uses, but other ranks or weight copies would not see it. Set max_norm=None, and renormalise all rows "
                 "after optim.step(), for example with result.optim.register_step_post_hook."
             )
@@ -88,9 +88,9 @@ class Census:
                     "under this strategy they would have separate memory. Make them one parameter (module.b = module.a), or "
                     "read the parameter where the other is used; ddp and zero1 leave them as they are."
                 )
-        if self._listed and self._is_replaced(job):
+        if self._list_names and self._is_replaced(job):
             raise InputError(
-                f"{first_few(self._listed)} holds a parameter of the model in a list or dictionary, but this strategy replaces "
+                f"{first_few(self._list_names)} holds a parameter of the model in a list or dictionary, but this strategy replaces "
                 "the model's parameters with other tensors. Read the parameter by its name where it is used (self.module.weight), "
                 "or use ddp or zero1."
             )
@@ -103,15 +103,15 @@ class Census:
 
     def _is_replaced(self, job: Job) -> bool:
         now = {plain_name(name): parameter for name, parameter in job.module.named_parameters()}
-        known = self._parameters.items()
+        entries = self._parameters.items()
         return bool(job.plan.precision.master_dtype) or any(
-            name in now and reference() is not now[name] for name, reference in known
+            name in now and reference() is not now[name] for name, reference in entries
         )
 
     def _stop_stale_optimizers(self, now: Iterable[torch.Tensor]) -> None:
         # Former parameters of the model: an optimizer of them would train nothing.
-        kept = {id(parameter) for parameter in now}
-        stale = {id(p) for reference in self._parameters.values() if (p := reference()) is not None} - kept
+        new_ids = {id(parameter) for parameter in now}
+        stale = {id(p) for reference in self._parameters.values() if (p := reference()) is not None} - new_ids
 
         def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             raise StepError(
@@ -130,8 +130,8 @@ class Census:
 
 
 def carry_hooks(job: Job, hooks: Iterable[tuple[str, torch.Tensor | None, HookTable, HookTable]]) -> None:
-    """Has users' hooks of gradients called with the gradients of all ranks: of names, parameters as they are now, and the
-    tables of :func:`~atorch_ns.torch_compat.hook_tables`."""
+    """Has users' gradient hooks called with the gradients of all ranks; ``hooks`` has names, present
+    parameters and tables of :func:`~atorch_ns.torch_compat.hook_tables`."""
     here = [(name, parameter, early, late) for name, parameter, early, late in hooks if parameter is not None]
     _warn_of_scale(job, [name for name, *_ in here])
     if here and job.optimizer.take_over is not None:
@@ -141,10 +141,7 @@ def carry_hooks(job: Job, hooks: Iterable[tuple[str, torch.Tensor | None, HookTa
         )
     if here:
         job.gradients.sums.call_after(
-            [
-                GradientHooks(name, parameter, take_hooks(early), take_hooks(late))
-                for name, parameter, early, late in here
-            ]
+            [GradientHooks(name, p, take_hooks(early), take_hooks(late)) for name, p, early, late in here]
         )
         job.explain(
             "model",
@@ -162,7 +159,7 @@ def _warn_of_scale(job: Job, names: Sequence[str]) -> None:
 
 
 def carry_late_hooks(job: Job, observe: Callable[..., object]) -> None:
-    """Carries over hooks of gradients that are registered once the strategy is applied, when a backward pass begins; those of a
+    """Carries over gradient hooks that are registered later, when a backward pass begins; those of a
     pipeline, which the train_step of ``observe`` alone runs, before its passes."""
     if job.cluster.world_size == 1 or job.optimizer.take_over is not None:
         return
@@ -199,9 +196,9 @@ def carry_late_hooks(job: Job, observe: Callable[..., object]) -> None:
 
 
 class ForwardChanges:
-    """What forward passes change in the user's model, such as a counter: once a micro-batch, where one process does it once.
+    """Changes by forward passes in the user's model, such as of a counter, once a micro-batch and not a step.
 
-    Looked at is the second call of the first step with several micro-batches: what the first alone changes stays.
+    The second call of the first step with several micro-batches is compared; changes by the first alone stay.
     """
 
     def __init__(self, job: Job) -> None:
@@ -213,7 +210,7 @@ class ForwardChanges:
 
     @contextmanager
     def look(self, num_micro_batches: int) -> Iterator[None]:
-        """Around the passes of a step; collective in the first that has several micro-batches, which warns."""
+        """Around the passes of a step; collective, and warns, in the first with several micro-batches."""
         if self._is_done or num_micro_batches == 1:
             yield
             return
@@ -287,10 +284,7 @@ def _comparable_value(value: Any) -> object:
 
 
 def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
-    """Has a first forward pass look for writes to weights that would be lost, and backward passes for derivatives of derivatives.
-
-    Both raise a :class:`StepError` before the update that would differ.
-    """
+    """Has passes refuse second derivatives, the first also lost writes to weights (:class:`StepError`)."""
     note_inner_hooks(job.roots)
     if any(isinstance(parameter, DTensor) for parameter in job.module.parameters()):
         extend_dtensor_operators((job.module, *job.parts.stages))
@@ -298,21 +292,21 @@ def watch_first_step(job: Job, optimizer: torch.optim.Optimizer | None) -> None:
     if job.cluster.world_size == 1:
         return
     if optimizer is not None:
-        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        updated_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for root in job.roots:
             inner = traced_modules(root)  # hooks there would be compiled
             for path, module in root.named_modules():
                 if module not in inner and any(True for _ in module.parameters()):
-                    _watch_writes(plain_name(path), module, updated)
+                    _watch_writes(plain_name(path), module, updated_ids)
     if job.num_data_ranks > 1 and not job.parts.stages:
         refuse_new_parameters(job)
 
 
 def refuse_new_parameters(job: Job) -> None:
-    """Has a forward pass look for parameters that modules were given after the call: each rank would train them alone."""
+    """Has forward passes refuse parameters added after the call, which each rank would train alone."""
     model = ref(job.module)
     modules = WeakSet(job.module.modules())
-    known = {id(parameter) for parameter in job.module.parameters()}
+    known_ids = {id(parameter) for parameter in job.module.parameters()}
     is_changed = False
 
     def notice(module: nn.Module, name: str, value: Any) -> None:
@@ -328,7 +322,7 @@ def refuse_new_parameters(job: Job) -> None:
         new = [
             plain_name(name)
             for name, parameter in root.named_parameters()
-            if parameter.requires_grad and id(parameter) not in known
+            if parameter.requires_grad and id(parameter) not in known_ids
         ]
         if new:
             raise StepError(
@@ -345,8 +339,8 @@ def refuse_new_parameters(job: Job) -> None:
     job.module.register_forward_pre_hook(torch.compiler.disable(look), prepend=True)
 
 
-def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
-    seen: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+def _watch_writes(path: str, module: nn.Module, updated_ids: set[int]) -> None:
+    marks: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
 
     def mark(parameter: torch.Tensor) -> tuple[int, ...]:
         # A unit gathers anew in each pass, and only the bits show a write through .data.
@@ -355,16 +349,16 @@ def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
         return (parameter._version,)
 
     def before(*_: Any) -> None:
-        seen.update(
+        marks.update(
             (name, (parameter, mark(parameter)))
             for name, parameter in module.named_parameters()
-            if id(parameter) not in updated
+            if id(parameter) not in updated_ids
         )
 
     def after(*_: Any) -> None:
         for handle in handles:  # only the first pass is checked
             handle.remove()
-        for name, (parameter, before) in seen.items():
+        for name, (parameter, before) in marks.items():
             if mark(parameter) != before:
                 raise StepError(
                     f"the forward pass of {path or 'the model'} writes to its parameter {plain_name(name)}, but under this strategy it computes "
@@ -372,7 +366,7 @@ def _watch_writes(path: str, module: nn.Module, updated: set[int]) -> None:
                     "result.optim.register_step_post_hook, or compute the bounded value in forward without writing it back "
                     "(torch.nn.utils.parametrize)."
                 )
-        seen.clear()
+        marks.clear()
 
     # fully_shard lets go of what it has gathered in a hook of its own.
     handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after, prepend=True)]
@@ -430,11 +424,11 @@ def _shared_memory(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _listed_parameters(model: nn.Module) -> Iterator[str]:
-    known = set(model.parameters())
+    parameters = set(model.parameters())
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             is_nest = isinstance(value, (list, tuple, dict)) and not name.startswith("_")
-            if is_nest and not known.isdisjoint(tensors_of(value)):
+            if is_nest and not parameters.isdisjoint(tensors_of(value)):
                 yield f"{plain_name(path)}.{name}".removeprefix(".")
 
 
@@ -447,7 +441,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _memory_of(tensor: torch.Tensor | None) -> tuple[int, int, int] | None:
-    """Storage and the range of elements' addresses in it; ``None`` for tensors without memory of their own."""
+    """Storage and range of elements' addresses in it; ``None`` for tensors without memory of their own."""
     if tensor is None or tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
         return None
     try:

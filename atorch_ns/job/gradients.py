@@ -1,4 +1,4 @@
-"""Gradients of a job: their norm and clipping over all ranks, and sums of those that ranks hold summands of."""
+"""Gradients of a job: norm and clipping over all ranks, and sums of those that ranks hold summands of."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gradient_norm(
     norm_type: float = 2.0,
     *,
     stages: dist.ProcessGroup | None = None,
-    uncounted: Collection[torch.Tensor] = (),
+    remote: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
     """The norm of all gradients as if they were one vector, the same on every rank.
 
@@ -58,14 +58,14 @@ def gradient_norm(
     Args:
         parameters: tensors whose ``grad`` is read; those without one are skipped.
         norm_type: the p of the p-norm; ``float("inf")`` for the largest absolute value.
-        stages: the ranks that hold other parameters of the same model, maybe of other dtypes; collective over them.
-        uncounted: parameters that another of these ranks counts; their gradients are scaled, not counted.
+        stages: ranks that hold other parameters of the same model, of any dtypes; collective over them.
+        remote: parameters that another of these ranks counts; their gradients are scaled, not counted.
 
     Returns:
         A 0-d tensor, float32, or float64 where a gradient is.
     """
     everything = list(parameters)
-    left_out = {id(parameter) for parameter in uncounted}
+    left_out = {id(parameter) for parameter in remote}
     # The p-norm of the groups' p-norms is the p-norm of all gradients as one vector.
     groups = _by_mesh(parameter for parameter in everything if id(parameter) not in left_out)
     norms = [_group_norm([p.grad for p in group if p.grad is not None], norm_type) for group in groups]
@@ -84,7 +84,7 @@ def clip_gradients(
     norm_type: float = 2.0,
     *,
     stages: dist.ProcessGroup | None = None,
-    uncounted: Collection[torch.Tensor] = (),
+    remote: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Scales all gradients so that their norm is at most ``max_norm``; collective where they are divided.
 
@@ -94,7 +94,7 @@ def clip_gradients(
         The norm before clipping, 0-d, the same on every rank.
     """
     everything = list(parameters)
-    total = gradient_norm(everything, norm_type, stages=stages, uncounted=uncounted)
+    total = gradient_norm(everything, norm_type, stages=stages, remote=remote)
     for group in _by_mesh(everything):
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
@@ -124,7 +124,7 @@ def _group_norm(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor
 
 
 _PIECE = 2**15
-"""Elements of which torch's norm on CPUs is right to 1e-7 (2.13, fp32; of 4 million it is 8e-5 off, of 20 million 1e-3)."""
+"""Elements of which torch's norm on CPUs is right to 1e-7 (2.13, fp32); of 20 million it is 1e-3 off."""
 
 
 def _split_gradient(grad: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -203,12 +203,12 @@ class GradientHooks:
         self._is_open = True
 
     def forget_replaced(self) -> None:
-        """Looks whether the loop has put another gradient in the place of the one before; a reducer moves what it reduces."""
+        """Forgets the gradient before if the loop has replaced it; a reducer moves what it reduces."""
         if self._last_gradient is not None and self._last_gradient() is not self.parameter.grad:
             self._before = None
 
     def call(self, *, late: bool) -> None:
-        """Calls them, if there is a gradient; ``hooks`` with what has been added to it, as each backward pass does.
+        """Calls them, if there is a gradient; ``hooks`` get what has been added, as in each backward pass.
 
         Args:
             late: whether a backward pass has added to it; ``autograd.grad`` calls ``hooks`` alone.
@@ -223,11 +223,11 @@ class GradientHooks:
             return
         if self.hooks:
             # Autograd passes what one backward pass adds, not the accumulated gradient.
-            added = parameter.grad if before is None else parameter.grad - before
+            increment = parameter.grad if before is None else parameter.grad - before
             for hook in self.hooks:
-                changed = hook(added)
-                added = added if changed is None else changed
-            parameter.grad = added if before is None else before + added
+                result = hook(increment)
+                increment = increment if result is None else result
+            parameter.grad = increment if before is None else before + increment
         for call in self.late if late else ():
             call(parameter)
 
@@ -242,9 +242,8 @@ class GradientSums:
     """Sums gradients over groups of ranks after the last backward pass of a step.
 
     Used for parameters that are whole on every rank of a group while each rank sees a part of what they do:
-    norms on a part of the sequence, weights shared by two pipeline stages. It is run by ``train_step``, by
-    clipping and by the optimizer's step, whichever comes first, and once only. Further backward passes may add to
-    gradients that have been summed.
+    norms on a part of the sequence, weights shared by two pipeline stages. Run by ``train_step``, by clipping
+    and by the optimizer's step, whichever comes first, once only. Later passes may add to summed gradients.
     """
 
     def __init__(self) -> None:
@@ -253,8 +252,8 @@ class GradientSums:
         self._tables: Mapping[torch.Tensor, str] = {}  # sparse embeddings and their names
         self._is_watching = False  # whether watch() was called
         self._pending = False  # a pass may have added since the last sum
-        self._summed = False  # gradients are summed over ranks
-        self._divided = False  # each rank holds its share of the last sum
+        self._is_summed = False  # gradients are summed over ranks
+        self._is_divided = False  # each rank holds its share of the last sum
         self._is_told = False
         self._is_followed = self._has_added = False
         self._versions: dict[torch.Tensor, tuple[int, int, int]] = {}  # when the pass began
@@ -265,11 +264,11 @@ class GradientSums:
 
     def call_after(self, hooks: Sequence[GradientHooks]) -> None:
         """Calls the user's functions once gradients are complete, in place of in every backward pass."""
-        known = {entry.parameter: entry for entry in self._hooks}
+        entries = {entry.parameter: entry for entry in self._hooks}
         for entry in hooks:
-            if entry.parameter in known:
-                known[entry.parameter].hooks += entry.hooks
-                known[entry.parameter].late += entry.late
+            if entry.parameter in entries:
+                entries[entry.parameter].hooks += entry.hooks
+                entries[entry.parameter].late += entry.late
                 continue
             self._hooks.append(entry)
             if self._is_watching:
@@ -282,22 +281,22 @@ class GradientSums:
         Args:
             names: the parameters' names in the user's model, the same on all ranks of the group.
             group: the ranks.
-            mean: whether the sum is divided by their number, for parameters that nothing else averages over the data.
+            mean: whether to divide the sum by their number, where nothing else averages over the data.
         """
-        wanted = frozenset(names)
-        if wanted and group.size() > 1:
-            self._sums.append(_Sum(wanted, group, mean))
+        unique_names = frozenset(names)
+        if unique_names and group.size() > 1:
+            self._sums.append(_Sum(unique_names, group, mean))
 
     def leave(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
-        """Takes parameters out of the sums over a group, where something else averages their gradients over it."""
-        left = frozenset(names)
+        """Takes parameters out of the sums over a group over which something else averages them."""
+        averaged_names = frozenset(names)
         self._sums = [
-            replace(entry, names=entry.names - left) if entry.group is group else entry
+            replace(entry, names=entry.names - averaged_names) if entry.group is group else entry
             for entry in self._sums
         ]
 
     def watch(self, module: nn.Module) -> None:
-        """Notices forward passes of ``module``, after which there is something to sum, and gradients that come without one."""
+        """Notices forward passes of ``module``, which leave something to sum, and gradients without one."""
         # First: fully_shard puts gathered weights, which have no gradients, in the place of its shards.
         module.register_forward_pre_hook(self._note_forward, prepend=True)
         names = frozenset().union(*(entry.names for entry in self._sums))
@@ -323,32 +322,31 @@ class GradientSums:
         Of a sum that is there already each rank keeps its share, so that the next sum is the whole again.
         """
         self._pending = True
-        if not self._summed:
+        if not self._is_summed:
             return
         # The next sum adds the shares of all ranks to the whole again. A mean of equal values stays as it is.
-        self._summed, self._divided = False, True
+        self._is_summed, self._is_divided = False, True
         for entry in (entry for entry in self._sums if not entry.mean):
             for parameter in {
                 *_pick_parameters(module, entry.names),
                 *(self._shards.get(name) for name in entry.names),
             }:
                 if parameter is not None and parameter.requires_grad and parameter.grad is not None:
-                    _local_part(parameter.grad).data.div_(
-                        entry.group.size()
-                    )  # versions tell what a loop writes
+                    # Through .data, since versions tell what a loop writes.
+                    _local_part(parameter.grad).data.div_(entry.group.size())
 
     @torch.no_grad()
     def run(self, module: nn.Module) -> None:
         """Sums what has not been summed since the last backward pass; collective."""
         if not self._pending:
             return
-        self._pending, self._summed, self._divided = False, True, False
+        self._pending, self._is_summed, self._is_divided = False, True, False
         for entry in self._sums:
-            summed = list(_pick_parameters(module, entry.names))
+            members = list(_pick_parameters(module, entry.names))
             # Sparse gradients have different rows on each rank, so they are exchanged by rows.
-            for table in (parameter for parameter in summed if parameter in self._tables):
+            for table in (parameter for parameter in members if parameter in self._tables):
                 add_rows(table, entry.group, 1 / entry.group.size() if entry.mean else 1.0)
-            for parameters in _bucket_parameters(tensor for tensor in summed if tensor not in self._tables):
+            for parameters in _bucket_parameters(tensor for tensor in members if tensor not in self._tables):
                 _sum_bucket(parameters, entry)
         # Without followed passes nothing tells autograd.grad from backward(): assume backward().
         late, self._has_added = self._has_added or not self._is_followed, False
@@ -372,7 +370,7 @@ class GradientSums:
         for hooks in self._hooks:
             # expect() left each rank 1 / (product of group sizes) of the sum.
             shares = [e.group.size() for e in self._sums if hooks.name in e.names and not e.mean]
-            hooks.begin(math.prod(shares) if self._divided else 1)
+            hooks.begin(math.prod(shares) if self._is_divided else 1)
         self.expect(module)  # after begin(), since it may divide gradients
 
     def tell_of_parts(self) -> None:
@@ -385,30 +383,30 @@ class GradientSums:
             )
 
     def have_changed(self, module: nn.Module) -> bool:
-        """Whether the backward pass has given gradients; one for those of inputs (``autograd.grad``) does not."""
-        changed = gradient_versions(module.parameters()) != self._versions
-        self._has_added = self._has_added or changed
-        return changed
+        """Whether the backward pass has given gradients; ``autograd.grad`` for inputs gives none."""
+        has_changed = gradient_versions(module.parameters()) != self._versions
+        self._has_added = self._has_added or has_changed
+        return has_changed
 
 
 def _sum_bucket(parameters: list[torch.Tensor], entry: _Sum) -> None:
     # Flags tell which gradients exist: optimizers apply decay to a zero gradient, and skip None.
-    used = [parameter.grad is not None for parameter in parameters]
+    flags = [parameter.grad is not None for parameter in parameters]
     for parameter in parameters:
         if parameter.grad is None:  # no token of this rank used it, but one of another rank's may have
             parameter.grad = torch.zeros_like(parameter)
     grads = [_local_part(parameter.grad) for parameter in parameters]
     pieces = [grad.reshape(-1) for grad in grads]
     # new_tensor copies from the host and synchronises; new_ones does not.
-    pieces.append(grads[0].new_ones(len(used)) if all(used) else grads[0].new_tensor(used))
+    pieces.append(grads[0].new_ones(len(flags)) if all(flags) else grads[0].new_tensor(flags))
     flat = torch.cat(pieces)  # all gradients, then one flag each
     dist.all_reduce(flat, group=entry.group)
-    summed = flat.split([piece.numel() for piece in pieces])
-    for grad, piece in zip(grads, summed[: len(grads)], strict=True):
+    sums = flat.split([piece.numel() for piece in pieces])
+    for grad, piece in zip(grads, sums[: len(grads)], strict=True):
         grad.copy_((piece / entry.group.size() if entry.mean else piece).view_as(grad))
     # Flags are read from the device only if this rank lacks a gradient; otherwise no sum is 0.
-    if not all(used):
-        for parameter, count in zip(parameters, summed[-1].tolist(), strict=True):
+    if not all(flags):
+        for parameter, count in zip(parameters, sums[-1].tolist(), strict=True):
             if not count:
                 parameter.grad = None
 
@@ -440,31 +438,29 @@ def _bucket_parameters(parameters: Iterable[torch.Tensor]) -> Iterator[list[torc
 def warn_where_none_come(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Says once, on every rank, that a step updates nothing though the model was called for it.
 
-    For parameters that are gathered for each pass: ``torch.autograd.grad`` asks for gradients of what the pass has not used,
-    and torch gives none. A step with zeros in their place raises a :class:`StepError`.
+    For parameters that are gathered for each pass: ``torch.autograd.grad`` asks for gradients of tensors that
+    the pass has not used, and torch gives none. A step with zeros instead raises a :class:`StepError`.
     """
-    calls, told = (
-        [0, 0],
-        list[bool](),
-    )  # calls since the last step, and those of them until the last backward pass
+    # Calls since the last step, and those of them until the last backward pass.
+    calls, notices = [0, 0], list[bool]()
     is_by_hand = [False]
 
     def note(*_: Any) -> None:
         calls[0] += torch.is_grad_enabled()
 
     def look(*_: Any) -> None:
-        (called, followed), calls[:] = calls, (0, 0)
+        (num_calls, num_followed), calls[:] = calls, (0, 0)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        gathered = [p for p in parameters if isinstance(p, DTensor)] or parameters
-        gradients = [p.grad for p in gathered if p.grad is not None]
+        targets = [p for p in parameters if isinstance(p, DTensor)] or parameters
+        gradients = [p.grad for p in targets if p.grad is not None]
         # Collective, until a gradient has been seen that a loop has made.
-        if called > followed and gradients and not is_by_hand[0]:
+        if num_calls > num_followed and gradients and not is_by_hand[0]:
             # Non-zero gradients without a backward pass were set by the loop, which is fine.
             is_by_hand[0] = any(bool(gradient.any()) for gradient in gradients)
             if not is_by_hand[0]:
                 raise StepError(f"an optimizer would step with gradients that are all zero, {_NONE_COME}")
-        if called and not told and not gradients:
-            told.append(True)
+        if num_calls and not notices and not gradients:
+            notices.append(True)
             log.warning(
                 "an optimizer step updates no gathered parameter: there are no gradients, %s", _NONE_COME
             )
@@ -484,7 +480,7 @@ _NONE_COME: Final = (
 def follow_backward_passes(
     module: nn.Module, begin: Callable[[], None], end: Callable[[], None] | None = None
 ) -> Callable[[Any], None]:
-    """Looks at the backward passes through what ``module`` returns in training; copies of it have its hooks, and are left alone.
+    """Looks at the backward passes through outputs of ``module`` in training; not at those of its copies.
 
     Args:
         begin: called when a pass comes to an output, once in each.
@@ -496,18 +492,18 @@ def follow_backward_passes(
     number = id(module)  # the module lives as long as its hooks
     under_way: list[None] = []
 
-    def watch(called: nn.Module, inputs: Any, output: Any) -> None:
+    def watch(callee: nn.Module, inputs: Any, output: Any) -> None:
         # Neither a copy's call nor a recomputation inside a backward pass.
-        if id(called) == number and torch.is_grad_enabled() and not in_backward():
+        if id(callee) == number and torch.is_grad_enabled() and not in_backward():
             follow(output)
 
     def follow(output: Any) -> None:
         under_way.clear()  # a pass that an error has ended is not through
         for tensor in unique_tensors_of(output):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(torch.compiler.disable(reached))
+                tensor.register_hook(torch.compiler.disable(start_pass))
 
-    def reached(_: torch.Tensor) -> None:
+    def start_pass(_: torch.Tensor) -> None:
         if not under_way:
             under_way.append(None)
             begin()
@@ -532,12 +528,12 @@ class Gradients:
         skip_sync: keeps gradients local while micro-batches accumulate.
         clip: clips gradients.
         sums: gradients to be summed over other ranks than those of the data.
-        reducer: averages gradients in buckets that can be watched; ``None`` where a wrapper of the model does it.
+        reducer: averages gradients in buckets that can be watched; ``None`` where a wrapper does it.
         remote_norm_names: names of parameters that another rank counts in norms of gradients.
         num_parts: how many contexts say that backward passes are parts of one.
-        follow: follows the backward passes through an output, of the model or of a method that counts as its forward pass.
-        kept_whole: names of parameters that methods of data parallelism leave as they are, since several stages of
-            a rank use them; :attr:`sums` averages their gradients.
+        follow: follows backward passes through an output of the model, or of a method that stands for it.
+        kept_whole: names of parameters that data parallelism leaves as they are, since several stages of a
+            rank use them; :attr:`sums` averages their gradients.
     """
 
     skip_sync: SkipSync = never_synchronised
@@ -566,9 +562,7 @@ class Gradients:
             yield
 
     def follow_passes(self, module: nn.Module) -> None:
-        """Completes gradients after each backward pass of a loop of the user's, as they are in one process: it may read them,
-        clip them by torch's function, and its hooks see each pass."""
-
+        """Completes gradients after each backward pass of the user's loop, for reads, clipping and hooks."""
         self.follow = follow_backward_passes(
             module, lambda: self.sums.begin_pass(module), lambda: self._end_pass(module)
         )
@@ -587,14 +581,14 @@ class Gradients:
             self.sums.tell_of_parts()
 
     def follow_call(self, module: nn.Module, output: Any) -> None:
-        """A method of ``module`` has given an output, and counts as a forward pass if that is something to train by."""
+        """Counts an output of another method of ``module`` as a forward pass, if it can be trained by."""
         trains = any(tensor.requires_grad and not tensor.is_leaf for tensor in unique_tensors_of(output))
         if self.follow is not None and trains:
             self.sums.expect(module)
             self.follow(output)
 
     def complete(self, module: nn.Module) -> None:
-        """Reduces what the last backward pass has left on its rank; nothing if that is done already. Collective."""
+        """Reduces gradients that the last backward pass has left on its rank, if any. Collective."""
         # First, since the reducer moves gradients to buckets, which looks like a replacement.
         self.sums.forget_replaced()
         if self.reducer is not None:

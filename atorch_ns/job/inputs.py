@@ -26,7 +26,7 @@ class Inputs:
         optim_param_func: makes parameter groups from the model.
         dataset: a torch dataset, map-style or iterable.
         loss_func: ``(batch, output) -> loss``, or a tuple that begins with the loss.
-        weight_func: ``batch -> number`` that a micro-batch's loss counts as in a step's mean; ``None`` for all alike.
+        weight_func: ``batch -> number``, a micro-batch loss's weight in a mean; ``None`` for all alike.
         loss_reduction: whether the loss of a step is the mean of those of all micro-batches, or their sum.
         prepare_input: ``(batch, device) -> batch``.
         model_input_format: how a batch is passed to the model.
@@ -38,10 +38,9 @@ class Inputs:
         sampler_seed: seed of the default sampler.
         gradient_accumulation_steps: micro-batches that ``train_step`` splits a batch into.
         max_grad_norm: norm that ``train_step`` clips gradients to; ``None`` for no clipping.
-        sample_batch: one collated batch, where methods need its shapes before training; ``None`` to look into the
-            dataset.
-        optimizer_is_trusted: whether an optimizer of which a rank has a part of the parameters is used without a test.
-        sample_is_micro_batch: whether that is what one data rank gives to the model at a time, and no global batch.
+        sample_batch: one collated batch, for methods that need shapes early; ``None`` to read the dataset.
+        optimizer_is_trusted: whether an optimizer for a part of the parameters is used without a test.
+        sample_is_micro_batch: whether ``sample_batch`` is one data rank's micro-batch, not a global batch.
     """
 
     model: nn.Module
@@ -83,18 +82,18 @@ class Inputs:
     def digest(self) -> dict[str, str]:
         """What must be the same on all ranks, or they would train apart or wait for each other for ever."""
         args = self.dataloader_args or {}
-        named = list(self.model.named_parameters())
-        shapes = [f"{name}{list(p.shape)}{p.dtype}{p.requires_grad}" for name, p in named]
-        sized = hasattr(self.dataset, "__len__")
+        parameters = list(self.model.named_parameters())
+        shapes = [f"{name}{list(p.shape)}{p.dtype}{p.requires_grad}" for name, p in parameters]
+        has_size = hasattr(self.dataset, "__len__")
         return {
-            "model": f"{type(self.model).__qualname__}, {len(named)} parameters, "
+            "model": f"{type(self.model).__qualname__}, {len(parameters)} parameters, "
             f"{hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}",
             "optim_func": getattr(self.optim_func, "__qualname__", type(self.optim_func).__qualname__),
             "optim_args": _plain_text(self.optim_args),
             "loss_func": "given" if self.loss_func is not None else "None",
             "weight_func": "given" if self.weight_func is not None else "None",
             "loss_reduction": self.loss_reduction,
-            "dataset": f"{len(self.dataset)} samples" if sized else type(self.dataset).__qualname__,
+            "dataset": f"{len(self.dataset)} samples" if has_size else type(self.dataset).__qualname__,
             "dataloader_args": _plain_text(
                 {k: args[k] for k in ("batch_size", "drop_last", "shuffle") if k in args}
             ),
@@ -181,8 +180,8 @@ def _is_distributed(model: nn.Module) -> bool:
     from torch.distributed.tensor import DTensor
 
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
-    wrapped = any(isinstance(module, wrappers) for module in model.modules())
-    return wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    is_wrapped = any(isinstance(module, wrappers) for module in model.modules())
+    return is_wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _describe_kind(value: Any) -> str:

@@ -77,13 +77,12 @@ class StepOptions:
         make_runner: makes what runs a batch where calling the model is not enough.
         recompute: recomputes a module in the backward pass in the place of torch's ``checkpoint``, called as
             ``(module, *args, **kwargs)``; ``None`` for torch's.
-        recomputed_blocks: paths of the blocks that are recomputed, where a pipeline has chosen them by stage; ``None``
-            elsewhere.
+        recomputed_blocks: paths of recomputed blocks, if a pipeline has chosen them by stage, or ``None``.
         recomputed_shares: the share of its blocks that each stage recomputes then.
         kept_activations: forward passes inside recompute nothing afterwards.
         randomness: the random states that forward passes begin from, where ranks must share them.
-        same_batch: compares what ranks are given that work on the same samples; ``None`` where all have samples of their own.
-        same_weights: compares what ranks hold that have copies of a part; ``None`` where none do, or that is not known.
+        same_batch: compares samples of ranks that must have the same; ``None`` where each has its own.
+        same_weights: compares weights of ranks that hold copies; ``None`` where there are none, or unknown.
         same_place: ends ranks that are at different places; ``None`` where nobody sees their calls.
         shares_batch_norms: whether batch norms share statistics over the data ranks.
     """
@@ -105,7 +104,7 @@ class StepOptions:
     shares_batch_norms: bool = False
 
     def micro_batches(self, data: Any, *, uneven: bool = False) -> list[Any]:
-        """The parts that a batch on this rank's device is split into, of one size unless they may be ``uneven``."""
+        """The parts that a batch on this rank's device is split into: of one size unless ``uneven``."""
         if self.split is not None and not uneven:
             return self.split(data)
         number = self.num_micro_batches
@@ -121,7 +120,7 @@ class OptimizerOptions:
         take_over: a backend that makes model and optimizer together; ``None`` for none.
         use_optim_backward: whether the backward pass is ``optim.backward(loss)``.
         requires_boundary: whether the optimizer must be told which micro-batch is the last.
-        takes_frozen: whether the optimizer is given frozen parameters too, which it updates once they are thawed.
+        takes_frozen: whether the optimizer is given frozen parameters too, for when they are thawed.
     """
 
     make: MakeOptimizer | None = None
@@ -143,7 +142,7 @@ class Job:
         model: the model as it stands, wrappers included: what the user will call.
         module: the model inside outer wrappers, with the user's attribute names.
         seed: seed for initial values, the same on every rank.
-        name: of this job, the same on every rank and of no other job; empty where nobody else is asked for it.
+        name: of this job, the same on every rank and of no other job; empty where nobody asks for it.
         mesh: the arrangement of ranks; ``None`` in a process without a group.
         placed: whether a method has put the model on its device.
         parts: stages and experts that the model has been divided into.
@@ -151,11 +150,11 @@ class Job:
         gradients: how they are synchronised and clipped.
         step: how ``train_step`` runs a batch.
         optimizer: how the optimizer is made and called.
-        resolved_settings: settings that methods have found for themselves, by method, as its config would say them.
+        resolved_settings: settings that methods have found, by method, as its config would say them.
         make_states: how weights and optimizer states are read and written by name, for checkpoints.
         save_lane: what checkpoints written in the background need from one to the next.
         explanations: what each method did, by its name, for the report; read them by :meth:`explained`.
-        idle_axes: by axis, the method that divides nothing over it, and why; no search chooses such a strategy.
+        idle_axes: by axis, the method that divides nothing over it, and why; no search chooses it.
     """
 
     inputs: Inputs
@@ -227,7 +226,7 @@ class Job:
 
     @property
     def agreeing_group(self) -> dist.ProcessGroup | None:
-        """The ranks that must decide together (to skip a step, to scale a loss); ``None`` for this rank alone."""
+        """The ranks that must skip steps and scale losses together; ``None`` for this rank alone."""
         if self.mesh is None or dist.get_world_size() == 1:
             return None
         return dist.group.WORLD if self.mesh.divides_model else self.mesh.data_group
@@ -269,8 +268,8 @@ class Job:
     def in_full_precision(self, model: nn.Module) -> nn.Module:
         """``model``, or, where a method has lowered the precision of single layers, a copy without that.
 
-        The copy has the same parameters. In low precision a divided layer differs from the whole one by rounding, which
-        hides what a test of the division is to find.
+        The copy has the same parameters. In low precision a divided layer differs from the whole one by
+        rounding, which would hide errors of the division from a test.
         """
         if self.precision.restore is None:
             return model
@@ -279,7 +278,7 @@ class Job:
         return copy
 
     def explain(self, method: str, text: str | Callable[[], str]) -> None:
-        """Records what a method did or chose, for the report; a function, where later batches show more of it."""
+        """Records what a method did or chose, for the report; a function, if later batches change it."""
         self.explanations.setdefault(method, []).append(text)
 
     def warn(self, text: str) -> None:

@@ -47,7 +47,7 @@ class LossScaling:
         growth_interval: steps without an overflow after which the scale doubles.
         hysteresis: overflows until the scale halves, counted anew when it doubles; later ones halve it each.
         min_scale: the least scale that overflows lead to.
-        static_scale: the scale of all steps, which makes the others meaningless; ``None`` for one that adapts.
+        static_scale: the scale of all steps, in place of the others; ``None`` for one that adapts.
     """
 
     init_scale: float = 2.0**16
@@ -68,7 +68,7 @@ class LossScale:
         self.value = scaling.init_scale if scaling.static_scale is None else scaling.static_scale
         self._scaling = scaling
         self._good_steps = 0
-        self._tolerated = scaling.hysteresis
+        self._num_left = scaling.hysteresis
 
     def advance(self, overflow: bool) -> float:
         """The scale after a step with or without an overflow."""
@@ -78,30 +78,28 @@ class LossScale:
         if overflow:
             self._good_steps = 0
             # The first hysteresis - 1 overflows change nothing; each later one halves the scale.
-            self._tolerated = max(self._tolerated - 1, 0)
-            if self._tolerated == 0:
+            self._num_left = max(self._num_left - 1, 0)
+            if self._num_left == 0:
                 self.value = max(self.value / 2, scaling.min_scale)
             return self.value
         self._good_steps += 1
         if self._good_steps >= scaling.growth_interval:
-            self._good_steps, self._tolerated = 0, scaling.hysteresis
+            self._good_steps, self._num_left = 0, scaling.hysteresis
             # A user's scale above the limit is kept.
             self.value = min(self.value * 2, max(self.value, _LARGEST_SCALE))
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and the counters, with torch's names where its ``GradScaler`` has them."""
-        return {"scale": self.value, "_growth_tracker": self._good_steps, "hysteresis_left": self._tolerated}
+        return {"scale": self.value, "_growth_tracker": self._good_steps, "hysteresis_left": self._num_left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state, which may be of a ``GradScaler``; how the scale adapts stays, and so does a static one."""
+        """Goes on from a state, also of a ``GradScaler``; how the scale adapts, and a static scale, stay."""
         if self._scaling.static_scale is None:
             self.value = max(float(state["scale"]), self._scaling.min_scale)
             self._good_steps = int(state["_growth_tracker"])
             # torch's GradScaler has no hysteresis.
-            self._tolerated = min(
-                int(state.get("hysteresis_left", self._tolerated)), self._scaling.hysteresis
-            )
+            self._num_left = min(int(state.get("hysteresis_left", self._num_left)), self._scaling.hysteresis)
 
 
 @dataclass(kw_only=True)
@@ -135,7 +133,7 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class ForwardScope:
-    """A context around every forward pass of a module; copies and pickles with it. Hooks are added to the module.
+    """A context around every forward pass of a module, by hooks; copied and pickled with the module.
 
     Args:
         make: makes the context, anew for each pass; may be exchanged later.
@@ -200,8 +198,8 @@ class LossScaler:
         """``loss`` with the scale in its backward pass, and in that of what is computed from it."""
         if not loss.requires_grad:
             return loss
-        scaled: torch.Tensor = _ScaleInBackward.apply(loss, self._scale_gradient)  # type: ignore[no-untyped-call]
-        result = scaled.as_subclass(_ScaledLoss)
+        view: torch.Tensor = _ScaleInBackward.apply(loss, self._scale_grad)  # type: ignore[no-untyped-call]
+        result = view.as_subclass(_ScaledLoss)
         result.unscaled, result.scaler = loss, self
         return result
 
@@ -252,7 +250,7 @@ class LossScaler:
     def _make_scale(self, device: torch.device) -> None:
         self.scaler.scale(torch.zeros((), device=device))  # which torch does with the first loss
 
-    def _scale_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _scale_grad(self, gradient: torch.Tensor) -> torch.Tensor:
         self.num_backwards += 1
         if self.at_backward is not None:
             self.at_backward()
@@ -260,7 +258,7 @@ class LossScaler:
 
 
 class _ScaledLoss(torch.Tensor):
-    """A loss, or what a loop computes from one: the scale enters at the end, so that penalties beside it are scaled too."""
+    """A loss, or a value that a loop computes from it; the scale enters last, so penalties are scaled too."""
 
     unscaled: torch.Tensor
     scaler: LossScaler
@@ -312,7 +310,7 @@ def wrap_loss(
         return loss_func
 
     @functools.wraps(loss_func)
-    def wrapped(batch: Any, output: Any) -> Any:
+    def compute_loss(batch: Any, output: Any) -> Any:
         if upcast:
             output = floats_to(output, torch.float32)
         context = torch.autocast(autocast.device_type, autocast.dtype) if autocast else nullcontext()
@@ -322,21 +320,20 @@ def wrap_loss(
             return value
         return _with_first(value, scaler.scaled(first_loss(value)))
 
-    return wrapped
+    return compute_loss
 
 
 class MeanCheck:
-    """Tests whether a loss is a mean over samples, for which steps without weights take it: from the outputs of a batch alone.
+    """Tests, from a batch's outputs, whether a loss is a mean over samples, as steps without weights assume.
 
-    The loss of a batch must be the mean of the losses of its parts, of which each has as many rows. Not tested are a loss that
-    the model computes itself, which has no parts, one that draws random numbers, and a function that may remember its calls, as one
-    that anneals a factor does.
+    The loss of a batch must be the mean of those of its equal parts. Not tested: losses that the model
+    computes, that draw random numbers, or whose function may remember calls, as one that anneals a factor.
 
     Args:
         device: the device of the batch.
 
     Attributes:
-        num_left: how many calls are tested from now on; ``None`` for the first of a loop, the tenth, the hundredth and so on.
+        num_left: calls to test from now on; ``None`` for the first, the tenth, the hundredth and so on.
         finding: what was found, as a sentence; empty where a loss is a mean, or nothing was tested.
     """
 
@@ -353,7 +350,7 @@ class MeanCheck:
             return loss_func
 
         @functools.wraps(loss_func)
-        def tested(batch: Any, output: Any) -> Any:
+        def test_loss(batch: Any, output: Any) -> Any:
             value = loss_func(batch, output)
             self._num_calls += 1
             is_due = self.num_left > 0 if self.num_left is not None else is_power_of_ten(self._num_calls)
@@ -362,7 +359,7 @@ class MeanCheck:
                     self._test_mean(loss_func, batch, output, first_loss(value))
             return value
 
-        return tested
+        return test_loss
 
     def _test_mean(self, loss_func: LossFunction, batch: Any, output: Any, whole: torch.Tensor) -> None:
         value = float(whole)
@@ -414,14 +411,14 @@ class RowCheck:
         is_first = not self._rows
         counts = self._cluster.gathered(rows) if is_first else [*self._rows, rows]
         self._rows = [rows]
-        known = sorted({number for number in counts if number is not None})
-        if len(known) > 1:
+        sizes = sorted({number for number in counts if number is not None})
+        if len(sizes) > 1:
             self._is_needed = False
             subject = "the batches of the ranks have"
             if not is_first:
                 subject = "from one step to the next, this rank's batch has"
             warnings.warn(
-                f"{subject} {known[0]} to {known[-1]} samples. Each rank's mean has equal weight, so the samples of a rank "
+                f"{subject} {sizes[0]} to {sizes[-1]} samples. Each rank's mean has equal weight, so the samples of a rank "
                 "with fewer samples count more than in one process. Pass auto_accelerate a weight_func that returns the number of "
                 "samples of a micro-batch.",
                 stacklevel=2,
@@ -433,7 +430,7 @@ def is_power_of_ten(number: int) -> bool:
     return str(number).strip("0") == "1"
 
 
-def _is_without_state(value: Any, seen: frozenset[Any] = frozenset()) -> bool:
+def _is_without_state(value: Any, callers: frozenset[Any] = frozenset()) -> bool:
     # Values that a call cannot change; anything unknown counts as changeable.
     if any(value is plain for plain in _PLAIN) or isinstance(
         value, (int, float, str, bytes, torch.dtype, torch.device, ModuleType, BuiltinFunctionType)
@@ -444,21 +441,21 @@ def _is_without_state(value: Any, seen: frozenset[Any] = frozenset()) -> bool:
             value if isinstance(value, type) else type(value)
         ).__module__.startswith("torch")
     if isinstance(value, tuple):
-        return all(_is_without_state(item, seen) for item in value)
+        return all(_is_without_state(item, callers) for item in value)
     if not isinstance(value, FunctionType) or value.__module__.startswith("torch"):
         return isinstance(value, FunctionType)
-    if value in seen:  # recursion
+    if value in callers:  # recursion
         return True
     cells = [cell.cell_contents for cell in value.__closure__ or ()]
-    used: list[Any] = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    reads: list[Any] = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     # What the function and its inner functions read, and whether they write outside.
     for code in nested_codes(value.__code__):
         for step in dis.get_instructions(code):
             if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR"):
                 return False
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                used.append(value.__globals__.get(step.argval, getattr(builtins, step.argval, None)))
-    return all(_is_without_state(item, seen | {value}) for item in used)
+                reads.append(value.__globals__.get(step.argval, getattr(builtins, step.argval, None)))
+    return all(_is_without_state(item, callers | {value}) for item in reads)
 
 
 _PLAIN: Final = (None, Ellipsis, NotImplemented)

@@ -22,17 +22,17 @@ def local_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     A dimension that is divided twice (over tensor ranks, then over the ranks that share a tensor rank's part)
     is divided in that order, which placements tell by a strided shard.
 
-    ``whole`` has the shape of ``like`` and is the same on all of its ranks; ``like`` has shards and replicas only.
+    ``whole`` has the shape of ``like`` and is equal on all ranks; ``like`` has shards and replicas only.
     """
     mesh, coordinate = like.device_mesh, like.device_mesh.get_coordinate()
     assert coordinate is not None
     assert whole.shape == like.shape
-    numbered = list(enumerate(like.placements))
+    entries = list(enumerate(like.placements))
     # Plain shards divide first, outer mesh dimensions before inner; strided shards divide the rest.
-    plain = [entry for entry in numbered if not is_strided_shard(entry[1])]
-    strided = [entry for entry in reversed(numbered) if is_strided_shard(entry[1])]
+    plain = [entry for entry in entries if not is_strided_shard(entry[1])]
+    strided_shards = [entry for entry in reversed(entries) if is_strided_shard(entry[1])]
     part = whole
-    for axis, placement in (*plain, *strided):
+    for axis, placement in (*plain, *strided_shards):
         dim = getattr(placement, "dim", None)
         if dim is not None:
             part = _take_chunk(part, mesh.size(axis), dim, coordinate[axis])
@@ -57,10 +57,9 @@ def is_on_meta(module: nn.Module) -> bool:
 class Materialiser:
     """Materialises parts of one model, each module once, with values that do not depend on the order.
 
-    Every module's initial values are drawn from a generator state of its own, made from ``seed`` and the
-    module's path. A model materialised block by block, on any number of ranks, therefore has the values of
-    one materialised at once. Tied parameters stay tied. A parameter that is divided over ranks is made whole, one
-    module at a time, and each rank keeps its part.
+    Every module's values are drawn from ``seed`` and its path. A model materialised block by block, on any
+    number of ranks, therefore has the values of one materialised at once. Tied parameters stay tied. A
+    divided parameter is made whole, one module at a time, and each rank keeps its part.
 
     Args:
         model: the whole model.
@@ -91,7 +90,7 @@ class Materialiser:
         self._materials: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
 
     def materialise(self, modules: Iterable[nn.Module], *, recurse: bool = True) -> None:
-        """Materialises everything on meta inside ``modules``; without ``recurse`` only what they hold themselves.
+        """Materialises everything on meta inside ``modules``; without ``recurse`` only their own tensors.
 
         Raises:
             InputError: naming the modules that offer no way to initialise themselves, whose
@@ -112,15 +111,15 @@ class Materialiser:
         tensors = [*module._parameters.values(), *module._buffers.values()]
         if not any(tensor is not None and tensor.is_meta for tensor in tensors):
             return
-        divided = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+        shards = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
         buffers = {id(buffer): name for name, buffer in module.named_buffers(recurse=False)}
         aliases = {name: buffers[id(value)] for name, value in vars(module).items() if id(value) in buffers}
         fresh = self._allocate_tensors(module)
         vars(module).update({name: module._buffers[buffer] for name, buffer in aliases.items()})
         if not fresh:
             return
-        tied = divided.keys() - fresh.keys()  # already made with another module
-        self._make_whole(module, tied)
+        tied_names = shards.keys() - fresh.keys()  # already made with another module
+        self._make_whole(module, tied_names)
         with torch.random.fork_rng(devices=[]):  # values do not depend on other modules
             torch.manual_seed(self._seed ^ zlib.crc32(self._names.get(module, "").encode()))
             self._init(module)
@@ -130,16 +129,16 @@ class Materialiser:
                 f"the model is on the meta device, and initialising {self._describe_module(module)} leaves "
                 f"{', '.join(unset)} unset. Set them in its reset_parameters, or build the model on a device."
             )
-        for name, parameter in divided.items():
-            self._keep_part(module, name, parameter, is_tied=name in tied)
+        for name, parameter in shards.items():
+            self._keep_part(module, name, parameter, is_tied=name in tied_names)
 
     def _make_whole(self, module: nn.Module, names: Iterable[str]) -> None:
         for name in names:
-            tied = module._parameters[name]
-            assert tied is not None
+            parameter = module._parameters[name]
+            assert parameter is not None
             # Poisoned: if this initialisation leaves it unset, the other module's values stay.
-            data = _poison_tensor(torch.empty(tied.shape, dtype=tied.dtype, device=self._device))
-            module._parameters[name] = nn.Parameter(data, requires_grad=tied.requires_grad)
+            data = _poison_tensor(torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device))
+            module._parameters[name] = nn.Parameter(data, requires_grad=parameter.requires_grad)
 
     @torch.no_grad()
     def _keep_part(self, module: nn.Module, name: str, like: nn.Parameter, *, is_tied: bool) -> None:
@@ -151,10 +150,10 @@ class Materialiser:
         values = whole.detach() if packing is None else packing.pack(whole.detach())
         part = divided_like(values, like)
         if is_tied:
-            tied = self._materials.get(like, like)
-            module._parameters[name] = tied
+            twin = self._materials.get(like, like)
+            module._parameters[name] = twin
             if not is_poisoned(whole):  # this module's values replace them
-                tied.copy_(part)
+                twin.copy_(part)
         else:
             module._parameters[name] = self._materials[like] = nn.Parameter(
                 part, requires_grad=like.requires_grad
@@ -214,7 +213,7 @@ def _poison_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_poisoned(tensor: torch.Tensor) -> bool:
-    """Whether some value (integers: every value) is still the poison; takes no memory of the tensor's size."""
+    """Whether some value (integers: every value) is still the poison; takes no memory of that size."""
     if tensor.numel() == 0 or tensor.dtype == torch.bool:
         return False
     if tensor.is_complex():

@@ -59,18 +59,18 @@ class PeakMemory:
 def state_bytes(result: Result) -> StateBytes:
     """What is kept of a job; read after a step, before gradients are cleared."""
     parameters = list(result.model.parameters())
-    updated = (
+    targets = (
         [] if result.optim is None else [p for group in result.optim.param_groups for p in group["params"]]
     )
     states = [] if result.optim is None else _state_tensors(result.optim)
-    kept = _storage_bytes(parameters)
-    gradients = _storage_bytes(tensor.grad for tensor in (*parameters, *updated) if tensor.grad is not None)
+    weights = _storage_bytes(parameters)
+    gradients = _storage_bytes(tensor.grad for tensor in (*parameters, *targets) if tensor.grad is not None)
     # Masters are updated in the place of parameters, and so are flat partitions of their own memory.
-    of_optimizer = {key: size for key, size in _storage_bytes((*updated, *states)).items() if key not in kept}
+    optimizer = {key: size for key, size in _storage_bytes((*targets, *states)).items() if key not in weights}
     return StateBytes(
-        parameters=sum(kept.values()),
+        parameters=sum(weights.values()),
         gradients=sum(gradients.values()),
-        optimizer=sum(of_optimizer.values()),
+        optimizer=sum(optimizer.values()),
         buffers=sum(_storage_bytes(result.model.buffers()).values()),
     )
 
@@ -94,21 +94,21 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def fragmentation_advice(stats: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> str | None:
     """Advice to set ``expandable_segments``, with figures; ``None`` if little is lost, or it is set already.
 
-    Much is lost if a fifth of what was reserved and more than 1 GiB was never used, or an allocation was retried.
+    Much is lost if a fifth of reserved memory and over 1 GiB was never used, or an allocation was retried.
 
     Args:
         stats: result of ``torch.cuda.memory_stats()``.
         environment: environment variables.
     """
-    reserved = stats.get("reserved_bytes.all.peak", 0)
-    unused = max(0, reserved - stats.get("allocated_bytes.all.peak", 0))
+    reserved_bytes = stats.get("reserved_bytes.all.peak", 0)
+    unused_bytes = max(0, reserved_bytes - stats.get("allocated_bytes.all.peak", 0))
     num_retries = stats.get("num_alloc_retries", 0)
     settings = ",".join(environment.get(name, "") for name in _ALLOCATOR_VARIABLES)
-    is_high = num_retries > 0 or unused > max(_UNUSED_BYTES, _UNUSED_SHARE * reserved)
+    is_high = num_retries > 0 or unused_bytes > max(_UNUSED_BYTES, _UNUSED_SHARE * reserved_bytes)
     if not is_high or "expandable_segments:True" in settings.replace(" ", ""):
         return None
-    retried = f", and retried {counted(num_retries, 'allocation')}" if num_retries else ""
+    retry_text = f", and retried {counted(num_retries, 'allocation')}" if num_retries else ""
     return (
-        f"the CUDA allocator holds {bytes_text(unused)} of {bytes_text(reserved)} that tensors "
-        f"never use (measured){retried}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts"
+        f"the CUDA allocator holds {bytes_text(unused_bytes)} of {bytes_text(reserved_bytes)} that tensors "
+        f"never use (measured){retry_text}: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts"
     )

@@ -87,13 +87,13 @@ class ModelParts:
     Attributes:
         stages: modules of this rank that are called in place of the model, in the order of a pipeline; empty
             where the model is called as one. Together they hold this rank's parameters.
-        pipeline: the schedule and the predicted costs of its stages, for the report; ``None`` without a pipeline.
+        pipeline: its schedule and predicted costs of stages, for the report; ``None`` without a pipeline.
         full_structure: the whole model from before it was cut into stages, its parameters without memory;
             ``None`` where it is in one piece.
         experts: modules whose parameters are divided over the expert axis, so that only the other data ranks
             hold copies of them. They scale their gradients themselves to the mean over the expert axis.
-        listed_experts: likewise, modules that are never called themselves: ``job.gradients.sums`` averages the
-            gradients of their copies, and nothing may shard them further.
+        listed_experts: likewise, modules that are never called: ``job.gradients.sums`` averages the gradients
+            of their copies, and nothing may shard them further.
         packings: parameters that lie divided over the tensor axis in another order than the user's, by name.
     """
 
@@ -112,7 +112,7 @@ def name_groups(inputs: Inputs) -> tuple[NamedGroup, ...] | None:
     makes of them afterwards.
 
     Returns:
-        The groups; ``None`` if there is no such function: then every parameter is in one group, frozen or not.
+        The groups; ``None`` if there is no such function: then all parameters, frozen or not, are one group.
 
     Raises:
         InputError: if the function gives something else than parameters or groups of them, or tensors that
@@ -150,9 +150,9 @@ def parameter_groups(
         return [{"params": [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]}]
     now = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     for name, others in tied.items():
-        kept = [other for other in others if other in now]  # a stage may keep only a later name
-        if name not in now and kept:
-            now[name] = now[kept[0]]
+        later_names = [other for other in others if other in now]  # a stage may keep only a later name
+        if name not in now and later_names:
+            now[name] = now[later_names[0]]
     missing = [name for group in groups for name in group.names if name not in now]
     if missing and whole:
         raise InputError(

@@ -15,9 +15,8 @@ from atorch_ns.capture.random_states import save_generators, seed_generators
 class SharedRandomness:
     """Gives every forward pass in training random states that depend on the job, the data and a count.
 
-    Ranks that hold parts of one layer must draw the same masks for what they compute alike, however differently
-    the user has seeded them. The caller's random states are as before afterwards. Recomputation in the backward
-    pass restores the states it has seen, so it draws the same again.
+    Ranks that hold parts of one layer must draw the same masks, however the user has seeded them. The
+    caller's random states are restored. Recomputation in the backward pass restores the states it has seen.
 
     Args:
         seed: a number that is the same on every rank.

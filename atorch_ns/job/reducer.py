@@ -21,7 +21,7 @@ from atorch_ns.text import first_few
 from atorch_ns.torch_compat import after_accumulation, after_backward, is_transformed, laid_out, plain_name
 
 BucketHook = Callable[["GradientReducer", torch.Tensor], object]
-"""Called with the reducer and a bucket, 1-d: the gradients of its parameters one after the other. It may change them."""
+"""Called with the reducer and a bucket, 1-d: its parameters' gradients in turn, which it may change."""
 
 
 class _Bucket:
@@ -39,7 +39,7 @@ class _Bucket:
         self.views = [part.view_as(piece) for part, piece in zip(parts, pieces, strict=True)]
         # Other tensors of the same memory: ``module.to`` gives the gradient of a parameter other memory.
         aliases = [view.view_as(view) for view in self.views]
-        self.placed = [
+        self.grads = [
             laid_out(view, parameter) if isinstance(parameter, DTensor) else view
             for view, parameter in zip(aliases, parameters, strict=True)
         ]
@@ -55,35 +55,33 @@ class _Bucket:
 _NUM_TURNS: Final = NUM_REPORTED - 1
 """Ranks are told apart by forward passes that no backward pass has followed, up to this number of them."""
 
-_Trained = tuple[bool, ...]
+_Flags = tuple[bool, ...]
 """Of every parameter, whether it is trained."""
 
 
 class GradientReducer:
     """Averages gradients of parameters of which every rank of a group holds the same: all, or the same part.
 
-    Gradients belong to parameters: whichever way a backward pass has come, through the module, through another of its
-    methods, a first time or again, what it has added is averaged when it ends. Buckets are reduced in one order on all
-    ranks, each once its gradients and all buckets before it are ready, so that communication overlaps with the backward
-    pass. A parameter that no rank has used has no gradient afterwards, as in one process. Parameters may be frozen and
-    thawed at any time, on all ranks alike.
-
-    Gradients of embeddings that say ``sparse`` keep to the rows that were used, of all ranks, and travel after the buckets.
+    Gradients belong to parameters: what a backward pass has added, through the module or another method, a
+    first time or again, is averaged when it ends. Buckets are reduced in one order on all ranks, each once
+    its gradients and all buckets before it are ready, so communication overlaps with the backward pass. A
+    parameter that no rank has used has no gradient afterwards, as in one process. Parameters may be frozen
+    and thawed at any time, on all ranks alike. Gradients of ``sparse`` embeddings keep to used rows.
 
     Args:
         module: a forward pass of it announces a backward pass.
         group: the ranks, which hold equal parameters; those that are divided, are over other ranks.
-        parameters: those to reduce, trained or not yet, in the same order on all ranks; ``None`` for all of ``module``.
+        parameters: to reduce, trained or not, in one order on all ranks; ``None`` for all of ``module``.
         bucket_bytes: the least size of a bucket.
-        predivide: what gradients are divided by before they are summed, against overflows in 16 bits; the rest of the
-            division by the number of ranks comes afterwards. ``None`` for all of it before.
+        predivide: divisor of gradients before the sum, against overflows in 16 bits; the rest of the division
+            by the number of ranks follows. ``None`` for all of it before.
 
     Attributes:
         synchronised: whether gradients are those of all ranks since the last forward pass.
 
     Raises:
         InputError: if a number is not positive.
-        StepError: on all ranks, from a backward pass, if ranks train different parameters, or one of them is behind.
+        StepError: on all ranks, from a backward pass, if ranks train different parameters or one is behind.
     """
 
     def __init__(
@@ -100,8 +98,8 @@ class GradientReducer:
             raise InputError(
                 f"bucket_bytes and predivide must be positive; they are {bucket_bytes} and {first}."
             )
-        chosen = module.parameters() if parameters is None else parameters
-        floating = [p for p in chosen if p.is_floating_point() or p.is_complex()]
+        candidates = module.parameters() if parameters is None else parameters
+        floating = [p for p in candidates if p.is_floating_point() or p.is_complex()]
         tables = sparse_tables(module)
         self._parameters = [p for p in floating if p not in tables]
         self._tables = [p for p in floating if p in tables]
@@ -112,17 +110,17 @@ class GradientReducer:
         self._before, self._after = 1.0 / first, first / group.size()  # factors before and after the sum
         self._hooks: dict[str, list[BucketHook]] = {"before": [], "after": []}
         self._lay_out(self._trained_flags())
-        self._unused: list[nn.Parameter] = []  # parameters without a gradient on this rank
+        self._unused_parameters: list[nn.Parameter] = []  # parameters without a gradient on this rank
         self._next = 0  # the next bucket to reduce
         self._sync = True  # false under no_sync
         self._sums = False  # sum instead of mean
-        self._expected = False  # a reduction is due
+        self._is_expected = False  # a reduction is due
         self._local = False  # a forward pass came since the last reduction
-        self._queued = False  # the end of the running pass is queued
-        self._reached = False  # the running pass has added to a gradient
-        self._changed = False  # trained parameters differ from the layout
-        self._seen: set[nn.Parameter] = set()  # got a gradient in the first pass
-        self._repeated: set[nn.Parameter] = set()  # got several in one pass
+        self._is_queued = False  # the end of the running pass is queued
+        self._has_reached = False  # the running pass has added to a gradient
+        self._has_changed = False  # trained parameters differ from the layout
+        self._reached_parameters: set[nn.Parameter] = set()  # got a gradient in the first pass
+        self._repeated_parameters: set[nn.Parameter] = set()  # got several in one pass
         self._is_first_pass = True
         self._num_open = 0  # forward passes without a backward pass
         self._late_report: _LateNumbers | None = None  # copied from the GPU, not yet read
@@ -136,7 +134,7 @@ class GradientReducer:
         twin = GradientReducer.__new__(GradientReducer)
         twin._parameters, twin._handles, twin._buckets = [], [], []
         twin._hooks = {"before": [], "after": []}
-        twin._sync = twin._sums = twin._expected = twin._local = twin.synchronised = False
+        twin._sync = twin._sums = twin._is_expected = twin._local = twin.synchronised = False
         return twin
 
     @property
@@ -145,7 +143,7 @@ class GradientReducer:
         return len(self._buckets)
 
     def before(self, hook: BucketHook) -> Callable[[], None]:
-        """Calls ``hook`` with each bucket before it is reduced, once in a step; returns what takes it out again."""
+        """Calls ``hook`` with each bucket before its reduction, once a step; returns what takes it out."""
         self._hooks["before"].append(hook)
         return partial(self._hooks["before"].remove, hook)
 
@@ -180,19 +178,19 @@ class GradientReducer:
 
     @torch.no_grad()
     def sync_grad(self) -> None:
-        """Reduces what the last backward pass has left and waits for all; nothing if that is done. Collective."""
-        if not self._expected and self._local:  # all passes since the last reduction were under no_sync
+        """Reduces what the last backward pass has left, if not done yet, and waits for all. Collective."""
+        if not self._is_expected and self._local:  # all passes since the last reduction were under no_sync
             self._expect_gradients()
-        if not self._expected:
+        if not self._is_expected:
             return
         # This rank's losses have not reached the module, and so nothing follows its forward passes.
-        if not self._queued:
+        if not self._is_queued:
             self._num_open = 0
         self._reduce_buckets()
         for table in self._tables:
             if table.requires_grad:
                 add_rows(table, self._group, self._before * self._after)
-        self._expected, self._queued, self._local, self._is_first_pass = False, False, False, False
+        self._is_expected, self._is_queued, self._local, self._is_first_pass = False, False, False, False
         self._compare_ranks()
         self.synchronised = True
 
@@ -216,13 +214,13 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
 
-    def _trained_flags(self) -> _Trained:
+    def _trained_flags(self) -> _Flags:
         return tuple([parameter.requires_grad for parameter in self._parameters])
 
-    def _lay_out(self, trained: _Trained) -> None:
-        self._layout = trained
-        chosen = [p for p, is_trained in zip(self._parameters, trained, strict=True) if is_trained]
-        self._buckets = _make_buckets(chosen, self._bucket_bytes, self._like)
+    def _lay_out(self, flags: _Flags) -> None:
+        self._layout = flags
+        trained_parameters = [p for p, is_trained in zip(self._parameters, flags, strict=True) if is_trained]
+        self._buckets = _make_buckets(trained_parameters, self._bucket_bytes, self._like)
         self._places = {
             parameter: (bucket, index)
             for bucket in self._buckets
@@ -245,11 +243,11 @@ class GradientReducer:
     def _watch_outputs(self, _: nn.Module, inputs: Any, output: Any) -> None:
         if not (self._sync and torch.is_grad_enabled()) or is_transformed():
             return
-        followed = [False]
+        is_followed = [False]
 
         def follow(_: torch.Tensor) -> None:
-            if not followed[0]:
-                followed[0] = True
+            if not is_followed[0]:
+                is_followed[0] = True
                 self._num_open -= 1
             self._end_with_pass()
 
@@ -258,37 +256,37 @@ class GradientReducer:
         for tensor in unique_tensors_of(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(follow)
-                followed[0] = True
+                is_followed[0] = True
         # Until here True means that hooks exist; from now on, that a pass has reached an output.
-        if followed[0]:
-            followed[0] = False
+        if is_followed[0]:
+            is_followed[0] = False
             self._num_open += 1
 
     def _end_with_pass(self) -> None:
-        if self._sync and not self._queued:
-            if not self._expected:  # a further backward pass after one forward pass
+        if self._sync and not self._is_queued:
+            if not self._is_expected:  # a further backward pass after one forward pass
                 self._expect_gradients()
-            self._queued, self._reached = True, False
+            self._is_queued, self._has_reached = True, False
             after_backward(self._end_pass)
 
     def _end_pass(self) -> None:
-        self._queued = False
+        self._is_queued = False
         # autograd.grad for inputs alone reaches no parameter: there is nothing to reduce.
-        if self._reached:
-            self._reached = False
+        if self._has_reached:
+            self._has_reached = False
             self.sync_grad()
 
     def _expect_gradients(self) -> None:
         if self._late_report is not None:  # the copy from the GPU has arrived by now
             report, self._late_report = self._late_report, None
             self._require_alike(report.read())
-        self._expected, self._queued = True, False
-        self._changed = self._trained_flags() != self._layout
+        self._is_expected, self._is_queued = True, False
+        self._has_changed = self._trained_flags() != self._layout
         self._reset_buckets()
 
     def _reset_buckets(self) -> None:
         self._next = 0
-        self._unused.clear()
+        self._unused_parameters.clear()
         for bucket in self._buckets:
             bucket.ready.clear()
         # Through .data, since versions must change only when the user writes.
@@ -296,25 +294,25 @@ class GradientReducer:
 
     @torch.no_grad()
     def _take_gradient(self, parameter: nn.Parameter) -> None:
-        known = self._places.get(parameter)
+        slot = self._places.get(parameter)
         # Thawed a moment ago, this pass ends with buckets that have it; or its gradient is sparse.
-        if known is None:
+        if slot is None:
             if self._sync:
                 self._end_with_pass()
-                self._reached = True
+                self._has_reached = True
             return
-        bucket, index = known
+        bucket, index = slot
         # Under no_sync the gradient moves to its bucket and stays local.
         if not self._sync:
             self._move_to_bucket(bucket, index, 1.0)
             return
         self._end_with_pass()
-        self._reached = True
+        self._has_reached = True
         # A recomputed block may add twice. The first pass finds such parameters; they are taken at the end.
-        if self._is_first_pass or parameter in self._repeated:  # taken at the end
-            if parameter in self._seen:
-                self._repeated.add(parameter)
-            self._seen.add(parameter)
+        if self._is_first_pass or parameter in self._repeated_parameters:  # taken at the end
+            if parameter in self._reached_parameters:
+                self._repeated_parameters.add(parameter)
+            self._reached_parameters.add(parameter)
             return
         if index in bucket.ready:
             raise StepError(
@@ -331,7 +329,7 @@ class GradientReducer:
         parameter = bucket.parameters[index]
         # Not reached: zeros are sent, and a flag of 0 for this rank.
         if parameter.grad is None:
-            self._unused.append(parameter)
+            self._unused_parameters.append(parameter)
             self._buckets[-1].flags[self._number[parameter]] = 0.0
         self._move_to_bucket(bucket, index, self._before)
         bucket.ready.add(index)
@@ -354,14 +352,14 @@ class GradientReducer:
         elif gradient.data_ptr() != view.data_ptr():
             # Outside of the bucket: write the product there, without a temporary.
             torch.mul(gradient, factor, out=view)
-            if local_part(bucket.placed[index]).data_ptr() != view.data_ptr():  # as module.to leaves it
+            if local_part(bucket.grads[index]).data_ptr() != view.data_ptr():  # as module.to leaves it
                 alias = view.view_as(view)
-                divided = parameter if isinstance(parameter, DTensor) else None
-                bucket.placed[index] = alias if divided is None else laid_out(alias, divided)
+                like = parameter if isinstance(parameter, DTensor) else None
+                bucket.grads[index] = alias if like is None else laid_out(alias, like)
         elif factor != 1.0:
             # Already the bucket's view, since autograd adds in place.
             view.mul_(factor)
-        parameter.grad = bucket.placed[index]
+        parameter.grad = bucket.grads[index]
 
     def _launch_bucket(self) -> None:
         bucket = self._buckets[self._next]
@@ -375,7 +373,7 @@ class GradientReducer:
         if bucket is self._buckets[-1]:
             report = [0.0] * NUM_REPORTED
             report[self._num_open % _NUM_TURNS] = 1.0  # equal ranks set one column
-            report[-1] = float(self._changed)
+            report[-1] = float(self._has_changed)
             bucket.flags[len(self._number) :].copy_(torch.tensor(report), non_blocking=True)
         bucket.work = dist.all_reduce(bucket.whole, group=self._group, async_op=True)
 
@@ -388,16 +386,16 @@ class GradientReducer:
                 bucket.gradients.mul_(self._after)
             for hook in tuple(self._hooks["after"]):
                 hook(self, bucket.gradients)
-        if self._unused:  # by this rank; by all, if the sum says so
-            used = self._buckets[-1].flags.tolist()  # synchronises with the GPU
-            for parameter in self._unused:
-                if not used[self._number[parameter]]:
+        if self._unused_parameters:  # by this rank; by all, if the sum says so
+            counts = self._buckets[-1].flags.tolist()  # synchronises with the GPU
+            for parameter in self._unused_parameters:
+                if not counts[self._number[parameter]]:
                     parameter.grad = None
 
     def _compare_ranks(self) -> None:
         # Do not wait for the GPU: read the report at the next pass, unless this rank must act now.
         report = self._buckets[-1].flags[len(self._number) :]
-        if self._changed or report.device.type == "cpu":
+        if self._has_changed or report.device.type == "cpu":
             self._require_alike(report.tolist())
         else:
             self._late_report = _LateNumbers(report)
@@ -415,9 +413,9 @@ class GradientReducer:
             self._follow_change()
 
     def _follow_change(self) -> None:
-        trained: list[_Trained] = [()] * self._group.size()
-        dist.all_gather_object(trained, self._trained_flags(), group=self._group)
-        for parameter, states in zip(self._parameters, zip(*trained, strict=True), strict=True):
+        all_flags: list[_Flags] = [()] * self._group.size()
+        dist.all_gather_object(all_flags, self._trained_flags(), group=self._group)
+        for parameter, states in zip(self._parameters, zip(*all_flags, strict=True), strict=True):
             if len(set(states)) > 1:
                 raise StepError(
                     f"{self._names[parameter]} is trained on some ranks and frozen on others, so it would not stay the same on "
@@ -426,7 +424,7 @@ class GradientReducer:
         # Newly trained parameters were in no bucket: reduce them now in buckets of their own.
         now, before = self._trained_flags(), self._layout
         self._lay_out(tuple([new and not old for new, old in zip(now, before, strict=True)]))
-        self._changed = False
+        self._has_changed = False
         self._reset_buckets()
         self._reduce_buckets()
         # Then lay out buckets for all trained parameters.
@@ -466,7 +464,7 @@ def require_dense_gradients(module: nn.Module, method: str) -> None:
 
 
 def add_rows(table: torch.Tensor, group: dist.ProcessGroup, factor: float) -> None:
-    """Makes a gradient of rows the sum of all ranks', times a factor; collective. ``None`` where no rank has any.
+    """Makes a gradient of rows the sum of all ranks' times a factor; ``None`` if no rank has any. Collective.
 
     Where a rank's is dense, as with a penalty on the whole table, the sum is dense, as in one process.
     """
@@ -476,8 +474,8 @@ def add_rows(table: torch.Tensor, group: dist.ProcessGroup, factor: float) -> No
     num_used = 0 if sparse is None else sparse.values().shape[0]
     # [2] per rank: number of rows, -1 without a gradient; 1 if dense.
     counts = [torch.zeros(2, dtype=torch.int64, device=table.device) for _ in range(group.size())]
-    used = torch.tensor([-1 if gradient is None else num_used, int(is_dense)], device=table.device)
-    dist.all_gather(counts, used, group=group)
+    own_counts = torch.tensor([-1 if gradient is None else num_used, int(is_dense)], device=table.device)
+    dist.all_gather(counts, own_counts, group=group)
     numbers = [int(number) for number, _ in counts]
     if max(numbers) < 0:
         return

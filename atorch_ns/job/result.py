@@ -125,12 +125,12 @@ class ReadableReport(Protocol):
 
 
 def _with_settings(step: Step, options: Mapping[str, Any]) -> Step:
-    written = step.config if isinstance(step.config, dict) else {}
+    config = step.config if isinstance(step.config, dict) else {}
     # Paths of files that a method has read are replaced by what was in the files.
     read = [
-        key for key, value in written.items() if isinstance(value, str) and isinstance(options.get(key), dict)
+        key for key, value in config.items() if isinstance(value, str) and isinstance(options.get(key), dict)
     ]
-    return Step(step.name, {**options, **{key: value for key, value in written.items() if key not in read}})
+    return Step(step.name, {**options, **{key: value for key, value in config.items() if key not in read}})
 
 
 class Result(_Fields):
@@ -166,9 +166,9 @@ class Result(_Fields):
         result.make_report = make_applied
         return result
 
-    def having(self, **changed: Any) -> Result:
+    def having(self, **changes: Any) -> Result:
         """The same objects with others in some fields."""
-        fields = {**self._asdict(), **changed}
+        fields = {**self._asdict(), **changes}
         result = Result.of(train_step=self.train_step, make_applied=self.make_applied, job=self.job, **fields)
         result.make_report = self.make_report
         return result
@@ -185,13 +185,13 @@ class Result(_Fields):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy as applied, with what methods found for themselves; ``strategy.save(path)`` is a file for any front end."""
-        applied, options = self.applied.strategy, self.job.resolved_settings
+        """The strategy as applied, with methods' findings; ``strategy.save(path)`` is for all front ends."""
+        strategy, options = self.applied.strategy, self.job.resolved_settings
         return Strategy(
-            [_with_settings(step, options[step.name]) if step.name in options else step for step in applied],
-            requires=applied.requires,
+            [_with_settings(step, options[step.name]) if step.name in options else step for step in strategy],
+            requires=strategy.requires,
             provenance={
-                **applied.provenance,
+                **strategy.provenance,
                 "made_by": f"atorch_ns {__version__}",
                 "model": self.job.original.model_class,
                 "num_parameters": self.applied.num_parameters,
@@ -237,18 +237,17 @@ class Result(_Fields):
         return total
 
     def infer_step(self, samples: Sequence[Any]) -> tuple[Any, ...]:
-        """The model's outputs for micro-batches, in evaluation mode and without gradients, on every rank; collective.
+        """The model's outputs for micro-batches, in evaluation mode, without gradients; collective.
 
-        Those are of this rank's samples; in a pipeline all of its ranks give the same samples.
+        Every rank gets those of its samples; in a pipeline all of its ranks give the same samples.
         """
         return self.train_step.infer(samples).outputs
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward passes add to local gradients and communicate nothing.
 
-        For the plain loop: all micro-batches but the last run in it. ``train_step`` does so by itself. Where
-        ``reduce_each_micro_batch`` of fsdp or zero2 is true, it does nothing: each pass adds to gradients that are reduced
-        and sharded.
+        For the plain loop: all micro-batches but the last run in it; ``train_step`` does so by itself. It
+        does nothing where ``reduce_each_micro_batch`` of fsdp or zero2 is true: gradients are then sharded.
         """
         return self.job.gradients.no_sync()
 
@@ -260,7 +259,7 @@ class Result(_Fields):
         return self.train_step.clip_grad_norm_(max_norm, norm_type)
 
     def prepare_gradients(self) -> None:
-        """Makes the gradients in ``optim.param_groups`` those of the loss, complete and unscaled, for a loop that changes them.
+        """Makes the gradients in ``optim.param_groups`` complete and unscaled, for a loop that changes them.
 
         Call it after the last backward pass of a step. Collective.
         """
@@ -269,10 +268,10 @@ class Result(_Fields):
             self.optim.prepare_gradients()
 
     def average(self, decay: float | None = 0.999) -> WeightAverage:
-        """An average of the weights (EMA), divided as they are, whatever the strategy; call its ``update()`` after a step.
+        """An average of the weights (EMA), divided as they are; call its ``update()`` after a step.
 
-        The numbers are those of ``AveragedModel`` with ``get_ema_multi_avg_fn(decay)`` in one process; ``decay=None`` is the
-        mean of all updates.
+        The numbers are those of ``AveragedModel`` with ``get_ema_multi_avg_fn(decay)`` in one process;
+        ``decay=None`` is the mean of all updates.
 
         Raises:
             InputError: for a decay outside of 0 to 1.
@@ -280,9 +279,9 @@ class Result(_Fields):
         return WeightAverage(partial(self.job.make_states, self.job, self.optim), decay)
 
     def track(self, tracker: Tracker, *, every: int = 10, samples_per_step: int | None = None) -> Tracking:
-        """Gives the metrics of every so many steps of ``train_step`` to a tracker; see ``atorch_ns.tracking``.
+        """Gives metrics of every so many steps of ``train_step`` to a tracker (``atorch_ns.tracking``).
 
-        Call it on every rank, or on rank 0 alone: nothing is communicated, and only rank 0 measures and writes.
+        Call it on every rank, or on rank 0 alone: nothing is sent, and only rank 0 measures and writes.
         A logged step waits for the device; the others do not. A tracker that fails is one warning.
 
         Args:
@@ -300,12 +299,12 @@ class Result(_Fields):
             samples_per_step = self.dataloader.global_batch_size
         observers = self.train_step.observers
 
-        def closed(tracking: Tracking) -> None:
+        def stop_observing(tracking: Tracking) -> None:
             observers.remove(tracking)
             atexit.unregister(tracking.close)
 
         meter = StepMeter(self.device, self.optim, samples_per_step)
-        tracking = Tracking(tracker if self.rank == 0 else None, meter, every=every, on_close=closed)
+        tracking = Tracking(tracker if self.rank == 0 else None, meter, every=every, on_close=stop_observing)
         if self.rank == 0:
             observers.append(tracking)
             atexit.register(tracking.close)

@@ -33,15 +33,15 @@ _COMMUNICATION: Final = (str(Path(dist.__file__).parent), str(Path(__file__).par
 """Where the code is that waits for other ranks: torch's and the package's."""
 _POLL_S: Final = 5.0  # between looks of the thread
 STUCK_S: Final = 4 * _POLL_S
-"""A rank that four polls have found at one line tells the others where it is. A slow exchange may take longer: what ends ranks is
-that their calls differ, and this only keeps ranks that go on from writing."""
+"""A rank that four polls find at one line reports its place. A slow exchange may take longer: only calls that
+differ end ranks, and this keeps ranks that go on from writing."""
 
 _KEPT_UPDATES: Final = {False: 3, True: 1000}
-"""By whether every call is one of all, updates of which calls are kept: ranks that are stuck are at most two apart, those that go on as many as they make between
-two polls."""
+"""Updates whose calls are kept, by whether every call is one of all ranks: ranks that are stuck are at most
+two apart, others as many as they make between two polls."""
 _FEW_MEETINGS: Final = 3
 _FEW_UPDATES: Final = 10
-"""Ranks meet for the first evaluations or changes of what is trained, and after so many updates without: a loop may do both in each step."""
+"""Updates between meetings after the first ones, since a loop may evaluate or freeze in each step."""
 _MEETING_S: Final = 0.002  # first pause, doubled each time
 
 _MOST_CALLS: Final = 1024
@@ -51,18 +51,17 @@ _MOST_CALLS: Final = 1024
 class SamePlace:
     """Ends ranks that are at different places of a step, where none can go on.
 
-    A thread looks now and then at what the training thread does. A rank that is stuck in a call writes its calls since the
-    last updates into the store by which ranks have met. Where all ranks stay stuck and have made other calls since the same
-    update, one has left a call out: rank 0 sees it. A rank that computes, or writes a file, is not stuck, and calls need not
-    be equal where they are of each rank alone, as accumulated micro-batches, unless every rank waits for others.
-    Ranks whose every call is one of all compare with the first of them whether they are stuck or not, since they would
-    exchange what belongs to different calls. A rank that waits cannot be woken, so the process ends, as with NCCL's watchdog.
+    A thread looks now and then at the training thread. A rank that is stuck in a call writes its calls since
+    the last updates into the store by which ranks have met. If all ranks stay stuck and have made other calls
+    since the same update, one has left a call out: rank 0 sees it. A rank that computes, or writes a file, is
+    not stuck. Calls of one rank alone, as accumulated micro-batches, need not be equal unless every rank
+    waits. Ranks whose every call is one of all compare with their first, stuck or not, since they would mix
+    data of different calls. A waiting rank cannot be woken, so the process ends, as by NCCL's watchdog.
 
     Args:
         name: of the job, the same on all ranks and on no other job.
-        together: the ranks whose forward and backward passes are those of this rank too, as where they divide parameters or
-            samples; empty for none.
-        evaluating: the ranks whose passes without gradients are, and whose parameters are frozen and thawed together.
+        together: ranks that make this rank's forward and backward passes too, dividing a model or samples.
+        evaluating: the ranks whose passes without gradients, freezing and thawing are this rank's too.
     """
 
     def __init__(self, name: str, together: Sequence[int], evaluating: Sequence[int]) -> None:
@@ -77,7 +76,7 @@ class SamePlace:
         self._beats: dict[int, int] = {}  # last beat seen, by rank
         self._meetings = Counter[str]()
         self._last_meetings: dict[str, int] = {}  # update of the last meeting, by letter
-        self._trained: list[bool] = []
+        self._is_trained: list[bool] = []
 
     def follow(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Watches a model and its optimizer until the process ends."""
@@ -86,7 +85,7 @@ class SamePlace:
         self._module = id(module)  # which lives as long as its hooks
         # Held by the model alone, since the thread keeps this for ever.
         parameters = list(module.parameters()) if self._evaluating else []
-        self._trained = [parameter.requires_grad for parameter in parameters]
+        self._is_trained = [parameter.requires_grad for parameter in parameters]
         # First in each: fully_shard communicates in hooks of its own.
         before = torch.compiler.disable(partial(self._before_forward, parameters))
         module.register_forward_pre_hook(before, prepend=True)
@@ -110,21 +109,21 @@ class SamePlace:
             return
         self._thread = threading.get_ident()
         if torch.is_grad_enabled():
-            before, self._trained = self._trained, [parameter.requires_grad for parameter in parameters]
-            if self._trained != before:
+            before, self._is_trained = self._is_trained, [parameter.requires_grad for parameter in parameters]
+            if self._is_trained != before:
                 self._meet_sometimes("T")
             self._add_call("F")
         elif self._evaluating and not self._calls[self._num_updates].endswith("E"):
             self._meet_sometimes("E")
 
     def _meet_sometimes(self, letter: str) -> None:
-        passed = self._num_updates - self._last_meetings.get(letter, -_FEW_UPDATES)
+        distance = self._num_updates - self._last_meetings.get(letter, -_FEW_UPDATES)
         self._last_meetings[letter] = self._num_updates
-        if self._meetings[letter] < _FEW_MEETINGS or passed >= _FEW_UPDATES:
+        if self._meetings[letter] < _FEW_MEETINGS or distance >= _FEW_UPDATES:
             self.meet(letter, self._evaluating)
 
     def meet(self, letter: str, ranks: Sequence[int] = ()) -> None:
-        """Waits until some ranks, or all, make the call of a letter: one alone exchanges nothing with their other calls."""
+        """Waits until ``ranks``, or all, make the call of a letter, so that no exchange mixes calls."""
         self._add_call(letter)
         self._meetings[letter] += 1
         number, num_ranks = self._meetings[letter], len(ranks) or self._num_ranks
@@ -164,22 +163,22 @@ class SamePlace:
                 calls = {**calls, last: calls[last] + "B"}  # it has not come to the hook yet
             try:
                 store = default_store()
-                told = {"beat": beat, "is_stuck": is_stuck, "calls": calls, "waits": waits}
-                store.set(self._store_key(self._rank), json.dumps(told))
+                report = {"beat": beat, "is_stuck": is_stuck, "calls": calls, "waits": waits}
+                store.set(self._store_key(self._rank), json.dumps(report))
                 if self._together and self._rank != self._together[0]:  # all calls are collective
-                    self._compare_calls(told, self._read_places(self._together[:1]), only_last=False)
+                    self._compare_calls(report, self._read_places(self._together[:1]), only_last=False)
                 if is_stuck and self._rank == 0:  # calls may differ while ranks progress
                     others = self._read_places(range(1, self._num_ranks))
                     if len(others) == self._num_ranks - 1 and all(
                         other["is_stuck"] for other in others.values()
                     ):
-                        self._compare_calls(told, others, only_last=True)
+                        self._compare_calls(report, others, only_last=True)
             except (RuntimeError, ValueError):
                 # The store has gone, or the process group: nobody is left to wait for.
                 return
 
     def _find_line(self) -> tuple[tuple[Any, int] | None, bool, bool]:
-        """The training thread's line, whether it is in a backward pass, and whether it waits for other ranks."""
+        """The training thread's line, whether it runs a backward pass, and whether it waits for others."""
         if self._is_meeting:  # at any of its lines
             return (SamePlace.meet, 0), False, True
         frame = sys._current_frames().get(self._thread)
@@ -197,15 +196,15 @@ class SamePlace:
         store, reports = default_store(), {}
         for rank in ranks:
             if store.check([self._store_key(rank)]):
-                told = json.loads(store.get(self._store_key(rank)))
-                if told["beat"] > self._beats.get(rank, told["beat"]):  # newer than the last one seen
-                    reports[rank] = told
-                self._beats[rank] = told["beat"]
+                report = json.loads(store.get(self._store_key(rank)))
+                if report["beat"] > self._beats.get(rank, report["beat"]):  # newer than the last one seen
+                    reports[rank] = report
+                self._beats[rank] = report["beat"]
         return reports
 
-    def _compare_calls(self, told: Mapping[str, Any], others: dict[int, Any], *, only_last: bool) -> None:
-        calls = told["calls"]
-        all_wait = only_last and all(each["waits"] for each in (told, *others.values()))
+    def _compare_calls(self, report: Mapping[str, Any], others: dict[int, Any], *, only_last: bool) -> None:
+        calls = report["calls"]
+        all_wait = only_last and all(each["waits"] for each in (report, *others.values()))
         for rank, other in others.items():
             theirs = {int(number): text for number, text in other["calls"].items()}
             shared = sorted(calls.keys() & theirs.keys())

@@ -1,4 +1,4 @@
-"""Samples of the user's data: for profile and trials, which then leave the dataset alone, and to trace models with.
+"""Samples of the user's data: for profile and trials, which leave the dataset alone, and to trace models.
 
 Legend: B global batch size.
 """
@@ -94,8 +94,8 @@ def forward_loss(inputs: Inputs) -> Callable[[Any, Any], torch.Tensor]:
 def first_batch(inputs: Inputs, num_rows: int, device: torch.device) -> Any:
     """``inputs.sample_batch`` or a batch of the dataset's first samples, prepared as in training.
 
-    A dataset whose items are batches gives its first item; else a batch has ``num_rows`` samples, repeated where the
-    dataset is shorter. The caller's random states are as before.
+    A dataset whose items are batches gives its first item; else a batch has ``num_rows`` samples, repeated if
+    the dataset is shorter. The caller's random states are as before.
 
     Returns:
         The batch on ``device``; ``None`` without data, or with a dataset that can be read only once.
@@ -146,15 +146,15 @@ def _require_inputs(inputs: Inputs, sample_batch: Any) -> None:
 
 def _from_batch(inputs: Inputs, batch: Any, batch_size: int | None) -> Sample:
     rows = num_samples(batch)
-    wanted = batch_size or dict(inputs.dataloader_args or {}).get("batch_size") or rows
+    size = batch_size or dict(inputs.dataloader_args or {}).get("batch_size") or rows
     pieces = split_batch(batch, rows)  # one row each
-    kept = min(rows, _PROFILED_SAMPLES)
-    trial = _trial_inputs(inputs, pieces, {"batch_size": wanted, "collate_fn": join_batches}, wanted)
+    num_rows = min(rows, _PROFILED_SAMPLES)
+    trial = _trial_inputs(inputs, pieces, {"batch_size": size, "collate_fn": join_batches}, size)
     return Sample(
         inputs=trial,
-        batch=_prepare_batch(inputs, join_batches(pieces[:kept])),
-        num_samples=kept,
-        global_batch=wanted,
+        batch=_prepare_batch(inputs, join_batches(pieces[:num_rows])),
+        num_samples=num_rows,
+        global_batch=size,
     )
 
 
@@ -168,22 +168,22 @@ def _from_dataset(inputs: Inputs, num_data_ranks: int, batch_size: int | None) -
         return Sample(
             inputs=trial, batch=_prepare_batch(inputs, items[0]), num_samples=rows, global_batch=rows
         )
-    wanted = batch_size or args.get("batch_size") or _batch_sampler_size(args) or num_data_ranks
-    samples = _take_samples(inputs.dataset, 2 * wanted)
-    loader_args = {"batch_size": wanted, **({} if collate is None else {"collate_fn": collate})}
-    kept = samples[: min(wanted, _PROFILED_SAMPLES)]
+    size = batch_size or args.get("batch_size") or _batch_sampler_size(args) or num_data_ranks
+    samples = _take_samples(inputs.dataset, 2 * size)
+    loader_args = {"batch_size": size, **({} if collate is None else {"collate_fn": collate})}
+    first_samples = samples[: min(size, _PROFILED_SAMPLES)]
     try:
-        batch = (collate or default_collate)(kept)
+        batch = (collate or default_collate)(first_samples)
     except Exception as error:
         raise InputError(
             f"the samples of the dataset cannot be collated: {error_text(error)}. Give a "
             "collate_fn in dataloader_args."
         ) from error
     return Sample(
-        inputs=_trial_inputs(inputs, samples, loader_args, wanted),
+        inputs=_trial_inputs(inputs, samples, loader_args, size),
         batch=_prepare_batch(inputs, batch),
-        num_samples=len(kept),
-        global_batch=wanted,
+        num_samples=len(first_samples),
+        global_batch=size,
     )
 
 
@@ -198,7 +198,7 @@ def _trial_inputs(inputs: Inputs, samples: Sequence[Any], args: Mapping[str, Any
     )
 
 
-def _take_samples(dataset: Any, wanted: int) -> list[Any]:
+def _take_samples(dataset: Any, count: int) -> list[Any]:
     samples: list[Any] = []
     num_bytes = 0
     try:
@@ -208,7 +208,7 @@ def _take_samples(dataset: Any, wanted: int) -> list[Any]:
                 "the dataset can be iterated over only once, and sampling it would lose its first samples. "
                 "Give sample_batch, one collated batch, as well."
             )
-        for sample in itertools.islice(stream, wanted):
+        for sample in itertools.islice(stream, count):
             samples.append(sample)
             num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(sample))
             if num_bytes > _MAX_BYTES:
@@ -258,12 +258,12 @@ def _find_tensors(value: Any) -> Iterable[torch.Tensor]:
 
 
 def join_batches(rows: Sequence[Any]) -> Any:
-    """Batches of the same nest as one, their tensors joined along dim 0; what is not a tensor is the first's."""
+    """Batches of the same nest as one, tensors joined along dim 0; the rest is the first batch's."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.dim() else first
     if isinstance(first, Mapping):
-        return type(first)({key: join_batches([row[key] for row in rows]) for key in first})  # type: ignore[call-arg]
+        return type(first)({k: join_batches([r[k] for r in rows]) for k in first})  # type: ignore[call-arg]
     if isinstance(first, tuple) and hasattr(first, "_make"):
         return first._make(join_batches(items) for items in zip(*rows, strict=True))
     if isinstance(first, (list, tuple)):

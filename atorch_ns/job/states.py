@@ -1,6 +1,6 @@
 """Training states: weights and optimizer states, read and written by the user's names of parameters.
 
-A checkpoint sees every job through :class:`TrainingStates`, whatever has sharded, wrapped or flattened the model.
+A checkpoint sees every job through :class:`TrainingStates`, whatever shards, wraps or flattens the model.
 :class:`ParameterStates` is that of models that keep their parameters, plain or DTensor.
 """
 
@@ -44,7 +44,7 @@ class TrainedModel(Protocol):
 
 
 def on_all_stages(job: TrainedModel, value: T) -> list[T]:
-    """``value`` of every rank of this rank's pipeline; collective over them, and of this rank alone without one."""
+    """``value`` of every rank of a pipeline, collective over them; of this rank alone without one."""
     group = job.stage_group
     if group is None:
         return [value]
@@ -52,12 +52,9 @@ def on_all_stages(job: TrainedModel, value: T) -> list[T]:
 
 
 def groups_of_all_stages(job: TrainedModel, groups: list[list[str]]) -> list[list[str]]:
-    """Names by group of all stages together, in the order of the user's model; collective like :func:`on_all_stages`."""
+    """Names by group of all stages together, in the user's order; collective like :func:`on_all_stages`."""
     stages = on_all_stages(job, groups)
-    return [
-        job.original.ordered(name for stage in stages for name in stage[index])
-        for index in range(len(groups))
-    ]
+    return [job.original.ordered(name for stage in stages for name in stage[i]) for i in range(len(groups))]
 
 
 StateValue: TypeAlias = bool | int | float | str | None
@@ -94,7 +91,7 @@ class TrainingStates(Protocol):
     """
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Every parameter, frozen ones included, as precise as the job has it: fp32 masters where there are any.
+        """Every parameter, frozen ones too, as precise as the job has it: fp32 masters where there are any.
 
         The tensors may be the live ones or copies. To change weights, the caller fills them and then calls
         :meth:`set_weights` with them. Every rank that needs a weight must give it here.
@@ -143,13 +140,13 @@ def reshard(model: nn.Module) -> None:
 class ParameterStates:
     """The default :class:`~atorch_ns.job.TrainingStates`.
 
-    Where several ranks hold the stages of a pipeline, each gives its own parameters; a parameter of two stages is
-    given by both. Fused parameters that lie in another order than the user's are given in the user's, as copies.
+    Where several ranks hold the stages of a pipeline, each gives its own parameters; a parameter of two
+    stages is given by both. Fused parameters are given in the user's order, as copies.
 
     Args:
         job: a built job.
         optimizer: the optimizer of its result.
-        holder: accessor of the optimizer that holds this rank's states inside the user's, where they differ, e.g.
+        holder: gives the optimizer inside the user's that holds this rank's states, such as
             ``operator.attrgetter("optim")`` for ``ZeroRedundancyOptimizer``.
     """
 
@@ -175,10 +172,10 @@ class ParameterStates:
             for name in names
             if name in job.parts.packings
         }
-        self._trained = {
+        self._targets = {
             name: p if masters is None else masters.master_of(p) for name, p in self._parameters.items()
         }
-        self._names = {tensor: name for name, tensor in self._trained.items()}  # of updated tensors
+        self._names = {tensor: name for name, tensor in self._targets.items()}  # of updated tensors
         self._outer = None if optimizer is None else inner_optimizer(optimizer)
         self._holder = self._outer
         if self._outer is not None and holder is not None:
@@ -187,16 +184,16 @@ class ParameterStates:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors that the optimizer updates: masters where there are any. Collective for fused ones."""
-        return {name: self._unpack_value(name, tensor.detach()) for name, tensor in self._trained.items()}
+        return {name: self._unpack_value(name, tensor.detach()) for name, tensor in self._targets.items()}
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Takes over ``weights``, and rounds masters into the parameters they stand for."""
         for name, value in weights.items():
-            trained, parameter = self._trained[name], self._parameters[name]
-            trained.copy_(self._pack_value(name, value))
-            if parameter is not trained:
-                parameter.copy_(trained)
+            target, parameter = self._targets[name], self._parameters[name]
+            target.copy_(self._pack_value(name, value))
+            if parameter is not target:
+                parameter.copy_(target)
 
     def optimizer_class(self) -> str:
         """The class of the optimizer that holds the states."""
@@ -256,11 +253,11 @@ class ParameterStates:
             holder.state.clear()
             owners |= dict.fromkeys((p for group in holder.param_groups for p in group["params"]), holder)
         for name, tensor, _ in self._updated_parameters():
-            filled = {
+            tensors = {
                 entry: _like_its_parameter(self._pack_value(name, value), tensor)
                 for entry, value in states.tensors.get(name, {}).items()
             }
-            if state := {**filled, **states.values.get(name, {})}:
+            if state := {**tensors, **states.values.get(name, {})}:
                 owners[tensor].state[tensor] = state
 
     def _unpack_value(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -317,8 +314,8 @@ class WeightAverage:
 
     Args:
         states: gives the weights.
-        decay: d of ``average = d * average + (1 - d) * weights``, as ``torch.optim.swa_utils.get_ema_multi_avg_fn``; ``None``
-            for the mean of all updates, as ``AveragedModel`` has it by default.
+        decay: d of ``average = d * average + (1 - d) * weights``, as ``get_ema_multi_avg_fn`` of torch;
+            ``None`` for the mean of all updates, as ``AveragedModel`` has it by default.
 
     Attributes:
         num_updates: weights that are in the average.
@@ -339,7 +336,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the present weights in; call it on every rank after a step. The first call takes them as they are."""
+        """Takes the present weights in, the first as they are; call it on every rank after a step."""
         if self.num_updates == 0:
             share = 1.0
         else:
@@ -354,13 +351,13 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which the model has the average as its weights: for evaluation, exports and checkpoints.
+        """A context in which the model has the average as its weights, to evaluate, export or save it.
 
-        Weights that are loaded inside of it, as by ``checkpoint.import_state_dict``, become the average. Collective.
+        Weights loaded inside, as by ``checkpoint.import_state_dict``, become the average. Collective.
         """
         states = self._states()
         weights = states.weights()
-        kept = {name: local_part(weight).clone() for name, weight in weights.items()}
+        old_weights = {name: local_part(weight).clone() for name, weight in weights.items()}
         _fill_weights(weights, self._averages)
         states.set_weights(weights)
         try:
@@ -372,7 +369,7 @@ class WeightAverage:
                 average, value = local_part(self._averages[name]), local_part(weight)
                 if not torch.equal(average.to(value.dtype), value):  # rounded values are not taken back
                     average.copy_(value)
-            _fill_weights(weights, kept)
+            _fill_weights(weights, old_weights)
             states.set_weights(weights)
 
 

@@ -60,25 +60,25 @@ class StepTimes:
         self._uses_events = device.type == "cuda"
         self._device = device
         self._skip = _FIRST_STEPS
-        self._begun: Any = None
+        self._begin: Any = None
         self._seconds: deque[float] = deque(maxlen=kept)
         self._events: deque[tuple[Any, Any]] = deque(maxlen=kept)
 
     def start(self) -> None:
         """A step begins."""
-        self._begun = self._record_event() if self._uses_events else self._clock()
+        self._begin = self._record_event() if self._uses_events else self._clock()
 
     def stop(self) -> None:
         """The step that began last has ended."""
-        begun, self._begun = self._begun, None
-        if begun is None:  # stop() without start()
+        begin, self._begin = self._begin, None
+        if begin is None:  # stop() without start()
             return
         if self._skip:
             self._skip -= 1
         elif self._uses_events:
-            self._events.append((begun, self._record_event()))
+            self._events.append((begin, self._record_event()))
         else:
-            self._seconds.append(self._clock() - begun)
+            self._seconds.append(self._clock() - begin)
 
     @property
     def seconds(self) -> tuple[float, ...]:

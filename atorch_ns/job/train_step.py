@@ -28,14 +28,14 @@ PHASES: Final[tuple[Phase, ...]] = ("zero", "forward_backward", "reduce", "scale
 """The phases of a training step, in their order."""
 
 StepObserver = Callable[[int, torch.Tensor, torch.Tensor | None], None]
-"""Called after a training step with the steps so far, the loss, and the norm of the gradients if they were clipped."""
+"""Called after a step with the steps so far, the loss, and the gradients' norm if they were clipped."""
 
 _Arriving = tuple[StepOutput, Callable[[], object]]
 """What a step gave, and what waits until its loss is that of all ranks."""
 
 PhaseObserver = Callable[[], object]
-"""Called before or after a phase. What it raises on one rank ends the others too, where they next wait for that rank: in this
-step, or in the next one if the ranks have exchanged all that this one needs."""
+"""Called before or after a phase. An error on one rank ends the others where they next wait for that rank: in
+this step or, if the ranks have exchanged all that it needs, in the next one."""
 
 
 class TrainStep:
@@ -43,15 +43,15 @@ class TrainStep:
 
     A batch is this rank's part of a global batch, as the data loader gives it. It is split into as many
     micro-batches as ``gradient_accumulation_steps`` or the method ``gradient_accumulation`` says; gradients
-    are synchronised with the last one only, unless ``reduce_each_micro_batch`` says otherwise. The loss is taken to be a mean
-    over the samples of the batch, unless the job has a ``weight_func`` or a ``loss_reduction``. :meth:`micro_steps` takes
-    micro-batches of one's own, of any sizes and weights, and gives the outputs too.
+    are synchronised with the last one only, unless ``reduce_each_micro_batch`` says otherwise. The loss is a
+    mean over the samples of the batch, unless the job has a ``weight_func`` or a ``loss_reduction``.
+    :meth:`micro_steps` takes micro-batches of one's own, of any sizes and weights, and gives the outputs too.
 
-    A step is the phases ``zero``, ``forward_backward``, ``reduce``, ``scale``, ``clip`` and ``update``, methods of these
-    names that a loop of one's own may call, and that :meth:`observe` watches.
+    A step is the phases ``zero``, ``forward_backward``, ``reduce``, ``scale``, ``clip`` and ``update``:
+    methods that a loop of one's own may call, and that :meth:`observe` watches.
 
-    Gradients stay in ``grad`` after a step, to be looked at, and are cleared when the next one begins. A loop of
-    one's own that follows it and clears them only at its end must call ``optim.zero_grad()`` first.
+    Gradients stay in ``grad`` after a step, and are cleared when the next one begins. A loop of one's own
+    that follows and clears them only at its end must call ``optim.zero_grad()`` first.
 
     Attributes:
         optimizer: what updates the weights; ``None`` until there is one.
@@ -98,7 +98,7 @@ class TrainStep:
 
     @property
     def timeline(self) -> Sequence[Any]:
-        """The passes of this rank's last step with their times, where it is a stage of a pipeline; else empty."""
+        """The passes of this rank's last step with their times, as a pipeline stage; else empty."""
         return getattr(self._runner, "timeline", ())
 
     def observe(
@@ -153,23 +153,20 @@ class TrainStep:
     ) -> StepOutput:
         """Trains on micro-batches of one's own; collective.
 
-        With weights w_i and losses l_i of all micro-batches of all data ranks, the gradients are those of
-        ``sum(w_i * l_i) / sum(w_i)``; of ``sum(l_i) / sum(w_i)`` where losses are sums over what the weights count, such
-        as tokens; and undivided with ``reduction="sum"``. Data ranks may hold different numbers of micro-batches: those
-        with fewer get dummies.
+        With weights w_i and losses l_i of all micro-batches of all data ranks, gradients are those of
+        ``sum(w_i * l_i) / sum(w_i)``; of ``sum(l_i) / sum(w_i)`` where losses are sums, such as over tokens;
+        and undivided with ``reduction="sum"``. Data ranks with fewer micro-batches than others get dummies.
 
         Args:
-            samples: micro-batches of this rank, before ``prepare_input``, of any sizes; in a pipeline the schedule must
-                take their number.
+            samples: micro-batches of this rank, before ``prepare_input``; a pipeline must take their number.
             weights: w_i, such as numbers of tokens; ``None`` for 1 each.
             losses: whether the loss function gives means over what the weights count, or sums.
             reduction: ``"mean"`` or ``"sum"`` over all micro-batches.
             dummies: micro-batches that add exactly nothing: neither gradients nor statistics.
             scale_fn: changes a loss, 0-d, before its backward pass.
-            divisor: what the gradients are divided by besides, from what the step gave on this rank; summed over the data
-                ranks, of whose ranks along other axes the largest counts: 0 is for those that have nothing to count. For
-                numbers that only the outputs tell.
-            outputs: whether this rank wants the model's outputs, which a pipeline's last stage sends to those that do.
+            divisor: a further divisor of the gradients, from this rank's output, summed over the data ranks.
+                Of ranks along other axes the largest counts: 0 is for those that have nothing to count.
+            outputs: whether this rank wants the model's outputs; a pipeline's last stage sends them.
 
         Raises:
             InputError: on all ranks, if weights, dummies or the number of samples do not fit.
@@ -196,10 +193,10 @@ class TrainStep:
         scale_fn: LossScale | None = None,
         outputs: bool = True,
     ) -> StepOutput:
-        """The phases ``zero`` and ``forward_backward`` on micro-batches of one's own, for a loop that goes on itself.
+        """The phases ``zero`` and ``forward_backward`` on micro-batches, for a loop that goes on itself.
 
-        Gradients are those of the sum, or mean, of the losses of all micro-batches of all data ranks, once ``reduce`` has
-        run. The arguments are those of :meth:`micro_steps`.
+        Gradients are those of the sum, or mean, of the losses of all micro-batches of all data ranks, once
+        ``reduce`` has run. The arguments are those of :meth:`micro_steps`.
         """
         with self.sharing_failures():
             self.zero()
@@ -244,7 +241,7 @@ class TrainStep:
             optimizer.zero_grad()
 
     def forward_backward(self, batch: Any) -> torch.Tensor:
-        """Adds the gradients of ``batch``, in micro-batches, and returns the loss as :meth:`__call__` does."""
+        """Adds the gradients of ``batch``, in micro-batches; returns the loss as :meth:`__call__` does."""
         with self.sharing_failures():
             return _wait_for_loss(self._forward_backward(self._mean_of(batch))).loss
 
@@ -296,10 +293,10 @@ class TrainStep:
         return self._job.gradients.clip(self._optimizer_parameters(), max_norm, norm_type)
 
     def evaluate(self, batch: Any) -> torch.Tensor:
-        """The loss on ``batch`` without training on it, as :meth:`__call__` returns it: a mean over the rows of all ranks.
+        """The loss on ``batch`` without training, as by :meth:`__call__`: a mean over the rows of all ranks.
 
-        A batch may have any number of rows, and another one on each data rank; micro-batches that do not divide it are of
-        unequal sizes. The model is in evaluation mode meanwhile. Collective, as a step is.
+        A batch may have any number of rows, another one on each data rank, which micro-batches need not
+        divide. The model is in evaluation mode meanwhile. Collective, as a step is.
 
         Raises:
             StepError: if the job has no loss function.
@@ -313,8 +310,8 @@ class TrainStep:
     ) -> StepOutput:
         """The losses and outputs of micro-batches without training on them; collective.
 
-        The model is in evaluation mode meanwhile. The arguments are those of :meth:`micro_steps`. Without a loss function
-        losses are zero.
+        The model is in evaluation mode meanwhile. The arguments are those of :meth:`micro_steps`. Without a
+        loss function losses are zero.
         """
         work = partial(
             self._weigh_samples,
@@ -339,7 +336,7 @@ class TrainStep:
 
     @contextmanager
     def sharing_failures(self) -> Iterator[None]:
-        """Around a step that a loop makes of phases, with what it does between them: a failure of one rank ends all."""
+        """Around a loop's phases and the code between them: a failure of one rank ends all."""
         if self._is_shared:  # phases inside a step share the step's block
             yield
             return
@@ -362,11 +359,11 @@ class TrainStep:
                 return self._build_output(work, self._accumulate_gradients(work))
             optimizer, _ = self._require_optimizer()
             self._job.gradients.sums.expect(self._job.module)
-            passed = self._runner.forward_backward(work)
+            result = self._runner.forward_backward(work)
             # Only the last stage scales the loss; the other ranks must count that backward pass.
             if isinstance(optimizer, StepOptimizer) and optimizer.scaler is not None:
                 optimizer.scaler.expect_scaled_gradients(self._job.device)
-            return self._build_output(work, passed)
+            return self._build_output(work, result)
 
     def _in_scale(self) -> AbstractContextManager[object]:
         return self.optimizer.in_scale() if isinstance(self.optimizer, StepOptimizer) else nullcontext()
@@ -416,8 +413,8 @@ class TrainStep:
             root.eval()
         try:
             with self.sharing_failures(), self._step_context(work := make_work()):
-                passed = self._run_inference(work) if self._runner is None else self._runner.forward(work)
-                return _wait_for_loss(self._build_output(work, passed))
+                result = self._run_inference(work) if self._runner is None else self._runner.forward(work)
+                return _wait_for_loss(self._build_output(work, result))
         finally:
             for root in roots:
                 root.train(modes[root])
@@ -426,8 +423,8 @@ class TrainStep:
 
     def _run_inference(self, work: StepWork) -> Passed:
         pairs = [self._forward_micro_batch(micro_batch) for micro_batch in work.micro_batches]
-        kept = [output for number, (output, _) in enumerate(pairs) if number not in work.dummies]
-        return _collect_results([loss for _, loss in pairs], kept if work.wants_outputs else [], work)
+        outputs = [output for number, (output, _) in enumerate(pairs) if number not in work.dummies]
+        return _collect_results([loss for _, loss in pairs], outputs if work.wants_outputs else [], work)
 
     def _forward_micro_batch(self, micro_batch: Any) -> tuple[Any, torch.Tensor]:
         output = call_model(self._job.model, micro_batch, self._job.inputs.model_input_format)
@@ -435,17 +432,17 @@ class TrainStep:
             return output, torch.zeros((), device=self._job.device)
         return output, first_loss(self._loss_func(micro_batch, output))
 
-    def _build_output(self, work: StepWork, passed: Passed) -> _Arriving:
+    def _build_output(self, work: StepWork, result: Passed) -> _Arriving:
         job = self._job
-        # One number after the other: a tensor of them would be a copy from the host, which waits for the device.
-        weighted = [loss * count for loss, count in zip(passed.losses.unbind(), work.counts, strict=True)]
-        loss, arrives = torch.stack(weighted).sum(), _do_nothing
+        # One number after the other: a tensor of them would be a host copy, which waits for the device.
+        terms = [loss * count for loss, count in zip(result.losses.unbind(), work.counts, strict=True)]
+        loss, arrives = torch.stack(terms).sum(), _do_nothing
         # Asynchronous, so that reduction and update overlap with it.
         if job.mesh is not None and job.num_data_ranks > 1:
             arrives = dist.all_reduce(loss, group=job.mesh.data_group, async_op=True).wait
         real = [number for number in range(len(work.counts)) if number not in work.dummies]
-        losses = passed.losses if len(real) == len(work.counts) else passed.losses[real]
-        return StepOutput(loss=loss, losses=losses, outputs=passed.outputs), arrives
+        losses = result.losses if len(real) == len(work.counts) else result.losses[real]
+        return StepOutput(loss=loss, losses=losses, outputs=result.outputs), arrives
 
     def _one_over(self, divisor: Callable[[StepOutput], float], output: StepOutput) -> float:
         value = divisor(output)
@@ -463,10 +460,10 @@ class TrainStep:
             every = [torch.empty_like(local) for _ in range(dist.get_world_size())]
             dist.all_gather(every, local)
         # Ranks on other axes see the same samples: take the largest, since ranks with nothing to count say 0.
-        counted: dict[float, float] = {}
+        largest: dict[float, float] = {}
         for data_rank, number in torch.stack(every).tolist():
-            counted[data_rank] = max(number, counted.get(data_rank, 0.0))
-        total = sum(counted.values())
+            largest[data_rank] = max(number, largest.get(data_rank, 0.0))
+        total = sum(largest.values())
         if not total > 0.0:
             raise InputError(f"the divisor of the gradients is {total} over all data ranks, not positive.")
         return 1.0 / total
@@ -525,9 +522,9 @@ class TrainStep:
         batches, fields = weigh(
             samples, data_ranks=data_ranks, device=job.device, functions=functions, **weights
         )
-        prepared = [self._prepare_input(sample, job.device) for sample in batches]
-        self._check_same_batch(prepared)
-        return StepWork(micro_batches=prepared, scale_fn=functions.get("scale_fn"), **fields)
+        inputs = [self._prepare_input(sample, job.device) for sample in batches]
+        self._check_same_batch(inputs)
+        return StepWork(micro_batches=inputs, scale_fn=functions.get("scale_fn"), **fields)
 
     def _check_same_batch(self, samples: Any) -> None:
         if self._job.step.same_batch is not None:

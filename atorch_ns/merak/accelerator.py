@@ -1,4 +1,4 @@
-"""Accelerator of a divided job: as many processes as see different data, and an optimizer that steps on all ranks."""
+"""Accelerator of a divided job: a process for each share of the data, and an optimizer for all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CPU: Final = torch.device("cpu")
 class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
     """An ``Accelerator`` to which ranks that work on the same samples are one process.
 
-    So a data loader gives them the same samples, and a metric is gathered from one of them. Nothing is wrapped.
+    So a data loader gives them the same samples, and a metric is gathered from one. Nothing is wrapped.
     """
 
     train_step: TrainStep | None = None
@@ -46,7 +46,7 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
         return self.train_step is not None and self.train_step.skipped
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """The loader's share of the data ranks; its workers draw what those of other ranks with the same samples draw."""
+        """The loader's share of the data ranks; workers of ranks with the same samples draw the same."""
         init = data_loader.worker_init_fn
         if isinstance(init, partial) and "rank" in init.keywords:  # transformers' seed_worker
             data_loader.worker_init_fn = partial(init, rank=self.process_index)
@@ -67,10 +67,9 @@ class DataAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
 
 
 class DataDraws:
-    """Random numbers of data, apart from those of the model: ranks that work on the same samples draw the same.
+    """Random numbers of data, apart from the model's: ranks that work on the same samples draw the same.
 
-    A collator that hides tokens, or a dataset that crops images, draws from the states that a model's dropout changes, on
-    each rank in its own way. Collective.
+    Dropout changes a rank's states, so collators and datasets would draw differently from them. Collective.
     """
 
     def __init__(self) -> None:
@@ -101,7 +100,7 @@ class DataDraws:
 
 
 class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """The job's optimizer as transformers' loop calls it: a step is the ``update`` of the job's training step."""
+    """The job's optimizer as transformers' loop calls it: a step is the training step's ``update``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, train_step: TrainStep) -> None:
         super().__init__(optimizer, device_placement=False)
@@ -118,11 +117,10 @@ class SteppedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class DistributedModel(nn.Module):
-    """The job's model as transformers' loop calls it: outputs of the whole, in evaluation mode, on every rank; collective.
+    """The job's model as transformers' loop calls it: whole outputs for evaluation on every rank; collective.
 
     Args:
-        train_step: the job's.
-        roots: the modules that this rank runs.
+        train_step, roots: the job's training step, and the modules that this rank runs.
         name: the class of the undivided model.
     """
 
@@ -147,9 +145,9 @@ def _first_ranks() -> list[int]:
     return [grid.get_rank(pipe=0, data=index, sequence=0, model=0) for index in range(grid.get_dim("data"))]
 
 
-def _of_data_ranks(gathered: Any, num_processes: int) -> Any:
+def _of_data_ranks(tensors: Any, num_processes: int) -> Any:
     if not mpu.is_decided() or mpu.get_grid().get_dim("data") == num_processes:
-        return gathered  # each rank has samples of its own
+        return tensors  # each rank has samples of its own
     ranks = _first_ranks()
 
     def select(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,7 +156,7 @@ def _of_data_ranks(gathered: Any, num_processes: int) -> Any:
 
     from accelerate.utils import recursively_apply
 
-    return recursively_apply(select, gathered)
+    return recursively_apply(select, tensors)
 
 
 class Batches:

@@ -42,9 +42,9 @@ USUAL_SAVE_STEPS: Final = 500
 
 @dataclass
 class MerakArguments(TrainingArguments):
-    """Arguments of :class:`MerakTrainer`: those of transformers' Trainer, and how the model is divided and run.
+    """Arguments of :class:`MerakTrainer`: transformers' own, and how the model is divided and run.
 
-    ``gradient_accumulation_steps`` is the number of micro-batches, each of ``per_device_train_batch_size`` samples.
+    ``gradient_accumulation_steps`` counts micro-batches, each of ``per_device_train_batch_size`` samples.
 
     Raises:
         InputError: naming every field that has no such value.
@@ -209,8 +209,8 @@ class MerakArguments(TrainingArguments):
             self.custom_split_points = [self.custom_split_points]
         if self.gradient_checkpointing is False:  # the former name
             self.activation_checkpointing = False
-        asked = self.save or self.load_best_model_at_end or self.save_steps != USUAL_SAVE_STEPS
-        if asked and self.save_strategy == "no":
+        wants_saves = self.save or self.load_best_model_at_end or self.save_steps != USUAL_SAVE_STEPS
+        if wants_saves and self.save_strategy == "no":
             # transformers demands that load_best_model_at_end saves whenever it evaluates.
             self.save_strategy = self.eval_strategy if self.load_best_model_at_end else "steps"
         if Cluster.detect().device_type == "cpu":
@@ -302,8 +302,8 @@ class MerakArguments(TrainingArguments):
                 f"activation_checkpoint_ratio={self.activation_checkpoint_ratio!r}: numbers from 0 to 1"
             )
         try:
-            wanted = self.partition_method == "custom"
-            if wanted != bool(self.partition):
+            is_custom = self.partition_method == "custom"
+            if is_custom != bool(self.partition):
                 problems.append("custom_partition: it and partition_method='custom' need each other")
         except (TypeError, ValueError):
             problems.append(f"custom_partition={self.custom_partition!r}: numbers such as 0,6,12")

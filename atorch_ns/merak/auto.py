@@ -1,4 +1,4 @@
-"""Search for the degrees that ``init`` left open, and for schedule, recomputation, sharding and micro-batches with them."""
+"""Search for the degrees that ``init`` left open, with schedule, recomputation, sharding, micro-batches."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def own_loss(batch: Any, output: Any) -> torch.Tensor:
 def search(
     model: nn.Module,
     args: MerakArguments,
-    asked: Mapping[str, Degree],
+    given_degrees: Mapping[str, Degree],
     sample: Mapping[str, Any],
+    *,
     optimizer: tuple[Any, Mapping[str, Any]],
     batch_size: int,
 ) -> FoundDegrees:
@@ -71,7 +72,7 @@ def search(
     Args:
         model: the undivided model.
         args: of which precision, ``torch_compile`` and ``output_dir`` count here.
-        asked: the degrees given to ``init``.
+        given_degrees: the degrees given to ``init``.
         sample: what the model is given for a batch.
         optimizer: class and arguments.
         batch_size: samples of a step over all ranks.
@@ -98,7 +99,7 @@ def search(
         excluded=[
             *(() if mixed else ("precision",)),  # the arguments decide on these two
             *(() if args.torch_compile else ("compile",)),
-            *_unwanted_meshes(asked, cluster.world_size),
+            *_unwanted_meshes(given_degrees, cluster.world_size),
         ],
         sample_batch=dict(sample),
         batch_size=batch_size,
@@ -117,7 +118,7 @@ def search(
     return _resolve_strategy(outcome.winner.candidate.strategy, cluster, outcome)
 
 
-def read_file(path: str, asked: Mapping[str, Degree], batch_size: int) -> FoundDegrees:
+def read_file(path: str, given_degrees: Mapping[str, Degree], batch_size: int) -> FoundDegrees:
     """What a strategy file says for these ranks and a step of so many samples.
 
     Raises:
@@ -126,7 +127,7 @@ def read_file(path: str, asked: Mapping[str, Degree], batch_size: int) -> FoundD
     """
     result = _resolve_strategy(Strategy.load(path), Cluster.detect(), None)
     degrees = dict(zip(("pp", "dp", "sp", "tp"), result.sizes, strict=True))
-    for name, degree in asked.items():
+    for name, degree in given_degrees.items():
         if isinstance(degree, int) and degree != degrees[name]:
             raise InputError(
                 f"init: {name}={degree}, but strategy_file={path} has {name}={degrees[name]}. Omit degrees from init."
@@ -150,9 +151,9 @@ def _resolve_strategy(strategy: Strategy, cluster: Cluster, outcome: SearchOutco
     return FoundDegrees(strategy, sizes, plan.num_micro_batches, outcome)
 
 
-def _unwanted_meshes(asked: Mapping[str, Degree], world_size: int) -> Iterator[Any]:
-    fixed = {name: degree for name, degree in asked.items() if isinstance(degree, int)}  # the others are open
-    wanted = 0
+def _unwanted_meshes(given_degrees: Mapping[str, Degree], world_size: int) -> Iterator[Any]:
+    numbers = {name: degree for name, degree in given_degrees.items() if isinstance(degree, int)}
+    num_matches = 0
     for sizes in _list_factorizations(world_size, len(_AXES)):
         of = dict(zip(_AXES, sizes, strict=True))
         degrees = {
@@ -162,12 +163,12 @@ def _unwanted_meshes(asked: Mapping[str, Degree], world_size: int) -> Iterator[A
             "sp": of["sequence"],
         }
         # Candidates have the given degrees and divide no experts, for which Merak has no degree.
-        if of["expert"] == 1 and all(degrees[name] == degree for name, degree in fixed.items()):
-            wanted += 1
+        if of["expert"] == 1 and all(degrees[name] == degree for name, degree in numbers.items()):
+            num_matches += 1
             continue
         yield ("parallel_mode", {"axes": [[name, size] for name, size in of.items() if size > 1]})
-    if not wanted:
-        text = ", ".join(f"{name}={degree}" for name, degree in fixed.items())
+    if not num_matches:
+        text = ", ".join(f"{name}={degree}" for name, degree in numbers.items())
         raise InputError(f"init: {text} do not fit any mesh of {world_size} process(es).")
 
 

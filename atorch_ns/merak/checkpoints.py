@@ -1,4 +1,4 @@
-"""Checkpoints of a MerakTrainer: states that any layout of ranks loads, beside the files that transformers writes."""
+"""Checkpoints of a MerakTrainer: states that any layout of ranks loads, beside transformers' files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def save(
 def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, torch.Tensor] | None:
     """Loads a checkpoint of any front end, or of transformers' Trainer; collective. Random states are left.
 
-    A scheduler that the checkpoint does not have goes on from its number of steps, as far as its rates follow from that.
+    A scheduler that the checkpoint lacks goes on from the number of steps, if its rates follow from that.
 
     Args:
         result: the job.
@@ -61,19 +61,19 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
 
     def look() -> tuple[Path | None, str]:
         ckpt = _checkpoint_in(folder)
-        saved = None if ckpt is None else Manifest.read(ckpt).scheduler
-        return ckpt, "" if saved is None else saved.class_name
+        record = None if ckpt is None else Manifest.read(ckpt).scheduler
+        return ckpt, "" if record is None else record.class_name
 
-    path, saved = cluster.on_first(look, what="looking for the checkpoint")
+    path, saved_class = cluster.on_first(look, what="looking for the checkpoint")
     if path is None:
         load_weights(result, folder)
         return None
     before = capture_rng(result.job.device, result.job.step.randomness)  # loading changes them
     scheduler = result.lr_scheduler
-    same = saved == class_name(scheduler)
-    kept = result if optimizer else result.having(optim=None)
+    same = saved_class == class_name(scheduler)
+    target = result if optimizer else result.having(optim=None)
     ckpt = checkpoint.load(
-        path, kept if optimizer and same else kept.having(lr_scheduler=None), data_position=False
+        path, target if optimizer and same else target.having(lr_scheduler=None), data_position=False
     )
     # Whose rates follow from the number of steps.
     if optimizer and not same and isinstance(scheduler, LambdaLR):
@@ -85,7 +85,7 @@ def load(result: Result, folder: str, *, optimizer: bool = True) -> dict[str, to
 
 
 def load_weights(result: Result, folder: str) -> None:
-    """Loads the weights of a folder that ``save_pretrained`` has written; collective. The optimizer begins anew.
+    """Loads the weights in a folder of ``save_pretrained``; collective. The optimizer begins anew.
 
     Raises:
         CheckpointError: if there are none of this model.
@@ -101,24 +101,24 @@ def _checkpoint_in(folder: str) -> Path | None:
 
 
 def position(folder: str, steps_per_epoch: int, global_batch_size: int) -> tuple[int, int, int]:
-    """How far a checkpoint of another front end is: steps in all, the epoch, and steps of it in batches of this size."""
+    """How far another front end's checkpoint is: steps, the epoch, and its steps in batches of this size."""
     path = _checkpoint_in(folder)
     assert path is not None
     manifest = Manifest.read(path)
     if manifest.data is None:
         return manifest.step, *divmod(manifest.step, steps_per_epoch)
     samples = manifest.data["batches"] * manifest.data["global_batch_size"]
-    done, rest = divmod(samples, global_batch_size)
+    steps, rest = divmod(samples, global_batch_size)
     if rest:
         log.warning("%s: the global batch size has changed; %d samples are repeated.", folder, rest)
-    epochs, done = divmod(done, steps_per_epoch)
-    return manifest.step, manifest.data["epoch"] + epochs, done
+    epochs, steps = divmod(steps, steps_per_epoch)
+    return manifest.step, manifest.data["epoch"] + epochs, steps
 
 
 def position_at(epoch: float, steps_per_epoch: int, global_batch_size: int) -> dict[str, int]:
     """The position in the data where transformers' Trainer counts so many epochs."""
-    whole, done = divmod(round(epoch * steps_per_epoch), steps_per_epoch)
-    return {"epoch": whole, "batches": done, "global_batch_size": global_batch_size}
+    whole, steps = divmod(round(epoch * steps_per_epoch), steps_per_epoch)
+    return {"epoch": whole, "batches": steps, "global_batch_size": global_batch_size}
 
 
 def has_trainer_state(folder: str) -> bool:
@@ -134,7 +134,7 @@ def last_in(folder: str) -> str | None:
 
 
 def named(setting: Any, output_dir: str) -> tuple[str | None, bool]:
-    """The checkpoint that ``resume_from_checkpoint`` means, and whether a run can go on from it: else it holds weights alone.
+    """The checkpoint that ``resume_from_checkpoint`` means, and whether it has more than weights.
 
     Raises:
         CheckpointError: if it is not there, or damaged.

@@ -48,10 +48,10 @@ def continued(
     while open_:
         logits = _output_logits(forward(_pad_batch(texts, length, device)))
         last = torch.stack([logits[row, len(text) - 1] for row, text in enumerate(texts)]).float()  # [N, V]
-        drawn = agree(_draw_tokens(last, temperature, top_p))  # all ranks append the same tokens
+        tokens = agree(_draw_tokens(last, temperature, top_p))  # all ranks append the same tokens
         for row in sorted(open_):
-            texts[row].append(drawn[row])
-            if drawn[row] in ends or len(texts[row]) >= length:
+            texts[row].append(tokens[row])
+            if tokens[row] in ends or len(texts[row]) >= length:
                 open_.discard(row)
     return texts
 
@@ -105,8 +105,8 @@ def _draw_tokens(logits: torch.Tensor, temperature: float, top_p: float) -> list
         return [int(token) for token in logits.argmax(-1)]
     likely, order = torch.softmax(logits / temperature, -1).sort(dim=-1, descending=True)
     before = likely.cumsum(-1) - likely  # probability of all likelier tokens
-    kept = torch.where(before < top_p, likely, torch.zeros_like(likely))  # nucleus sampling
-    return [int(token) for token in order.gather(-1, torch.multinomial(kept, 1)).squeeze(-1)]
+    nucleus = torch.where(before < top_p, likely, torch.zeros_like(likely))  # nucleus sampling
+    return [int(token) for token in order.gather(-1, torch.multinomial(nucleus, 1)).squeeze(-1)]
 
 
 def tokens_alone(tokens: list[int]) -> dict[str, torch.Tensor]:

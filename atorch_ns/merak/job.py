@@ -29,12 +29,12 @@ def divided(
     strategy: Strategy,
     loss: Loss,
     sample: Sample,
+    *,
     notes: list[str],
     outcome: SearchOutcome | None = None,
-    *,
     optimizer_is_trusted: bool = False,
 ) -> Result:
-    """The job of a model under a strategy that arguments or a search gave, without an optimizer; collective."""
+    """The job of a model under a given or found strategy, without an optimizer; collective."""
     inputs = Inputs(
         model=model,
         loss_func=loss,
@@ -66,9 +66,9 @@ def num_micro_batches(job: Job, count: int, usual: int) -> int:
 
 def arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The arguments that make another optimizer of its class, of its defaults, which may hold more."""
-    known = inspect.signature(type(optimizer)).parameters
-    open_ = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
-    return {name: value for name, value in optimizer.defaults.items() if open_ or name in known}
+    parameters = inspect.signature(type(optimizer)).parameters
+    open_ = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in optimizer.defaults.items() if open_ or name in parameters}
 
 
 # Methods that subclasses of Merak's and of older Trainers override, and what takes their places.

@@ -1,8 +1,8 @@
 """The loss as transformers' Trainer computes it, of a model that runs elsewhere.
 
-``Trainer.compute_loss(model, inputs)`` calls the model. Called with :class:`Probe` it tells what the model is to be given;
-called with :class:`Answer` it computes the loss of an output that the model has given. A ``compute_loss`` of the user's
-own, ``compute_loss_func`` and label smoothing so work for stages and divided layers as they are.
+``Trainer.compute_loss(model, inputs)`` calls the model. Called with :class:`Probe`, it tells the model's
+inputs; called with :class:`Answer`, it computes the loss of an output. So a ``compute_loss`` of the user's
+own, ``compute_loss_func`` and label smoothing work for stages and divided layers as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ComputeLoss = Callable[..., Any]
 """``Trainer.compute_loss``."""
 
 Sample = tuple[dict[str, Any], dict[str, Any] | None, Any]
-"""What the model is given, the batch (``None`` where no loss is wanted), and the number of items that the loss counts."""
+"""The model's inputs, the batch (``None`` where no loss is wanted), and the loss's number of items."""
 
 
 class _Called(Exception):
@@ -72,7 +72,7 @@ class Answer(_StandIn):
 
 
 def class_of(model: Any) -> str:
-    """The name of a model's class, that of the model inside of adapters: by it ``Trainer`` knows whose labels are shifted."""
+    """The class name of a model, or of that inside adapters: ``Trainer`` shifts labels of some classes."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return type(inner).__name__
 
@@ -105,7 +105,7 @@ class TrainerLoss:
     """The loss of a Trainer, for its job.
 
     Attributes:
-        divides_by_items: whether losses are divided by the number of items they are given; ``None`` before the first step.
+        divides_by_items: whether losses are divided by the given number of items; ``None`` before a step.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -139,7 +139,7 @@ class TrainerLoss:
             trainer.args.average_tokens_across_devices = averages
 
     def adds_up(self, num_items: Any, has_loss_fn: bool) -> bool:
-        """Whether losses of micro-batches add up to that of the step, as where they are divided by its number of items."""
+        """Whether losses of micro-batches add up to the step's, as if divided by its number of items."""
         trainer = self._trainer
         if trainer.loss_is_scaled_for_ga is not None:
             return bool(trainer.loss_is_scaled_for_ga)
@@ -154,9 +154,9 @@ class TrainerLoss:
     ) -> None:
         """Finds out whether the loss is divided by the number of items that it is given; collective.
 
-        transformers thinks so of every model whose forward takes ``**kwargs``, and some pass the number over, as T5 and BERT
-        do. Two forward passes tell, the second with twice the number: it gives half of a loss that is divided. A part that is
-        never divided, such as a router's, leaves it between the half and the whole.
+        transformers thinks so of every model whose forward takes ``**kwargs``, though some, as T5 and BERT,
+        ignore the number. Two forward passes tell: twice the number halves a divided loss. A part
+        that is never divided, such as a router's, leaves it between the half and the whole.
         """
         once, twice = (float(infer([self.sample(batch, num_items * times)]).loss) for times in (1, 2))
         if math.isfinite(once) and math.isfinite(twice) and once:  # else the next micro-batch tells
@@ -164,7 +164,7 @@ class TrainerLoss:
 
 
 def flat_loss(loss_fn: Callable[..., torch.Tensor], outputs: Any, labels: Any) -> torch.Tensor:
-    """Merak's loss: of logits and labels, both flattened where labels number the classes in the last dimension of logits."""
+    """Merak's loss of logits and labels, both flattened where labels number the logits' last dimension."""
     if isinstance(outputs, torch.Tensor):
         logits = outputs
     else:

@@ -20,8 +20,7 @@ class TpLayerLists:
     """What tensor parallelism divides in a class of models.
 
     Attributes:
-        col_para_list: names of linear layers whose outputs are divided.
-        row_para_list: names of linear layers whose inputs are divided.
+        col_para_list, row_para_list: names of linear layers whose outputs, or inputs, are divided.
         input_output_mapping: styles of linear layers by the ratio of their inputs to their outputs.
         weight_change_list: names of layers, each with the dimension of its weight that is divided.
         tp_attr_list: names of attributes that are divided by the degree.
@@ -52,8 +51,8 @@ MP_MODEL_MAPPING: Final[dict[str, TpLayerLists]] = {
     ),
     "vit": TpLayerLists(col_para_list=("q_proj", "k_proj", "v_proj", "fc1"), row_para_list=("o_proj", "fc2")),
 }
-"""Merak's own lists, with the names of today's transformers, by ``config.model_type``: examples for lists of one's own. Models of these types need none here, since
-``tensor_parallel`` finds what it divides, and tests it."""
+"""Merak's lists with today's names of transformers, by ``config.model_type``: examples for a user's lists.
+Models of these types need none, since ``tensor_parallel`` finds what it divides, and tests it."""
 
 _LISTS: Final[dict[str, TpLayerLists]] = {}  # by name of class; "" for all models
 
@@ -67,17 +66,16 @@ def set_tp_layer_lists(
     *,
     model_class: type[nn.Module] | str | None = None,
 ) -> None:
-    """Says which layers tensor parallelism divides, for models that :class:`MerakTrainer` is given afterwards.
+    """Sets the layers that tensor parallelism divides, for models that :class:`MerakTrainer` gets afterwards.
 
     Args:
-        col_para_list: ends of the names of linear layers whose outputs are divided.
-        row_para_list: ends of the names of linear layers whose inputs are divided.
+        col_para_list, row_para_list: ends of names of linear layers with divided outputs, or inputs.
         input_output_mapping: ``(input, output, "row" or "col")``: styles by the ratio of inputs to outputs.
         weight_change_list: ``(name, dimension)``: layers, or their ``weight``, divided along a dimension.
         tp_attr_list: attributes of modules that are divided by the degree.
         model_class: class of the models, or its name; ``None`` for all that have no lists of their own.
 
-    Called without any list, it forgets those of ``model_class``. Lists are tested on the model before they are used.
+    Without any list, it forgets those of ``model_class``. Lists are tested on the model before use.
 
     Raises:
         InputError: if a list is none.

@@ -30,10 +30,10 @@ def check_sizes(args: MerakArguments, model: nn.Module) -> None:
     problems = []
     for name, keys in _CONFIG_NAMES.items():
         value = getattr(args, name)
-        known = next((size for key in keys if isinstance(size := getattr(config, key, None), int)), None)
-        fits = value is None or known is None or (value <= known if name == "seq_length" else value == known)
+        entry = next((size for key in keys if isinstance(size := getattr(config, key, None), int)), None)
+        fits = value is None or entry is None or (value <= entry if name == "seq_length" else value == entry)
         if not fits:
-            problems.append(f"{name}={value}, where the model's config has {known}")
+            problems.append(f"{name}={value}, where the model's config has {entry}")
     if problems:
         raise InputError(f"MerakArguments and {type(model).__name__} differ: {'; '.join(problems)}.")
 
@@ -61,19 +61,19 @@ def with_adapter(model: nn.Module, config: dict[str, Any], name: str) -> nn.Modu
         ) from error
     if isinstance(model, peft.PeftModel):
         return model
-    known = set(inspect.signature(peft.LoraConfig).parameters)
+    names = set(inspect.signature(peft.LoraConfig).parameters)
     options = {key: value for key, value in config.items() if key != "peft_type"}  # written by peft
-    if unknown := [key for key in options if key not in known]:
-        raise InputError(f"lora_config: LoraConfig has no {unknown[0]!r}.{did_you_mean(unknown[0], known)}")
+    if unknown := [key for key in options if key not in names]:
+        raise InputError(f"lora_config: LoraConfig has no {unknown[0]!r}.{did_you_mean(unknown[0], names)}")
     try:
-        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**options), adapter_name=name)
+        peft_model: nn.Module = peft.get_peft_model(model, peft.LoraConfig(**options), adapter_name=name)
     except (TypeError, ValueError) as error:
         raise InputError(f"lora_config: {error}") from error
-    return adapted
+    return peft_model
 
 
 def structure_of_adapted(model: nn.Module) -> nn.Module | None:
-    """A copy without memory of a model with adapters, whose files peft writes by the paths in it; ``None`` of others."""
+    """A copy without memory of a model with adapters, whose paths peft's files have; ``None`` for others."""
     if not hasattr(model, "peft_config"):
         return None
 
@@ -85,13 +85,13 @@ def structure_of_adapted(model: nn.Module) -> nn.Module | None:
 
 def untie(model: nn.Module) -> None:
     """Gives each name of a tied parameter a parameter of its own, with the same values."""
-    seen: set[nn.Parameter] = set()
+    unique: set[nn.Parameter] = set()
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter in seen:
+            if parameter in unique:
                 copy: Any = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
                 setattr(module, name, copy)
-            seen.add(module._parameters[name])  # type: ignore[arg-type]
+            unique.add(module._parameters[name])  # type: ignore[arg-type]
     config = getattr(model, "config", None)
     if config is not None and getattr(config, "tie_word_embeddings", False):
         config.tie_word_embeddings = False  # else from_pretrained ties them again

@@ -18,7 +18,7 @@ from atorch_ns.cluster import Cluster, Mesh, agree, join_process_group
 from atorch_ns.errors import InputError
 
 Degree = int | Literal["auto"] | None
-"""Ranks along an axis; ``"auto"`` to have it searched for, ``None`` for what the other axes leave (dp) or 1."""
+"""Ranks along an axis; ``"auto"`` for a search, ``None`` for what the other axes leave (dp) or 1."""
 
 Axis = Literal["pipe", "data", "sequence", "model"]
 AXES: Final[tuple[Axis, ...]] = get_args(Axis)
@@ -145,8 +145,8 @@ def init(
         pp: stages.
         sp: ranks that divide the sequence.
 
-    With ``"auto"`` for one of the degrees, or without any on several processes, :class:`MerakTrainer` searches for those
-    that are not numbers, and the grid exists once it has.
+    With ``"auto"`` for a degree, or with none on several processes, :class:`MerakTrainer` searches
+    for those that are not numbers, and the grid exists once it has.
 
     Raises:
         InputError: if the degrees do not fit the number of processes.
@@ -157,8 +157,8 @@ def init(
             f"init({arguments}): name the degrees, as in init(dp=2, tp=1, pp=4). Merak's documents use the order "
             "(dp, tp, pp), but its code and examples use (pp, tp, dp), so positions are ambiguous."
         )
-    asked: dict[str, Degree] = {"dp": dp, "tp": tp, "pp": pp, "sp": sp}
-    for name, degree in asked.items():
+    degrees: dict[str, Degree] = {"dp": dp, "tp": tp, "pp": pp, "sp": sp}
+    for name, degree in degrees.items():
         if (
             degree is not None
             and degree != "auto"
@@ -168,15 +168,15 @@ def init(
     reset()
     cluster = Cluster.detect()
     join_process_group(cluster)
-    open_ = "auto" in asked.values() or (cluster.world_size > 1 and not any(asked.values()))
+    open_ = "auto" in degrees.values() or (cluster.world_size > 1 and not any(degrees.values()))
     if not open_:
         agree(  # a wrong degree ends all ranks before groups are made
-            lambda: _axis_sizes(asked, cluster.world_size),
+            lambda: _axis_sizes(degrees, cluster.world_size),
             what="laying out the ranks",
             distributed=cluster.distributed,
         )
-        decide(_axis_sizes(asked, cluster.world_size), cluster)
-    _WORLD.asked = asked
+        decide(_axis_sizes(degrees, cluster.world_size), cluster)
+    _WORLD.asked = degrees
 
 
 def reset() -> None:
@@ -253,8 +253,8 @@ get_sequence_parallel_rank, get_sequence_parallel_world_size, get_sequence_paral
 """Ranks that divide the sequence."""
 
 
-def _axis_sizes(asked: dict[str, Degree], world_size: int) -> tuple[int, int, int, int]:
-    numbers = {name: degree for name, degree in asked.items() if isinstance(degree, int)}
+def _axis_sizes(degrees: dict[str, Degree], world_size: int) -> tuple[int, int, int, int]:
+    numbers = {name: degree for name, degree in degrees.items() if isinstance(degree, int)}
     shared = numbers.get("tp", 1) * numbers.get("pp", 1) * numbers.get("sp", 1)
     data = numbers.get("dp", world_size // shared)  # what the others leave
     if data * shared != world_size:
@@ -269,8 +269,8 @@ def _axis_sizes(asked: dict[str, Degree], world_size: int) -> tuple[int, int, in
 def _suggest_degrees(world_size: int) -> str:
     if world_size == 1:
         return "Start more with torchrun --nproc-per-node N."
-    shown = ", ".join(f"(dp={dp}, tp={tp}, pp={pp})" for dp, tp, pp in list(_list_degrees(world_size))[:4])
-    return f"Such as {shown} would be."
+    examples = ", ".join(f"(dp={dp}, tp={tp}, pp={pp})" for dp, tp, pp in list(_list_degrees(world_size))[:4])
+    return f"Such as {examples} would be."
 
 
 def _list_degrees(world_size: int) -> Iterator[tuple[int, int, int]]:

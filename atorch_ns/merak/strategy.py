@@ -30,7 +30,7 @@ def strategy_of(
     *,
     recomputes: bool | None = None,
 ) -> Strategy:
-    """The methods that arguments, degrees and lists of layers stand for; ``recomputes`` is ``activation_checkpointing``."""
+    """The methods of arguments, degrees and lists; ``recomputes`` overrides ``activation_checkpointing``."""
     for leaf in leaf_modules:
         name = leaf if isinstance(leaf, str) else leaf.__name__
         if not select_modules(model, (name,)):

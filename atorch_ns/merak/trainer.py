@@ -56,9 +56,8 @@ class MerakTrainer(Trainer):
     Every method is collective: all ranks call it. Arguments are those of ``Trainer``, and:
 
     Args:
-        loss_fn: ``(logits, labels) -> loss``, in place of the model's own loss, with both flattened where labels number
-            classes. ``None`` for the loss that ``Trainer`` would compute: the model's own, ``compute_loss_func``'s, with
-            label smoothing, or an overridden ``compute_loss``.
+        loss_fn: ``(logits, labels) -> loss``, both flattened where labels number classes; else that
+            of ``Trainer``: the model's, ``compute_loss_func``'s, with label smoothing, or ``compute_loss``'s.
         leaf_modules: classes or names of modules that are never cut inside.
 
     Raises:
@@ -92,7 +91,7 @@ class MerakTrainer(Trainer):
         self._divided_model: nn.Module | None = None  # the model that _result was made of
         self._structure: nn.Module | None = None  # a copy without memory, for peft's files
         self._loss = TrainerLoss(self)
-        self._distributed: DistributedModel | None = None
+        self._distributed_model: DistributedModel | None = None
         self._waiting: list[Sample] = []  # micro-batches of the step under way
         self._begins_with: str | None = None  # a checkpoint whose weights alone are taken
         self._goes_on_from: str | None = None  # a checkpoint of another front end
@@ -156,8 +155,8 @@ class MerakTrainer(Trainer):
     ) -> Any:
         if self.args.eval_iters is not None and not is_training:
             most = self.args.eval_iters * batch_size * self.accelerator.num_processes  # of all data ranks
-            sized = hasattr(dataset, "__len__")
-            dataset = Subset(dataset, range(min(most, len(dataset)))) if sized else First(dataset, most)
+            has_length = hasattr(dataset, "__len__")
+            dataset = Subset(dataset, range(min(most, len(dataset)))) if has_length else First(dataset, most)
         return super()._get_dataloader(
             dataset, description, batch_size, sampler_fn, is_training, dataloader_key
         )
@@ -186,13 +185,13 @@ class MerakTrainer(Trainer):
             lambda: checkpoints.named(resume_from_checkpoint, self.args.output_dir or "."),
             what="looking for the checkpoint",
         )
-        self._begins_with, resumed = (None, path) if goes_on and not self.args.finetune else (path, None)
+        self._begins_with, resume_path = (None, path) if goes_on and not self.args.finetune else (path, None)
         self._goes_on_from = None
-        if resumed is not None and not checkpoints.has_trainer_state(resumed):  # of another front end
-            self._goes_on_from, resumed = resumed, None
+        if resume_path is not None and not checkpoints.has_trainer_state(resume_path):  # of another front end
+            self._goes_on_from, resume_path = resume_path, None
         self.args.activation_checkpointing = False  # of transformers' own
         try:
-            return super().train(resumed, trial, ignore_keys_for_eval)
+            return super().train(resume_path, trial, ignore_keys_for_eval)
         finally:
             self.args.activation_checkpointing = self._recomputes
 
@@ -204,7 +203,7 @@ class MerakTrainer(Trainer):
             return super()._inner_training_loop(*args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """As ``Trainer.get_batch_samples``; ranks with the same samples draw the same random numbers for them."""
+        """As ``Trainer.get_batch_samples``; ranks with the same samples draw the same numbers for them."""
         with contextlib.nullcontext() if self._draws is None else self._draws.apart():
             return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -251,8 +250,8 @@ class MerakTrainer(Trainer):
             strategy if choice is None else choice.strategy,
             self._loss.of,
             sample,
-            notes_of(self.args, mpu.get_grid(), self.model, recomputes=self._recomputes),
-            None if choice is None else choice.outcome,
+            notes=notes_of(self.args, mpu.get_grid(), self.model, recomputes=self._recomputes),
+            outcome=None if choice is None else choice.outcome,
             optimizer_is_trusted=self.args.zero_allow_untested_optimizer,
         )
         self._divided_model = self.model
@@ -261,7 +260,7 @@ class MerakTrainer(Trainer):
         self._draws = DataDraws() if shared else None
         job = self._result.job
         roots = [job.module, *job.parts.stages]
-        self._distributed = DistributedModel(self._result.train_step, roots, class_of(self.model))
+        self._distributed_model = DistributedModel(self._result.train_step, roots, class_of(self.model))
         if self.is_world_process_zero():
             log.info("%s", self._result.applied)
         return self._result
@@ -275,7 +274,6 @@ class MerakTrainer(Trainer):
         return self._lay_out(cluster.agree(reader, what="reading the strategy"), cluster)
 
     def _search_degrees(self, cluster: Cluster, sample: Sample) -> FoundDegrees:
-        """Finds the degrees that ``init`` left open; collective."""
         if not self.is_in_train:
             raise InputError(
                 "only training searches for degrees; set dp, tp and pp in init to evaluate or generate."
@@ -284,11 +282,13 @@ class MerakTrainer(Trainer):
         # Each rank reads its own, and those that divide a model need the same.
         inputs = cluster.from_first(self._loss.sample(sample[1] or {}, None)[0])
         size = self._global_batch_size(cluster)
-        result = search(self.model, args, mpu.asked_degrees(), inputs, self._optimizer_recipe(), size)
+        result = search(
+            self.model, args, mpu.asked_degrees(), inputs, optimizer=self._optimizer_recipe(), batch_size=size
+        )
         return self._lay_out(result, cluster)
 
     def _global_batch_size(self, cluster: Cluster) -> int:
-        """Samples of a step where degrees are not the user's: those of as many processes of transformers' Trainer."""
+        """Samples of a step with searched degrees: those of transformers' Trainer on as many processes."""
         return self._train_batch_size * self.args.gradient_accumulation_steps * cluster.world_size
 
     def _lay_out(self, result: FoundDegrees, cluster: Cluster) -> FoundDegrees:
@@ -317,13 +317,13 @@ class MerakTrainer(Trainer):
         folder, size = self._goes_on_from, self.get_total_train_batch_size(self.args)
         look = partial(checkpoints.position, folder, per_epoch, size)
         cluster = self.result.job.cluster
-        steps, epoch, done = cluster.on_first(look, what="reading the position in the data")
-        self.state.global_step, self.state.epoch = steps, epoch + done / per_epoch
-        return epoch, 0 if self.args.ignore_data_skip else done * self.args.gradient_accumulation_steps
+        steps, epoch, epoch_steps = cluster.on_first(look, what="reading the position in the data")
+        self.state.global_step, self.state.epoch = steps, epoch + epoch_steps / per_epoch
+        return epoch, 0 if self.args.ignore_data_skip else epoch_steps * self.args.gradient_accumulation_steps
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        assert self._distributed is not None
-        return self._distributed  # in the place of DDP
+        assert self._distributed_model is not None
+        return self._distributed_model  # in the place of DDP
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -345,7 +345,7 @@ class MerakTrainer(Trainer):
         return self.model_wrapped, train_dataloader
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer of the divided model; collective. A subclass may make one of the whole model, which is divided.
+        """The optimizer of the divided model; collective. A subclass may make one for the whole, to divide.
 
         Raises:
             InputError: for one that needs the whole model.
@@ -358,10 +358,10 @@ class MerakTrainer(Trainer):
         make, arguments = self._optimizer_recipe()
         self._result = attach_optimizer(self.result, make, options_of=self._options_of, **arguments)
         assert self._result.optim is not None
-        self.optimizer = stepped = SteppedOptimizer(self._result.optim, self._result.train_step)
+        self.optimizer = optimizer = SteppedOptimizer(self._result.optim, self._result.train_step)
         if self.args.wall_clock_breakdown:
             self.add_callback(WallClock(self._result))
-        return stepped
+        return optimizer
 
     def _optimizer_recipe(self) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
         if self._given_options is not None:
@@ -449,7 +449,7 @@ class MerakTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """As ``Trainer.prediction_step``; where the loss alone is wanted, outputs stay on the ranks that have them.
+        """As ``Trainer.prediction_step``; where the loss alone is wanted, outputs stay on their ranks.
 
         A loss is the mean over the items of its own batch, as in one process.
         """
@@ -471,7 +471,7 @@ class MerakTrainer(Trainer):
         return output.losses[0].detach(), None, None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the whole model as ``from_pretrained`` reads it, with one rank's memory for it; collective."""
+        """Writes the whole model for ``from_pretrained``, with one rank's memory for it; collective."""
         if self._result is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -526,7 +526,7 @@ class MerakTrainer(Trainer):
         """Continues prompts by a causal language model; collective.
 
         Args:
-            prompts: texts, which ``processing_class`` turns into tokens and back, or tokens: lists, or a tensor.
+            prompts: texts for ``processing_class``, or tokens as lists or a tensor.
             out_seq_length: the longest text in tokens, prompt included; ``None`` for that of the arguments.
             temperature: of sampling; 0 takes the likeliest tokens, ``None`` is that of the arguments.
 
@@ -547,9 +547,9 @@ class MerakTrainer(Trainer):
             out_seq_length or self.args.out_seq_length,
             getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize,
         )
-        assert self._distributed is not None
+        assert self._distributed_model is not None
         texts = continued(
-            partial(called, self._distributed),
+            partial(called, self._distributed_model),
             tokens,
             length=longest,
             temperature=warmth,

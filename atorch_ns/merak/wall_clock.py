@@ -1,4 +1,4 @@
-"""Wall clock breakdown: how long the phases of a step and the passes of a pipeline take on each rank, measured."""
+"""Wall clock breakdown: measured times of a step's phases and a pipeline's passes on each rank."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class RankTimes(NamedTuple):
     """The times of one rank's last step.
 
     Attributes:
-        phases: seconds of each phase.
-        passes: of a pipeline's passes, in seconds from the step's beginning.
+        phases, passes: seconds of each phase, and a pipeline's passes, in seconds from the step's begin.
     """
 
     phases: dict[str, float]
@@ -48,7 +47,7 @@ class RankTimes(NamedTuple):
 
     @property
     def columns(self) -> dict[str, float]:
-        """Seconds by what was done: passes of a pipeline, and what they waited for, in the place of their phase."""
+        """Seconds by kind: passes of a pipeline, and what they waited for, in the place of their phase."""
         if not self.passes:
             return self.phases
         totals = {"forward": 0.0, "recompute": 0.0, "backward": 0.0, "waiting": 0.0}
@@ -59,7 +58,7 @@ class RankTimes(NamedTuple):
 
 
 class WallClock(TrainerCallback):
-    """Watches the phases of a job's steps, and logs those of the last one of all ranks whenever metrics are logged.
+    """Watches the phases of a job's steps, and logs those of all ranks' last step along with metrics.
 
     Args:
         result: the job. On a GPU each phase waits for the device, which makes steps slower.

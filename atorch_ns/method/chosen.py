@@ -1,4 +1,4 @@
-"""Chosen methods: methods with their configs, in order, and the names of classes in them fitted to a model."""
+"""Chosen methods: methods with their configs, in order, and names of classes fitted to a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from atorch_ns.strategy import Plan
 
 @dataclass(frozen=True)
 class Note:
-    """Something decided for the user: a method added, left out or replaced by what it stands for, a size or a name fitted.
+    """A decision made for the user: a method added, left out or expanded, or a size or a name fitted.
 
     Attributes:
         kind: the kind of decision.
@@ -35,15 +35,15 @@ class Chosen:
     config: MethodConfig
 
 
-def ordered(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
+def ordered(methods: Iterable[Chosen]) -> tuple[Chosen, ...]:
     """Methods in the order of application."""
-    return tuple(sorted(chosen, key=lambda item: ORDER.index(item.method.phase)))
+    return tuple(sorted(methods, key=lambda item: ORDER.index(item.method.phase)))
 
 
-def fold_plan(chosen: Iterable[Chosen]) -> Plan:
+def fold_plan(methods: Iterable[Chosen]) -> Plan:
     """What methods decide together, each adding its part in order."""
     plan = Plan()
-    for item in chosen:
+    for item in methods:
         plan = item.method.plan(plan, item.config)
     return plan
 
@@ -51,17 +51,17 @@ def fold_plan(chosen: Iterable[Chosen]) -> Plan:
 _SCRIPT = "__main__."  # of classes in the script that runs
 
 
-def named_as_here(chosen: Iterable[Chosen], profile: Profile) -> tuple[list[Chosen], list[Note]]:
+def named_as_here(methods: Iterable[Chosen], profile: Profile) -> tuple[list[Chosen], list[Note]]:
     """Replaces names of classes so that they mean the model's, and so that they mean the same elsewhere.
 
     A class is called ``__main__.Block`` in the script that defines it and ``train.Block`` where the script is
-    imported. A full name that matches nothing is therefore taken as its qualified name, ``Block``, if exactly one
-    class of the model has it, and a class of ``__main__`` is called by its qualified name from the beginning,
+    imported. A full name that matches nothing is therefore taken as its qualified name, ``Block``, if exactly
+    one class of the model has it. A class of ``__main__`` is called by its qualified name from the beginning,
     unless another class has it too.
     """
-    renamed: list[Chosen] = []
+    results: list[Chosen] = []
     notes: list[Note] = []
-    for item in chosen:
+    for item in methods:
         changes: dict[str, tuple[str, ...]] = {}
         for key in selector_keys(type(item.config)):
             old = getattr(item.config, key) or ()
@@ -78,8 +78,8 @@ def named_as_here(chosen: Iterable[Chosen], profile: Profile) -> tuple[list[Chos
                 for before, after in zip(old, new, strict=True)
                 if before != after and profile.unmatched([before])
             ]
-        renamed.append(replace(item, config=item.config.model_copy(update=changes)) if changes else item)
-    return renamed, notes
+        results.append(replace(item, config=item.config.model_copy(update=changes)) if changes else item)
+    return results, notes
 
 
 def _name_here(selector: str, profile: Profile) -> str:

@@ -83,7 +83,7 @@ ModuleSelectors = Annotated[Names, _SELECTS]
 
 
 def selector_keys(config: type[BaseModel]) -> list[str]:
-    """The keys of a config that select modules: the fields that are :data:`ModuleSelectors`, or that or None."""
+    """The keys of a config that select modules: fields of :data:`ModuleSelectors`, or of that or None."""
 
     def selects(field: FieldInfo) -> bool:
         parts = [field.metadata, *(getattr(part, "__metadata__", ()) for part in get_args(field.annotation))]
@@ -170,10 +170,10 @@ class Method(ABC, Generic[C]):
         default_for: the role for which it is the default, added when a strategy leaves that role empty.
         conflicts: methods it cannot stand with.
         variants: configs that compose differently from the default one, by what sets them apart.
-        needs_process_group: whether it means nothing in a process without a group; there it is left out with a warning.
-        refuses_by: plan fields (``compiled``, ``sharding.layout``) that, together with the config, the axes that
-            divide the model and the methods applied earlier, determine whether :meth:`apply` refuses. A search
-            applies one refusal to every strategy with equal values. ``None``: a refusal says nothing about others.
+        needs_process_group: whether it is left out with a warning in a process without a group.
+        refuses_by: plan fields (``compiled``, ``sharding.layout``) that, with the config, the axes that
+            divide the model and the methods applied earlier, determine whether :meth:`apply` refuses. A
+            search applies one refusal to all strategies with equal values. ``None``: it applies to no other.
 
     The first line of the class's docstring is its summary in tables. A method with further needs implements
     the protocol of that need as well: :class:`Expands`, :class:`FitsCluster`, :class:`FollowsPlan`,
@@ -263,8 +263,8 @@ class Expands(Protocol):
     def expand(self, config: Any, others: Plan, cluster: Cluster) -> Expansion | None:
         """The methods that replace this one before a strategy is completed; ``None`` if it stays.
 
-        They are resolved as if the user had written them, and are what a saved strategy shows. A method that is
-        replaced does nothing itself: none of its other hooks is called.
+        They are resolved as if the user had written them, and a saved strategy shows them. A replaced method
+        does nothing itself: none of its other hooks is called.
 
         Args:
             config: the config as written.
@@ -307,7 +307,7 @@ class FollowsPlan(Protocol):
 
 @runtime_checkable
 class ReplacesModules(Protocol):
-    """A method that changes what the model computes, so that a search needs a profile of the model with it."""
+    """A method that changes what the model computes: a search needs a profile of the model with it."""
 
     def rewritten(self, model: nn.Module, profile: Profile, cluster: Cluster) -> nn.Module | None:
         """``model``, a copy that may be changed, with modules replaced; ``None`` if none is.

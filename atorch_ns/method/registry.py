@@ -73,9 +73,9 @@ class Registry:
         states = ((method.name, method.carry()) for method in self if isinstance(method, CarriesState))
         return {name: state for name, state in states if state is not None}
 
-    def restore(self, carried: Mapping[str, Any]) -> None:
+    def restore(self, states: Mapping[str, Any]) -> None:
         """Gives every method what its like carried from another process."""
-        for name, state in carried.items():
+        for name, state in states.items():
             if name in self and isinstance(method := self.get(name), CarriesState):
                 method.restore(state)
 
@@ -99,7 +99,7 @@ def load_registry() -> Registry:
     A plug-in that fails to load is a warning that names its distribution; the rest is loaded.
 
     Raises:
-        RegistrationError: if there is no distribution, as where the sources are on Python's path and nothing is installed.
+        RegistrationError: if there is no distribution, as where sources on Python's path are not installed.
     """
     registry = Registry()
     points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)

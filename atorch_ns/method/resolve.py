@@ -20,34 +20,34 @@ from atorch_ns.text import clipped, did_you_mean
 
 def validate(strategy: Strategy, registry: Registry) -> tuple[list[Chosen], list[Problem]]:
     """The methods of a strategy with their configs, and everything that is wrong with names and configs."""
-    chosen: list[Chosen] = []
+    choices: list[Chosen] = []
     problems: list[Problem] = []
     for step in strategy:
         if step.name not in registry:
             problems.append(registry.unknown(step.name))
             continue
         method = registry.get(step.name)
-        if any(item.method is method for item in chosen):
+        if any(item.method is method for item in choices):
             problems.append(Problem(message=f"named twice, once as {step.name!r}", method=method.name))
         try:
-            chosen.append(Chosen(method, method.Config.model_validate(step.config)))
+            choices.append(Chosen(method, method.Config.model_validate(step.config)))
         except ValidationError as error:
             problems += [_config_problem(method, issue) for issue in error.errors()]
-    return chosen, problems
+    return choices, problems
 
 
 def expand(
-    chosen: list[Chosen], cluster: Cluster, registry: Registry
+    choices: list[Chosen], cluster: Cluster, registry: Registry
 ) -> tuple[list[Chosen], list[Note], list[Problem]]:
-    """Replaces methods that stand for others, with a note for each, and reports expansions that are not valid."""
+    """Replaces methods that stand for others, each with a note, and reports invalid expansions."""
     result: list[Chosen] = []
     notes: list[Note] = []
     problems: list[Problem] = []
-    for item in chosen:
+    for item in choices:
         if not isinstance(item.method, Expands):
             result.append(item)
             continue
-        others = [other for other in chosen if other is not item]
+        others = [other for other in choices if other is not item]
         try:
             expansion = item.method.expand(item.config, fold_plan(ordered(others)), cluster)
         except StrategyError as error:
@@ -66,10 +66,10 @@ def expand(
 
 
 def _given_twice(item: Chosen, choices: list[Chosen], *, beside: list[Chosen]) -> list[Problem]:
-    taken = {other.method.name for other in beside}
+    names = {other.method.name for other in beside}
     text = f"given twice, as a method of its own and by {item.method.name}. Configure it in one of the two places"
     return [
-        Problem(message=text, method=choice.method.name) for choice in choices if choice.method.name in taken
+        Problem(message=text, method=choice.method.name) for choice in choices if choice.method.name in names
     ]
 
 
@@ -94,8 +94,8 @@ def _config_problem(method: Method[Any], issue: Any) -> Problem:
             accepted=", ".join(fields) or "no keys",
         )
     message = issue["msg"].removeprefix("Value error, ")
-    shown = None if not path else clipped(repr(issue["input"]), 80)
-    return Problem(message=message, method=method.name, key=key, value=shown)
+    value = None if not path else clipped(repr(issue["input"]), 80)
+    return Problem(message=message, method=method.name, key=key, value=value)
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Resolved:
     Attributes:
         chosen: methods and configs in order of application.
         plan: their decisions together.
-        strategy: the strategy as it is saved, without defaults. It keeps what is left out on this cluster, for where it
-            can be used, and has what a method stands for in that method's place.
+        strategy: the strategy as it is saved, without defaults. It keeps what is left out on this cluster,
+            and has what a method stands for in that method's place.
         notes: decisions made for the user.
     """
 
@@ -130,15 +130,15 @@ def resolve(
     chosen, problems = validate(strategy, registry)
     if problems:
         raise _make_error(problems)
-    chosen, expanded, problems = expand(chosen, cluster, registry)
+    chosen, expansion_notes, problems = expand(chosen, cluster, registry)
     if problems:
         raise _make_error(problems)
     if profile is not None:
-        chosen, renamed = named_as_here(chosen, profile)
-        expanded += renamed
+        chosen, name_notes = named_as_here(chosen, profile)
+        expansion_notes += name_notes
     chosen, left_out, notes = _leave_out(chosen, cluster)
-    chosen, fitted, problems = _fit_configs(chosen, cluster)
-    chosen, added, unfilled = _add_defaults(chosen, cluster, registry)
+    chosen, size_notes, problems = _fit_configs(chosen, cluster)
+    chosen, default_notes, unfilled = _add_defaults(chosen, cluster, registry)
     # What is left out here must fit as well: a conflict must not wait for the machine with more processes.
     problems += unfilled + _find_clashes([*chosen, *left_out])
     if not problems:  # checks assume methods that stand together
@@ -150,20 +150,20 @@ def resolve(
         problems = [p for item in final for p in item.method.check_plan(item.config, plan, cluster)]
     if problems:
         raise _make_error(problems)
-    saved = _as_strategy(ordered([*chosen, *left_out]), cluster, strategy.provenance)
-    return Resolved(final, plan, saved, (*expanded, *notes, *fitted, *added))
+    result = _as_strategy(ordered([*chosen, *left_out]), cluster, strategy.provenance)
+    return Resolved(final, plan, result, (*expansion_notes, *notes, *size_notes, *default_notes))
 
 
-def _leave_out(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Chosen], list[Note]]:
-    kept: list[Chosen] = []
+def _leave_out(choices: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Chosen], list[Note]]:
+    usable: list[Chosen] = []
     left_out: list[Chosen] = []
     notes: list[Note] = []
-    for item in chosen:
+    for item in choices:
         reason = item.method.unavailable(item.config, cluster)
         if item.method.needs_process_group and not cluster.distributed:
             reason = "there is one process and no process group; start it with torchrun to use it"
         if reason is None:
-            kept.append(item)
+            usable.append(item)
             notes += [
                 Note("left out", item.method.name, text) for text in item.method.notices(item.config, cluster)
             ]
@@ -171,14 +171,14 @@ def _leave_out(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], li
             left_out.append(item)
             text = f"{item.method.name} is left out: {reason.rstrip('.')}. The strategy keeps it, for where it can be used"
             notes.append(Note("left out", item.method.name, text))
-    return kept, left_out, notes
+    return usable, left_out, notes
 
 
-def _fit_configs(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Note], list[Problem]]:
-    fitted: list[Chosen] = []
+def _fit_configs(choices: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], list[Note], list[Problem]]:
+    results: list[Chosen] = []
     notes: list[Note] = []
     problems: list[Problem] = []
-    for item in chosen:
+    for item in choices:
         try:
             config = fit_config(item.method, item.config, cluster)
         except AtorchError as error:
@@ -187,22 +187,22 @@ def _fit_configs(chosen: list[Chosen], cluster: Cluster) -> tuple[list[Chosen], 
         if config != item.config and item.config.as_json():
             text = f"{item.method.name}: {item.config.as_json()} became {config.as_json()}"
             notes.append(Note("fitted", item.method.name, f"{text} to fit {cluster.world_size} processes"))
-        fitted.append(replace(item, config=config))
-    return fitted, notes, problems
+        results.append(replace(item, config=config))
+    return results, notes, problems
 
 
 def _add_defaults(
-    chosen: list[Chosen], cluster: Cluster, registry: Registry
+    choices: list[Chosen], cluster: Cluster, registry: Registry
 ) -> tuple[list[Chosen], list[Note], list[Problem]]:
-    complete = list(chosen)
+    complete = list(choices)
     notes: list[Note] = []
     problems: list[Problem] = []
-    tried: set[str] = set()  # each role once: a default may need others
+    roles: set[str] = set()  # each role once: a default may need others
     while True:
-        need = next((need for need in _unfilled_needs(complete, cluster) if need.role not in tried), None)
+        need = next((need for need in _unfilled_needs(complete, cluster) if need.role not in roles), None)
         if need is None:
             return complete, notes, problems
-        tried.add(need.role)
+        roles.add(need.role)
         method = registry.default_for(need.role)
         if method is None:
             providers = [other.name for other in registry if need.role in other.provides]
@@ -214,18 +214,18 @@ def _add_defaults(
         notes.append(Note("added", method.name, f"{method.name} is added because {need.reason}"))
 
 
-def _unfilled_needs(chosen: list[Chosen], cluster: Cluster) -> list[Need]:
-    filled = {role for item in chosen for role in item.method.roles(item.config)}
-    needs = [need for item in chosen for need in item.method.needs(item.config, cluster)]
+def _unfilled_needs(choices: list[Chosen], cluster: Cluster) -> list[Need]:
+    filled_roles = {role for item in choices for role in item.method.roles(item.config)}
+    needs = [need for item in choices for need in item.method.needs(item.config, cluster)]
     if cluster.distributed:
         needs.insert(0, Need("mesh", f"there are {cluster.world_size} processes"))
-    return [need for need in needs if need.role not in filled]
+    return [need for need in needs if need.role not in filled_roles]
 
 
-def _find_clashes(chosen: list[Chosen]) -> list[Problem]:
+def _find_clashes(choices: list[Chosen]) -> list[Problem]:
     problems: list[Problem] = []
-    for position, first in enumerate(chosen):
-        for second in chosen[position + 1 :]:
+    for position, first in enumerate(choices):
+        for second in choices[position + 1 :]:
             reason = clash(first, second)
             if reason is not None:
                 names = f"{first.method.name} and {second.method.name}"
@@ -245,8 +245,8 @@ def clash(first: Chosen, second: Chosen) -> str | None:
     return None
 
 
-def _as_strategy(ordered: tuple[Chosen, ...], cluster: Cluster, provenance: Mapping[str, Any]) -> Strategy:
-    steps = [(item.method.name, item.config.as_json() or None) for item in ordered]
+def _as_strategy(items: tuple[Chosen, ...], cluster: Cluster, provenance: Mapping[str, Any]) -> Strategy:
+    steps = [(item.method.name, item.config.as_json() or None) for item in items]
     version = ".".join(cluster.torch.split(".")[:2]) or None  # major and minor alone
     requires = Requires(world_size=cluster.world_size, device=cluster.device_type, torch=version)
     return Strategy(steps, requires=requires, provenance=provenance)

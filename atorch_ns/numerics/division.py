@@ -1,4 +1,4 @@
-"""Test of a division: a model divided over ranks, in small, held against the undivided one before the first step."""
+"""Test of a division: a small model divided over ranks, against the undivided one before the first step."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ from atorch_ns.text import error_line, error_text, first_few
 from atorch_ns.torch_compat import pipeline_unit, plain_name
 
 _DIFFERS: Final = 1e-4
-"""A result that is off by this share of its largest value is not off by rounding alone, in full precision and few blocks."""
+"""A result off by this share of its largest value has more than rounding errors, in fp32 and few blocks."""
 
 
 def check_division(inputs: Inputs, cluster: Cluster, resolved: Resolved, registry: Registry) -> str:
     """Trains the model in small for two steps, as a strategy divides it and in one process; collective.
 
-    Only the methods that divide the model take part, and those that synchronise what they leave, in full precision. The
-    small model has the first and the last block and one of each kind between; each micro-batch is one sample.
+    Only methods that divide the model, or synchronise what they leave, take part, in full precision. The
+    small model has the first and the last block and one of each kind between. A micro-batch is one sample.
 
     Returns:
         What was found, as a sentence for the report.
 
     Raises:
-        StrategyError: on every rank, if a loss or a parameter is not that of one process; it names the first module whose
-            result differs. Also if the model fails where it is divided, and if code reads parameters by a closure, where ranks hold or compute different parts.
+        StrategyError: on every rank, if a loss or a parameter differs from one process (it names the module),
+            if the divided model fails, or if a closure reads parameters of which ranks hold different parts.
     """
     axes = [axis for axis in MODEL_AXES if resolved.plan.size(axis) > 1]
     strategy = _dividing_strategy(resolved, registry)
-    uncompared = f"the model as a whole, divided over {' and '.join(axes)}, was not compared with one process"
+    prefix = f"the model as a whole, divided over {' and '.join(axes)}, was not compared with one process"
     # What a comparison frees is not all given back, and training may need it.
     if room_bytes(torch.device(cluster.device)) is not None:
-        return f"{uncompared}: a limit of memory is enforced, which training alone must keep to"
+        return f"{prefix}: a limit of memory is enforced, which training alone must keep to"
     with random_states_kept(torch.device(cluster.device)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the job itself warns of the same
         outcome = _compare_small_run(inputs, cluster, strategy, registry)
         gc.collect()  # hooks hold the small job in cycles
         if isinstance(outcome, str):
-            return f"{uncompared}: {outcome}"
+            return f"{prefix}: {outcome}"
         if not outcome.passed:
             where = _first_difference(inputs, cluster, strategy, registry) or outcome.text
             raise StrategyError(
@@ -88,13 +88,12 @@ def _dividing_strategy(resolved: Resolved, registry: Registry) -> Strategy:
 def _compare_small_run(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry
 ) -> ProbeResult | str:
-    """The comparison, or why there is none; the same on every rank."""
-    prepared = prepare_small(inputs, cluster, strategy, registry, rows=1)
-    if isinstance(prepared, str):
-        return prepared
-    if prepared.closed_over:
-        read = f"a hook or a function of its closes over {first_few(prepared.closed_over, 3)}"
-        plan = prepared.resolved.plan
+    setup = prepare_small(inputs, cluster, strategy, registry, rows=1)
+    if isinstance(setup, str):
+        return setup
+    if setup.closed_over:
+        read = f"a hook or a function of its closes over {first_few(setup.closed_over, 3)}"
+        plan = setup.resolved.plan
         if plan.size("pipeline") > 1 or plan.size("sequence") > 1:
             raise StrategyError(
                 f"the model cannot be divided over pipeline or sequence: {read}, so nothing shows which stage or part "
@@ -104,25 +103,23 @@ def _compare_small_run(
         return f"{read}, and a copy of the model would read those of the model itself"
     # No agreement here: if the divided model raises, the ranks are at different points.
     try:
-        run = run_small(prepared, cluster)
+        run = run_small(setup, cluster)
     except AtorchError as error:  # of a method, on all ranks; the whole model may well be divided
         return error_text(error)
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        axes = " and ".join(axis for axis in MODEL_AXES if prepared.resolved.plan.size(axis) > 1)
+        axes = " and ".join(axis for axis in MODEL_AXES if setup.resolved.plan.size(axis) > 1)
         raise StrategyError(
             f"divided over {axes}, the model fails, which runs in one process: {error_line(error)}. Its blocks passed their "
             "tests one by one, so what they hand to each other depends on the division. Train it over other axes, or leave "
             "the modules in the traceback whole."
         ) from error
-    return judge_run(prepared, inputs, cluster, run)
+    return judge_run(setup, inputs, cluster, run)
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """A rank's result of a module beside the reference's."""
-
     error: float  # share of the largest value; nan where shapes differ
     actual: torch.Tensor | None = None  # sums over the dims that differ
     expected: torch.Tensor | None = None  # the same sums of the reference, times this rank's share
@@ -130,31 +127,31 @@ class _Difference:
 
 def _first_difference(inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry) -> str:
     """A sentence about the first module, in the order of calls, whose result differs; empty if none does."""
-    prepared = prepare_small(inputs, cluster, strategy, registry, rows=1)
-    assert not isinstance(prepared, str)
-    whole = copy.deepcopy(prepared.inputs.model)  # a copy, since training uses the model up
+    setup = prepare_small(inputs, cluster, strategy, registry, rows=1)
+    assert not isinstance(setup, str)
+    whole = copy.deepcopy(setup.inputs.model)  # a copy, since training uses the model up
     result = judged_job(
-        replace(prepared.inputs, sample_batch=prepared.batches[0][0]),
+        replace(setup.inputs, sample_batch=setup.batches[0][0]),
         cluster,
-        prepared.resolved,
-        learning_rate=prepared.learning_rate,
-        training=prepared.training,
+        setup.resolved,
+        learning_rate=setup.learning_rate,
+        training=setup.training,
     )
-    batch = prepared.batches[0][part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]]
+    batch = setup.batches[0][part_of_ranks(result.job.num_data_ranks)[result.job.data_rank]]
     parts = result.job.parts
     # Experts are called with the samples of all ranks, so they cannot be compared.
     alone = {
         id(inside) for experts in (*parts.experts, *parts.listed_experts) for inside in experts.modules()
     }
-    with _record_results(result.job.module, alone) as divided:
+    with _record_results(result.job.module, alone) as results:
         train_step(result, batch)
-    expected = _reference_results(whole, prepared, result, batch)
+    reference = _reference_results(whole, setup, result, batch)
     ranks = cluster.gathered(
-        {name: _find_difference(divided[name], value) for name, value in expected.items() if name in divided}
+        {name: _find_difference(results[name], value) for name, value in reference.items() if name in results}
     )
     # Stages run the code between their units on stand-ins, so that one rank alone has its right results.
-    one_is_enough = prepared.resolved.plan.size("pipeline") > 1
-    for name in expected:
+    one_is_enough = setup.resolved.plan.size("pipeline") > 1
+    for name in reference:
         rows = [rank[name] for rank in ranks if name in rank]
         if rows and (error := _combine_errors(rows, one_is_enough=one_is_enough)) > _DIFFERS:
             return f"the first module whose result differs is {name or 'the model itself'} (off by {error:.1g} of its largest value)"
@@ -162,13 +159,13 @@ def _first_difference(inputs: Inputs, cluster: Cluster, strategy: Strategy, regi
 
 
 def _reference_results(
-    whole: nn.Module, prepared: Prepared, result: Result, batch: Any
+    whole: nn.Module, setup: Prepared, result: Result, batch: Any
 ) -> Mapping[str, torch.Tensor]:
-    whole.train(prepared.training)
-    prepare = prepared.inputs.prepare_input or default_prepare_input
+    whole.train(setup.training)
+    prepare = setup.inputs.prepare_input or default_prepare_input
     micro_batches = result.job.step.micro_batches(prepare(batch, result.job.device))
     with _record_results(whole) as results:
-        forward_loss(prepared.inputs)(whole, micro_batches[0])
+        forward_loss(setup.inputs)(whole, micro_batches[0])
     return results
 
 
@@ -191,14 +188,14 @@ def _record_results(model: nn.Module, alone: Collection[int] = ()) -> Iterator[d
         yield results
 
 
-def _find_difference(actual: torch.Tensor, expected: torch.Tensor) -> _Difference:
-    if actual.shape == expected.shape:
-        return _Difference(distance(actual, expected) / max(largest(expected), 1e-12))
-    if actual.dim() != expected.dim():
+def _find_difference(actual: torch.Tensor, reference: torch.Tensor) -> _Difference:
+    if actual.shape == reference.shape:
+        return _Difference(distance(actual, reference) / max(largest(reference), 1e-12))
+    if actual.dim() != reference.dim():
         return _Difference(0.0)  # nothing to compare
-    dims = [dim for dim in range(actual.dim()) if actual.size(dim) != expected.size(dim)]
-    share = actual.numel() / expected.numel()
-    return _Difference(math.nan, actual.double().sum(dims), share * expected.double().sum(dims))
+    dims = [dim for dim in range(actual.dim()) if actual.size(dim) != reference.size(dim)]
+    share = actual.numel() / reference.numel()
+    return _Difference(math.nan, actual.double().sum(dims), share * reference.double().sum(dims))
 
 
 def _combine_errors(rows: list[_Difference], *, one_is_enough: bool) -> float:
@@ -206,9 +203,9 @@ def _combine_errors(rows: list[_Difference], *, one_is_enough: bool) -> float:
     if errors:
         return min(errors) if one_is_enough else max(errors)
     actual = [row.actual for row in rows if row.actual is not None]
-    expected = [row.expected for row in rows if row.expected is not None]
-    if len({tuple(tensor.shape) for tensor in (*actual, *expected)}) != 1:
+    reference = [row.expected for row in rows if row.expected is not None]
+    if len({tuple(tensor.shape) for tensor in (*actual, *reference)}) != 1:
         return 0.0  # nothing to compare
     # Sums of parts add up to the sum of the whole, however they were divided.
-    total = torch.stack(expected).sum(0)
+    total = torch.stack(reference).sum(0)
     return distance(torch.stack(actual).sum(0), total) / max(largest(total), 1e-12)

@@ -1,20 +1,17 @@
 """Numerics probe: a small model trained under a strategy and in one process, compared parameter by parameter.
 
-A small model of the same structure is trained for two steps on a few samples, under the strategy on all
-ranks, and by plain torch in one process. Every parameter is compared, not the loss: a lost gradient hides in
-the loss. The measure is, for every parameter,
+It is trained for two steps on a few samples, under the strategy on all ranks, and by plain torch in one
+process. Parameters are compared, since a lost gradient hides in the loss. The measure is, for each of them,
 
     error = (max|p - p_ref| - rounding) / max|p_ref - p_initial|
 
-the largest difference in units of the largest update. A gradient that is lost gives 1, one that is summed
-instead of averaged over two ranks 1, one that is not reduced at all about 1. The optimizer is SGD with
-momentum: its step is linear in the gradient, where Adam's is nearly the gradient's sign and would hide a
-wrong scale.
+A gradient that is lost, summed instead of averaged over two ranks, or not reduced at all, gives about 1.
+The step of SGD with momentum is linear in the gradient. Adam's is nearly its sign, which hides a wrong scale.
 
-**Tolerance.** In full precision 2e-4 (:mod:`atorch_ns.numerics.verdict`). In reduced precision the reference stays in full
-precision, and plain torch in one process runs once more with weights and inputs in bfloat16: four times its
-error, parameter by parameter, and 0.05 is allowed. What rounding alone moves by a quarter of its update (the
-bias of a key, whose gradient is zero but for rounding) can show nothing, and is not judged.
+**Tolerance.** In full precision 2e-4 (:mod:`atorch_ns.numerics.verdict`). In reduced precision the reference
+stays in full precision, and plain torch in one process runs once more with weights and inputs in bfloat16.
+Four times its error, by parameter, and 0.05 is allowed. A parameter that rounding alone moves by a quarter of
+its update (the bias of a key, whose gradient is zero but for rounding) is not judged.
 """
 
 from __future__ import annotations
@@ -47,12 +44,11 @@ class ProbeResult:
         ran: whether there was anything to compare; a strategy that raises has not been compared.
         loss_error: the largest difference of a step's loss.
         worst_parameter: parameter with the largest error, in units of its tolerance.
-        worst_error: error of that parameter, in units of its update.
-        tolerance: tolerance of that parameter.
+        worst_error, tolerance: error and tolerance of that parameter, in units of its update.
         num_judged, num_parameters: parameters that were compared, and all.
         seconds: wall time.
         reason: why it failed or did not run; empty if it passed.
-        caution: why even what passed is not what one process does with a whole batch in one pass; empty if it is.
+        caution: why a pass may still differ from one process with whole batches in one pass; else empty.
         notes: what could not be compared, as sentences.
     """
 
@@ -79,8 +75,8 @@ class ProbeResult:
             if self.worst_parameter
             else ""
         )
-        allowed = f"{worst}, {self.tolerance:.1e} allowed; {self.num_judged} of {self.num_parameters} parameters judged"
-        parts = (self.reason, allowed if worst else "", self.caution, *self.notes)
+        summary = f"{worst}, {self.tolerance:.1e} allowed; {self.num_judged} of {self.num_parameters} parameters judged"
+        parts = (self.reason, summary if worst else "", self.caution, *self.notes)
         return "; ".join(part for part in parts if part)
 
 
@@ -89,16 +85,13 @@ def probe(
 ) -> ProbeResult:
     """Trains a small model under ``strategy`` and in one process, and compares; collective.
 
-    The caller's model is read and not changed, and random states are as before. Nothing is raised for what
-    the strategy does.
+    The caller's model and random states are not changed. Failures of the strategy are not raised.
 
     Args:
         inputs: the user's model, data and loss; the model may be on meta.
         cluster: the cluster, with its process group up if it is distributed.
-        strategy: the strategy to check.
-        registry: the methods.
-        shallow: keeps two blocks of the first kind and one of each other kind, or all of them where the model does not
-            run with fewer; else all.
+        strategy, registry: the strategy to check, and the methods.
+        shallow: keeps two blocks of the first kind and one of each other, or all if it fails with fewer.
     """
     begin = time.perf_counter()
     with random_states_kept(torch.device(cluster.device)):
@@ -111,21 +104,19 @@ def probe(
 def _run_probe(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, *, shallow: bool
 ) -> ProbeResult:
-    prepared = prepare_small(inputs, cluster, strategy, registry, shallow=shallow)
-    if isinstance(prepared, str):
-        return ProbeResult(passed=False, ran=False, reason=prepared)
+    setup = prepare_small(inputs, cluster, strategy, registry, shallow=shallow)
+    if isinstance(setup, str):
+        return ProbeResult(passed=False, ran=False, reason=setup)
     try:
-        run = cluster.agree(lambda: run_small(prepared, cluster), what="the numerics probe")
+        run = cluster.agree(lambda: run_small(setup, cluster), what="the numerics probe")
     except StepError as error:  # no step with finite gradients
         return ProbeResult(passed=False, reason=str(error))
     except Exception as error:
         return ProbeResult(passed=False, ran=False, reason=error_text(error))
-    result = judge_run(prepared, inputs, cluster, run)
+    result = judge_run(setup, inputs, cluster, run)
     if not result.passed:
         return result
-    caution, notes = cluster.on_first(
-        lambda: parts_reason(prepared, inputs, cluster), what="judging the loss"
-    )
+    caution, notes = cluster.on_first(lambda: parts_reason(setup, inputs, cluster), what="judging the loss")
     return replace(result, caution=f"but {caution}" if caution else "", notes=notes)
 
 
@@ -138,54 +129,53 @@ def prepare_small(
     shallow: bool = True,
     rows: int = 2,
 ) -> Prepared | str:
-    """The small job with its reference, or why there is none; collective. A model that does not run without all its
-    blocks is tried with them."""
-    refused: list[str] = []
+    """The small job with its reference, or why there is none; with all blocks if few fail. Collective."""
+    refusals: list[str] = []
     for few in (True, False) if shallow else (False,):
         try:
             return prepare(inputs, cluster, strategy, registry, shallow=few, rows=rows)
         except Exception as error:
-            refused.append(error_text(error))
-    return "; with all blocks: ".join(dict.fromkeys(refused))
+            refusals.append(error_text(error))
+    return "; with all blocks: ".join(dict.fromkeys(refusals))
 
 
-def run_small(prepared: Prepared, cluster: Cluster) -> StrategyRun:
+def run_small(setup: Prepared, cluster: Cluster) -> StrategyRun:
     """Trains the small job under its strategy; collective."""
     return run_strategy(
-        prepared.inputs,
+        setup.inputs,
         cluster,
-        prepared.resolved,
-        prepared.batches,
-        learning_rate=prepared.learning_rate,
-        training=prepared.training,
+        setup.resolved,
+        setup.batches,
+        learning_rate=setup.learning_rate,
+        training=setup.training,
     )
 
 
-def judge_run(prepared: Prepared, inputs: Inputs, cluster: Cluster, run: StrategyRun) -> ProbeResult:
+def judge_run(setup: Prepared, inputs: Inputs, cluster: Cluster, run: StrategyRun) -> ProbeResult:
     """Holds every parameter to its tolerance; collective."""
     return cluster.on_first(
-        lambda: _judge_parameters(prepared, inputs, cluster, run), what="judging a run in small"
+        lambda: _judge_parameters(setup, inputs, cluster, run), what="judging a run in small"
     )
 
 
-def _judge_parameters(prepared: Prepared, inputs: Inputs, cluster: Cluster, run: StrategyRun) -> ProbeResult:
-    reference, noise = prepared.reference, prepared.noise
-    if run.num_micro_batches != prepared.num_micro_batches:  # a method chose another number
-        reference = reference_in(run.num_micro_batches, prepared, inputs, cluster)
+def _judge_parameters(setup: Prepared, inputs: Inputs, cluster: Cluster, run: StrategyRun) -> ProbeResult:
+    reference, noise = setup.reference, setup.noise
+    if run.num_micro_batches != setup.num_micro_batches:  # a method chose another number
+        reference = reference_in(run.num_micro_batches, setup, inputs, cluster)
     assert reference is not None
     deviation = measure(reference, run.last, run.losses)
     rows, _, reasons = judge(
         deviation, deviation, first_noise=noise, last_noise=noise, differing=run.differing
     )
-    judged = [row for row in rows if row.state != "not judged"]
-    worst = max(judged, key=lambda row: row.excess, default=None)
+    judged_rows = [row for row in rows if row.state != "not judged"]
+    worst = max(judged_rows, key=lambda row: row.excess, default=None)
     return ProbeResult(
         passed=not reasons,
         loss_error=deviation.loss_error,
         worst_parameter="" if worst is None else worst.name,
         worst_error=0.0 if worst is None else worst.parameter_error,
         tolerance=TOLERANCE if worst is None else worst.parameter_tolerance,
-        num_judged=len(judged),
+        num_judged=len(judged_rows),
         num_parameters=len(reference.final),
         reason="; ".join(reasons),
     )

@@ -1,4 +1,4 @@
-"""Reference: the training of one process with plain torch and SGD; the parity measure, by which another run deviates."""
+"""Reference: training in one process with plain torch and SGD, and the measure of another run's parity."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Batches = Sequence[Sequence[Any]]
 def part_of_ranks(num_ranks: int) -> tuple[int, ...]:
     """The part of a batch that each data rank computes.
 
-    Up to eight ranks have a part of their own. More share eight parts, or one process would compute for
-    hours; they are dealt irregularly, so that no group of ranks has the average of all.
+    More than eight ranks share eight parts, so that one process does not need hours. They are dealt
+    irregularly, so that no group of ranks has the average of all.
     """
     if num_ranks <= MAX_PARTS:
         return tuple(range(num_ranks))
@@ -56,8 +56,7 @@ class Reference:
         final: every parameter after training, on the CPU, by its first name.
         updates: the largest absolute change of each of them.
         losses: the mean loss of each step.
-        learning_rate: learning rate of SGD.
-        training: whether the model was in training mode.
+        learning_rate, training: the learning rate of SGD, and whether the model was in training mode.
     """
 
     final: Mapping[str, torch.Tensor]
@@ -86,11 +85,7 @@ NO_DEVIATION: Final = Deviation(errors={}, loss_error=0.0)
 
 
 class RoundsTo16Bits(TorchDispatchMode):
-    """Whether anything inside is rounded to 16 bits, by weights or by the model's own casts.
-
-    Attributes:
-        has_rounded: whether it was by now.
-    """
+    """Notes in ``has_rounded`` whether weights or the model's own casts have rounded anything to 16 bits."""
 
     supports_higher_order_operators = True
 
@@ -142,12 +137,12 @@ def run_reference(
         device: the device to compute on.
         compute_dtype: dtype of weights and inputs in the forward pass; ``None`` for their own.
         like: run whose learning rate and mode are used; ``None`` to find them.
-        initial: gives the values that ``model`` began with, once training has ended; ``None`` to keep a copy of them.
+        initial: gives, after training, the values ``model`` began with; ``None`` to keep a copy of them.
 
     Raises:
         InputError: if the loss changes from one evaluation to the next, or nothing gets a gradient.
     """
-    copied = _copy_parameters(model) if initial is None else {}
+    copies = _copy_parameters(model) if initial is None else {}
     training = _needs_training_mode(model, inputs, batches[0][0], device) if like is None else like.training
     model.train(training)
     groups = bare_groups(inputs)
@@ -158,9 +153,17 @@ def run_reference(
     losses = []
     for batch in batches:
         optimizer.zero_grad()
-        weighted = list(zip(batch, weights, strict=True))
+        weighted_parts = list(zip(batch, weights, strict=True))
         losses.append(
-            _add_gradients(model, inputs, weighted, num_micro_batches, device, compute_dtype, len(parts))
+            _add_gradients(
+                model,
+                inputs,
+                weighted_parts,
+                num_micro_batches,
+                device=device,
+                dtype=compute_dtype,
+                num_ranks=len(parts),
+            )
         )
         if inputs.max_grad_norm is not None:
             clip(_optimizer_parameters(optimizer), inputs.max_grad_norm)
@@ -173,7 +176,7 @@ def run_reference(
     final = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return Reference(
         final=final,
-        updates=updates_of(copied if initial is None else initial(), final),
+        updates=updates_of(copies if initial is None else initial(), final),
         losses=tuple(losses),
         learning_rate=rate,
         training=training,
@@ -181,8 +184,8 @@ def run_reference(
 
 
 def clip(parameters: Iterable[torch.Tensor], max_norm: float) -> None:
-    """Torch's ``clip_grad_norm_`` with a norm summed in float64: in float32 on CPUs it is 9e-5 off for 4 million elements,
-    and 5e-3 for 67 million (torch 2.13)."""
+    """Torch's ``clip_grad_norm_`` with a norm in float64: in float32 on CPUs it is 9e-5 off for 4 million
+    elements, and 5e-3 for 67 million (torch 2.13)."""
     parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norms = [
@@ -196,12 +199,12 @@ def run_whole(
     inputs: Inputs,
     batch: Sequence[Any],
     parts: Sequence[int],
+    *,
     num_micro_batches: int,
     device: torch.device,
-    *,
     like: Reference,
 ) -> tuple[Reference | None, tuple[str, ...]]:
-    """One step on a whole global batch in one pass; arguments as of :func:`run_reference`, but for one step's ``batch``.
+    """One step on a whole global batch in one pass, with the arguments of :func:`run_reference`.
 
     Returns:
         The run, ``None`` where that is one pass already or cannot be made; and why it cannot, as sentences.
@@ -211,11 +214,11 @@ def run_whole(
     if like.training:
         return None, (f"{_NOT_COMPARED}, in training mode",)
     try:
-        joined = join_batches([batch[part] for part in parts])
+        whole = join_batches([batch[part] for part in parts])
     except Exception as error:  # parts of different shapes, or of types that nobody knows how to join
         return None, (f"{_NOT_COMPARED}: its parts cannot be joined ({error})",)
     try:
-        return run_reference(model, inputs, [[joined]], (0,), 1, device, like=like), ()
+        return run_reference(model, inputs, [[whole]], (0,), 1, device, like=like), ()
     except Exception as error:  # more samples than the model takes, or than there is memory for
         return None, (f"{_NOT_COMPARED}: it cannot be run ({error_line(error)})",)
 
@@ -240,6 +243,7 @@ def _add_gradients(
     inputs: Inputs,
     parts: Sequence[tuple[Any, float]],
     num_micro_batches: int,
+    *,
     device: torch.device,
     dtype: torch.dtype | None,
     num_ranks: int,
@@ -348,22 +352,21 @@ def updates_of(initial: Mapping[str, torch.Tensor], final: Mapping[str, torch.Te
 
 def update_errors(
     updates: Mapping[str, float],
-    expected: Mapping[str, torch.Tensor],
+    reference: Mapping[str, torch.Tensor],
     actual: Mapping[str, torch.Tensor],
     *,
     roundings: float = 0.0,
 ) -> dict[str, float]:
-    """``max|found - expected| / max|expected - initial|`` of every parameter that both runs have.
+    """``max|actual - reference| / max|reference - initial|`` of every parameter that both runs have.
 
     Args:
         updates: the largest change of each parameter in the reference's training (:func:`updates_of`).
-        expected: the reference's parameters after training.
-        actual: the other run's after training.
+        reference, actual: parameters after training, of the reference and of the other run.
         roundings: units in the last place of a weight that are taken off its error first.
     """
     floor = UPDATE_FLOOR * max(updates.values(), default=0.0)
     errors = {}
-    for name, value in expected.items():
+    for name, value in reference.items():
         if name not in actual:
             continue
         eps = torch.finfo(actual[name].dtype).eps if actual[name].is_floating_point() else 0.0

@@ -32,8 +32,7 @@ class StrategyRun:
     """The result of training under a strategy.
 
     Attributes:
-        first: every parameter, whole, on the CPU, by its first name, after the first step; empty without
-            ``everywhere``.
+        first: whole parameters on the CPU after the first step, by first name; empty without ``everywhere``.
         last: the same after all steps; on rank 0 only without ``everywhere``.
         losses: the mean loss of each step.
         num_micro_batches: parts that a rank's batch was split into.
@@ -64,11 +63,9 @@ def run_strategy(
     Args:
         inputs: the model and its loss, with SGD as optimizer; the model is used up.
         cluster: the ranks and devices of the job.
-        resolved: the strategy.
-        batches: ``[step][part]``.
-        learning_rate: learning rate of SGD.
-        training: whether the model is in training mode.
-        everywhere: gather the whole parameters on every rank, after the first step too, and compare them over all
+        resolved, batches: the strategy, and ``[step][part]``.
+        learning_rate, training: the learning rate of SGD, and whether the model is in training mode.
+        everywhere: gather whole parameters on every rank, after the first step too, and compare them over all
             ranks; else on rank 0, and only weights that are not divided are compared.
     """
     job_inputs = replace(inputs, sample_batch=batches[0][0])
@@ -101,11 +98,10 @@ def judged_job(
 ) -> Result:
     """The job whose parameters are compared with those of one process; collective. The model is used up.
 
-    What rounds to fp8 is left out of it: that moves parameters by as much as a wrong strategy would, so that what is
-    judged is everything else.
+    Rounding to fp8 is left out, since it moves parameters by as much as a wrong strategy would.
 
     Args:
-        inputs: the user's objects with SGD as optimizer, and a batch of one rank as sample in place of a dataset.
+        inputs: the user's objects with SGD, and one rank's batch as sample in place of a dataset.
         cluster, resolved, learning_rate, training: arguments of :func:`run_strategy`.
     """
     job_inputs = replace(

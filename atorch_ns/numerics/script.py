@@ -1,8 +1,8 @@
-"""A user's script, run as it is under a strategy and in one process: what it trains is compared after every update.
+"""A user's script, run under a strategy and in one process, whose weights are compared after each update.
 
-A :class:`ScriptWatch` is active while the script runs (:data:`atorch_ns.apply.WATCH`). Front ends ask it for the strategy and
-hand it what they have made; it writes what each update leaves on each rank, which :func:`compare_runs` compares.
-A second run in one process, with gradients that are off by rounding, shows how far rounding alone leads this script.
+A :class:`ScriptWatch` is active while the script runs (:data:`atorch_ns.apply.WATCH`). Front ends ask it for
+the strategy and hand it what they have made. It writes each rank's updates for :func:`compare_runs`. A second
+run in one process, with gradients that are off by rounding, shows how far rounding alone leads.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from atorch_ns.text import is_library
 from atorch_ns.torch_compat import local_box, persistent_buffers
 
 ROUNDING: Final = TOLERANCE / 10
-"""Error of a gradient, relative to its tensor's largest element, by which the second run is off: what rounding reaches in
-fp32 (see :data:`atorch_ns.numerics.verdict.TOLERANCE`)."""
+"""Error of a gradient in the second run, relative to its largest element: rounding reaches it in fp32."""
 REDUCED_ROUNDING: Final = REDUCED_TOLERANCE / 10
 """The same in less than fp32: bfloat16 rounds by 2^-8, near this."""
 _DROPOUTS: Final = (
     nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
 _MOST_UPDATES: Final = 10
-"""Updates of all optimizers, in units of those asked for, after which a script ends whose optimizers take turns."""
+"""Updates of all optimizers, as a multiple of ``num_steps``, that end scripts whose optimizers alternate."""
 
 
 class Enough(SystemExit):
-    """Ends a script that has taken the steps that were asked for; handlers of ``Exception`` let it through."""
+    """Ends a script after the steps that were asked for; handlers of ``Exception`` let it through."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +49,10 @@ class ScriptDifference:
         job: number of the call of a front end, from 0, in the order of the script.
         step: updates of its optimizer so far; 0 before the first.
         where: the line that updated, or that called the front end.
-        kind: ``"weight"``, ``"buffer"``, ``"state"`` of the optimizer, or ``"steps"`` where one side did not take it.
+        kind: ``"weight"``, ``"buffer"``, ``"state"`` of the optimizer, or ``"steps"`` if one side took none.
         name: the tensor's name in the user's model, of a state with its own; or who did not take the step.
         rank: a rank that has it.
-        error, tolerance: the largest difference of an element, and what is allowed; infinite for what one side does not have.
+        error, tolerance: the largest difference of an element, and its limit; infinite for what is missing.
         others: tensors that differ at the same step, besides.
     """
 
@@ -106,11 +105,11 @@ class ScriptWatch:
         self._leave_out_dropout(result)
         update = vars(optimizer).get("step")  # of a scheduler, say
 
-        def step(stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def step(target: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._end_if_enough(number)
             if self._rounding:
-                self._disturb_gradients(stepped)
-            loss = type(stepped).step(stepped, *args, **kwargs) if update is None else update(*args, **kwargs)
+                self._disturb_gradients(target)
+            loss = type(target).step(target, *args, **kwargs) if update is None else update(*args, **kwargs)
             self._counts[number] += 1
             self._write_record(result, number)
             return loss
@@ -179,7 +178,7 @@ def _line_of_user() -> str:
 def compare_runs(
     folder: Path, num_ranks: int, *, reduced: bool
 ) -> tuple[ScriptDifference | None, list[ScriptDifference]]:
-    """The first difference that is more than rounding, and the largest one of each update, in units of its tolerance.
+    """The first difference beyond rounding, and the largest of each update, in units of its tolerance.
 
     Args:
         folder: with the records of the three runs: ``one``, ``ranks`` and ``rounding``.
@@ -191,7 +190,7 @@ def compare_runs(
     runs = [folder / name for name in ("one", "ranks", "rounding")]
     for moment in sorted(_list_moments(runs[0]) | _list_moments(runs[1])):  # moments of both runs
         _, job, step = moment
-        plain, ranks, rounded = (_read_records(run, moment) for run in runs)
+        plain, ranks, noisy_records = (_read_records(run, moment) for run in runs)
         left_out = [f"rank {rank}" for rank in range(num_ranks) if rank not in ranks]
         if not plain or left_out:
             who = "one process" if not plain else "the ranks" if not ranks else left_out[0]
@@ -199,11 +198,11 @@ def compare_runs(
             return ScriptDifference(job=job, step=step, where=where, kind="steps", name=who), largest
         whole = plain[0]["tensors"]
         begin = begins.setdefault(job, whole)  # values before any update
-        noisy = rounded[0]["tensors"] if rounded else whole  # no noise without that run
+        noisy = noisy_records[0]["tensors"] if noisy_records else whole  # no noise without that run
         differences = [
             ScriptDifference(job=job, step=step, where=record["where"], rank=rank, **fields)
             for rank, record in ranks.items()
-            for fields in _compare_tensors(whole, record, noisy, begin, reduced)
+            for fields in _compare_tensors(whole, record, noisy, begin, reduced=reduced)
         ]
         for kind, name in whole.keys() - {key for record in ranks.values() for key in record["tensors"]}:
             differences.append(
@@ -239,30 +238,29 @@ def _compare_tensors(
     record: Mapping[str, Mapping[Any, Any]],
     noisy: Mapping[Any, torch.Tensor],
     begin: Mapping[Any, torch.Tensor],
+    *,
     reduced: bool,
 ) -> Iterator[dict[str, Any]]:
     """Kind, name, error and tolerance of each tensor that a rank has recorded, whole or its part."""
     share, unit = REDUCED_TOLERANCE if reduced else TOLERANCE, torch.finfo(torch.float32)
     for (kind, name), tensor in record["tensors"].items():
-        expected = plain.get((kind, name))
+        whole = plain.get((kind, name))
         shape, offsets = record["boxes"].get((kind, name), (tensor.shape, [0] * tensor.dim()))
-        if expected is None or expected.shape != shape:  # missing in one process
+        if whole is None or whole.shape != shape:  # missing in one process
             yield {"kind": kind, "name": name}
             continue
-        part = expected[
-            tuple(slice(first, first + n) for first, n in zip(offsets, tensor.shape, strict=True))
-        ]
+        part = whole[tuple(slice(first, first + n) for first, n in zip(offsets, tensor.shape, strict=True))]
         error = tensor.double() - part
         error[(tensor == part) | (tensor.isnan() & part.isnan())] = 0.0  # infinite ones are equal, too
         # A weight is judged by its update since the first record, other tensors by their values.
-        moved = expected.double() - (begin[kind, name].double() if kind == "weight" else 0.0)
-        noise = noisy[kind, name].double() - expected if (kind, name) in noisy else moved * 0.0
-        rounding = 2 * unit.eps * _largest_finite(expected) + unit.tiny  # rounding of the values
+        update = whole.double() - (begin[kind, name].double() if kind == "weight" else 0.0)
+        noise = noisy[kind, name].double() - whole if (kind, name) in noisy else update * 0.0
+        rounding = 2 * unit.eps * _largest_finite(whole) + unit.tiny  # rounding of the values
         yield {
             "kind": kind,
             "name": name,
             "error": float(error.abs().nan_to_num(nan=math.inf).max()) if error.numel() else 0.0,
-            "tolerance": share * _largest_finite(moved) + NOISE_FACTOR * _largest_finite(noise) + rounding,
+            "tolerance": share * _largest_finite(update) + NOISE_FACTOR * _largest_finite(noise) + rounding,
         }
 
 

@@ -50,44 +50,43 @@ def structure_of(model: nn.Module, *, shallow: bool) -> tuple[nn.Module, Origina
     """A copy of ``model`` whose parameters take no memory; ties, buffers and settings are as they were.
 
     Args:
-        model: read, not changed.
         shallow: keep two blocks of the first kind and one of each other kind.
 
     Returns:
         The copy with its parameters on meta, and for each of them the one that it stands for.
     """
     blocks = {block.name: block.module for block in repeated_blocks(model)} if shallow else {}
-    shortened = truncate(model, blocks, fingerprints(blocks))
+    containers = truncate(model, blocks, fingerprints(blocks))
 
     def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device="meta") if kind == "parameter" else tensor.detach().clone()
 
-    copied = copy_structure(model, make, shortened)
-    named = dict(model.named_parameters(remove_duplicate=False))
+    structure = copy_structure(model, make, containers)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     originals = {}
-    for path, module in copied.named_modules():
-        source = _original_path(path, shortened)
+    for path, module in structure.named_modules():
+        source = _original_path(path, containers)
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                originals[parameter] = named[f"{source}.{name}" if source else name]
-    return copied, originals
+                originals[parameter] = parameters[f"{source}.{name}" if source else name]
+    return structure, originals
 
 
-def _original_path(path: str, shortened: Mapping[str, Container]) -> str:
-    for container in shortened.values():
+def _original_path(path: str, containers: Mapping[str, Container]) -> str:
+    for container in containers.values():
         for position, index in enumerate(container.kept):
-            copied = container.copy_path(position)
-            if path == copied or path.startswith(f"{copied}."):
-                return container.blocks[index] + path.removeprefix(copied)
+            copy_path = container.copy_path(position)
+            if path == copy_path or path.startswith(f"{copy_path}."):
+                return container.blocks[index] + path.removeprefix(copy_path)
     return path
 
 
 def fill(model: nn.Module, originals: Originals, device: torch.device, *, seed: int) -> None:
     """Gives every parameter on meta its value, in place.
 
-    A parameter that has a value keeps it. One that was on meta itself is initialised as the model would, or
-    with small random values where the model offers no way. A constant parameter (zeros, ones) gets a little
-    noise: behind a layer of zeros all gradients are zero, and a lost one would not be missed.
+    A parameter that has a value keeps it. Others are initialised as the model would, or with small random
+    values where it offers no way. Constants (zeros, ones) get a little noise: behind a layer of zeros all
+    gradients are zero, and a lost one would not be missed.
 
     Raises:
         InputError: if a buffer on meta cannot be given a value.
@@ -110,7 +109,7 @@ def fill(model: nn.Module, originals: Originals, device: torch.device, *, seed: 
 
 @torch.no_grad()
 def round_to(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives parameters values that ``dtype`` can hold, so that a strategy that casts them starts from the same."""
+    """Rounds parameters to ``dtype``, so that a strategy that casts them starts from the same values."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.copy_(parameter.to(dtype))
@@ -160,8 +159,7 @@ class Prepared:
 
     Attributes:
         inputs: the user's objects with the small model, and SGD as optimizer.
-        resolved: the strategy.
-        batches: ``[step][part]``.
+        resolved, batches: the strategy, and ``[step][part]``.
         reference: the run of one process in full precision; on rank 0 only.
         noise: deviation of one process in bfloat16 from it; on rank 0 only, ``None`` in full precision.
         learning_rate, training: settings of the reference.
@@ -183,15 +181,14 @@ class Prepared:
 
 
 class _ClosedOver(TorchFunctionMode):
-    """Notes which parameters of a model the forward pass of a copy reads: hooks and functions that close over it."""
+    """Notes which parameters of a model a copy's forward pass reads, by hooks and closures."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.parameters: dict[str, None] = {}
 
-    def watch(self, copied: nn.Module) -> None:
-        """Looks at the forward passes of a copy."""
+    def watch(self, model: nn.Module) -> None:
 
         def begin(*_: Any) -> None:
             self.__enter__()  # type: ignore[no-untyped-call]
@@ -199,8 +196,8 @@ class _ClosedOver(TorchFunctionMode):
         def end(*_: Any) -> None:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-        copied.register_forward_pre_hook(begin)
-        copied.register_forward_hook(end, always_call=True)
+        model.register_forward_pre_hook(begin)
+        model.register_forward_hook(end, always_call=True)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -213,20 +210,19 @@ class _ClosedOver(TorchFunctionMode):
 def prepare(
     inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, *, shallow: bool, rows: int
 ) -> Prepared:
-    """Builds the small model on every rank, and trains it in one process on rank 0 with ``rows`` samples in each
-    micro-batch; collective.
+    """Builds the small model, and trains it on rank 0 with ``rows`` samples a micro-batch; collective.
 
     Raises:
         Exception: on every rank, whatever stands in the way of a comparison.
     """
 
-    def agreed(action: Callable[[], T]) -> T:
+    def agree(action: Callable[[], T]) -> T:
         return cluster.agree(action, what="preparing the numerics probe")
 
-    small = agreed(lambda: _small_inputs(inputs, cluster, shallow=shallow))
-    resolved = agreed(lambda: resolve(strategy, cluster, registry, profile=Profile.of(small.model)))
+    small = agree(lambda: _small_inputs(inputs, cluster, shallow=shallow))
+    resolved = agree(lambda: resolve(strategy, cluster, registry, profile=Profile.of(small.model)))
     num_micro_batches = max(resolved.plan.num_micro_batches, small.gradient_accumulation_steps)
-    closed = _ClosedOver(inputs.model)
+    closures = _ClosedOver(inputs.model)
     dtype = getattr(torch, resolved.plan.precision.parameter_dtype)
     round_to(small.model, dtype)
 
@@ -235,10 +231,18 @@ def prepare(
         round_to(again.model, dtype)
         return again
 
-    small, batches, reference, noise = agreed(
-        lambda: _train_reference(small, make_again, cluster, resolved, num_micro_batches, rows, closed)
+    small, batches, reference, noise = agree(
+        lambda: _train_reference(
+            small,
+            make_again,
+            cluster,
+            resolved,
+            num_micro_batches=num_micro_batches,
+            rows=rows,
+            closures=closures,
+        )
     )
-    names = tuple(closed.parameters)
+    names = tuple(closures.parameters)
     on_first = None if reference is None else (batches, reference.learning_rate, reference.training, names)
     batches, learning_rate, training, names = cluster.from_first(on_first)
     return Prepared(
@@ -255,36 +259,43 @@ def prepare(
     )
 
 
-def reference_in(num_micro_batches: int, prepared: Prepared, inputs: Inputs, cluster: Cluster) -> Reference:
-    """The reference of a small job again, with as many micro-batches as a method has decided on while it was applied.
+def reference_in(num_micro_batches: int, setup: Prepared, inputs: Inputs, cluster: Cluster) -> Reference:
+    """The reference again, with the number of micro-batches that a method has decided on while applied.
 
     A mean over tokens of which some do not count is another one for other micro-batches.
     """
-    small, parts, device = _rebuild_inputs(prepared, inputs, cluster)
-    like = prepared.reference
-    return run_reference(small.model, small, prepared.batches, parts, num_micro_batches, device, like=like)
+    small, parts, device = _rebuild_inputs(setup, inputs, cluster)
+    like = setup.reference
+    return run_reference(small.model, small, setup.batches, parts, num_micro_batches, device, like=like)
 
 
-def parts_reason(prepared: Prepared, inputs: Inputs, cluster: Cluster) -> tuple[str | None, tuple[str, ...]]:
-    """Why the losses of the parts that ranks and micro-batches compute have another mean than the loss of a whole
-    batch, ``None`` if they have not; and why that could not be told, as sentences. On rank 0."""
-    small, parts, device = _rebuild_inputs(prepared, inputs, cluster)
-    number, like = prepared.num_micro_batches, prepared.reference
+def parts_reason(setup: Prepared, inputs: Inputs, cluster: Cluster) -> tuple[str | None, tuple[str, ...]]:
+    """Why the parts' mean loss is not the batch's, else ``None``; and why that is unknown. On rank 0."""
+    small, parts, device = _rebuild_inputs(setup, inputs, cluster)
+    number, like = setup.num_micro_batches, setup.reference
     assert like is not None
-    batches = prepared.batches[:1]
-    whole, notes = run_whole(copy.deepcopy(small.model), small, batches[0], parts, number, device, like=like)
+    batches = setup.batches[:1]
+    whole, notes = run_whole(
+        copy.deepcopy(small.model),
+        small,
+        batches[0],
+        parts,
+        num_micro_batches=number,
+        device=device,
+        like=like,
+    )
     if whole is None:
         return None, notes
     parts_run = run_reference(small.model, small, batches, parts, number, device, like=like)
-    return judge_parts(parts_run, whole, prepared.noise), ()
+    return judge_parts(parts_run, whole, setup.noise), ()
 
 
 def _rebuild_inputs(
-    prepared: Prepared, inputs: Inputs, cluster: Cluster
+    setup: Prepared, inputs: Inputs, cluster: Cluster
 ) -> tuple[Inputs, tuple[int, ...], torch.device]:
     """The inputs of a small job with its first values, the part of each data rank, and the device."""
-    small = _small_inputs(inputs, cluster, shallow=prepared.shallow)
-    plan = prepared.resolved.plan
+    small = _small_inputs(inputs, cluster, shallow=setup.shallow)
+    plan = setup.resolved.plan
     round_to(small.model, getattr(torch, plan.precision.parameter_dtype))
     return small, part_of_ranks(plan.num_data_ranks), torch.device(cluster.device)
 
@@ -300,15 +311,15 @@ def _small_inputs(inputs: Inputs, cluster: Cluster, *, shallow: bool) -> Inputs:
 
 def _require_memory(model: nn.Module, cluster: Cluster) -> None:
     # Weights, gradients and momentum; with what operators need, 3.1 to 3.7 times the weights (measured).
-    needed = 4 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    num_bytes = 4 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     memory = cluster.device_memory_bytes
     if cluster.device_type == "cpu":
         memory //= max(1, cluster.local_world_size)  # ranks share the machine
     room = room_bytes(torch.device(cluster.device))
     limits = [limit for limit in (int(_MEMORY_SHARE * memory) or None, room) if limit is not None]
-    if needed > min(limits, default=needed):
+    if num_bytes > min(limits, default=num_bytes):
         raise InputError(
-            f"comparing two blocks of each kind and the code around them takes {bytes_text(needed)}, but a rank "
+            f"comparing two blocks of each kind and the code around them takes {bytes_text(num_bytes)}, but a rank "
             f"may use only {bytes_text(min(limits))} for it."
         )
 
@@ -318,16 +329,17 @@ def _train_reference(
     make_again: Callable[[], Inputs],
     cluster: Cluster,
     resolved: Resolved,
+    *,
     num_micro_batches: int,
     rows: int,
-    closed: _ClosedOver,
+    closures: _ClosedOver,
 ) -> tuple[Inputs, list[list[Any]], Reference | None, Deviation | None]:
     """Inputs, batches, reference and noise of :class:`Prepared`; the inputs alone on ranks but the first."""
     if cluster.rank != 0:
         return small, [], None, None
     parts = part_of_ranks(resolved.plan.num_data_ranks)
     stages = resolved.plan.size("pipeline")  # which wait for samples if there are fewer
-    # What experts are balanced by is a mean over all ranks, which one process finds where their samples are the same.
+    # Experts are balanced by a mean over all ranks, which one process finds where their samples are equal.
     alike = resolved.plan.size("expert") > 1
     rows = num_micro_batches * stages * max(rows, 1 + alike)
     batches = draw_batches(small, 1 + max(parts), rows, alike=alike)
@@ -343,7 +355,7 @@ def _train_reference(
             fresh = make_again()
             return dict(fresh.model.named_parameters())
 
-        closed.watch(fresh.model)
+        closures.watch(fresh.model)
         args = (fresh.model, fresh, batches, parts, num_micro_batches, device)
         return run_reference(*args, initial=initial, **options)
 
@@ -351,8 +363,8 @@ def _train_reference(
         reference = run()
     if not is_reduced(resolved):
         return fresh, batches, reference, NO_DEVIATION if rounds.has_rounded else None
-    rounded = run(compute_dtype=torch.bfloat16, like=reference)
-    return fresh, batches, reference, measure(reference, rounded.final, rounded.losses)
+    bf16_run = run(compute_dtype=torch.bfloat16, like=reference)
+    return fresh, batches, reference, measure(reference, bf16_run.final, bf16_run.losses)
 
 
 def is_reduced(resolved: Resolved) -> bool:
@@ -370,14 +382,12 @@ def is_reduced(resolved: Resolved) -> bool:
 def draw_batches(
     inputs: Inputs, num_parts: int, num_rows: int, *, num_steps: int = _NUM_STEPS, alike: bool = False
 ) -> list[list[Any]]:
-    """``[step][part]``: batches of the dataset's first samples, which are cycled if they are few; without a dataset,
-    ``sample_batch`` everywhere.
+    """``[step][part]``: batches of the dataset's first samples, cycled if few, or of ``sample_batch`` alone.
 
     Args:
         inputs: the user's objects, with dataset and collation.
         num_parts: number of batches in a step, each for one rank.
-        num_rows: samples of each of them.
-        num_steps: number of steps.
+        num_rows, num_steps: samples of each of them, and number of steps.
         alike: whether the parts of a step have the same samples, in another order within pairs.
 
     Raises:
@@ -386,22 +396,22 @@ def draw_batches(
     if inputs.dataset is None:
         return [[inputs.sample_batch] * num_parts] * num_steps
     args = dict(inputs.dataloader_args or {})
-    unbatched = "batch_size" in args and args["batch_size"] is None
-    rows = 1 if unbatched else num_rows  # each item is a batch
-    wanted = num_steps * rows * (1 if alike else num_parts)
-    taken = list(itertools.islice(read_samples(inputs.dataset) or (), wanted))
-    if not taken:
+    is_batch = "batch_size" in args and args["batch_size"] is None
+    rows = 1 if is_batch else num_rows  # each item is a batch
+    num_samples = num_steps * rows * (1 if alike else num_parts)
+    first_samples = list(itertools.islice(read_samples(inputs.dataset) or (), num_samples))
+    if not first_samples:
         raise InputError("the dataset is empty, or can be iterated over only once.")
-    samples = itertools.cycle(taken)
-    collate = (lambda rows: rows[0]) if unbatched else (args.get("collate_fn") or default_collate)
+    samples = itertools.cycle(first_samples)
+    collate = (lambda rows: rows[0]) if is_batch else (args.get("collate_fn") or default_collate)
 
     def parts() -> Iterator[Any]:
-        drawn: list[Any] = []
+        part_samples: list[Any] = []
         for part in range(num_parts):
-            if not (alike and drawn):
-                drawn = list(itertools.islice(samples, rows))
-            pairs = (drawn[start : start + 2] for start in range(0, rows, 2))
-            turned = (reversed(pair) if alike and part % 2 else pair for pair in pairs)
-            yield collate(list(itertools.chain.from_iterable(turned)))
+            if not (alike and part_samples):
+                part_samples = list(itertools.islice(samples, rows))
+            pairs = (part_samples[start : start + 2] for start in range(0, rows, 2))
+            ordered_pairs = (reversed(pair) if alike and part % 2 else pair for pair in pairs)
+            yield collate(list(itertools.chain.from_iterable(ordered_pairs)))
 
     return [list(parts()) for _ in range(num_steps)]

@@ -54,18 +54,15 @@ class Verification:
 
     Attributes:
         strategy: the strategy as applied.
-        world_size: number of ranks.
-        num_steps: number of optimizer steps.
+        world_size, num_steps: number of ranks, and of optimizer steps.
         num_samples: samples of one step over all ranks.
         passed: whether nothing drifts.
         reasons: reasons why it did not pass, one sentence each.
         losses: losses of every step, in one process and on the ranks.
-        loss_error: the largest difference, relative to the loss, or absolute below 1.
-        loss_tolerance: the largest difference that is allowed.
+        loss_error, loss_tolerance: largest difference, relative to the loss, absolute below 1; its limit.
         parameters: verdicts by parameter, the worst first.
         reduced_precision: whether the strategy computes in less than float32; tolerances are then wider.
-        training: whether the model was in training mode: only where its loss cannot be computed in the other,
-            in which dropout and the statistics of batches play no part.
+        training: whether the model was in training mode, which is so only where its loss needs it.
         notes: methods that were added or left out, as sentences.
         seconds: wall time of both runs.
     """

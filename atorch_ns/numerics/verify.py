@@ -1,10 +1,9 @@
 """Verification of a strategy against one process, on the user's own model.
 
-The model is trained for a few steps under the strategy on all ranks, and by plain torch in one process, on the same
-global batches. The optimizer is SGD with momentum, whatever the job uses: its step is linear in the gradient, where
-Adam's is nearly the gradient's sign and would hide a wrong scale. The first step shows the gradients, the last one
-what their errors add up to. See :mod:`atorch_ns.numerics.probe` for the measure and its tolerances; that probe looks
-at a small copy of the model, this at all of it.
+The model is trained for a few steps under the strategy on all ranks, and by plain torch in one process, on
+the same global batches. The step of SGD with momentum is linear in the gradient, where Adam's is nearly the
+gradient's sign and would hide a wrong scale. The first step shows the gradients, the last their errors' sum.
+:mod:`atorch_ns.numerics.probe` explains measure and tolerances; it looks at a small copy, this at the model.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ def verify(
     Args:
         inputs: the user's model, with values that are the same on every rank, data and loss.
         cluster: the cluster, with its process group up if it is distributed.
-        strategy: the strategy to check.
-        registry: the methods.
+        strategy, registry: the strategy to check, and the methods.
         num_steps: number of optimizer steps.
 
     Returns:
@@ -123,15 +121,16 @@ def verify(
     """
     began = time.perf_counter()
     with random_states_kept(torch.device(cluster.device)):
-        verdict = _run_verification(inputs, cluster, strategy, registry, num_steps)
+        verdict = _run_verification(inputs, cluster, strategy, registry, num_steps=num_steps)
     return replace(verdict, seconds=time.perf_counter() - began)
 
 
 def _run_verification(
-    inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, num_steps: int
+    inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, *, num_steps: int
 ) -> Verification:
     setup, resolved = cluster.agree(
-        lambda: _plain_inputs(inputs, cluster, strategy, registry, num_steps), what="preparing the comparison"
+        lambda: _plain_inputs(inputs, cluster, strategy, registry, num_steps=num_steps),
+        what="preparing the comparison",
     )
     # Ranks that begin with different weights would differ for that reason alone.
     cluster.same_everywhere({"the model's values": _weights_digest(setup)})
@@ -162,7 +161,7 @@ def _run_verification(
 
 
 def _plain_inputs(
-    inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, num_steps: int
+    inputs: Inputs, cluster: Cluster, strategy: Strategy, registry: Registry, *, num_steps: int
 ) -> tuple[Inputs, Resolved]:
     if num_steps < 1:
         raise InputError(f"num_steps={num_steps}: at least one step is needed.")
@@ -170,24 +169,22 @@ def _plain_inputs(
         raise InputError(
             "the model is on the meta device, but two runs must start with equal values. Build it on the CPU."
         )
-    sampled = sample_inputs(
-        inputs, num_data_ranks=cluster.world_size, sample_batch=inputs.sample_batch
-    ).inputs
+    base = sample_inputs(inputs, num_data_ranks=cluster.world_size, sample_batch=inputs.sample_batch).inputs
     resolved = resolve(strategy, cluster, registry, profile=Profile.of(inputs.model))
     model = copy.deepcopy(inputs.model).to(torch.device(cluster.device))
     round_to(model, getattr(torch, resolved.plan.precision.parameter_dtype))  # as the strategy does
-    setup = replace(sampled, model=model, optim_func=torch.optim.SGD, optim_param_func=bare_groups(inputs))
+    setup = replace(base, model=model, optim_func=torch.optim.SGD, optim_param_func=bare_groups(inputs))
     return setup, resolved
 
 
 def _explained_truth(
     inputs: Inputs, cluster: Cluster, resolved: Resolved, num_steps: int
 ) -> tuple[list[list[Any]], _Truth]:
-    passed = inputs.model_input_format or "none"
+    input_format = inputs.model_input_format or "none"
     with explained_errors(
         "training in one process, without any strategy,",
         rank=cluster.rank,
-        remedy=f"Correct the model, the loss or the batch; the batch is passed as {passed!r} (--input-format, "
+        remedy=f"Correct the model, the loss or the batch; the batch is passed as {input_format!r} (--input-format, "
         "model_input_format).",
     ):
         return _compute_truth(inputs, cluster, resolved, num_steps)
@@ -211,12 +208,14 @@ def _compute_truth(
     gentle = replace(reference, learning_rate=reference.learning_rate * 2 / (num_steps * (num_steps + 1)))
     first, last = run(1, like=gentle), run(num_steps, like=gentle)
     model, device = copy.deepcopy(inputs.model), torch.device(cluster.device)
-    whole, notes = run_whole(model, inputs, batches[0], parts, num_micro_batches, device, like=gentle)
+    whole, notes = run_whole(
+        model, inputs, batches[0], parts, num_micro_batches=num_micro_batches, device=device, like=gentle
+    )
     noises: list[Deviation | None] = [NO_DEVIATION if rounds.has_rounded else None] * 2
     if is_reduced(resolved):
         for index, exact in enumerate((first, last)):
-            rounded = run(len(exact.losses), like=gentle, compute_dtype=torch.bfloat16)
-            noises[index] = measure(exact, rounded.final, rounded.losses)
+            bf16_run = run(len(exact.losses), like=gentle, compute_dtype=torch.bfloat16)
+            noises[index] = measure(exact, bf16_run.final, bf16_run.losses)
     return batches, _Truth(
         first=first,
         last=last,

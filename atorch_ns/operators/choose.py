@@ -1,4 +1,4 @@
-"""Choice of an operator plan: one that is given, or found by a policy, with what each operator and its conversions take."""
+"""Choice of an operator plan, given or found by a policy, with the predicted costs of its operators."""
 
 from __future__ import annotations
 
@@ -30,15 +30,13 @@ from atorch_ns.text import bytes_text, percent_text, seconds_text
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorPrice:
-    """What the operators of one key take in a training step, together and on one rank; predicted.
+    """Predicted cost of all operators of one key in a training step, on one rank.
 
     Attributes:
-        key: as in the plan.
-        count: how many they are.
-        division: the rule, as in the plan; empty for whole.
+        key, division: as in the plan; whole operators have an empty division.
+        count: number of the operators.
         seconds: of computing.
-        conversion_seconds: of bringing what they read to where they need it.
-        bytes_moved: of that, in bytes of the whole values that collectives exchange.
+        conversion_seconds, bytes_moved: of converting their arguments; bytes of the whole values exchanged.
     """
 
     key: str
@@ -54,29 +52,29 @@ class OperatorPrice:
         return self.seconds + self.conversion_seconds
 
 
-def operator_costs(assembled: Assembled, plan: OperatorPlan) -> list[OperatorPrice]:
+def operator_costs(assembly: Assembled, plan: OperatorPlan) -> list[OperatorPrice]:
     """The operators of a plan, the longest first."""
-    problem, choices = assembled.problem, assembled.choices(plan)
+    problem, choices = assembly.problem, assembly.choices(plan)
     options = [node.options[choice] for node, choice in zip(problem.nodes, choices, strict=True)]
-    moved: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    reader_costs: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for use, readers, _ in problem.read():
         label = use.label(options[use.node])
         # Of readers that share a conversion, the last one is charged with it.
-        for needed, reader in {entry.label(options[entry.node]): entry for entry in readers}.items():
-            conversion = use.conversions[label, needed]
-            moved[reader.node][0] += use.count * conversion.seconds
-            moved[reader.node][1] += use.count * conversion.bytes_moved
+        for target, reader in {entry.label(options[entry.node]): entry for entry in readers}.items():
+            conversion = use.conversions[label, target]
+            reader_costs[reader.node][0] += use.count * conversion.seconds
+            reader_costs[reader.node][1] += use.count * conversion.bytes_moved
     costs = [
         OperatorPrice(
             key=node.name,
             count=node.count,
             division=str(rules[choice]) if rules and rules[choice].divides else "",
             seconds=option.seconds,
-            conversion_seconds=moved[number][0],
-            bytes_moved=moved[number][1],
+            conversion_seconds=reader_costs[number][0],
+            bytes_moved=reader_costs[number][1],
         )
         for number, (node, option, rules, choice) in enumerate(
-            zip(problem.nodes, options, assembled.rules, choices, strict=True)
+            zip(problem.nodes, options, assembly.rules, choices, strict=True)
         )
     ]
     return sorted((entry for entry in costs if entry.total), key=lambda entry: -entry.total)
@@ -85,7 +83,7 @@ def operator_costs(assembled: Assembled, plan: OperatorPlan) -> list[OperatorPri
 def costs_text(costs: Sequence[OperatorPrice], *, top: int = 10) -> str:
     """A table of the longest operators, with the share that they take of all."""
     total = sum(cost.total for cost in costs) or 1.0
-    shown = costs[:top]
+    top_costs = costs[:top]
     rows = [("operator", "×", "division", "computes", "converts", "exchanges", "share")]
     rows += [
         (
@@ -97,7 +95,7 @@ def costs_text(costs: Sequence[OperatorPrice], *, top: int = 10) -> str:
             bytes_text(cost.bytes_moved),
             f"{cost.total / total:.1%}",
         )
-        for cost in shown
+        for cost in top_costs
     ]
     if len(costs) > top:
         rest = costs[top:]
@@ -122,12 +120,12 @@ Allow = Callable[[Operator, tuple[Rule, ...]], tuple[Rule, ...]]
 
 def legal_rules(graph: OperatorGraph, degree: int, allow: Allow | None = None) -> LegalRules:
     """The rules by which each operator may be divided over ``degree`` ranks."""
-    known: dict[object, tuple[Rule, ...]] = {}  # rules of equal calls are looked up once
+    cache: dict[object, tuple[Rule, ...]] = {}  # rules of equal calls are looked up once
     result: dict[str, tuple[Rule, ...]] = {}
     for key, operators in graph.by_key.items():
         legal: tuple[Rule, ...] | None = None
         for op in operators:
-            rules = (whole_rule(op.call),) if graph.is_between(op) else _operator_rules(op, degree, known)
+            rules = (whole_rule(op.call),) if graph.is_between(op) else _operator_rules(op, degree, cache)
             if allow is not None:
                 rules = allow(op, rules)
             legal = rules if legal is None else tuple(rule for rule in legal if rule in rules)
@@ -135,13 +133,13 @@ def legal_rules(graph: OperatorGraph, degree: int, allow: Allow | None = None) -
     return result
 
 
-def _operator_rules(op: Operator, degree: int, known: dict[object, tuple[Rule, ...]]) -> tuple[Rule, ...]:
+def _operator_rules(op: Operator, degree: int, cache: dict[object, tuple[Rule, ...]]) -> tuple[Rule, ...]:
     if op.pinned:  # shares memory with what is written to
         return (whole_rule(op.call),)
     likeness = (op.call.name, repr(op.call.args), repr(op.call.kwargs), op.call.outputs)
-    if likeness not in known:
-        known[likeness] = rules_of(op.call, degree, registered_rules)
-    return known[likeness]
+    if likeness not in cache:
+        cache[likeness] = rules_of(op.call, degree, registered_rules)
+    return cache[likeness]
 
 
 def parameter_placements(
@@ -170,9 +168,9 @@ def planned(
 ) -> OperatorPlan:
     """The plan of what ``choose`` takes for each key among its legal rules."""
     rules = {key: choose(key, legal) for key, legal in legal_rules(graph, degree).items()}
-    divided = {key: rule for key, rule in rules.items() if rule.divides}
+    dividing_rules = {key: rule for key, rule in rules.items() if rule.divides}
     parameters = parameter_placements(graph, rules, degree)
-    return OperatorPlan(operators=divided, parameters=parameters, degree=degree, note=note)
+    return OperatorPlan(operators=dividing_rules, parameters=parameters, degree=degree, note=note)
 
 
 def random_plan(graph: OperatorGraph, degree: int, seed: int) -> OperatorPlan:
@@ -186,8 +184,8 @@ def batch_plan(graph: OperatorGraph, degree: int) -> OperatorPlan:
 
     def choose(key: str, legal: Sequence[Rule]) -> Rule:
         (op, *_) = graph.by_key[key]
-        wanted = [_batch_dim(node) for node in (*op.results, *op.inputs) if node is not None]
-        return next((rule for rule in legal if rule.divides and _divides_samples(rule, op, wanted)), legal[0])
+        dims = [_batch_dim(node) for node in (*op.results, *op.inputs) if node is not None]
+        return next((rule for rule in legal if rule.divides and _divides_samples(rule, op, dims)), legal[0])
 
     return planned(graph, degree, choose, "the batch")
 
@@ -221,8 +219,8 @@ def solved_plan(
     degree: int,
     prices: OperatorPrices,
     states: States,
-    device: torch.device,
     *,
+    device: torch.device,
     memory_limit: float | None = None,
     recomputed: bool = False,
     allow: Allow | None = None,
@@ -232,13 +230,12 @@ def solved_plan(
     Args:
         memory_limit: bytes of one rank.
         recomputed: whether blocks are recomputed in the backward pass.
-        allow: what the user's constraints leave of an operator's rules.
 
     Raises:
         InputError: if none fits; it names the largest parts.
     """
     legal = legal_rules(graph, degree, allow)
-    problem = assemble(graph, legal, prices, states, device, recomputed=recomputed)
+    problem = assemble(graph, legal, prices, states, device=device, recomputed=recomputed)
     outcome = solve(problem.problem, memory_limit=memory_limit, gap=_GAP, time_limit=_SECONDS)
     plan = problem.plan(outcome, degree)
     return Solved(plan=plan, outcome=outcome, costs=operator_costs(problem, plan))
@@ -257,15 +254,15 @@ def _batch_dim(node: fx.Node) -> int | None:
     return next((dim for dim, size in enumerate(value.shape) if not isinstance(size, int)), None)
 
 
-def _divides_samples(rule: Rule, op: Operator, wanted: Sequence[int | None]) -> bool:
+def _divides_samples(rule: Rule, op: Operator, dims: Sequence[int | None]) -> bool:
     results = [node for node in op.results if node is not None]
     placements = [rule.outputs[op.results.index(node)] for node in results] + list(rule.inputs)
-    for placement, dim in zip(placements, wanted, strict=True):
+    for placement, dim in zip(placements, dims, strict=True):
         if dim is not None and placement != Shard(dim):
             return False
         if dim is None and isinstance(placement, Shard):
             return False
-    return any(dim is not None for dim in wanted)
+    return any(dim is not None for dim in dims)
 
 
 def refitted(
@@ -273,12 +270,13 @@ def refitted(
     graph: OperatorGraph,
     degree: int,
     prices: OperatorPrices,
+    *,
     device: torch.device,
     allow: Allow | None = None,
 ) -> OperatorPlan:
     """The fastest plan for a call that ``plan`` was not made for, with parameters where it has them."""
     problem = assemble(
-        graph, legal_rules(graph, degree, allow), prices, States(), device, stored=plan.parameters
+        graph, legal_rules(graph, degree, allow), prices, States(), device=device, stored=plan.parameters
     )
     return problem.plan(solve(problem.problem, gap=_GAP, time_limit=_SECONDS), degree)
 
@@ -289,11 +287,10 @@ def division_of(
     """The rules of a graph's operators, by a plan; operators that it does not name are whole.
 
     Args:
-        summed: names of parameters whose gradients are summed after the backward pass; by default those of which every use is
-            divided.
+        summed: parameters whose gradients are summed after the backward pass; by default those partly used.
 
     Raises:
-        InputError: if the plan is for another number of ranks, or divides an operator as it cannot be divided.
+        InputError: if the plan is for another number of ranks, or a rule is not legal for its operator.
     """
     if plan.degree not in (None, degree):
         raise InputError(f"the operator plan was made for {plan.degree} ranks, but there are {degree}.")
@@ -310,22 +307,22 @@ def division_of(
         )
     rules = {}
     for op in graph.operators:
-        wanted = plan.operators.get(op.key)
-        rules[op] = whole_rule(op.call) if wanted is None else _find_legal_rule(wanted, legal[op.key])
+        plan_rule = plan.operators.get(op.key)
+        rules[op] = whole_rule(op.call) if plan_rule is None else _find_legal_rule(plan_rule, legal[op.key])
     parameters = {
         origin.name: plan.parameters[key]
         for node, origin in graph.origins.items()
         if origin.kind == "parameter" and (key := graph.parameter_key(node)) in plan.parameters
     }
-    divided = {
+    shards = {
         name: placement for name, placement in parameters.items() if not isinstance(placement, Replicate)
     }
-    division = OperatorDivision(graph, degree, rules, divided)
+    division = OperatorDivision(graph, degree, rules, shards)
     return replace(division, summed=division.partly_used() if summed is None else summed)
 
 
 def check_plan(plan: OperatorPlan, graph: OperatorGraph, degree: int) -> None:
-    """Raises an :class:`InputError` if a plan names what a model has not, or divides a parameter as it cannot be."""
+    """Raises an :class:`InputError` if a plan has a key that the model lacks, or an impossible placement."""
     sizes = {
         graph.parameter_key(n): n.meta["val"].shape for n, o in graph.origins.items() if o.kind == "parameter"
     }
@@ -340,8 +337,8 @@ def check_plan(plan: OperatorPlan, graph: OperatorGraph, degree: int) -> None:
         raise InputError(f"the operator plan does not fit this model:\n{misfit.strip()}")
 
 
-def _find_legal_rule(wanted: Rule, legal: Iterable[Rule]) -> Rule:
-    return next(rule for rule in legal if rule == wanted)  # it has the kernel, which a plan does not name
+def _find_legal_rule(plan_rule: Rule, legal: Iterable[Rule]) -> Rule:
+    return next(rule for rule in legal if rule == plan_rule)  # it has the kernel, which a plan does not name
 
 
 Policy = Literal["solve", "batch", "random"]
@@ -349,10 +346,10 @@ Policy = Literal["solve", "batch", "random"]
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a plan is asked for.
+    """The request for a plan.
 
     Attributes:
-        plan: a plan: a file's path, or what it holds; ``None`` to find one.
+        plan: path of a plan's file, or the contents of one; ``None`` to find one.
         policy: how it is found: the fastest within the memory, the samples divided, or any legal rules.
         seed: of the policy ``random``.
         constraints: path of a YAML file in nnScaler's form.
@@ -385,8 +382,9 @@ class FoundPlan:
 def find_plan(
     graph: OperatorGraph,
     degree: int,
-    wanted: Wanted,
+    request: Wanted,
     prices: OperatorPrices,
+    *,
     states: States,
     device: torch.device,
 ) -> FoundPlan:
@@ -395,34 +393,34 @@ def find_plan(
     Raises:
         InputError: if a given one does not fit the graph, or none fits the memory.
     """
-    if wanted.plan is not None:
-        user_plan = _read_plan(wanted.plan)
+    if request.plan is not None:
+        user_plan = _read_plan(request.plan)
         if user_plan.degree in (None, degree):  # what it is for is said where it is used
             check_plan(user_plan, graph, degree)
         return FoundPlan(plan=user_plan, note="the plan given")
-    if wanted.policy != "solve":
+    if request.policy != "solve":
         policy_plan = (
-            random_plan(graph, degree, wanted.seed)
-            if wanted.policy == "random"
+            random_plan(graph, degree, request.seed)
+            if request.policy == "random"
             else batch_plan(graph, degree)
         )
-        return FoundPlan(plan=policy_plan, note=f"the plan of the policy {wanted.policy}")
-    constraints = read_constraints(wanted.constraints) if wanted.constraints else ()
-    solved = solved_plan(
+        return FoundPlan(plan=policy_plan, note=f"the plan of the policy {request.policy}")
+    constraints = read_constraints(request.constraints) if request.constraints else ()
+    solution = solved_plan(
         graph,
         degree,
         prices,
         states,
-        device,
-        memory_limit=wanted.memory_bytes or float(prices.device.memory_bytes) or None,
-        recomputed=wanted.recomputed,
+        device=device,
+        memory_limit=request.memory_bytes or float(prices.device.memory_bytes) or None,
+        recomputed=request.recomputed,
         allow=allowed_by(constraints),
     )
     calls = [(op.call.name, (op.path, op.classes)) for op in graph.operators]
     return FoundPlan(
-        plan=solved.plan,
-        note=f"found: {solved.text} Figures of the device: {prices.device.source}. The longest operators:\n"
-        f"{textwrap.indent(costs_text(solved.costs, top=5), '    ')}",
+        plan=solution.plan,
+        note=f"found: {solution.text} Figures of the device: {prices.device.source}. The longest operators:\n"
+        f"{textwrap.indent(costs_text(solution.costs, top=5), '    ')}",
         warnings=tuple(unused(calls, constraints)),
     )
 

@@ -1,7 +1,7 @@
-"""Operator plan: the rule of each operator and the placement of each parameter, in a file that people read and edit.
+"""Operator plan: rules of operators and placements of parameters, in a file that people read and edit.
 
-An operator's key is the path of its module with numbers as ``*``, its short name and its place among the module's calls of that
-name: ``model.layers.*.mlp.down_proj/linear#0``. A parameter's key is its name, numbers alike. What a plan does not name is whole.
+A parameter's key is its name. An operator's, ``model.layers.*.mlp.down_proj/linear#0``, is its module's path,
+its name and its index among such calls there. Keys have ``*`` for numbers. Values without one are whole.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class OperatorPlan:
     """How the operators of a model are divided over the ranks of one axis.
 
     Attributes:
-        operators: rule by operator key. A rule read from a file has no kernel: the equal one that is legal for the call has.
+        operators: rule by operator key. One from a file has no kernel, but the equal legal rule has.
         parameters: placement by parameter key, ``Replicate`` or ``Shard``.
         degree: number of ranks that it was made for; ``None`` for any.
-        note: remark of whoever made it.
     """
 
     operators: Mapping[str, Rule] = field(default_factory=dict)
@@ -93,7 +92,6 @@ class OperatorPlan:
         """The plan that :attr:`text` gave.
 
         Args:
-            text: JSON.
             source: name of the file, for messages.
 
         Raises:
@@ -113,9 +111,8 @@ class OperatorPlan:
         """The plan that :meth:`as_json` gave.
 
         Args:
-            document: a mapping.
             source: name of the file, for messages.
-            problems: what is known to be wrong with it already.
+            problems: problems of the document that were found before.
 
         Raises:
             InputError: for another document; it names every problem.
@@ -130,53 +127,53 @@ class OperatorPlan:
             )
         plan = _read_document(document, errors)
         if errors:
-            shown = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(errors, 1))
-            raise InputError(f"{counted(len(errors), 'problem')} in the operator plan {source}:\n{shown}")
+            listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(errors, 1))
+            raise InputError(f"{counted(len(errors), 'problem')} in the operator plan {source}:\n{listing}")
         return plan
 
     def diff(self, other: OperatorPlan) -> str:
-        """The entries that differ, this plan's after ``-`` and the other's after ``+``; empty for equal plans."""
+        """The entries that differ, this plan's after ``-`` and the other's after ``+``; empty if none do."""
         mine, theirs = (
             {line.strip().rstrip(","): None for line in plan.text.splitlines()} for plan in (self, other)
         )
-        changed = [(line, "-") for line in mine if line not in theirs] + [
+        changes = [(line, "-") for line in mine if line not in theirs] + [
             (line, "+") for line in theirs if line not in mine
         ]
-        ordered = sorted(changed, key=lambda item: (item[0].partition('": ')[0], item[1] == "+"))
-        return "\n".join(f"{sign} {line}" for line, sign in ordered)
+        rows = sorted(changes, key=lambda item: (item[0].partition('": ')[0], item[1] == "+"))
+        return "\n".join(f"{sign} {line}" for line, sign in rows)
 
     def misfit(self, keys: Collection[str], legal: Mapping[str, Collection[Rule]]) -> str:
         """The reasons why the plan cannot be used for a model, one on a line; empty if it can.
 
         Args:
             keys: keys of the model's operators and parameters.
-            legal: rules that each operator may follow, by key; the one that divides nothing goes without saying.
+            legal: legal rules by operator key, with or without the one that divides nothing.
         """
-        wanted = (*self.operators, *self.parameters)
-        missing = sorted(set(keys) - set(wanted))
-        unknown = [key for key in wanted if key not in keys]
+        plan_keys = (*self.operators, *self.parameters)
+        missing = sorted(set(keys) - set(plan_keys))
+        unknown = [key for key in plan_keys if key not in keys]
         lines = [f"{key}: the model has no such key.{did_you_mean(key, missing)}" for key in unknown]
         for key, rule in self.operators.items():
             if key in keys and rule.divides and rule not in legal.get(key, ()):
                 choices = [str(option) for option in legal.get(key, ()) if option.divides]
                 instead = f"Legal are {'; '.join(choices)}." if choices else "It can only be whole."
                 lines.append(f"{key}: {rule} is not a legal rule of this call. {instead}")
-        # What a plan lacks is whole, and no reason against it; it tells what the unknown keys may have become.
+        # Missing keys are no misfit: they are whole. They show what the unknown keys may have become.
         if unknown and missing:
             lines.append(f"Not in the plan, so whole: {first_few(missing, 20)}.")
         return "\n".join(lines)
 
     def describe(self) -> str:
         """A table of what is divided: operators of one name and rule in a row, then the parameters."""
-        divided = {key: rule for key, rule in self.operators.items() if rule.divides}
-        stored = {key: value for key, value in self.parameters.items() if placement_text(value) != "R"}
+        rules = {key: rule for key, rule in self.operators.items() if rule.divides}
+        shards = {key: value for key, value in self.parameters.items() if placement_text(value) != "R"}
         rows = [
-            *_group_rows({key: (_short_name(key), str(rule)) for key, rule in divided.items()}),
-            *_group_rows({key: ("parameter", placement_text(value)) for key, value in stored.items()}),
+            *_group_rows({key: (_short_name(key), str(rule)) for key, rule in rules.items()}),
+            *_group_rows({key: ("parameter", placement_text(value)) for key, value in shards.items()}),
         ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]  # none if nothing is divided
         over = f" over {self.degree} ranks" if self.degree is not None else ""
-        head = f"{counted(len(divided), 'operator')} and {counted(len(stored), 'parameter')} divided{over}"
+        head = f"{counted(len(rules), 'operator')} and {counted(len(shards), 'parameter')} divided{over}"
         table = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join([head, *(f"  {line}" for line in table)])
 

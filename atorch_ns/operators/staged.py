@@ -1,8 +1,8 @@
-"""Divided pipelines: stages of a model's units, their number, degree and recomputation, with an operator plan for all of them.
+"""Divided pipelines: stages of units, their degree and recomputation, and one operator plan for all stages.
 
-Units are what a stage is made of: blocks, embedding, last norm, head. For each degree, and with or without recomputation, the
-solver gives plans from the fastest down to the one that needs the least memory; a stage takes the fastest that fits, with the
-activations that its place in the schedule holds.
+Units are blocks, the embedding, the last norm and the head. For each degree, with and without recomputation,
+the solver gives plans from the fastest to the one with the least memory. A stage takes the fastest plan that
+fits with the activations that its place in the schedule holds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SECONDS = 5.0  # limit of each search
 
 @dataclass
 class _UnitCost:
-    """What one unit takes under a plan, by one rank."""
+    """Cost of one unit under a plan, on one rank."""
 
     forward: float = 0.0  # seconds
     backward: float = 0.0
@@ -75,9 +75,9 @@ def staged_plan(
     units: Sequence[str],
     task: Callable[[int], PipelineTask],
     prices: Callable[[int], OperatorPrices],
+    *,
     states: States,
     device: torch.device,
-    *,
     pivots: Sequence[str] = (),
     allow: Allow | None = None,
 ) -> StagedPlan:
@@ -89,7 +89,6 @@ def staged_plan(
         task: what is planned for, by the number of segments.
         prices: by degree.
         pivots: paths of modules that stages may begin with; any unit, if empty.
-        allow: what the user's constraints leave of an operator's rules.
 
     Raises:
         InputError: if a pivot is not a unit, or no pipeline fits.
@@ -97,16 +96,16 @@ def staged_plan(
     kinds = {segment.path: segment.kind for segment in shallow.graph.segments}
     kind_of = [kinds.get(shallow.copy_name(unit), "") for unit in units]
     borders = _segment_borders(units, pivots)
-    wanted = task(len(borders) - 1)  # segments lie between borders
-    wanted = replace(wanted, send=(_send_seconds(shallow, prices(1)),) * (wanted.num_segments - 1))
-    priced: dict[tuple[int, bool], list[_Priced]] = {}  # solved when a stage first asks for them
+    full_task = task(len(borders) - 1)  # segments lie between borders
+    full_task = replace(full_task, send=(_send_seconds(shallow, prices(1)),) * (full_task.num_segments - 1))
+    plan_cache: dict[tuple[int, bool], list[_Priced]] = {}  # solved when a stage first asks for them
 
     def plans(degree: int, recompute: bool) -> list[_Priced]:
-        if (degree, recompute) not in priced:
-            priced[degree, recompute] = _solve_plans(
-                shallow, prices(degree), states, device, recomputed=recompute, allow=allow
+        if (degree, recompute) not in plan_cache:
+            plan_cache[degree, recompute] = _solve_plans(
+                shallow, prices(degree), states, device, recompute=recompute, allow=allow
             )
-        return priced[degree, recompute]
+        return plan_cache[degree, recompute]
 
     def cost(start: int, stop: int, degree: int, recompute: bool, in_flight: int) -> StageCost | None:
         stage_kinds = kind_of[borders[start] : borders[stop]]
@@ -114,18 +113,18 @@ def staged_plan(
             _stage_cost(plan, stage_kinds, in_flight, stop == len(borders) - 1)
             for plan in plans(degree, recompute)
         ]
-        return _fastest_cost(costs, wanted.memory_limit)
+        return _fastest_cost(costs, full_task.memory_limit)
 
-    chosen = plan_stages(cost, wanted)
-    degree = chosen.stages[0].degree
-    recomputed = tuple(stage.recompute for stage in chosen.stages)
+    best = plan_stages(cost, full_task)
+    degree = best.stages[0].degree
+    recomputes = tuple(stage.recompute for stage in best.stages)
     return StagedPlan(
-        stages=chosen,
-        starts=tuple(units[borders[stage.start]] for stage in chosen.stages[1:]),
+        stages=best,
+        starts=tuple(units[borders[stage.start]] for stage in best.stages[1:]),
         degree=degree,
-        recomputed=recomputed,
+        recomputed=recomputes,
         operators=_common_plan(
-            plans(degree, any(recomputed)), chosen.stages, kind_of, borders, wanted.memory_limit
+            plans(degree, any(recomputes)), best.stages, kind_of, borders, limit=full_task.memory_limit
         )
         if degree > 1
         else None,
@@ -134,17 +133,17 @@ def staged_plan(
 
 def _send_seconds(shallow: Shallow, prices: OperatorPrices) -> float:
     graph = shallow.graph
-    taken: dict[int, set[fx.Node]] = defaultdict(set)  # values from other segments, once each
+    inputs: dict[int, set[fx.Node]] = defaultdict(set)  # values from other segments, once each
     for operator in graph.operators:
         for value in operator.inputs:
-            produced = graph.producers.get(value)
+            producer = graph.producers.get(value)
             if (
-                produced is not None
-                and produced[0].segment != operator.segment
+                producer is not None
+                and producer[0].segment != operator.segment
                 and graph.spec(value).requires_grad
             ):
-                taken[operator.segment].add(value)
-    sizes = sorted(sum(graph.spec(value).num_bytes for value in values) for values in taken.values())
+                inputs[operator.segment].add(value)
+    sizes = sorted(sum(graph.spec(value).num_bytes for value in values) for values in inputs.values())
     middle = sizes[len(sizes) // 2] if sizes else 0  # the median: most units are alike
     return float(prices.hardware.within_node.message_seconds("send", middle))
 
@@ -170,38 +169,38 @@ def _solve_plans(
     states: States,
     device: torch.device,
     *,
-    recomputed: bool,
+    recompute: bool,
     allow: Allow | None,
 ) -> list[_Priced]:
     graph = shallow.graph
-    assembled = assemble(
-        graph, legal_rules(graph, prices.degree, allow), prices, states, device, recomputed=recomputed
+    assembly = assemble(
+        graph, legal_rules(graph, prices.degree, allow), prices, states, device=device, recomputed=recompute
     )
-    fastest = solve(assembled.problem, time_limit=_SECONDS)
+    fastest = solve(assembly.problem, time_limit=_SECONDS)
     plans: list[_Priced] = []
     for part in _TIGHTER:
         try:
             outcome = (
                 fastest
                 if part == 1.0
-                else solve(assembled.problem, memory_limit=fastest.price.memory * part, time_limit=_SECONDS)
+                else solve(assembly.problem, memory_limit=fastest.price.memory * part, time_limit=_SECONDS)
             )
         except InputError:  # tighter ones will not fit either
             break
-        plan = assembled.plan(outcome, prices.degree)
+        plan = assembly.plan(outcome, prices.degree)
         if all(plan != candidate.plan for candidate in plans):  # a tighter limit may change nothing
             plans.append(
                 _Priced(
-                    plan, _unit_costs(shallow, assembled, plan), outcome.price.seconds, outcome.price.memory
+                    plan, _unit_costs(shallow, assembly, plan), outcome.price.seconds, outcome.price.memory
                 )
             )
     return plans
 
 
-def _unit_costs(shallow: Shallow, assembled: Assembled, plan: OperatorPlan) -> dict[str, _UnitCost]:
-    graph, problem = shallow.graph, assembled.problem
+def _unit_costs(shallow: Shallow, assembly: Assembled, plan: OperatorPlan) -> dict[str, _UnitCost]:
+    graph, problem = shallow.graph, assembly.problem
     options = [
-        node.options[choice] for node, choice in zip(problem.nodes, assembled.choices(plan), strict=True)
+        node.options[choice] for node, choice in zip(problem.nodes, assembly.choices(plan), strict=True)
     ]
     kinds = {segment.kind for segment in graph.segments if segment.kind}
     homes = []  # the kind of each node's unit, empty between units
@@ -224,16 +223,16 @@ def _unit_costs(shallow: Shallow, assembled: Assembled, plan: OperatorPlan) -> d
         instances = max(1, problem.nodes[readers[0].node].count)  # the units that share the use
         cost, again = costs[home], group in problem.always_recomputed
         copies = 0.0
-        for needed in {reader.label(options[reader.node]) for reader in readers}:
-            conversion = use.conversions[label, needed]
+        for target in {reader.label(options[reader.node]) for reader in readers}:
+            conversion = use.conversions[label, target]
             share = use.count / instances
             cost.forward += share * conversion.forward_seconds
-            repeated = conversion.forward_seconds if again and not use.enters else 0.0
-            cost.backward += share * (conversion.seconds - conversion.forward_seconds + repeated)
+            repeat_seconds = conversion.forward_seconds if again and not use.enters else 0.0
+            cost.backward += share * (conversion.seconds - conversion.forward_seconds + repeat_seconds)
             copies += conversion.copy_bytes
         whole = again and use.enters
-        kept = {r.label(options[r.node]) for r in readers if whole or problem.saves(r)}
-        num_bytes = use.count / instances * (copies + sum(use.saved.get(each, 0.0) for each in kept))
+        labels = {r.label(options[r.node]) for r in readers if whole or problem.saves(r)}
+        num_bytes = use.count / instances * (copies + sum(use.saved.get(each, 0.0) for each in labels))
         if problem.nodes[readers[0].node].name == RESULTS:
             costs[""].saved += num_bytes  # the last stage holds them
         elif again and not use.enters:
@@ -243,13 +242,13 @@ def _unit_costs(shallow: Shallow, assembled: Assembled, plan: OperatorPlan) -> d
     return dict(costs)
 
 
-def _stage_cost(priced: _Priced, kinds: Sequence[str], in_flight: int, is_last: bool) -> StageCost:
+def _stage_cost(plan: _Priced, kinds: Sequence[str], in_flight: int, is_last: bool) -> StageCost:
     # The last stage computes what lies between units, such as the loss.
-    costs = [priced.units[kind] for kind in (*kinds, *([""] if is_last else [])) if kind in priced.units]
-    saved = sum(cost.saved for cost in costs) * in_flight  # micro-batches before their backward pass
+    costs = [plan.units[kind] for kind in (*kinds, *([""] if is_last else [])) if kind in plan.units]
+    saved_bytes = sum(cost.saved for cost in costs) * in_flight  # micro-batches before their backward pass
     gradients = sum(cost.gradients for cost in costs)
     peaks = [peak for cost in costs for peak in cost.transient]
-    memory = sum(cost.resident for cost in costs) + max(saved, gradients) + sum(nlargest(2, peaks))
+    memory = sum(cost.resident for cost in costs) + max(saved_bytes, gradients) + sum(nlargest(2, peaks))
     return StageCost(
         forward=sum(cost.forward for cost in costs),
         backward=sum(cost.backward for cost in costs),
@@ -269,12 +268,13 @@ def _common_plan(
     stages: Sequence[Stage],
     kind_of: Sequence[str],
     borders: Sequence[int],
+    *,
     limit: float | None,
 ) -> OperatorPlan:
-    def most(priced: _Priced) -> float:
+    def most(plan: _Priced) -> float:
         return max(
             _stage_cost(
-                priced,
+                plan,
                 kind_of[borders[entry.start] : borders[entry.stop]],
                 entry.in_flight,
                 entry is stages[-1],

@@ -1,4 +1,4 @@
-"""ComputeConfig, ReuseType and BroadcastGenFilesStrategy: what nnScaler's ``parallelize`` is configured by."""
+"""ComputeConfig, ReuseType and BroadcastGenFilesStrategy: the configuration of nnScaler's ``parallelize``."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ class ReuseType(Enum):
 class BroadcastGenFilesStrategy(Enum):
     """What goes to the other ranks when a plan is made.
 
-    The plan always does: it is small, and ranks must agree on it. Initial weights are those of the model that each rank
-    has, and all take the first rank's. So :attr:`NONE` needs no shared folder, and the others differ in nothing but that
-    they need a process group, as in nnScaler.
+    The plan always does, since ranks must agree on it. Initial weights are always the first rank's. So
+    :attr:`NONE` needs no shared folder; the others only need a process group, as in nnScaler.
     """
 
     NONE = "none"
@@ -48,15 +47,14 @@ class ComputeConfig:
     """The devices that a module is planned for, and how.
 
     Attributes:
-        plan_ngpus: ranks of a scale unit, over which the module is divided. Rank ``r`` is in unit ``r // plan_ngpus``, and
-            holds what every rank of the same ``r % plan_ngpus`` holds.
+        plan_ngpus: ranks of a unit: rank ``r`` holds part ``r % plan_ngpus`` of unit ``r // plan_ngpus``.
         runtime_ngpus: ranks in all, a multiple of :attr:`plan_ngpus`.
-        constant_folding: accepted; sizes are fixed when a call is captured anyway, but for the number of samples.
+        constant_folding: accepted; a capture fixes all sizes but the number of samples anyway.
         trace_strategy: capture is on tensors without values, so all strategies are the same.
         use_zero: optimizer states are sharded over the units, and gradients too.
         zero_ngroups: groups of units, each of which holds all optimizer states once.
         inference_only: parameters take no gradients.
-        use_end2end: ``forward`` takes one sample and returns the loss first; it is run by ``train_step`` and ``infer_step``.
+        use_end2end: ``forward(sample)`` returns the loss first; ``train_step`` and ``infer_step`` call it.
         pas_config: settings of the policy; keys that begin with ``_`` are the user's own.
         user_config: anything that, when it changes, changes the graph.
 

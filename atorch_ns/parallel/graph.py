@@ -1,4 +1,4 @@
-"""PolicyGraph: the operators of a module for policies of one's own, with nnScaler's verbs; they write an operator plan."""
+"""PolicyGraph: the operators of a module for a user's policy, whose nnScaler verbs write an operator plan."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class PolicyNode:
     """One operator.
 
     Attributes:
-        name: the operator's short name, as ``linear``.
-        signature: its full name, as ``aten.linear.default``.
+        name, signature: its short name, as ``linear``, and its full one, as ``aten.linear.default``.
         fqn: the path of the module that calls it.
         classes: the classes of the modules that hold the call, joined by dots.
         source: file, line and text of the code that calls it.
@@ -86,10 +85,10 @@ class PolicyGraph:
         self._graph, self._config = graph, config
         self._nodes = [PolicyNode(self, operator) for operator in graph.operators]
         self._degrees: set[int] = set()  # numbers of parts that partition was given
-        self._chosen: dict[str, tuple[Rule, PolicyNode]] = {}  # by operator key: layers of one kind share it
+        self._choices: dict[str, tuple[Rule, PolicyNode]] = {}  # by operator key: layers of one kind share it
         self._starts: list[PolicyNode] = []  # first operators of all stages but the first
-        self._recomputed: list[str] = []  # paths of blocks
-        self._assigned: dict[tuple[int, int], int] = {}  # (node, part) to a rank of the unit
+        self._recompute_paths: list[str] = []  # paths of blocks
+        self._devices: dict[tuple[int, int], int] = {}  # (node, part) to a rank of the unit
         self._legal: dict[int, Any] = {}  # rules by number of parts
 
     def nodes(self, flatten: bool = True) -> list[PolicyNode]:
@@ -148,24 +147,21 @@ class PolicyGraph:
         size = len(node.operator.call.tensors[idx].shape)
         if not -size <= dim < size:
             raise InputError(f"input {idx} of {node} has {size} dimensions, so there is no dimension {dim}.")
-        wanted = Shard(dim % size)  # negative dimensions count from the end
-        return [rule for rule in self._cached_rules(num)[node.operator.key] if rule.inputs[idx] == wanted]
+        sharding = Shard(dim % size)  # negative dimensions count from the end
+        return [rule for rule in self._cached_rules(num)[node.operator.key] if rule.inputs[idx] == sharding]
 
     def assign(self, node: SubNode | PolicyNode, device: int) -> None:
-        """Places the part of an operator on a rank of the scale unit: part ``i`` on the ``i``-th rank of its stage."""
+        """Places a part of an operator on a rank of the unit: part ``i`` on the ``i``-th of its stage."""
         part = node if isinstance(node, SubNode) else SubNode(node, 0, 1)
         if part.of == 1 and self._config.plan_ngpus > 1 and not self._starts:
             raise InputError(
                 f"{part.node} is on only one device: without stages every rank of a unit runs every operator. Replicate or "
                 "partition it, or cut the graph by staging."
             )
-        self._assigned[self._nodes.index(part.node), part.number] = device
+        self._devices[self._nodes.index(part.node), part.number] = device
 
     def staging(self, nodes: Sequence[PolicyNode]) -> None:
-        """Cuts the graph into stages that begin with the given operators; the first begins with the first operator.
-
-        A stage begins with the module that holds the operator: stages are cut between blocks.
-        """
+        """Cuts the graph between blocks: stages begin with the blocks of the operators, and the first one."""
         first, *others = sorted(nodes, key=self._nodes.index)  # the first operator begins a stage anyway
         self._starts = list(others) if self._nodes.index(first) == 0 else [first, *others]
 
@@ -174,7 +170,7 @@ class PolicyGraph:
         paths = {self._graph.segments[node.operator.segment].path for node in nodes}
         if "" in paths:
             raise InputError("recompute supports only operators inside blocks; some of these are outside.")
-        self._recomputed += sorted(paths - set(self._recomputed))
+        self._recompute_paths += sorted(paths - set(self._recompute_paths))
         return True
 
     def multiref(self, *_: Any, **__: Any) -> None:
@@ -205,7 +201,7 @@ class PolicyGraph:
                 f"{self._config.plan_ngpus} ranks: every operator is divided over all ranks of its stage."
             )
         self._check_devices(degree)
-        rules = {key: rule for key, (rule, _) in self._chosen.items()}
+        rules = {key: rule for key, (rule, _) in self._choices.items()}
         plan = OperatorPlan(
             operators={key: rule for key, rule in rules.items() if rule.divides},
             parameters=parameter_placements(self._graph, rules, degree) if degree > 1 else {},
@@ -226,7 +222,7 @@ class PolicyGraph:
             num_stages=num_stages,
             operators={"plan": plan.as_json()} if degree > 1 else None,
             pipeline=pipeline,
-            recompute={"wrap_class": self._recomputed} if self._recomputed else None,
+            recompute={"wrap_class": self._recompute_paths} if self._recompute_paths else None,
         )
 
     def _split_point(self, node: PolicyNode) -> str:
@@ -239,10 +235,10 @@ class PolicyGraph:
 
     def _check_devices(self, degree: int) -> None:
         starts = [self._nodes.index(node) for node in self._starts]
-        for (index, number), device in self._assigned.items():
+        for (index, number), device in self._devices.items():
             stage = sum(index >= start for start in starts)  # starts at or before the node
-            wanted = stage * degree + number
-            if device != wanted:
+            rank = stage * degree + number
+            if device != rank:
                 raise InputError(
                     f"part {number} of {self._nodes[index]} is assigned to rank {device}; the parts of stage {stage} must be on "
                     f"ranks {stage * degree} to {(stage + 1) * degree - 1}, in order."
@@ -255,13 +251,13 @@ class PolicyGraph:
 
     def _choose_rule(self, node: PolicyNode, rule: Rule) -> None:
         key = node.operator.key
-        known = self._chosen.get(key)
-        if known is not None and known[0] != rule:
+        previous = self._choices.get(key)
+        if previous is not None and previous[0] != rule:
             raise InputError(
-                f"{node} is divided by {rule}, but {known[1]}, in a layer of the same kind, by {known[0]}: layers of one kind "
+                f"{node} is divided by {rule}, but {previous[1]}, in a layer of the same kind, by {previous[0]}: layers of one kind "
                 "must be divided alike."
             )
-        self._chosen[key] = (rule, node)
+        self._choices[key] = (rule, node)
 
     def __iter__(self) -> Iterator[PolicyNode]:
         return iter(self._nodes)

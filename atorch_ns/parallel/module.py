@@ -1,4 +1,4 @@
-"""ParallelModule: a module that runs on the ranks of its scale unit, called as the plain one or step by step."""
+"""ParallelModule: a module on the ranks of its scale unit, called as the plain one or step by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atorch_ns.parallel.pieces import PIECES, Pieces, load_pieces, localised
 from atorch_ns.torch_compat import plain_name
 
 INNER = "_parallelized"
-"""The attribute under which a parallel module holds what runs; state dicts and :func:`plain_name` leave it out."""
+"""The attribute that holds the module that runs; state dicts and :func:`plain_name` leave it out."""
 
 STEP = "a step of a parallel module"
 """What failures of a loop's forward passes and synchronisations are shared under."""
@@ -25,13 +25,11 @@ STEP = "a step of a parallel module"
 class ParallelModule(nn.Module):
     """A module that :func:`~atorch_ns.parallelize` has divided over the ranks of a scale unit.
 
-    It is called as the plain module was, unless it is end to end: then by :meth:`train_step` and :meth:`infer_step`. Its
-    parameters are this rank's parts; its state dict names them as the plain module does, and ``load_state_dict`` takes a
-    rank's own or a whole one.
+    It is called as the plain module, or if end to end, by :meth:`train_step` and :meth:`infer_step`. It holds
+    this rank's parts by plain names; ``load_state_dict`` takes the state dict of this rank or of the whole.
 
     Args:
-        init_params: whether parameters begin with the plain module's values; else they are NaN until weights are loaded or
-            broadcast.
+        init_params: whether to begin with the plain module's values, or NaN until a load or broadcast.
 
     Attributes:
         compute_config: what it was made for.
@@ -61,7 +59,6 @@ class ParallelModule(nn.Module):
     num_calls: int
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of this module, or of the one inside."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -70,7 +67,6 @@ class ParallelModule(nn.Module):
             return getattr(super().__getattr__(INNER), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets what the module inside has there."""
         inner = self.__dict__.get("_modules", {}).get(INNER)  # none while __init__ runs
         if inner is not None and name in vars(inner) and name not in vars(self):
             setattr(inner, name, value)
@@ -99,7 +95,7 @@ class ParallelModule(nn.Module):
     ) -> list[Any]:
         """Forward and backward passes of micro-batches; gradients are cleared first. Collective.
 
-        Gradients are those of the sum of all losses, over the units too, once the optimizer has synchronised them.
+        Gradients are of the sum of all losses, over the units too once the optimizer has synchronised them.
 
         Args:
             samples: micro-batches, each what ``forward`` takes.
@@ -179,7 +175,7 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _name_pieces(module: nn.Module, state: Any, prefix: str, _: Any) -> None:
-    # State dicts hold plain tensors under the plain module's names; PIECES says which part of a whole each is.
+    # State dicts name plain tensors as the plain module does; PIECES says which part of a whole each is.
     assert isinstance(module, ParallelModule)
     start = f"{prefix}{INNER}."
     entries = {name: state.pop(name) for name in list(state) if name.startswith(start)}
@@ -204,4 +200,4 @@ def _take_pieces(
         for name in whole.state_dict(keep_vars=True):
             if name not in names:
                 state.pop(prefix + name, None)
-    load_pieces(inner_state, state, prefix, f"{prefix}{INNER}.", metadata)
+    load_pieces(inner_state, state, prefix, f"{prefix}{INNER}.", metadata=metadata)

@@ -1,4 +1,4 @@
-"""build_optimizer: an optimizer of a module with parallel ones in it, which synchronises gradients before it steps."""
+"""build_optimizer: an optimizer of a module with parallel ones, whose steps synchronise gradients first."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ def build_optimizer(
 ) -> OptimizerT:
     """An optimizer of this rank's parameters; collective.
 
-    It is what ``optimizer_fn`` gives, and a :class:`ParallelOptimizer` as well. Parameters outside of parallel modules take
-    the first rank's values, and their gradients are summed over the scale units.
+    It is also a :class:`ParallelOptimizer`. Parameters outside of parallel modules
+    take the first rank's values, and their gradients are summed over the scale units.
 
     Args:
         module: a parallel module, or a module with some in it.
-        optimizer_fn: ``(parameters, **kwargs) -> optimizer``. For groups by name, make them of
-            ``module.named_parameters()`` in a function of your own.
+        optimizer_fn: ``(parameters, **kwargs) -> optimizer``, which can group ``module.named_parameters()``.
         compute_config: checked against that of the parallel modules.
         kwargs: arguments of ``optimizer_fn``.
 
@@ -72,15 +71,14 @@ def build_optimizer(
 class ParallelOptimizer(Optimizer):
     """What :func:`build_optimizer` adds to an optimizer.
 
-    Gradients are each rank's own until :meth:`sync_shard_grad`, which ``step()`` calls by itself, and ``step(closure)`` after the
-    closure.
+    Gradients are each rank's own until :meth:`sync_shard_grad`, which ``step()`` calls, after its closure.
     """
 
     _module: nn.Module
     _parts: tuple[ParallelModule, ...]
     _config: ComputeConfig
     _non_parallel_module_reducer: GradientReducer | None
-    _synchronised: bool
+    _is_synchronised: bool
 
     def _attach_modules(
         self,
@@ -91,9 +89,9 @@ class ParallelOptimizer(Optimizer):
     ) -> None:
         self._module, self._parts, self._config = module, parts, config
         self._non_parallel_module_reducer = reducer
-        self._synchronised = False
-        for called in {module, *parts}:  # a module may be its own only part
-            called.register_forward_pre_hook(self._begin_forward)
+        self._is_synchronised = False
+        for root in {module, *parts}:  # a module may be its own only part
+            root.register_forward_pre_hook(self._begin_forward)
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Updates, after :meth:`sync_shard_grad`; of a closure's gradients too. Collective."""
@@ -101,17 +99,17 @@ class ParallelOptimizer(Optimizer):
         if closure is None:
             return super().step(**kwargs)
 
-        def synchronised() -> Any:
+        def sync_closure() -> Any:
             loss = closure()
             self.sync_shard_grad()
             return loss
 
-        return super().step(synchronised, **kwargs)
+        return super().step(sync_closure, **kwargs)
 
     def _begin_forward(self, *_: Any) -> None:
         _refuse_gradient_hooks(self._parts)
-        if torch.is_grad_enabled() and self._synchronised:  # gradients accumulate further
-            self._synchronised = False
+        if torch.is_grad_enabled() and self._is_synchronised:  # gradients accumulate further
+            self._is_synchronised = False
             self._multiply_means(1 / self._config.num_units)  # means again, to which the backward pass adds
 
     @property
@@ -123,7 +121,7 @@ class ParallelOptimizer(Optimizer):
 
     def sync_shard_grad(self) -> None:
         """Sums gradients over the scale units; nothing if that is done. Collective."""
-        if self._synchronised:
+        if self._is_synchronised:
             return
         turn = max(part.num_calls for part in self._parts)
         with self._parts[0].result.job.cluster.sharing_failures(STEP, turn=turn):
@@ -133,7 +131,7 @@ class ParallelOptimizer(Optimizer):
             self._multiply_means(self._config.num_units)
             if self._non_parallel_module_reducer is not None:
                 self._non_parallel_module_reducer.sync_grad()
-        self._synchronised = True
+        self._is_synchronised = True
 
     def scale_grads(self, scale: float) -> None:
         """Multiplies all gradients by a number.
@@ -141,18 +139,15 @@ class ParallelOptimizer(Optimizer):
         Raises:
             StepError: before :meth:`sync_shard_grad`.
         """
-        if not self._synchronised:
+        if not self._is_synchronised:
             raise StepError("scale_grads needs gradients of all units: call sync_shard_grad() first.")
         self._scale_gradients(self._list_parameters(), scale)
 
     def clip_gnorm(self, max_norm: float | None = None) -> torch.Tensor:
         """Clips the gradients by their norm over all ranks, after synchronising them; collective.
 
-        Args:
-            max_norm: ``None`` to clip nothing.
-
         Returns:
-            The norm before clipping, 0-d, the same on every rank.
+            The norm before clipping, 0-d, the same on every rank. Without ``max_norm`` nothing is clipped.
         """
         limit = float("inf") if max_norm is None else max_norm
         if not limit > 0.0:
@@ -178,7 +173,7 @@ class ParallelOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients."""
-        self._synchronised = False
+        self._is_synchronised = False
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,11 +210,11 @@ class ParallelOptimizer(Optimizer):
             target = like[name]
             state[indices[name]] = {key: _of_parameter(value, target, whole) for key, value in values.items()}
         groups = super().state_dict()["param_groups"]
-        loaded = [
+        new_groups = [
             {**{key: value for key, value in theirs.items() if key != "params"}, "params": mine["params"]}
             for mine, theirs in zip(groups, state_dict["param_groups"], strict=True)
         ]
-        super().load_state_dict({"state": state, "param_groups": loaded})
+        super().load_state_dict({"state": state, "param_groups": new_groups})
 
     def _source_of(self, groups: Sequence[Mapping[str, Any]], names: list[str]) -> list[str]:
         count, order = sum(len(group["params"]) for group in groups), list(self._build_pieces().order)
@@ -247,8 +242,8 @@ class ParallelOptimizer(Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _parameter_names(self) -> list[list[str]]:
-        known = {id(parameter): name for name, parameter in named_parameters(self._module)}
-        return [[known[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
+        names = {id(parameter): name for name, parameter in named_parameters(self._module)}
+        return [[names[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
 
     def _build_pieces(self) -> Pieces:
         if isinstance(self._module, ParallelModule):
@@ -315,7 +310,7 @@ def _common_config(
 
 
 def _sum_when_told(part: ParallelModule) -> None:
-    # The user's loop may accumulate: gradients are summed over the units at step(), not by each backward pass.
+    # The user's loop may accumulate: gradients are summed over the units at step(), not by backward passes.
     job = part.result.job
     if job.gradients.reducer is not None:
         job.gradients.reducer.wait_until_told(sums=True)
@@ -324,8 +319,7 @@ def _sum_when_told(part: ParallelModule) -> None:
 def reducer_of_the_rest(
     module: nn.Module, parts: Mapping[str, ParallelModule], config: ComputeConfig
 ) -> GradientReducer | None:
-    """Averages gradients of parameters outside of parallel modules over the units, and gives these the first rank's values;
-    collective. ``None`` where there is nothing to average."""
+    """A reducer of other parameters' gradients, ``None`` for none; these get rank 0's values. Collective."""
     inside = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
     rest = [parameter for parameter in module.parameters() if id(parameter) not in inside]
     if config.runtime_ngpus == 1 or not dist.is_initialized():

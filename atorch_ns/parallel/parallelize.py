@@ -1,4 +1,4 @@
-"""parallelize: a module, or a class of modules, divided over scale units of ranks, as nnScaler's function of that name."""
+"""parallelize: a module, or a class of modules, divided over scale units of ranks, as in nnScaler."""
 
 from __future__ import annotations
 
@@ -51,17 +51,15 @@ def parallelize(
 ) -> ParallelModule | type[ParallelModule] | None:
     """Divides a module over the ranks of scale units; collective where ``load_module`` is true.
 
-    The first rank plans; the plan goes to all, and to a file that later calls reuse. The module is changed in place.
+    The first rank plans for all, and writes a file that later calls reuse. The module is changed in place.
 
     Args:
-        module_or_module_class: a module, of which a parallel module is made; or a class, of which a class is made.
-        dummy_forward_args: what ``forward`` is called with, by name, as one rank gives it to the module at a time. Values of
-            tensors are not looked at.
-        pas_policy: ``dp``, ``tp``, ``pp``, ``data``, ``hybrid``, ``autodist``; ``(graph, compute_config) -> graph``; or a
-            strategy file of any front end.
+        module_or_module_class: a module to make a parallel module of, or a class to make a class of.
+        dummy_forward_args: arguments of ``forward`` by name, on one rank; values of tensors are not read.
+        pas_policy: ``dp``, ``tp``, ``pp``, ``data``, ``hybrid``, ``autodist``, or
+            ``(graph, compute_config) -> graph``, or a strategy file of any front end.
         compute_config: the ranks, and settings of the policy.
-        gen_savedir: the folder of plans.
-        reuse: what becomes of a plan that is there.
+        gen_savedir, reuse: the folder of plans, and the use of a plan that is there.
         instance_name: tells plans of one class apart.
         load_module: whether to make the module; else only the plan is made, which needs no other rank.
         module_dtype: the dtype that the module is cast to.
@@ -70,10 +68,10 @@ def parallelize(
         broadcast_strategy: see :class:`BroadcastGenFilesStrategy`.
 
     Returns:
-        A module for a module, a class for a class, nothing without ``load_module``. What is parallel already is returned.
+        A module for a module, a class for a class, nothing without ``load_module``; itself if parallel.
 
     Raises:
-        InputError: for arguments that do not go together, or a module that cannot be divided as asked; on all ranks.
+        InputError: on all ranks, if arguments do not go together, or the module cannot be divided so.
     """
     target = module_or_module_class
     if isinstance(target, ParallelModule) or (
@@ -86,7 +84,7 @@ def parallelize(
     if load_module:
         join_process_group(cluster)
 
-    def checked() -> tuple[_Source, PlanFolder, ReuseType]:
+    def check_arguments() -> tuple[_Source, PlanFolder, ReuseType]:
         is_joined = torch.distributed.is_available() and torch.distributed.is_initialized()
         sharing = _enum_member(BroadcastGenFilesStrategy, broadcast_strategy, "broadcast_strategy")
         if sharing is not BroadcastGenFilesStrategy.NONE and not is_joined:
@@ -102,7 +100,7 @@ def parallelize(
         folder = PlanFolder.of(gen_savedir, type(source.module), instance_name)
         return source, folder, _enum_member(ReuseType, reuse, "reuse")
 
-    source, folder, reusing = cluster.agree(checked, what="checking the arguments of parallelize")
+    source, folder, reusing = cluster.agree(check_arguments, what="checking the arguments of parallelize")
     # The first rank plans alone. A refusal comes back as a value, so that all ranks raise the same error.
     plan = cluster.on_first(
         lambda: or_refusal(lambda: _obtain_plan(source, folder, reusing, cluster)), what="planning a module"
@@ -117,8 +115,6 @@ def parallelize(
 
 @dataclass(frozen=True)
 class _Source:
-    """The arguments of one call, checked."""
-
     module: nn.Module  # the plain one
     is_class: bool  # modules are made of it again and again
     config: ComputeConfig
@@ -163,10 +159,10 @@ class _Source:
                 f"this {type(module).__qualname__} is already parallel, and was changed for that: use the module that parallelize "
                 "returned, or parallelize its class to make several."
             )
-        hooked = next((name for name, param in module.named_parameters() if has_user_hooks(param)), None)
-        if hooked is not None:
+        hook_owner = next((name for name, param in module.named_parameters() if has_user_hooks(param)), None)
+        if hook_owner is not None:
             raise InputError(
-                f"{hooked} has a hook on its gradient, which does not carry over to its parts: register it on the parallel module's "
+                f"{hook_owner} has a hook on its gradient, which does not carry over to its parts: register it on the parallel module's "
                 "parameters."
             )
         if dtype is not None:
@@ -209,31 +205,38 @@ def _build_sample(module: nn.Module, dummies: Mapping[str, Any], config: Compute
         for name in dummies
         if name not in parameters and not open_ended
     ]
-    named = [arg for arg in parameters.values() if arg.kind not in (arg.VAR_POSITIONAL, arg.VAR_KEYWORD)]
+    arguments = [arg for arg in parameters.values() if arg.kind not in (arg.VAR_POSITIONAL, arg.VAR_KEYWORD)]
     problems += [
         f"dummy_forward_args lacks {arg.name!r}, which {what} needs."
-        for arg in named
+        for arg in arguments
         if arg.default is arg.empty and arg.name not in dummies
     ]
     if problems:
         raise InputError("\n".join(problems))
     if not config.use_end2end or len(dummies) > 1:
         return dict(dummies)  # arguments by name
-    first, *others = named
-    wanted = [arg.name for arg in others if arg.default is arg.empty]
-    if wanted:
+    first, *others = arguments
+    required_names = [arg.name for arg in others if arg.default is arg.empty]
+    if required_names:
         raise InputError(
-            f"use_end2end: {what} must take one sample as its first argument; {', '.join(wanted)} need default values."
+            f"use_end2end: {what} must take one sample as its first argument; {', '.join(required_names)} need default values."
         )
     return dummies[first.name]  # the sample of an end-to-end module
 
 
 def _obtain_plan(source: _Source, folder: PlanFolder, reuse: ReuseType, cluster: Cluster) -> Planned:
     origin = Made.of(source.module, source.dummies, source.policy, source.config)
-    known = folder.reused(origin, reuse)
-    if known is not None:
-        return known
-    plan = planned(source.module, source.sample, source.input_format, source.policy, source.config, cluster)
+    old_plan = folder.reused(origin, reuse)
+    if old_plan is not None:
+        return old_plan
+    plan = planned(
+        source.module,
+        source.sample,
+        source.input_format,
+        source.policy,
+        config=source.config,
+        cluster=cluster,
+    )
     folder.write(origin, plan)
     return plan
 
@@ -242,21 +245,21 @@ def _parallel_class(
     source: _Source, cluster: Cluster, plan: Planned, folder: PlanFolder
 ) -> type[ParallelModule]:
     plain, config = source.module, source.config
-    used: list[bool] = []  # an entry for each module made
+    uses: list[bool] = []  # an entry for each module made
 
     def apply_plan(init_params: bool) -> Result:
         if source.is_class:
             module = copy.deepcopy(plain)  # a class may make several modules
-        elif used:
+        elif uses:
             raise InputError(
                 "a module can be made parallel only once; parallelize its class to make several."
             )
         else:
             module = plain
-        used.append(True)
+        uses.append(True)
         vars(module)[_DIVIDED] = True
-        result = _divide_module(module, source, cluster, plan, init_params)
-        if cluster.rank == 0 and len(used) == 1:  # all have one plan
+        result = _divide_module(module, source, cluster, plan, init_params=init_params)
+        if cluster.rank == 0 and len(uses) == 1:  # all have one plan
             folder.keep_resolved(resolved_steps(result, plan.steps))
         return result
 
@@ -277,7 +280,7 @@ def _parallel_class(
 
 
 def _divide_module(
-    module: nn.Module, source: _Source, cluster: Cluster, plan: Planned, init_params: bool
+    module: nn.Module, source: _Source, cluster: Cluster, plan: Planned, *, init_params: bool
 ) -> Result:
     config = source.config
     if config.inference_only:
@@ -317,8 +320,8 @@ def _divide_module(
 
 def own_loss(name: str, _: Any, output: Any) -> Any:
     """The loss of an end-to-end module: what is called so in its results, or the first of them."""
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    loss = output if named is None else named
+    entry = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = output if entry is None else entry
     first = loss[0] if isinstance(loss, (list, tuple)) and loss else loss
     if not (isinstance(first, torch.Tensor) and first.numel() == 1):
         what = f"of shape {tuple(first.shape)}" if isinstance(first, torch.Tensor) else with_article(first)
@@ -332,8 +335,8 @@ def own_loss(name: str, _: Any, output: Any) -> Any:
 def _enum_member(kind: type[E], value: Any, name: str) -> E:
     if isinstance(value, kind):
         return value
-    known = [member.value for member in kind]
-    if not isinstance(value, str) or value not in known:
-        near = did_you_mean(value, known) if isinstance(value, str) else ""
-        raise InputError(f"{name} is {value!r}.{near} It must be one of {', '.join(known)}.")
+    values = [member.value for member in kind]
+    if not isinstance(value, str) or value not in values:
+        near = did_you_mean(value, values) if isinstance(value, str) else ""
+        raise InputError(f"{name} is {value!r}.{near} It must be one of {', '.join(values)}.")
     return kind(value)

@@ -1,4 +1,4 @@
-"""Pieces: what a rank holds of whole tensors, written as plain tensors with their places, and taken from wholes again."""
+"""Pieces: a rank's parts of whole tensors, written as plain tensors with places, and taken from wholes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class Pieces:
     """What a rank's state dict says about itself.
 
     Attributes:
-        rank: the rank.
-        config: the config of its modules.
+        rank, config: the rank, and the config of its modules.
         order: all parameters of the whole module, first names, in its order.
         names: the names of its state dict, in order.
         places: by name, where tensors that are no wholes lie.
@@ -88,6 +87,7 @@ def load_pieces(
     state: MutableMapping[str, Any],
     prefix: str,
     start: str,
+    *,
     metadata: Mapping[str, Any] | None,
 ) -> None:
     """Replaces the entries of a state dict by those of the module inside.
@@ -116,8 +116,8 @@ def load_pieces(
             state[start + name] = part_of(entry, value) if fits else entry
             continue
         region = metadata["places"].get(plain)
-        wanted = [list(value.shape), list(local_box(value)[0])] if isinstance(value, DTensor) else None
-        if region != wanted or entry.shape != local_part(value).shape:
+        box = [list(value.shape), list(local_box(value)[0])] if isinstance(value, DTensor) else None
+        if region != box or entry.shape != local_part(value).shape:
             odd.append(plain)
         state[start + name] = as_part(entry, value)
     if odd:
@@ -128,10 +128,7 @@ def load_pieces(
 
 
 def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, PieceLocation | None]]) -> torch.Tensor:
-    """The whole of which ranks hold parts.
-
-    Args:
-        parts: ``(rank, part, place)``; no place for a whole.
+    """The whole of which ranks hold parts: ``(rank, part, place)``, without a place for a whole.
 
     Raises:
         ValueError: if two ranks hold different values of the same elements, or some elements are on none.
@@ -148,19 +145,19 @@ def assemble(name: str, parts: Sequence[tuple[int, torch.Tensor, PieceLocation |
         return first
     # Parts are laid into the whole; where ranks hold copies of a part these must be equal.
     whole = first.new_zeros(region.shape)
-    covered = torch.zeros(region.shape, dtype=torch.bool, device=first.device)  # elements that are there
+    coverage = torch.zeros(region.shape, dtype=torch.bool, device=first.device)  # elements that are there
     for rank, part, where in parts:
         if where is None or where.shape != region.shape:
             raise ValueError(f"Conflict in merging {name}: rank {rank} holds a piece of a different tensor.")
         box = tuple(slice(start, start + size) for start, size in zip(where.offset, part.shape, strict=True))
-        there, known = whole[box], covered[box]
+        there, overlap = whole[box], coverage[box]
         mine = part.to(first.device)
-        if bool((known & (there != mine) & ~(there.isnan() & mine.isnan())).any()):  # NaN equals NaN
+        if bool((overlap & (there != mine) & ~(there.isnan() & mine.isnan())).any()):  # NaN equals NaN
             raise ValueError(
                 f"Conflict in merging {name}: rank {rank} holds different values than the ranks before it."
             )
-        whole[box], covered[box] = mine, True
-    if not bool(covered.all()):
+        whole[box], coverage[box] = mine, True
+    if not bool(coverage.all()):
         raise ValueError(f"Pieces of {name} are missing: give the state dicts of all ranks of a scale unit.")
     return whole
 
@@ -176,8 +173,8 @@ def broadcast_in_strides(tensors: Sequence[torch.Tensor], stride: int) -> None:
         local_group = group if rank % stride == first else local_group
     for tensor in tensors:
         local = local_part(tensor)
-        sent = local.detach().contiguous()  # a part may be a view
-        dist.broadcast(sent, src=rank % stride, group=local_group)
+        buffer = local.detach().contiguous()  # a part may be a view
+        dist.broadcast(buffer, src=rank % stride, group=local_group)
         with torch.no_grad():
-            local.copy_(sent)
+            local.copy_(buffer)
     dist.destroy_process_group(local_group)

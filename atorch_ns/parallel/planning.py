@@ -1,4 +1,4 @@
-"""Planning of a module: the methods that a policy stands for, with an operator plan where one can be found without ranks."""
+"""Planning of a module: a policy's methods, with an operator plan where it can be found without ranks."""
 
 from __future__ import annotations
 
@@ -58,34 +58,35 @@ def planned(
     sample: Any,
     input_format: str | None,
     policy: str | Callable[..., Any],
+    *,
     config: ComputeConfig,
     cluster: Cluster,
 ) -> Planned:
     """A plan; nothing is communicated.
 
-    By ``hybrid`` the operators of stages are divided when the module is made: only then it is known where it is cut.
+    With ``hybrid``, operators of stages are divided when the module is made and its cuts are known.
 
     Raises:
         InputError: if the policy cannot do what the config asks for, or no plan fits.
     """
-    staged = False
+    has_stages = False
     if is_strategy_file(policy):
-        written = Strategy.load(policy)
-        return Planned([(step.name, step.config) for step in written], tuple(_notes_of(config)))
+        strategy = Strategy.load(policy)
+        return Planned([(step.name, step.config) for step in strategy], tuple(_notes_of(config)))
     if isinstance(policy, str):
         division = division_by(policy, config)
-        staged = policy == "autodist" and division.num_stages > 1  # divided stages are searched for
-        if staged:
-            division = _in_stages(module, sample, input_format, division, config, cluster)
+        has_stages = policy == "autodist" and division.num_stages > 1  # divided stages are searched for
+        if has_stages:
+            division = _in_stages(module, sample, input_format, division, config=config, cluster=cluster)
     else:
-        division = _by_function(module, sample, input_format, policy, config, cluster)
+        division = _by_function(module, sample, input_format, policy, config=config, cluster=cluster)
     steps = strategy_of(division, config)
     notes = (*_notes_of(config), *division.notes)
     methods = dict(steps)
     degree = dict(methods["parallel_mode"]["axes"])["tensor"]
-    limited = policy == "autodist" and bool(_OF_OPERATORS & config.pas_config.keys())  # also on one rank
+    has_limits = policy == "autodist" and bool(_OF_OPERATORS & config.pas_config.keys())  # also on one rank
     # Operators of a pipeline's stages are divided by a search for stages, or once the module is cut.
-    if "pipeline_parallel" in methods or not ("operator_parallel" in methods or limited):
+    if "pipeline_parallel" in methods or not ("operator_parallel" in methods or has_limits):
         return Planned(steps, notes)
     try:
         graph = _capture_module(module, sample, input_format, cluster).graph
@@ -95,9 +96,11 @@ def planned(
         idle = ", ".join(sorted(_OF_OPERATORS & config.pas_config.keys()))
         return Planned(steps, (*notes, f"{idle}: not looked at, for the module is not captured: {error}"))
     prices, device = OperatorPrices.of(module, cluster, degree), torch.device(cluster.device)
-    outcome = find_plan(graph, degree, _plan_request(division), prices, _build_states(config), device)
+    outcome = find_plan(
+        graph, degree, _plan_request(division), prices, states=_build_states(config), device=device
+    )
     path = config.pas_config.get("save_plan_path")
-    if path is not None and not staged:  # which has been written, though one stage was best
+    if path is not None and not has_stages:  # which has been written, though one stage was best
         outcome.plan.write(path)
     if config.pas_config.get("verbose"):
         log.info("%s\n%s", outcome.note, outcome.plan.describe())
@@ -136,6 +139,7 @@ def _capture_module(
     sample: Any,
     input_format: str | None,
     cluster: Cluster,
+    *,
     units: Sequence[str] | None = None,
 ) -> Shallow:
     args, kwargs = call_arguments(module, sample, input_format)
@@ -152,21 +156,22 @@ def _in_stages(
     module: nn.Module,
     sample: Any,
     input_format: str | None,
-    asked: Division,
+    request: Division,
+    *,
     config: ComputeConfig,
     cluster: Cluster,
 ) -> Division:
     settings = config.pas_config
     if "load_plan_path" in settings:
-        return _read_stages(settings["load_plan_path"], asked)
+        return _read_stages(settings["load_plan_path"], request)
     pivots = pivots_of(settings)
-    units = [unit.name for unit in find_units(module, at_least=asked.num_stages, starts=pivots)]
-    shallow = _capture_module(module, sample, input_format, cluster, units)
+    units = [unit.name for unit in find_units(module, at_least=request.num_stages, starts=pivots)]
+    shallow = _capture_module(module, sample, input_format, cluster, units=units)
     # Units in the order in which the captured model calls them; a path counts from its first segment.
-    called = {segment.path: index for index, segment in reversed(list(enumerate(shallow.graph.segments)))}
+    order = {segment.path: index for index, segment in reversed(list(enumerate(shallow.graph.segments)))}
     units = sorted(
-        (unit for unit in units if shallow.copy_name(unit) in called),
-        key=lambda unit: called[shallow.copy_name(unit)],
+        (unit for unit in units if shallow.copy_name(unit) in order),
+        key=lambda unit: order[shallow.copy_name(unit)],
     )
     number = settings.get("pipeline_nstages", "auto")
     most = settings.get("max_partition_degree", config.plan_ngpus)
@@ -176,12 +181,12 @@ def _in_stages(
         return PipelineTask(
             num_segments=num_segments,
             num_devices=config.plan_ngpus,
-            num_micro_batches=asked.pipeline["num_micro_batches"],
+            num_micro_batches=request.pipeline["num_micro_batches"],
             degrees=[degree for degree in range(1, most + 1) if config.plan_ngpus % degree == 0],
             num_stages=None if number == "auto" else number,
             equal_degrees=True,  # the mesh has one size of its tensor axis
-            recompute=(True,) if asked.recompute else (False, True),
-            schedule=asked.pipeline["schedule"],
+            recompute=(True,) if request.recompute else (False, True),
+            schedule=request.pipeline["schedule"],
             memory_limit=None if memory is None else memory * 1e9,  # mem_constraint is in GB
         )
 
@@ -191,8 +196,8 @@ def _in_stages(
         units,
         task,
         lambda degree: OperatorPrices.of(module, cluster, degree),
-        _build_states(config),
-        torch.device(cluster.device),
+        states=_build_states(config),
+        device=torch.device(cluster.device),
         pivots=pivots,
         allow=allowed_by(read_constraints(constraints)) if constraints else None,
     )
@@ -209,10 +214,10 @@ def _in_stages(
             raise InputError(
                 f"save_plan_path: {path} cannot be written: {error.strerror or error}."
             ) from error
-    return _of_stages(plan, asked)
+    return _of_stages(plan, request)
 
 
-def _read_stages(path: str, asked: Division) -> Division:
+def _read_stages(path: str, request: Division) -> Division:
     try:
         plan = json.loads(Path(path).read_text("utf-8"))
         starts, again, operators = plan["stages_begin_with"], plan["recompute"], plan["operators"]
@@ -222,21 +227,21 @@ def _read_stages(path: str, asked: Division) -> Division:
         raise InputError(
             f"load_plan_path: {path} holds no plan of stages as written by save_plan_path: {error_text(error)}"
         ) from error
-    return _of_stages(plan, asked)
+    return _of_stages(plan, request)
 
 
-def _of_stages(plan: Mapping[str, Any], asked: Division) -> Division:
-    recompute = asked.recompute
+def _of_stages(plan: Mapping[str, Any], request: Division) -> Division:
+    recompute = request.recompute
     if recompute is None and any(plan["recompute"]):  # recompute_modules has precedence
         recompute = {"share": plan["recompute"]}
     starts = plan["stages_begin_with"]
-    pipeline = {**asked.pipeline, "split_points": starts, "stages_per_rank": 1}
+    pipeline = {**request.pipeline, "split_points": starts, "stages_per_rank": 1}
     return Division(
         num_stages=len(starts) + 1,
         operators=None if plan["operators"] is None else {"plan": plan["operators"]},
         pipeline=pipeline if starts else {},
         recompute=recompute,
-        notes=asked.notes,
+        notes=request.notes,
     )
 
 
@@ -245,13 +250,14 @@ def _by_function(
     sample: Any,
     input_format: str | None,
     policy: Callable[..., Any],
+    *,
     config: ComputeConfig,
     cluster: Cluster,
 ) -> Division:
     args, kwargs = call_arguments(module, sample, input_format)
     with modes_kept(module), torch.enable_grad():
-        captured = capture(module.train(), args, kwargs, device=torch.device(cluster.device))
-    graph = PolicyGraph(OperatorGraph(captured, [block.name for block in repeated_blocks(module)]), config)
+        trace = capture(module.train(), args, kwargs, device=torch.device(cluster.device))
+    graph = PolicyGraph(OperatorGraph(trace, [block.name for block in repeated_blocks(module)]), config)
     result = policy(graph, config)
     if not isinstance(result, PolicyGraph):
         raise InputError(f"a policy function must return the graph; it returned {with_article(result)}.")
@@ -260,12 +266,12 @@ def _by_function(
 
 def resolved_steps(result: Result, steps: list[Step]) -> list[Step]:
     """The methods with what they have decided, and tested, when they were applied."""
-    decided = result.job.resolved_settings
+    decisions = result.job.resolved_settings
     return [
         (
             name,
-            {"plan": decided[name]["plan"], "self_test": False}  # tested when it was applied
-            if name == "operator_parallel" and name in decided
+            {"plan": decisions[name]["plan"], "self_test": False}  # tested when it was applied
+            if name == "operator_parallel" and name in decisions
             else options,
         )
         for name, options in steps

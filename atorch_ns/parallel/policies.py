@@ -64,21 +64,21 @@ def check_settings(policy: str, settings: Mapping[str, Any]) -> None:
     Raises:
         InputError: naming every key and value that is wrong.
     """
-    known = _SETTINGS[policy]
+    types = _SETTINGS[policy]
     problems = []
     for key, value in settings.items():
         if key.startswith("_"):  # the user's own
             continue
         if key in _REFUSED:
             problems.append(f"{key} is not taken: {_REFUSED[key]}.")
-        elif key not in known:
-            wanted = did_you_mean(
-                key, known, otherwise=f"The policy {policy} has {', '.join(known) or 'no settings'}."
+        elif key not in types:
+            hint = did_you_mean(
+                key, types, otherwise=f"The policy {policy} has {', '.join(types) or 'no settings'}."
             )
             problems.append(
-                f"{key!r} is unknown.{wanted} Keys of your own begin with '_', or stand in user_config."
+                f"{key!r} is unknown.{hint} Keys of your own begin with '_', or stand in user_config."
             )
-        elif not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
+        elif not isinstance(value, types[key]) or (isinstance(value, bool) and bool not in types[key]):
             problems.append(f"{key} is {value!r}, {with_article(value)}.")
         elif isinstance(value, _NUMBER) and not isinstance(value, bool) and key != "seed" and value <= 0:
             problems.append(f"{key} must be positive; it is {value!r}.")
@@ -154,7 +154,13 @@ def _autodist_division(config: ComputeConfig, settings: Mapping[str, Any]) -> Di
             "pp_size: autodist puts one stage on each rank, so pp_size is the number of stages; leave it out."
         )
     return _staged_division(
-        "autodist", config, settings, num_stages, operators, recompute, tuple(_autodist_notes(settings))
+        "autodist",
+        config,
+        settings,
+        num_stages,
+        operators=operators,
+        recompute=recompute,
+        notes=tuple(_autodist_notes(settings)),
     )
 
 
@@ -204,14 +210,14 @@ def pivots_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _num_stages(config: ComputeConfig, settings: Mapping[str, Any]) -> int:
-    wanted, pivots = settings.get("pipeline_nstages", "auto"), pivots_of(settings)
-    if wanted == "auto":
+    number, pivots = settings.get("pipeline_nstages", "auto"), pivots_of(settings)
+    if number == "auto":
         return min(config.plan_ngpus, len(pivots) + 1)  # one begins at each pivot
-    if not isinstance(wanted, int):
-        raise InputError(f"pipeline_nstages must be a number or 'auto'; it is {wanted!r}.")
-    if wanted == 1 and pivots:
+    if not isinstance(number, int):
+        raise InputError(f"pipeline_nstages must be a number or 'auto'; it is {number!r}.")
+    if number == 1 and pivots:
         raise InputError("pipeline_pivots are given and pipeline_nstages is 1: leave one of them out.")
-    return wanted
+    return number
 
 
 def _staged_division(
@@ -219,6 +225,7 @@ def _staged_division(
     config: ComputeConfig,
     settings: Mapping[str, Any],
     num_stages: int,
+    *,
     operators: dict[str, Any] | None,
     recompute: dict[str, Any] | None = None,
     notes: tuple[str, ...] = (),
@@ -238,19 +245,19 @@ def _staged_division(
         raise InputError(
             f"{num_stages} stages on pp_size={ranks} of {config.plan_ngpus} ranks: pp_size must divide both."
         )
-    divided = config.plan_ngpus // ranks > 1
+    is_divided = config.plan_ngpus // ranks > 1
     return Division(
         num_stages=num_stages,
         stages_per_rank=num_stages // ranks,
-        operators=operators if divided else None,
-        pipeline=_pipeline_config(policy, config, settings, num_stages, ranks),
+        operators=operators if is_divided else None,
+        pipeline=_pipeline_config(policy, config, settings, num_stages, ranks=ranks),
         recompute=recompute,
         notes=notes,
     )
 
 
 def _pipeline_config(
-    policy: str, config: ComputeConfig, settings: Mapping[str, Any], num_stages: int, ranks: int
+    policy: str, config: ComputeConfig, settings: Mapping[str, Any], num_stages: int, *, ranks: int
 ) -> dict[str, Any]:
     micros = settings.get("pipeline_nmicros")
     if micros is None and policy == "autodist":

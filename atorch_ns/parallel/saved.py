@@ -29,11 +29,7 @@ _FILE = "plan.json"
 
 @dataclass(frozen=True)
 class Made:
-    """What a plan was made of: it fits as long as this is the same.
-
-    Attributes:
-        facts: by name, in words that can be compared.
-    """
+    """What a plan was made of, by name, in words: it fits as long as this is the same."""
 
     facts: Mapping[str, Any]
 
@@ -46,14 +42,14 @@ class Made:
         config: ComputeConfig,
     ) -> Made:
         """Of the arguments of ``parallelize``."""
-        named = (
+        policy_text = (
             policy
             if isinstance(policy, str)
             else f"{_qualified_name(policy)} {_source_digest(policy)} {_bound_values(policy)}"
         )
         return cls(
             {
-                "policy": named,
+                "policy": policy_text,
                 "compute_config": json.loads(json.dumps(config.as_json(), sort_keys=True, default=str)),
                 "structure of the module": _structure_digests(module),
                 "source of the module": _source_digests(module),
@@ -120,10 +116,10 @@ class PlanFolder:
             return None
         problem = ""
         try:
-            saved = json.loads(file.read_text(encoding="utf-8"))
-            differences = origin.differences(Made(saved["made"]))
-            steps = [(name, config) for name, config in saved["strategy"]]
-            plan = Planned(steps, tuple(saved["notes"]))
+            document = json.loads(file.read_text(encoding="utf-8"))
+            differences = origin.differences(Made(document["made"]))
+            steps = [(name, config) for name, config in document["strategy"]]
+            plan = Planned(steps, tuple(document["notes"]))
             if not (any(name == "parallel_mode" for name, _ in steps) or "strategy file" in origin.facts):
                 raise ValueError("its strategy has no parallel_mode")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -140,8 +136,8 @@ class PlanFolder:
     def keep_resolved(self, strategy: list[Any]) -> None:
         """Writes what the plan has become when it was applied, in the place of what was asked for."""
         file = self.path / _FILE
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        self.write(Made(saved["made"]), Planned(strategy, tuple(saved["notes"])))
+        document = json.loads(file.read_text(encoding="utf-8"))
+        self.write(Made(document["made"]), Planned(strategy, tuple(document["notes"])))
 
     def write(self, origin: Made, plan: Planned) -> None:
         """Writes a plan; a crash leaves the one before."""
@@ -186,10 +182,10 @@ def _file_digest(path: Any) -> str:
 def _bound_values(policy: Any) -> str:
     if isinstance(policy, functools.partial):
         return f"{_source_digest(policy.func)} {_bound_values(policy.func)} {policy.args!r} {sorted(policy.keywords.items())!r}"
-    closed = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]  # captured values
+    cells = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]  # captured values
     attributes = {} if inspect.isroutine(policy) or isinstance(policy, type) else vars(policy)
     source = "" if inspect.isroutine(policy) else _source_digest(type(policy))
-    text = f"{source} {closed!r} {getattr(policy, '__defaults__', None)!r} {sorted(attributes.items())!r}"
+    text = f"{source} {cells!r} {getattr(policy, '__defaults__', None)!r} {sorted(attributes.items())!r}"
     return re.sub(r" at 0x[0-9a-f]+", "", text)  # another in each process
 
 

@@ -1,4 +1,4 @@
-"""State dicts of parallel modules: merged to whole ones, loaded from them under any plan, and without what others hold too."""
+"""State dicts of parallel modules: merged to whole ones, loaded from these under any plan, and deduped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def merge_state_dicts(
     No process group is needed. Names and order are the plain module's.
 
     Args:
-        module_state_dicts: ``module.state_dict()`` of every rank, or of those of the first scale unit at least, in any order.
+        module_state_dicts: ``module.state_dict()`` of all ranks, at least of the first unit's, in any order.
         optimizer_state_dicts: ``optimizer.state_dict()`` of the same ranks; of any optimizer.
 
     Raises:
@@ -89,8 +89,8 @@ def _merged_optimizer(states: Sequence[Mapping[str, Any]] | None, ranks: Sequenc
     for state in states:
         mark = state[PIECES]
         flat = [name for group in mark["names"] for name in group]
-        for known, members in zip(groups, mark["names"], strict=True):
-            known |= set(members)
+        for group_names, members in zip(groups, mark["names"], strict=True):
+            group_names |= set(members)
         for index, values in state["state"].items():
             for key, value in values.items():
                 name = flat[index]
@@ -104,7 +104,7 @@ def _merged_optimizer(states: Sequence[Mapping[str, Any]] | None, ranks: Sequenc
     order = states[0][PIECES]["order"]  # of the plain module
     names = [[name for name in order if name in group] for group in groups]
     index_of = {name: index for index, name in enumerate(name for group in names for name in group)}
-    merged = {
+    entries = {
         index: {
             **plain.get(name, {}),
             **{key: assemble(f"{name}/{key}", pieces) for key, pieces in parts.get(name, {}).items()},
@@ -116,7 +116,7 @@ def _merged_optimizer(states: Sequence[Mapping[str, Any]] | None, ranks: Sequenc
         {**group, "params": [index_of[n] for n in members]}
         for group, members in zip(states[0]["param_groups"], names, strict=True)
     ]
-    return {"state": merged, "param_groups": param_groups, PIECES: {"names": names}}
+    return {"state": entries, "param_groups": param_groups, PIECES: {"names": names}}
 
 
 def load_merged_state_dict(
@@ -152,7 +152,7 @@ load_merged_state_dicts = load_merged_state_dict
 def deduped_state_dict(
     module: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[StateDict | None, StateDict | None]:
-    """This rank's state dicts without tensors that an earlier rank holds too: together they are one copy of everything.
+    """This rank's state dicts without tensors that an earlier rank holds: together one copy of everything.
 
     Returns:
         The module's and the optimizer's; ``None`` for none.
@@ -161,15 +161,15 @@ def deduped_state_dict(
     keeps = rank < _rank_stride(module)  # later ranks hold the same
     inside = {path for path, _ in _find_parallel_modules(module)}
     state = module.state_dict()
-    kept = {
+    own_state = {
         name: value
         for name, value in state.items()
         if not isinstance(value, torch.Tensor) or (keeps and (rank == 0 or _is_inside(name, inside)))
     }
     if optimizer is None:
-        return kept, None
+        return own_state, None
     opt_state = optimizer.state_dict()
-    return kept, opt_state if keeps else {**opt_state, "state": {}}
+    return own_state, opt_state if keeps else {**opt_state, "state": {}}
 
 
 def load_deduped_state_dict(
@@ -180,8 +180,7 @@ def load_deduped_state_dict(
     *,
     device: str | torch.device | None = None,
 ) -> None:
-    """Loads what :func:`deduped_state_dict` gave on this rank, under the same plan; tensors come from the ranks that kept them.
-    Collective.
+    """Loads :func:`deduped_state_dict` under the same plan; ranks send what others left out. Collective.
 
     Raises:
         InputError: on all ranks, if one's state dicts lack what that rank has to give.
@@ -191,7 +190,7 @@ def load_deduped_state_dict(
     inside = {path for path, _ in _find_parallel_modules(module)}
     stride = _rank_stride(module)
 
-    def checked() -> None:
+    def check_entries() -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         lacking = [
             name
@@ -207,7 +206,7 @@ def load_deduped_state_dict(
         if optimizer is not None and PIECES not in (optimizer_state_dict or {}):
             raise InputError("optimizer_state_dict must be what deduped_state_dict made for this optimizer.")
 
-    Cluster.detect().agree(checked, what="loading a deduped state dict")
+    Cluster.detect().agree(check_entries, what="loading a deduped state dict")
     # Parts come from the first rank that holds the same ones, everything else from rank 0.
     for mine, interval in ((True, stride), (False, 1)):
         names = [
@@ -233,7 +232,7 @@ def _optimizer_states(optimizer: torch.optim.Optimizer, state_dict: StateDict, s
     if not dist.is_initialized() or stride >= dist.get_world_size():
         return state_dict
     rank = dist.get_rank()
-    described = {  # shapes and dtypes, of which ranks without states make buffers
+    descriptions = {  # shapes and dtypes, of which ranks without states make buffers
         index: {
             key: (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
             for key, value in values.items()
@@ -241,7 +240,7 @@ def _optimizer_states(optimizer: torch.optim.Optimizer, state_dict: StateDict, s
         for index, values in state_dict["state"].items()
     }
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, described)
+    dist.all_gather_object(every, descriptions)
     specs: dict[int, dict[str, Any]] = every[rank % stride]  # of the rank that holds the same pieces
     like = next(p for group in optimizer.param_groups for p in group["params"])
     states = {
@@ -263,11 +262,7 @@ def _optimizer_states(optimizer: torch.optim.Optimizer, state_dict: StateDict, s
 
 
 def broadcast_weights(module: nn.Module, stride_size: int | None = None) -> None:
-    """Gives all parameters and buffers the values of rank ``rank % stride_size``; collective over all ranks.
-
-    Args:
-        stride_size: by default ``plan_ngpus``.
-    """
+    """Gives weights and buffers rank ``rank % stride_size``'s values (default ``plan_ngpus``); collective."""
     if not dist.is_initialized():
         return
     stride = stride_size or next(part.compute_config.plan_ngpus for _, part in _find_parallel_modules(module))

@@ -1,4 +1,4 @@
-"""Planning without ranks: what a strategy costs on a cluster, and the best strategies for it. Nothing is run but a trace."""
+"""Planning without ranks: costs of a strategy on a cluster, and its best strategies. Only a trace is run."""
 
 from atorch_ns.planning.in_code import estimate, plan, profile
 

@@ -1,6 +1,6 @@
-"""Planning in code: what a strategy costs on a cluster, and the best strategies for it. Nothing is run but a trace.
+"""Planning in code: costs of a strategy on a cluster, and its best strategies. Only a trace is run.
 
-The command line's ``estimate`` and ``plan`` answer the same from the same functions. All figures are predictions.
+The command line's ``estimate`` and ``plan`` use the same functions. All figures are predictions.
 """
 
 from __future__ import annotations
@@ -42,16 +42,15 @@ def profile(
     input_format: InputFormat = "auto",
     device: str = "cuda",
 ) -> Profile:
-    """The profile of one training step, to be used for many strategies and clusters. The model is left as it is.
+    """The profile of one training step, for many strategies and clusters. The model is left as it is.
 
     Args:
         model: a model on any device; on meta it takes no memory.
-        sample: one batch: a tensor, or a dictionary, list or tuple of tensors, samples along their first dim. Costs
-            grow with the number of samples, which may be another than the real one; the number of tokens of a sample may not.
+        sample: one batch: a tensor, or a dictionary, list or tuple of tensors, samples along their first dim.
+            Costs grow with their number, which need not be the real one; the number of tokens of each must.
         loss: ``(batch, output) -> loss``; ``None`` for the loss in the output, else the output's mean.
         optimizer: factory of the optimizer; ``None`` for none.
-        input_format: how the batch is passed: ``auto`` by the signature of ``forward``, ``none``, or a
-            ``model_input_format`` of ``auto_accelerate``.
+        input_format: ``auto`` by the signature of ``forward``, ``none``, or a ``model_input_format``.
         device: type of the devices that are planned for, ``cuda`` or ``cpu``.
 
     Returns:
@@ -80,20 +79,19 @@ def estimate(
     optimizer: MakeOptimizer | None = torch.optim.AdamW,
     input_format: InputFormat = "auto",
 ) -> Estimate:
-    """Predicted bytes of memory and seconds of a step of one strategy, in parts, as ``atorch-ns estimate`` shows them.
+    """Predicted memory in bytes and step time in seconds of a strategy, in parts, as ``atorch-ns estimate``.
 
     Args:
         model: a model, profiled with ``sample``; or a profile, or the file of one.
-        strategy: any form of ``load_strategy``: names and ``(name, config)`` pairs, a ``Strategy``, a path, JSON text.
-        cluster: a specification such as ``"8xH100-80GB, 16 nodes, ib400"``, a file of one, or a ``Cluster``; ``None``
-            for this machine.
+        strategy: a form of ``load_strategy``: names and ``(name, config)`` pairs, ``Strategy``, path, JSON.
+        cluster: as ``"8xH100-80GB, 16 nodes, ib400"``, a file, or a ``Cluster``; ``None`` for this machine.
         batch: samples in one step over all ranks; ``None`` for the sample's on every rank.
         sample, loss, optimizer, input_format: of a model, as in :func:`profile`.
 
     Returns:
-        The estimate, of the rank that needs most. Whether it fits: ``peak_bytes`` against the cluster's
-        ``device_memory_bytes``. On GPUs ``allocated_bytes`` are those of tensors, ``reserved_bytes`` those that torch holds
-        for them. ``notes`` say what of the strategy was added, changed or left out for the cluster.
+        The estimate, of the rank that needs most. It fits if ``peak_bytes`` are within the cluster's
+        ``device_memory_bytes``. On GPUs ``allocated_bytes`` are tensors', ``reserved_bytes`` those that torch
+        holds for them. ``notes`` name the parts of the strategy added, changed or left out for the cluster.
 
     Raises:
         StrategyError: if the strategy cannot be read, or cannot be used on the cluster.
@@ -105,9 +103,9 @@ def estimate(
         >>> found.allocated_bytes < found.reserved_bytes < found.peak_bytes < 2e9
         True
     """
-    wanted, target = Strategy.load(strategy), cluster_of(cluster)
-    known = _obtain_profile(model, target, sample, loss, optimizer, input_format)
-    priced = price_strategy(wanted, known, target, global_batch=batch)
+    steps, target = Strategy.load(strategy), cluster_of(cluster)
+    costs = _obtain_profile(model, target, sample, loss, optimizer=optimizer, input_format=input_format)
+    priced = price_strategy(steps, costs, target, global_batch=batch)
     return replace(priced.estimate, notes=priced.notes)
 
 
@@ -129,12 +127,12 @@ def plan(
     Args:
         model, cluster, batch: as in :func:`estimate`.
         search: settings or their fields, such as ``{"objective": "memory", "memory_limit_gib": 70}``.
-        excluded, included: methods that a strategy may not, or must, contain, in the forms of ``auto_accelerate``.
+        excluded, included: methods that a strategy may not, or must, contain, as in ``auto_accelerate``.
         sample, loss, optimizer, input_format: of a model, as in :func:`profile`.
 
     Returns:
-        A report that prints and saves. ``report.strategy`` is the first strategy;
-        ``report.search.rows`` are all, with figures and reasons, and ``report.search.best`` is ``None`` where nothing fits.
+        A report that prints and saves. ``report.strategy`` is the first strategy, ``report.search.rows`` are
+        all, with figures and reasons, and ``report.search.best`` is ``None`` where nothing fits.
 
     Raises:
         InputError: if an argument cannot be used.
@@ -143,9 +141,9 @@ def plan(
     request = SearchRequest(search=search, excluded=excluded, included=included)
     request.check(registry, target)  # before the model is profiled
     began = time.perf_counter()
-    known = _obtain_profile(model, target, sample, loss, optimizer, input_format)
+    costs = _obtain_profile(model, target, sample, loss, optimizer=optimizer, input_format=input_format)
     outcome = plan_offline(
-        known,
+        costs,
         target,
         global_batch=batch,
         settings=request.settings,
@@ -162,6 +160,7 @@ def _obtain_profile(
     cluster: Cluster,
     sample: Any,
     loss: Loss | None,
+    *,
     optimizer: MakeOptimizer | None,
     input_format: InputFormat,
 ) -> Profile:

@@ -1,4 +1,4 @@
-"""Planning without the cluster: from a model and a sample to ranked strategies. Nothing is run but the profile.
+"""Planning without the cluster: from a model and a sample to ranked strategies. Only the profile is run.
 
 A profile is plain values, so one that was saved is planned with again, without the model.
 """
@@ -63,9 +63,9 @@ class AssumedLoss:
 
 
 def _find_loss(output: Any) -> tuple[torch.Tensor, str]:
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(named, torch.Tensor):
-        return named, "the output's own loss"
+    own_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own_loss, torch.Tensor):
+        return own_loss, "the output's own loss"
     first = output[0] if isinstance(output, Sequence) and len(output) else output
     if isinstance(first, torch.Tensor) and first.numel() == 1:
         return first, "the output's first item" if first is not output else "the output itself"
@@ -88,12 +88,12 @@ def offline_rows(
     rows = []
     if usable:
         plain = [name for option in candidates if option.is_baseline for name, _ in option.steps]
-        chosen, reason = prefer(usable, Objective(settings), limit_bytes, plain)
-        rows = [Row(candidate=chosen, fate="won", reason=reason or _GOALS[settings.objective])]
+        best, reason = prefer(usable, Objective(settings), limit_bytes, plain)
+        rows = [Row(candidate=best, fate="won", reason=reason or _GOALS[settings.objective])]
         rows += [
-            Row(candidate=option, fate="untried", reason=_untried_reason(option, chosen, limit_bytes))
+            Row(candidate=option, fate="untried", reason=_untried_reason(option, best, limit_bytes))
             for option in usable
-            if option is not chosen
+            if option is not best
         ]
     rows += [
         Row(candidate=option, fate="pruned", reason=option.pruned.reason)
@@ -111,8 +111,8 @@ _GOALS = {  # reasons of the choice, by objective
 }
 
 
-def _untried_reason(candidate: Candidate, chosen: Candidate, limit_bytes: int) -> str:
-    mine, other = candidate.estimate, chosen.estimate
+def _untried_reason(candidate: Candidate, best: Candidate, limit_bytes: int) -> str:
+    mine, other = candidate.estimate, best.estimate
     if mine is None or other is None or not other.step_seconds:
         return "not priced"
     ratio = mine.step_seconds / other.step_seconds
@@ -137,8 +137,8 @@ def cluster_of(cluster: Cluster | str | PathLike[str] | None) -> Cluster:
     """The cluster to plan for, with figures for its hardware.
 
     Args:
-        cluster: a cluster; its specification or file, as :func:`cluster_from_spec` reads them; ``None`` for this
-            machine as one process, or the job that this process belongs to.
+        cluster: a cluster; its specification or file, as :func:`cluster_from_spec` reads them; ``None`` for
+            this machine as one process, or for this process's job.
 
     Raises:
         InputError: if it is none of these, or cannot be read.
@@ -188,23 +188,18 @@ def profile_offline(
     """The profile of one training step, with assumptions as notes of its trace.
 
     Args:
-        model: a model on any device; on meta it takes no memory.
-        sample: one batch.
-        loss: ``(batch, output) -> loss``; ``None`` for the loss in the output, else the output's mean.
-        optimizer: factory of the optimizer; ``None`` for none.
-        input_format: form in which the batch is passed; ``auto`` goes by the signature of ``forward``.
-        device: type of the device that is planned for.
+        model, sample, loss, optimizer, input_format, device: as in :func:`atorch_ns.planning.profile`.
 
     Raises:
         InputError: if the model or the loss cannot run on the sample, or ends the process.
     """
-    chosen, why = chosen_format(check_format(input_format), model, sample)
-    passed = None if chosen == "none" else chosen  # None passes the batch as it is
-    assumed = AssumedLoss()
-    loss_func = assumed if loss is None else loss
+    form, why = chosen_format(check_format(input_format), model, sample)
+    call_format = None if form == "none" else form  # None passes the batch as it is
+    default_loss = AssumedLoss()
+    loss_func = default_loss if loss is None else loss
 
     def forward_loss(module: nn.Module, batch: Any) -> torch.Tensor:
-        return first_loss(loss_func(batch, call_model(module, batch, passed)))
+        return first_loss(loss_func(batch, call_model(module, batch, call_format)))
 
     try:
         profile = profile_model(
@@ -216,7 +211,7 @@ def profile_offline(
         )
     except SystemExit as error:  # user code may call sys.exit
         raise InputError(f"the model or the loss ended the process: {error_text(error)}.") from error
-    notes = [with_period(each[:1].upper() + each[1:]) for each in (why, assumed.assumed) if each]
+    notes = [with_period(each[:1].upper() + each[1:]) for each in (why, default_loss.assumed) if each]
     if profile.trace is None or not notes:
         return profile
     return replace(profile, trace=replace(profile.trace, notes=(*profile.trace.notes, *notes)))
@@ -268,32 +263,34 @@ def plan_offline(
     settings = settings or SearchSettings()
     cluster = cluster.with_hardware()
     workload = workload_of(profile, cluster, global_batch)
-    known = registry or load_registry()
-    asked = read_constraints(known, included=included, excluded=excluded, cluster=cluster, profile=profile)
-    unpriced = _unpriced_methods(profile, known, asked)  # they would be priced as if they saved nothing
+    methods = registry or load_registry()
+    rules = read_constraints(methods, included=included, excluded=excluded, cluster=cluster, profile=profile)
+    omissions = _unpriced_methods(profile, methods, rules)  # they would be priced as if they saved nothing
     space = explore(
         profile,
         cluster,
         workload,
-        known,
-        settings,
-        excluded=[*(excluded or ()), *unpriced] or None,
+        methods,
+        settings=settings,
+        excluded=[*(excluded or ()), *omissions] or None,
         included=list(included) if included else None,
     )
     rows = offline_rows(space.candidates, settings, memory_limit(cluster, settings).num_bytes)
     best = rows[0].candidate.key if rows and rows[0].fate == "won" else None  # None where nothing fits
     took = time.perf_counter() - began
     notes = (*(profile.trace.notes if profile.trace else ()), *space.notes)
-    if unpriced:
+    if omissions:
         notes += (
-            f"{', '.join(unpriced)}: no candidate has it, since what replaced modules save is predicted by a search on the "
+            f"{', '.join(omissions)}: no candidate has it, since what replaced modules save is predicted by a search on the "
             "devices, and not here.",
         )
     if global_batch is None:
         batch = workload.global_batch
         notes += (f"No batch size was given: the sample's on every rank, {batch} samples in all.",)
     return SearchOutcome(
-        setting=_build_setting(profile, cluster, workload, settings, (profile_seconds, took), notes),
+        setting=_build_setting(
+            profile, cluster, workload, settings, took=(profile_seconds, took), notes=notes
+        ),
         settings=settings,
         rows=rows,
         best=best,
@@ -322,27 +319,25 @@ def price_strategy(
     """
     cluster = cluster.with_hardware()
     workload = workload_of(profile, cluster, global_batch)
-    resolved = resolve(strategy, cluster, registry or load_registry(), profile=profile)
-    _check_batch(resolved.plan, workload.global_batch)
-    priced = estimate(resolved.plan, profile, cluster, workload)
+    resolution = resolve(strategy, cluster, registry or load_registry(), profile=profile)
+    _check_batch(resolution.plan, workload.global_batch)
+    price = estimate(resolution.plan, profile, cluster, workload)
     limit = memory_limit(cluster, settings or SearchSettings()).num_bytes
-    notes = tuple(note.text for note in resolved.notes)
-    if resolved.plan.replaced and not any(each.replaced_costs for each in _profile_segments(profile)):
+    notes = tuple(note.text for note in resolution.notes)
+    if resolution.plan.replaced and not any(each.replaced_costs for each in _profile_segments(profile)):
         notes += (
             "What replaced modules save is predicted by a search on the devices, and not here: priced as without.",
         )
-    return PricedStrategy(resolved.strategy, priced, limit, notes)
+    return PricedStrategy(resolution.strategy, price, limit, notes)
 
 
-def _unpriced_methods(profile: Profile, registry: Registry, asked: Constraints) -> list[str]:
+def _unpriced_methods(profile: Profile, registry: Registry, constraints: Constraints) -> list[str]:
     # Methods whose gain the profile does not tell, unless the user speaks of them.
     if any(each.replaced_costs for each in _profile_segments(profile)):
         return []
-    spoken = {name for each in (*asked.included, *asked.excluded) for name in each.methods}
+    names = {name for each in (*constraints.included, *constraints.excluded) for name in each.methods}
     return [
-        method.name
-        for method in registry
-        if isinstance(method, ReplacesModules) and method.name not in spoken
+        method.name for method in registry if isinstance(method, ReplacesModules) and method.name not in names
     ]
 
 
@@ -367,6 +362,7 @@ def _build_setting(
     cluster: Cluster,
     workload: Workload,
     settings: SearchSettings,
+    *,
     took: tuple[float, float],
     notes: tuple[str, ...],
 ) -> SearchSetting:
@@ -392,5 +388,5 @@ def _describe_listing(num_priced: int, num_rows: int) -> str:
     # The baseline is a row, be it among the best or not.
     if num_priced <= num_rows:
         return f"{num_rows} strategies were priced"
-    listed = f"the best are listed with the baseline, {num_rows} in all"
-    return f"{num_priced} strategies were priced, and {listed}"
+    listing = f"the best are listed with the baseline, {num_rows} in all"
+    return f"{num_priced} strategies were priced, and {listing}"

@@ -1,4 +1,4 @@
-"""Function call on ranks: the task, each rank's outcome, and the ranks' program, ``-m atorch_ns.processes.calls FOLDER``.
+"""Function call on ranks: task, outcome of each rank, and program (``-m atorch_ns.processes.calls FOLDER``).
 
 ::
 

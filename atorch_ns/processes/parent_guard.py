@@ -1,7 +1,7 @@
 """Program of a rank's process: runs a module, and ends with the process that started it.
 
-Arguments: the reading end of a pipe whose other end only the starting process holds, ``quiet`` if an interrupt is to
-end the rank silently, and the module with its arguments. The system closes the pipe however that process ends.
+Arguments: the reading end of a pipe whose other end only the starting process holds, ``quiet`` if interrupts
+end the rank silently, and the module with its arguments. The system closes the pipe however the process ends.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class RankEnd:
 class Ranks:
     """``num_ranks`` processes of this interpreter, with the environment that a launcher gives.
 
-    Each has a process group of its own, so that Ctrl-C on a terminal does not reach it, and whatever it starts
-    ends with it. Leave the context to end them; they end too if this process is killed. ::
+    Each has a process group of its own: Ctrl-C on a terminal does not reach it, and whatever it starts ends
+    with it. Leave the context to end them; they end too if this process is killed. ::
 
         with Ranks("package.worker", ["request.json"], 2) as ranks:
             ends = ranks.wait(timeout_s=60)
@@ -92,7 +92,7 @@ class Ranks:
         module: module that each runs, as ``python -m``.
         arguments: the module's arguments.
         num_ranks: the world size.
-        shown: whether rank 0 writes to this process's standard error; other output is kept for :class:`RankEnd`.
+        shown: whether rank 0 writes to this process's standard error. :class:`RankEnd` has other output.
         quiet: whether SIGINT ends a rank silently, with code 130, until its module decides otherwise.
         variables: environment variables of every rank, which replace those that a launcher sets.
 
@@ -113,13 +113,13 @@ class Ranks:
         if num_ranks < 1:
             raise InputError(f"--nproc={num_ranks}: at least one process is needed.")
         self._module, self._arguments = module, tuple(arguments)
-        self._num_ranks, self._shown, self._quiet = num_ranks, shown, quiet
+        self._num_ranks, self._shows_output, self._quiet = num_ranks, shown, quiet
         self._variables = dict(variables or {})
         self._grace_s, self._stop_at = _GRACE_S, float("inf")
         self._stack = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._files: list[IO[bytes]] = []
-        self._stopped: set[int] = set()
+        self._stopped_ranks: set[int] = set()
 
     def __enter__(self) -> Ranks:
         try:
@@ -142,8 +142,7 @@ class Ranks:
     def stop(self, number: int, *, rank: int | None = None, within_s: float | None = None) -> None:
         """Sends a signal that is to end one rank, or all.
 
-        Once a rank has failed, the others have three seconds. All are ended after ``within_s`` seconds; with ``None``
-        they may take their time.
+        Once a rank has failed, the others have three seconds. All end after ``within_s`` if that is given.
         """
         self._grace_s = _STOPPING_S
         if within_s is not None:
@@ -155,8 +154,7 @@ class Ranks:
     ) -> list[RankEnd]:
         """Waits for all to end. Never raises for a failure.
 
-        Once one has failed, the others have ten seconds to say what they know of it, or three if a signal has ended it,
-        which gave it no time to tell them.
+        After a failure the others have ten seconds to report it; three if a signal left no time to tell them.
 
         Args:
             timeout_s: seconds after which all are ended.
@@ -168,8 +166,8 @@ class Ranks:
             if now > min(limit, self._stop_at):
                 self.close_ranks()
                 break
-            if failed := [code for code in self._exit_codes() if code]:
-                grace_s = _STOPPING_S if min(failed) < 0 else self._grace_s
+            if failures := [code for code in self._exit_codes() if code]:
+                grace_s = _STOPPING_S if min(failures) < 0 else self._grace_s
                 limit = min(limit, now + grace_s)
             if on_poll is not None:
                 on_poll()
@@ -179,7 +177,7 @@ class Ranks:
                 rank=rank,
                 code=process.wait(),
                 output=self.read_output(rank).decode(errors="replace")[-_SHOWN_CHARS:].strip(),
-                ended_by_us=rank in self._stopped,
+                ended_by_us=rank in self._stopped_ranks,
             )
             for rank, process in enumerate(self._processes)
         ]
@@ -193,7 +191,7 @@ class Ranks:
         """Ends every rank that still runs, and the processes that it has started."""
         for rank, process in enumerate(self._processes):
             if process.poll() is None:
-                self._stopped.add(rank)
+                self._stopped_ranks.add(rank)
             kill_group(process.pid)  # of a rank that has ended too: what it started may live on
             process.wait()
 
@@ -221,7 +219,7 @@ class Ranks:
         for rank in range(self._num_ranks):
             output = (folder / f"output_{rank}").open("w+b")
             self._files.append(output)
-            stream = sys.stderr if self._shown and rank == 0 and _is_real(sys.stderr) else output
+            stream = sys.stderr if self._shows_output and rank == 0 and _is_real(sys.stderr) else output
             self._processes.append(
                 subprocess.Popen(
                     [*program, *self._arguments],
@@ -268,8 +266,8 @@ def run_local_ranks(
     Args:
         module, arguments, num_ranks, shown: as in :class:`Ranks`.
         timeout_s: seconds after which the ranks are ended.
-        patient: whether the first Ctrl-C goes to rank 0 alone, which may take its time to end the work; a second one
-            ends all. Otherwise ranks have three seconds.
+        patient: whether the first Ctrl-C goes to rank 0 alone, which may take its time to end the work. A
+            second one ends all. Otherwise ranks have three seconds.
 
     Raises:
         SystemExit: with 128 and the signal's number, if one ended the ranks.
@@ -319,8 +317,7 @@ def _interrupts_held_back() -> Iterator[None]:
 def reserve_port() -> Iterator[int]:
     """A port of 127.0.0.1 that the system gives to no other process while the block runs.
 
-    It stays bound, not listening, with SO_REUSEADDR, so that a server that names it and sets that too, as torch's
-    store does, can listen.
+    It stays bound, not listening, with SO_REUSEADDR: a server that sets it too, as torch's store, can listen.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""torchrun: its arguments, checked, and its run in this process with the exit code of the script or a signal."""
+"""torchrun: its checked arguments, and its run in this process with the exit code of script or signal."""
 
 from __future__ import annotations
 
@@ -180,8 +180,8 @@ def run_torchrun(arguments: Sequence[str], variables: Mapping[str, str]) -> int:
         variables: environment variables of this process and of all that it starts.
 
     Returns:
-        0, or the exit code of the rank that failed first; for a signal that ended that rank, or that came to this
-        process, 128 and its number.
+        0, or the exit code of the rank that failed first; 128 and its number for a signal that ended that
+        rank, or that came to this process.
     """
     os.environ.update(variables)  # torchrun sets OMP_NUM_THREADS to 1 where it is not set
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -42,23 +42,23 @@ class Divisible(NamedTuple):
     fields: Mapping[str, Any]
 
 
-def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -> list[Divisible]:
+def kinds_of(step: RecordedStep, segment_of: Sequence[int], firsts: Sequence[int]) -> list[Divisible]:
     """The divisible parts of each stretch.
 
     Args:
-        merged: segment that each recorded stretch belongs to.
+        segment_of: segment that each recorded stretch belongs to.
         firsts: first recorded stretch of each segment.
     """
 
     def per_stretch(counts: Mapping[int, int]) -> list[int]:
         total = [0] * len(firsts)
         for phase, count in counts.items():
-            total[merged[phase // 2]] += count  # phases 2s and 2s + 1 belong to stretch s
+            total[segment_of[phase // 2]] += count  # phases 2s and 2s + 1 belong to stretch s
         return total
 
     columns, rows = per_stretch(step.division.columns), per_stretch(step.division.rows)
     attentions = per_stretch(_count_attentions(step))
-    fused = _fused_attentions(step, merged)
+    fused = _fused_attentions(step, segment_of)
     inside = tuple({f"{call.block}." for call in step.occurrences if call.block})  # prefixes of parameters
     parts = []
     for number, first in enumerate(firsts):
@@ -87,11 +87,11 @@ def kinds_of(step: RecordedStep, merged: Sequence[int], firsts: Sequence[int]) -
     return parts
 
 
-def _fused_attentions(step: RecordedStep, merged: Sequence[int]) -> dict[int, list[Attention]]:
+def _fused_attentions(step: RecordedStep, segment_of: Sequence[int]) -> dict[int, list[Attention]]:
     attentions: dict[int, list[Attention]] = defaultdict(list)
     for event, phase in step.recording.operators():
         if event in step.recording.attentions and phase % 2 == 0:  # forward phases are even
-            attentions[merged[phase // 2]].append(step.recording.attentions[event])
+            attentions[segment_of[phase // 2]].append(step.recording.attentions[event])
     return attentions
 
 
@@ -100,8 +100,7 @@ def _count_attentions(step: RecordedStep) -> dict[int, int]:
         (phase, step.recording.labels[event]) for event, phase in step.recording.operators() if phase % 2 == 0
     ]
     fused = Counter(phase for phase, name in forward if is_attention(name))
-    # A model that writes attention out runs a softmax in each.
-    return fused or Counter(phase for phase, name in forward if name == _SOFTMAX)
+    return fused or Counter(phase for phase, name in forward if name == _SOFTMAX)  # attention written out
 
 
 _FAR = 8
@@ -116,7 +115,6 @@ class MeasuredRecording:
     """A recording with its sizes as functions of B and T.
 
     Attributes:
-        recording: the course of events.
         sizes: [E, 4] coefficients of bytes and floating point operations, for each event.
         moved: [E, 4] coefficients of the bytes that operators move.
         divided: [E, 4] of those of tensors that tensor parallelism divides.
@@ -136,38 +134,34 @@ class MeasuredRecording:
     at: tuple[int, int]
 
 
-def costs_of(measured: MeasuredRecording, merged: list[int]) -> list[SegmentCost]:
-    """The cost of each stretch.
-
-    Args:
-        merged: segment that each recorded stretch belongs to, ascending from 0.
-    """
-    recording = measured.recording
-    num = max(merged) + 1
+def costs_of(record: MeasuredRecording, segment_of: list[int]) -> list[SegmentCost]:
+    """The cost of each stretch; ``segment_of`` has the segment of each recorded stretch, ascending from 0."""
+    recording = record.recording
+    num = max(segment_of) + 1
     kinds = np.asarray(recording.kinds)
-    phases = _event_phases(recording, merged)  # [E]
-    alive = _in_three(_alive_bytes, measured)  # [3, E, 4]
-    kept = _in_three(lambda *both: _gradients_alive(*both)[0], measured)
-    passing = _in_three(lambda *both: _gradients_alive(*both)[1], measured)
-    changes = _in_three(partial(_held_bytes, phases=phases), measured)
+    phases = _event_phases(recording, segment_of)  # [E]
+    alive = _in_three(_alive_bytes, record)  # [3, E, 4]
+    lasting = _in_three(lambda *both: _gradients_alive(*both)[0], record)
+    passing = _in_three(lambda *both: _gradients_alive(*both)[1], record)
+    changes = _in_three(partial(_held_bytes, phases=phases), record)
     costs = []
     for stretch in range(num):
-        forward = _Span(measured, alive, kinds, np.flatnonzero(phases == forward_of(stretch)))
-        backward = _Span(measured, alive, kinds, np.flatnonzero(phases == backward_of(stretch)))
+        forward = _Span(record, alive, kinds, np.flatnonzero(phases == forward_of(stretch)))
+        backward = _Span(record, alive, kinds, np.flatnonzero(phases == backward_of(stretch)))
         of_backward = replace(
-            backward.cost(), peaks_keeping=backward.peaks(kept), peaks_passing=backward.peaks(passing)
+            backward.cost(), peaks_keeping=backward.peaks(lasting), peaks_passing=backward.peaks(passing)
         )
         costs.append(
             SegmentCost(
                 forward=forward.cost(),
                 backward=of_backward,
-                saved=_growth_of_rows(forward.net, measured.at),
-                output=growth(measured.outputs[merged.index(stretch)]),
-                held=_growth_of_rows(changes[:, phases == forward_of(stretch)].sum(axis=1), measured.at),
-                kept=_growth_of_rows(forward.net + backward.net, measured.at),
-                cast_parameters=_cast_bytes(recording, measured.sizes, forward.events),
-                operators=_operator_costs(measured, np.concatenate([forward.events, backward.events])),
-                results=_forward_results(measured, forward.events),
+                saved=_growth_of_rows(forward.net, record.at),
+                output=growth(record.outputs[segment_of.index(stretch)]),
+                held=_growth_of_rows(changes[:, phases == forward_of(stretch)].sum(axis=1), record.at),
+                kept=_growth_of_rows(forward.net + backward.net, record.at),
+                cast_parameters=_cast_bytes(recording, record.sizes, forward.events),
+                operators=_operator_costs(record, np.concatenate([forward.events, backward.events])),
+                results=_forward_results(record, forward.events),
             )
         )
     return costs
@@ -177,77 +171,77 @@ class _Span:
     """The events of one phase. Bytes are [3, E, 4]: all, divided by tensor parallelism, from head to loss."""
 
     def __init__(
-        self, measured: MeasuredRecording, alive: np.ndarray, kinds: np.ndarray, events: np.ndarray
+        self, record: MeasuredRecording, alive: np.ndarray, kinds: np.ndarray, events: np.ndarray
     ) -> None:
         self.events = events
-        self._measured = measured
+        self._record = record
         self._operators = events[kinds[events] == Event.OPERATOR]
         first = int(events[0]) if events.size else 0  # the event that changes the phase
         self.before = alive[:, first - 1] if first else np.zeros((3, 4))  # [3, 4], when the phase begins
-        self._added = alive[:, events] - self.before[:, None]  # [3, events of the phase, 4]
-        self.net = self._added[:, -1] if events.size else np.zeros((3, 4))
+        self._changes = alive[:, events] - self.before[:, None]  # [3, events of the phase, 4]
+        self.net = self._changes[:, -1] if events.size else np.zeros((3, 4))
 
     def cost(self) -> PhaseCost:
-        measured, events = self._measured, self._operators
-        flops, moved, at = measured.sizes[events], measured.moved[events], measured.at
+        record, events = self._record, self._operators
+        flops, traffic, at = record.sizes[events], record.moved[events], record.at
         other = ~flops.any(axis=1)  # operators that are no products
-        fused = np.asarray([is_attention(measured.recording.labels[event]) for event in events], dtype=bool)
-        divided = np.isin(events, list(measured.division.operators))  # those of which a rank computes a part
-        words = np.isin(events, list(measured.division.word_operators)) & ~divided
+        fused = np.asarray([is_attention(record.recording.labels[event]) for event in events], dtype=bool)
+        is_divided = np.isin(events, list(record.division.operators))  # those of which a rank computes a part
+        words = np.isin(events, list(record.division.word_operators)) & ~is_divided
 
-        def bytes_of(chosen: np.ndarray, all_bytes: np.ndarray) -> Growth:
-            inside = np.minimum(measured.divided[events], all_bytes)[chosen].sum(axis=0)
-            return growth(all_bytes[chosen].sum(axis=0), inside, at, all_bytes[chosen & words].sum(axis=0))
+        def bytes_of(mask: np.ndarray, all_bytes: np.ndarray) -> Growth:
+            inside = np.minimum(record.divided[events], all_bytes)[mask].sum(axis=0)
+            return growth(all_bytes[mask].sum(axis=0), inside, at, all_bytes[mask & words].sum(axis=0))
 
         return PhaseCost(
-            flops=growth(flops.sum(axis=0), flops[divided].sum(axis=0), at),
-            attention=growth(flops[fused].sum(axis=0), flops[fused & divided].sum(axis=0), at),
-            operands=bytes_of(~other & ~fused, moved),
-            moved=bytes_of(other, moved),
-            fused=bytes_of(other, measured.fused[events]),
+            flops=growth(flops.sum(axis=0), flops[is_divided].sum(axis=0), at),
+            attention=growth(flops[fused].sum(axis=0), flops[fused & is_divided].sum(axis=0), at),
+            operands=bytes_of(~other & ~fused, traffic),
+            moved=bytes_of(other, traffic),
+            fused=bytes_of(other, record.fused[events]),
             num_operators=len(self._operators),
             peak=self._peak_growth(),
             peaks=self.peaks(),
         )
 
     def peaks(self, gradients: np.ndarray | None = None) -> tuple[Growth, ...]:
-        """The moments that are the worst for some B, T and division; with bytes of gradients if they are given."""
+        """The worst moments for some B, T and division; with bytes of gradients if they are given."""
         if not self.events.size:
             return ()
-        added = self._added
+        alive = self._changes
         if gradients is not None:
             first = int(self.events[0])
             before = gradients[:, first - 1, None] if first else 0.0
-            added = added + gradients[:, self.events] - before
-        num_tokens = self._measured.at[1]
+            alive = alive + gradients[:, self.events] - before
+        num_tokens = self._record.at[1]
         # Where sizes grow with T, from an eighth of the traced T to 64 times that.
-        lengths = [num_tokens * 2.0**step for step in range(-3, 7)] if added[0, :, 2:].any() else [num_tokens]
-        divided = [added[1], added[1] + added[2]] if added[2].any() else [added[1]]
+        lengths = [num_tokens * 2.0**step for step in range(-3, 7)] if alive[0, :, 2:].any() else [num_tokens]
+        divisible = [alive[1], alive[1] + alive[2]] if alive[2].any() else [alive[1]]
         # Whole tensors; with the divided ones at an eighth; with those from head to loss at an eighth too.
-        divisions = [added[0], *(added[0] - (1 - 1 / _FAR) * parts for parts in divided if parts.any())]
+        divisions = [alive[0], *(alive[0] - (1 - 1 / _FAR) * parts for parts in divisible if parts.any())]
         worst = {  # each moment once
-            int(values_at(left, num_samples, length).argmax()): None
-            for left in divisions
+            int(values_at(rest, num_samples, length).argmax()): None
+            for rest in divisions
             for num_samples in _MANY_BATCHES
             for length in lengths
         }
-        return tuple(_growth_of_rows(added[:, index], self._measured.at) for index in worst)
+        return tuple(_growth_of_rows(alive[:, index], self._record.at) for index in worst)
 
     def _peak_growth(self) -> Growth:
         if not self.events.size:
             return Growth()
-        num_samples, num_tokens = self._measured.at
-        whole, part, words = self._added
+        num_samples, num_tokens = self._record.at
+        whole, part, words = self._changes
         worst = int(values_at(whole, num_samples, num_tokens).argmax())
         if whole[:, 2:].any():  # sizes grow with T: the moment that is the worst at the traced sizes
-            return _growth_of_rows(self._added[:, worst], self._measured.at)
+            return _growth_of_rows(self._changes[:, worst], self._record.at)
         # Else the peak is convex in B: the line through B = 1 and the user's B is never below it between.
         far = max(num_samples, 2)
         at_one = max(float(values_at(whole, 1, 1).max()), 0.0)
         at_far = max(float(values_at(whole, far, 1).max()), 0.0)
         slope = (at_far - at_one) / (far - 1)
         line = np.asarray([at_one - slope, slope, 0.0, 0.0])
-        return growth(line, part[worst], self._measured.at, words[worst])
+        return growth(line, part[worst], self._record.at, words[worst])
 
 
 def divided_operands(recording: Recording, division: TensorDivision) -> list[tuple[bool, ...]]:
@@ -263,15 +257,15 @@ def divided_operands(recording: Recording, division: TensorDivision) -> list[tup
 
 
 def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
-    """Of each event the tensors, inputs first, that move to or from memory where what runs between two products, or to
+    """Whether each event's tensors, inputs first, move to or from memory if all between two products, or to
     the end of a phase, is one kernel: what it has not made itself, once, and what others read."""
     regions, readers = _kernel_regions(recording), defaultdict(set)
     for event, region in regions.items():
         for mark in recording.reads[event]:
             readers[mark].add(region)
     there: set[tuple[int, int]] = set()  # marks that a region has in registers
-    stored: set[tuple[int, int]] = set()  # and that it has written
-    written: set[int] = set()  # what is read before that has no values
+    region_writes: set[tuple[int, int]] = set()  # and that it has written
+    marks_with_values: set[int] = set()  # what is read before that has no values
     masks = []
     for event in range(len(recording.kinds)):
         if event not in regions:
@@ -279,14 +273,14 @@ def kernel_operands(recording: Recording) -> list[tuple[bool, ...]]:
             continue
         region, mask = regions[event], []
         for mark in recording.reads[event]:
-            mask.append((mark, region) not in there and (mark < 0 or mark in written))
+            mask.append((mark, region) not in there and (mark < 0 or mark in marks_with_values))
             there.add((mark, region))
         for mark in recording.writes[event]:
-            is_first = (mark, region) not in stored
+            is_first = (mark, region) not in region_writes
             mask.append(is_first and readers.get(mark) != {region})
-            stored.add((mark, region))
+            region_writes.add((mark, region))
             there.add((mark, region))
-            written.add(mark)
+            marks_with_values.add(mark)
         masks.append(tuple(mask))
     return masks
 
@@ -306,26 +300,26 @@ def _event_marks(recording: Recording, event: int) -> tuple[int, ...]:
     return (*recording.reads.get(event, ()), *recording.writes.get(event, ()))
 
 
-def _event_phases(recording: Recording, merged: Sequence[int]) -> np.ndarray:
+def _event_phases(recording: Recording, segment_of: Sequence[int]) -> np.ndarray:
     """[E] the phase of each event, of the stretches that they are counted to."""
     phases = np.empty(len(recording.kinds), dtype=np.int64)
     current = 0
     for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
         if kind == Event.PHASE:
-            target = merged[key // 2]
+            target = segment_of[key // 2]
             current = backward_of(target) if key % 2 else forward_of(target)
         phases[index] = current
     return phases
 
 
-def _in_three(of: Callable[[Recording, np.ndarray], np.ndarray], measured: MeasuredRecording) -> np.ndarray:
+def _in_three(of: Callable[[Recording, np.ndarray], np.ndarray], record: MeasuredRecording) -> np.ndarray:
     """[3, E, 4] a figure of all memory, of the part that is divided, and of the part from head to loss."""
-    recording, division = measured.recording, measured.division
+    recording, division = record.recording, record.division
     allocates = np.asarray(recording.kinds) == Event.ALLOCATE
-    figures = [of(recording, measured.sizes)]
+    figures = [of(recording, record.sizes)]
     for storages in (division.storages, division.words - division.storages):
-        chosen = np.asarray([key in storages for key in recording.keys]) & allocates
-        figures.append(of(recording, measured.sizes * chosen[:, None]))
+        mask = np.asarray([key in storages for key in recording.keys]) & allocates
+        figures.append(of(recording, record.sizes * mask[:, None]))
     return np.stack(figures)
 
 
@@ -371,16 +365,16 @@ def _held_bytes(recording: Recording, sizes: np.ndarray, *, phases: np.ndarray) 
 
 def _gradients_alive(recording: Recording, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[E, 4] bytes of gradients of parameters after each event: kept to the end, and handed on at once."""
-    kept, passing = np.zeros_like(sizes), np.zeros_like(sizes)
+    lasting, passing = np.zeros_like(sizes), np.zeros_like(sizes)
     waiting: list[int] = []
     for index, (kind, key) in enumerate(zip(recording.kinds, recording.keys, strict=True)):
         if kind == Event.OPERATOR:
             passing[index] = -sizes[waiting].sum(axis=0)  # the next operator runs: they are gone
             waiting.clear()
         elif kind == Event.ALLOCATE and key in recording.gradients:
-            kept[index] = passing[index] = sizes[index]
+            lasting[index] = passing[index] = sizes[index]
             waiting.append(index)
-    return np.cumsum(kept, axis=0), np.cumsum(passing, axis=0)
+    return np.cumsum(lasting, axis=0), np.cumsum(passing, axis=0)
 
 
 def _cast_bytes(recording: Recording, sizes: np.ndarray, events: np.ndarray) -> int:
@@ -392,8 +386,8 @@ def _cast_bytes(recording: Recording, sizes: np.ndarray, events: np.ndarray) -> 
     return int(sizes[casts, 0].sum()) if casts else 0  # weights do not grow with B
 
 
-def _operator_costs(measured: MeasuredRecording, events: np.ndarray) -> tuple[OperatorCost, ...]:
-    recording = measured.recording
+def _operator_costs(record: MeasuredRecording, events: np.ndarray) -> tuple[OperatorCost, ...]:
+    recording = record.recording
     by_name: dict[str, list[int]] = {}
     for index in events:
         if recording.kinds[index] == Event.OPERATOR:
@@ -402,21 +396,21 @@ def _operator_costs(measured: MeasuredRecording, events: np.ndarray) -> tuple[Op
         OperatorCost(
             name=name,
             count=len(indices),
-            flops=growth(measured.sizes[indices].sum(axis=0)),
-            moved=growth(measured.moved[indices].sum(axis=0)),
+            flops=growth(record.sizes[indices].sum(axis=0)),
+            moved=growth(record.moved[indices].sum(axis=0)),
         )
         for name, indices in by_name.items()
     ]
 
     def dearness(cost: OperatorCost) -> tuple[float, int]:
         # A device does about 100 operations in the time that it moves a byte.
-        return float(cost.flops.at(*measured.at)) / 100 + float(cost.moved.at(*measured.at)), cost.count
+        return float(cost.flops.at(*record.at)) / 100 + float(cost.moved.at(*record.at)), cost.count
 
     return tuple(sorted(costs, key=dearness, reverse=True))
 
 
-def _forward_results(measured: MeasuredRecording, events: np.ndarray) -> tuple[ForwardResult, ...]:
-    recording, division = measured.recording, measured.division
+def _forward_results(record: MeasuredRecording, events: np.ndarray) -> tuple[ForwardResult, ...]:
+    recording, division = record.recording, record.division
     allocations = {
         recording.keys[index]: index for index in events if recording.kinds[index] == Event.ALLOCATE
     }
@@ -439,18 +433,18 @@ def _forward_results(measured: MeasuredRecording, events: np.ndarray) -> tuple[F
     results = []
     for (name, before), indices in calls.items():
         indices_made = np.asarray(storages[name, before], dtype=np.int64)
-        sizes, keys = measured.sizes[indices_made], [recording.keys[index] for index in indices_made]
+        sizes, keys = record.sizes[indices_made], [recording.keys[index] for index in indices_made]
         inside = np.asarray([key in division.storages for key in keys], dtype=bool)
-        wanted = np.asarray([key in again for key in keys], dtype=bool)
-        flops = measured.sizes[indices]
+        reread = np.asarray([key in again for key in keys], dtype=bool)
+        flops = record.sizes[indices]
         results.append(
             ForwardResult(
                 name=name,
                 number=before,
                 flops=growth(flops.sum(axis=0)),
-                moved=growth(measured.moved[indices][~flops.any(axis=1)].sum(axis=0)),
-                size=growth(sizes.sum(axis=0), sizes[inside].sum(axis=0), measured.at),
-                read_again=growth(sizes[wanted].sum(axis=0), sizes[inside & wanted].sum(axis=0), measured.at),
+                moved=growth(record.moved[indices][~flops.any(axis=1)].sum(axis=0)),
+                size=growth(sizes.sum(axis=0), sizes[inside].sum(axis=0), record.at),
+                read_again=growth(sizes[reread].sum(axis=0), sizes[inside & reread].sum(axis=0), record.at),
             )
         )
     return tuple(results)
@@ -461,15 +455,15 @@ def _read_again(recording: Recording, events: np.ndarray) -> set[int]:
     alive = {recording.keys[event] for event in indices if recording.kinds[event] == Event.ALLOCATE}
     alive -= {recording.keys[event] for event in indices if recording.kinds[event] == Event.FREE}
     operators = list(recording.operators())
-    handed = {  # to later forward phases
+    outgoing = {  # to later forward phases
         key
         for event, phase in operators
         if event > last and phase % 2 == 0
         for key in recording.reads.get(event, ())
     }
     # What the pass saves but does not hand on; then backwards, all that this is computed from.
-    wanted = alive - handed
+    sources = alive - outgoing
     for event in sorted(indices, reverse=True):
-        if wanted.intersection(recording.writes.get(event, ())):
-            wanted.update(recording.reads.get(event, ()))
-    return wanted
+        if sources.intersection(recording.writes.get(event, ())):
+            sources.update(recording.reads.get(event, ()))
+    return sources

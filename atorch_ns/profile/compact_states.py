@@ -16,19 +16,19 @@ from torch import nn
 
 _LARGE: Final = 2**16
 _SIZES: Final = (*(2**power for power in range(2, 18)), *(_LARGE + 2**power for power in range(13)))
-"""Elements of the parameters that are tried: powers of two show where compact states begin, those a little larger than a
-power of two what else a size must be."""
+"""Elements of the parameters that are tried: powers of two show where compact states begin, those a little
+larger than a power of two the required divisor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompactStates:
-    """States that an optimizer keeps in fewer bits, in blocks with a scale each, of parameters that are large enough.
+    """States of large enough parameters in fewer bits, in blocks with a scale each.
 
     Attributes:
         min_elements: elements of the smallest parameter with compact states.
         multiple: required divisor of the number of elements.
         bytes_per_element: bytes of all states together.
-        block_elements, block_bytes: size of a block, and bytes added for each block, the last partial one included;
+        block_elements, block_bytes: size of a block, and bytes added for each, the last partial one included;
             0 bytes where blocks are always whole and ``bytes_per_element`` contains them.
         fixed_bytes: bytes of lookup tables per parameter.
         shared_bytes: bytes of tables that all parameters share.
@@ -55,9 +55,9 @@ class CompactStates:
 def compact_states(
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
 ) -> CompactStates | None:
-    """The compact states of an optimizer, found by stepping on parameters of many sizes; ``None`` if all are plain.
+    """Compact states of an optimizer, found by steps on parameters of many sizes; ``None`` if all are plain.
 
-    What several parameters share is counted for none of them. Functions that the optimizer compiles run as they are.
+    States that parameters share are not counted. Functions that the optimizer compiles stay eager.
     """
     state_bytes, shared = _measure_states(make_optimizer, _SIZES)
     # The two smallest sizes have plain states: a line through them gives plain states of any size.
@@ -70,7 +70,7 @@ def compact_states(
     # Sizes above _LARGE exceed it by powers of two: the least that is compact shows the divisor.
     multiple = min(n - _LARGE for n in compact if n > _LARGE and n != 2 * _LARGE)
     slope = (state_bytes[2 * _LARGE] - state_bytes[_LARGE]) / _LARGE  # with the scales of blocks
-    fixed = round(state_bytes[_LARGE] - slope * _LARGE - constant)
+    fixed_bytes = round(state_bytes[_LARGE] - slope * _LARGE - constant)
     block_elements, block_bytes = 1, 0
     if multiple == 1:
         next_size, two = _LARGE + 1, _LARGE + 2
@@ -84,14 +84,13 @@ def compact_states(
         bytes_per_element=slope,
         block_elements=block_elements,
         block_bytes=block_bytes,
-        fixed_bytes=fixed,
+        fixed_bytes=fixed_bytes,
         shared_bytes=shared,
     )
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold the memory of a tensor: itself, or what a wrapper (DTensor, a quantized state) is made
-    of (``__tensor_flatten__``)."""
+    """Tensors that hold a tensor's memory: itself, or a wrapper's parts (DTensor, a quantized state)."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -117,7 +116,7 @@ def _smallest_compact(
 def _measure_states(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], sizes: Sequence[int]
 ) -> tuple[dict[int, int], int]:
-    """Bytes of the states that belong to one parameter alone, by its number of elements; bytes of all others."""
+    """Bytes of states of one parameter alone, by its number of elements; bytes of all other states."""
     parameters = [nn.Parameter(torch.ones(size)) for size in sizes]
     optimizer = make(parameters)
     for parameter in parameters:

@@ -18,8 +18,8 @@ _MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 _SHAPE = (96, 80)
 """Rows and columns differ from each other and from every size that a state has of its own."""
 _KNOWN_TEMPORARIES = {"torchao": 2.0}
-"""Packages whose optimizers are compiled, with their temporary tensors of the size of the largest parameter. Measured on a CPU with
-inductor, by the allocator: 2.01 for AdamW8bit; AdamW4bit holds 6.5 and is predicted too low."""
+"""Packages with compiled optimizers: their temporary tensors of the size of the largest parameter. By the
+allocator, on a CPU with inductor: 2.01 for AdamW8bit; AdamW4bit holds 6.5 and is predicted too low."""
 _SMALL = (24, 20)
 """The same, too small for states in fewer bits."""
 

@@ -92,8 +92,8 @@ class Profile:
             selector: ``package.module.Name``.
 
         Returns:
-            The qualified name that they share, without the module, and their full names, sorted. Both are empty
-            if there is no such class, or if the name is a path or a pattern.
+            The qualified name that they share, without the module, and their full names, sorted. Both are
+            empty without such a class, or if the name is a path or a pattern.
         """
         everything = set().union(*self.module_classes.values())
         tails = {name for name in everything if selector.endswith(f".{name}")}
@@ -109,7 +109,7 @@ class Profile:
         return tail, tuple(sorted(names))
 
     def own_class_names(self) -> list[str]:
-        """Bare class names of the model's modules that have a name of their own in torch or the user's code."""
+        """Bare class names of the model's modules, where torch or the user's code has such a class."""
         names = {name for classes in self.module_classes.values() for name in classes if "." not in name}
         return sorted(names)
 

@@ -40,7 +40,7 @@ class Stretch(NamedTuple):
 
 
 def merge_stretches(
-    occurrences: Sequence[Occurrence], worked: Sequence[bool], used: Sequence[bool]
+    occurrences: Sequence[Occurrence], work_flags: Sequence[bool], use_flags: Sequence[bool]
 ) -> tuple[list[int], list[int]]:
     """Groups recorded stretches into segments.
 
@@ -48,36 +48,34 @@ def merge_stretches(
     blocks of one container that uses no parameters.
 
     Args:
-        occurrences: the stretches as recorded.
-        worked: whether each ran an operator.
-        used: whether each used a parameter.
+        work_flags, use_flags: whether each ran an operator; whether each used a parameter.
 
     Returns:
         The segment that each recorded stretch belongs to, and the first recorded stretch of each segment.
     """
-    merged: list[int] = []
+    segment_of: list[int] = []
     firsts: list[int] = []
     for index, occurrence in enumerate(occurrences):
         joins = (
             not occurrence.block
             and firsts
-            and (not worked[index] or _is_between_siblings(occurrences, index, used))
+            and (not work_flags[index] or _is_between_siblings(occurrences, index, use_flags))
         )
-        if not joins and (occurrence.block or worked[index] or len(occurrences) == 1):
+        if not joins and (occurrence.block or work_flags[index] or len(occurrences) == 1):
             firsts.append(index)
-        merged.append(max(len(firsts) - 1, 0))  # what does nothing before the first segment joins it
-    return merged, firsts
+        segment_of.append(max(len(firsts) - 1, 0))  # what does nothing before the first segment joins it
+    return segment_of, firsts
 
 
-def _is_between_siblings(occurrences: Sequence[Occurrence], index: int, used: Sequence[bool]) -> bool:
-    if used[index] or not 0 < index < len(occurrences) - 1:
+def _is_between_siblings(occurrences: Sequence[Occurrence], index: int, use_flags: Sequence[bool]) -> bool:
+    if use_flags[index] or not 0 < index < len(occurrences) - 1:
         return False
     before, after = (occurrences[index + step].block.rpartition(".")[0] for step in (-1, 1))
     return before == after
 
 
 def unfold(
-    recorded: Sequence[Occurrence], firsts: Sequence[int], containers: Mapping[str, Container]
+    occurrences: Sequence[Occurrence], firsts: Sequence[int], containers: Mapping[str, Container]
 ) -> list[Stretch] | None:
     """The stretches of the whole model; ``None`` if the kept blocks did not run once each and in order.
 
@@ -90,17 +88,17 @@ def unfold(
     }
     stretches: list[Stretch] = []
     position = 0
-    seen: set[str] = set()  # containers whose blocks have run
+    paths: set[str] = set()  # containers whose blocks have run
     while position < len(firsts):
-        occurrence = recorded[firsts[position]]
+        occurrence = occurrences[firsts[position]]
         if occurrence.block not in by_copy:
             stretches.append(Stretch(occurrence.block, position))
             position += 1
             continue
         container, _ = by_copy[occurrence.block]
-        run = [recorded[first] for first in firsts[position : position + len(container.kept)]]
-        expected = [container.copy_path(index) for index in range(len(container.kept))]
-        if container.path in seen or [call.block for call in run] != expected:
+        run = [occurrences[first] for first in firsts[position : position + len(container.kept)]]
+        copy_paths = [container.copy_path(index) for index in range(len(container.kept))]
+        if container.path in paths or [call.block for call in run] != copy_paths:
             return None
         shapes: dict[str, object] = {}  # inputs of the first block of each kind
         if any(
@@ -108,7 +106,7 @@ def unfold(
             for kind, call in zip(container.kinds, run, strict=True)
         ):
             return None
-        seen.add(container.path)
+        paths.add(container.path)
         stretches += [
             Stretch(path, position + index)
             for path, index in zip(container.blocks, container.stands_for, strict=True)
@@ -173,7 +171,7 @@ class _Maker:
         self._stretches = stretches
         self._fingerprints = fingerprints
         self._uses = uses
-        self._called: set[str] = set()  # blocks with a segment
+        self._called_blocks: set[str] = set()  # blocks with a segment
         self._names: dict[int, list[str]] = {}  # all names of a parameter, by id
         self._parameters: dict[str, nn.Parameter] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -190,13 +188,13 @@ class _Maker:
 
     def _block_segment(self, path: str) -> Segment:
         module = self._model.get_submodule(path)
-        again = path in self._called  # a block that is called twice has its parameters once
-        self._called.add(path)
+        again = path in self._called_blocks  # a block that is called twice has its parameters once
+        self._called_blocks.add(path)
         specs = []
         for name, parameter in module.named_parameters(remove_duplicate=False):
             first = self._names[id(parameter)][0]
-            tied = None if first == f"{path}.{name}" and not again else first
-            specs.append(_parameter_spec(name, parameter, tied))
+            tied_to = None if first == f"{path}.{name}" and not again else first
+            specs.append(_parameter_spec(name, parameter, tied_to))
         return Segment(
             name=path,
             paths=(path,),
@@ -207,16 +205,16 @@ class _Maker:
         )
 
     def _segment_between_blocks(self, index: int) -> Segment:
-        recorded = self._stretches[index].recorded
+        number = self._stretches[index].recorded
         specs = []
         for first, places in self._uses.items():
             order = list(dict.fromkeys(places))
-            if recorded not in order:
+            if number not in order:
                 continue
-            known = self._names[id(self._parameters[first])]
-            name = known[min(order.index(recorded), len(known) - 1)]
-            again = order.index(recorded) > 0 or first != known[0]
-            specs.append(_parameter_spec(name, self._parameters[first], known[0] if again else None))
+            names = self._names[id(self._parameters[first])]
+            name = names[min(order.index(number), len(names) - 1)]
+            again = order.index(number) > 0 or first != names[0]
+            specs.append(_parameter_spec(name, self._parameters[first], names[0] if again else None))
         buffers = 0
         if index == self._home:  # the first stretch between blocks
             specs += self._unused_specs()
@@ -227,12 +225,12 @@ class _Maker:
         return Segment(name=_make_name(self._stretches, index), parameters=tuple(specs), buffer_bytes=buffers)
 
     def _unused_specs(self) -> list[ParameterSpec]:
-        recorded = {stretch.recorded for stretch in self._stretches}
-        used = {name for name, places in self._uses.items() if recorded.intersection(places)}
+        numbers = {stretch.recorded for stretch in self._stretches}
+        in_use = {name for name, places in self._uses.items() if numbers.intersection(places)}
         return [
             _parameter_spec(names[0], self._parameters[names[0]], None)
             for names in self._names.values()
-            if not used.intersection(names) and not any(name.startswith(self._in_blocks) for name in names)
+            if not in_use.intersection(names) and not any(name.startswith(self._in_blocks) for name in names)
         ]
 
 
@@ -281,17 +279,17 @@ def segments_of(
     for step in firsts_of_each:
         if [occurrence.block for occurrence in step.occurrences] != blocks:
             raise DifferentEventsError("the precisions call the blocks in different orders")
-    worked = [any(flags) for flags in zip(*(step.worked() for step in firsts_of_each), strict=True)]
-    used = [any(flags) for flags in zip(*(step.used() for step in firsts_of_each), strict=True)]
-    merged, firsts = merge_stretches(firsts_of_each[0].occurrences, worked, used)
+    work_flags = [any(flags) for flags in zip(*(step.worked() for step in firsts_of_each), strict=True)]
+    use_flags = [any(flags) for flags in zip(*(step.used() for step in firsts_of_each), strict=True)]
+    segment_of, firsts = merge_stretches(firsts_of_each[0].occurrences, work_flags, use_flags)
     stretches = unfold(firsts_of_each[0].occurrences, firsts, containers)
     if stretches is None:
         raise DifferentEventsError("blocks of one kind did not run once each, in order, with equal shapes")
-    costs = {key: costs_of(_combine_steps(group, subject.at), merged) for key, group in steps.items()}
+    costs = {key: costs_of(_combine_steps(group, subject.at), segment_of) for key, group in steps.items()}
     uses = {
-        name: [merged[position] for position in places] for name, places in firsts_of_each[0].uses.items()
+        name: [segment_of[position] for position in places] for name, places in firsts_of_each[0].uses.items()
     }
-    kinds = kinds_of(firsts_of_each[0], merged, firsts)
+    kinds = kinds_of(firsts_of_each[0], segment_of, firsts)
     maker = _Maker(subject.model, stretches, subject.fingerprints, uses)
     experts = num_experts(subject.model)
     segments: list[Segment] = []

@@ -38,7 +38,6 @@ class BlockKey(NamedTuple):
 
     Attributes:
         device: name of the device, as :func:`device_name` gives it.
-        precision: the precision key of the run.
         num_samples, num_tokens: B and T of the batch.
         flops: FLOPs of the forward pass; they distinguish inputs of other sizes (images).
     """
@@ -119,12 +118,12 @@ class _CapturedAllError(Exception):
 
 
 def captured_calls(
-    subject: TracedModel, precision: StepPrecision, wanted: Mapping[str, str], how: str
+    subject: TracedModel, precision: StepPrecision, paths: Mapping[str, str], how: str
 ) -> dict[str, ModuleCall]:
     """The first call of each block.
 
     Args:
-        wanted: paths of blocks, by fingerprint.
+        paths: paths of blocks, by fingerprint.
         how: ``"fake"`` or ``"real"``, as the trace was made.
 
     Returns:
@@ -133,10 +132,10 @@ def captured_calls(
     calls: dict[str, ModuleCall] = {}
     if how == "fake":
         with FakeSteps(subject, {}, "cpu").prepared(precision, subject.sizes) as (model, batch):
-            _run_recording(subject, precision, model, batch, wanted, calls)
+            _run_recording(subject, precision, model, batch, paths=paths, calls=calls)
     else:
         model, batch = real_copy(subject, precision, subject.sizes[0])
-        _run_recording(subject, precision, model, batch, wanted, calls)
+        _run_recording(subject, precision, model, batch, paths=paths, calls=calls)
     return calls
 
 
@@ -145,17 +144,18 @@ def _run_recording(
     precision: StepPrecision,
     model: nn.Module,
     batch: Any,
-    wanted: Mapping[str, str],
+    *,
+    paths: Mapping[str, str],
     calls: dict[str, ModuleCall],
 ) -> None:
     def capture(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         calls.setdefault(name, ModuleCall(args, dict(kwargs)))
-        if len(calls) == len(wanted):  # the rest of the pass is not needed
+        if len(calls) == len(paths):  # the rest of the pass is not needed
             raise _CapturedAllError
 
-    for name, path in wanted.items():
+    for name, path in paths.items():
         model.get_submodule(path).register_forward_pre_hook(partial(capture, name), with_kwargs=True)
-    precision.install(model, {path: model.get_submodule(path) for path in wanted.values()})
+    precision.install(model, {path: model.get_submodule(path) for path in paths.values()})
     device_type = next((p.device.type for p in model.parameters()), "cpu")
     try:
         with torch.enable_grad(), precision.context(device_type):
@@ -166,7 +166,7 @@ def _run_recording(
 
 _LEAST, _MOST = 3, 25
 _SECONDS = 0.5
-"""A block runs at least and at most so often after its first run, and no longer than this once it may stop."""
+"""Runs of a block after its first, at least and at most; seconds after which it may stop."""
 
 
 def measure_blocks(
@@ -190,7 +190,6 @@ def measure_blocks(
         batch: the sample batch; the times hold for its B and T.
         forward_loss: the call of the model and its loss, as for :func:`profile_model`.
         profile: the profile of the model, with a trace.
-        device: the device to measure on.
         database: times to use again, and where new ones are kept.
         re_profile: measure again what the database has.
 
@@ -206,13 +205,13 @@ def measure_blocks(
     prints = {segment.paths[0]: name for name, segment in blocks.items()}
     subject = TracedModel(model, batch, forward_loss, sizes, sizes, modules, prints)
     measurement = _Measurement(subject, blocks, target, profile.trace.how)
-    known = {} if re_profile or database is None else measurement.known(database)
+    stored_times = {} if re_profile or database is None else measurement.read_times(database)
     with random_states_kept(*{parameter.device for parameter in model.parameters()}):
-        measured = measurement.measure(skip=known)
+        new_times = measurement.measure(skip=stored_times)
     if database is not None:
-        database.update(measured)
+        database.update(new_times)
     seconds: dict[str, float] = {}
-    for key, times in {**known, **measured}.items():
+    for key, times in {**stored_times, **new_times}.items():
         seconds[f"{key.fingerprint}:{key.precision}:forward"] = times.forward
         seconds[f"{key.fingerprint}:{key.precision}:backward"] = times.backward
     notes = profile.trace.notes + tuple(measurement.notes)
@@ -239,7 +238,7 @@ class _Measurement:
         self._how = how
         self._name = device_name(device)
 
-    def known(self, database: ProfileDatabase) -> dict[BlockKey, BlockSeconds]:
+    def read_times(self, database: ProfileDatabase) -> dict[BlockKey, BlockSeconds]:
         """The times that the database holds."""
         keys = [
             self._block_key(name, precision)
@@ -300,11 +299,10 @@ def _time_block(
     runs: list[BlockSeconds] = []
     deadline = time.perf_counter() + _SECONDS
     while len(runs) < _LEAST + 1 or (len(runs) < _MOST + 1 and time.perf_counter() < deadline):
-        runs.append(_time_passes(module, args, kwargs, precision, device))
+        runs.append(_time_passes(module, args, kwargs, precision, device=device))
         for tensor in (*module.parameters(), *inputs):
             tensor.grad = None  # the next backward pass would add to it
-    # The first run warms caches up.
-    forward, backward = zip(*runs[1:], strict=True)
+    forward, backward = zip(*runs[1:], strict=True)  # the first run warms caches up
     return BlockSeconds(statistics.median(forward), statistics.median(backward))
 
 
@@ -313,6 +311,7 @@ def _time_passes(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     precision: StepPrecision,
+    *,
     device: torch.device,
 ) -> BlockSeconds:
     with torch.enable_grad(), precision.context(device.type):
@@ -345,7 +344,7 @@ def _real_inputs(call: ModuleCall, device: torch.device) -> tuple[tuple[Any, ...
         return result.requires_grad_(tensor.requires_grad)
 
     def plain(value: Any) -> Any:
-        kept = isinstance(value, (torch.Tensor, int, float, str, bool, torch.dtype, tuple, list, dict))
-        return map_tensors(real, value) if kept else None  # a cache of keys would grow from run to run
+        is_plain = isinstance(value, (torch.Tensor, int, float, str, bool, torch.dtype, tuple, list, dict))
+        return map_tensors(real, value) if is_plain else None  # a cache of keys would grow from run to run
 
     return tuple(plain(value) for value in call.args), {k: plain(v) for k, v in call.kwargs.items()}

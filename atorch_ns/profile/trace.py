@@ -1,8 +1,8 @@
 """Trace: the cost of one training step, segment by segment, as functions of the batch.
 
-Legend: B samples in the batch that one rank computes at once (a micro-batch), T tokens in a sample (1 for models
-without a sequence), N sizes. Coefficients are columns (constant, per B, per B·T, per B·T²), the fields of
-:class:`Growth`. Bytes are of tensors, as their storages count them, not of an allocator's blocks.
+Legend: B samples in a rank's micro-batch, T tokens in a sample (1 for models without a sequence), N sizes.
+Coefficients are columns (constant, per B, per B·T, per B·T²), the fields of :class:`Growth`. Bytes are of
+tensors, as their storages count them, not of an allocator's blocks.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ def by_lengths(parts: Sequence[np.ndarray], num_tokens: Sequence[int]) -> np.nda
 
     What grows with T but not with B (a causal mask) is taken as it is at the user's T.
     """
-    grown = np.stack([part[:, 1] for part in parts])  # [3, N] what is multiplied by B, at each T
+    slopes = np.stack([part[:, 1] for part in parts])  # [3, N] what is multiplied by B, at each T
     coefficients = np.zeros_like(parts[0])
     coefficients[:, 0] = parts[0][:, 0]
     powers = np.vander(np.asarray(num_tokens, dtype=np.float64), 3, increasing=True)  # rows (1, T, T²)
-    coefficients[:, 1:] = np.linalg.solve(powers, grown).T
+    coefficients[:, 1:] = np.linalg.solve(powers, slopes).T
     return coefficients
 
 
 def values_at(coefficients: np.ndarray, num_samples: float, num_tokens: float) -> np.ndarray:
     """[N] values of [N, 4] coefficients at B and T."""
-    grown = num_samples * num_tokens ** np.arange(3)  # (B, B·T, B·T²)
-    values: np.ndarray = coefficients[:, 0] + coefficients[:, 1:] @ grown
+    powers = num_samples * num_tokens ** np.arange(3)  # (B, B·T, B·T²)
+    values: np.ndarray = coefficients[:, 0] + coefficients[:, 1:] @ powers
     return values
 
 
@@ -110,13 +110,13 @@ def precision_key(weights: str, autocast: str | None) -> str:
 
 @dataclass(frozen=True)
 class Growth:
-    """A quantity as a function of the micro-batch: ``constant + B (per_sample + T (per_token + T per_pair))``.
+    """A quantity by micro-batch: ``constant + B (per_sample + T (per_token + T per_pair))``.
 
     Attributes:
         constant, per_sample, per_token, per_pair: coefficients.
         divided: share of the quantity, at the sizes that were traced, that lies between layers which tensor
             parallelism divides: t ranks along its axis each have a t-th of this share.
-        words: the same of what lies between the head and the loss, divided where the loss is computed on parts.
+        words: the share between the head and the loss, divided where the loss is computed on parts.
     """
 
     constant: float = 0.0
@@ -161,7 +161,6 @@ class OperatorCost:
     Attributes:
         name: the operator's name, such as ``aten.mm``.
         count: calls, forward and backward together.
-        flops: floating point operations.
         moved: bytes read and written.
     """
 
@@ -173,17 +172,15 @@ class OperatorCost:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardResult:
-    """What selective recomputation may keep of a forward pass: the result of one product with weights, or of all calls of
-    another operator.
+    """What selective recomputation may keep: of a product with weights, or all calls of another operator.
 
     Attributes:
         name: the operator's name, such as ``aten.mm``.
         number: products with weights that ran before it in the segment.
-        flops: floating point operations.
         moved: bytes read and written by operators without floating point operations.
         size: bytes of what it makes.
-        read_again: the part of them that something saved for the backward pass is computed from, beside the segment's
-            output: a compiled graph keeps no more.
+        read_again: the part of them from which something saved for the backward pass, beside the segment's
+            output, is computed: a compiled graph keeps no more.
     """
 
     name: str
@@ -203,8 +200,8 @@ class PhaseCost:
         attention: the part of them in fused attention.
         operands: bytes that matrix products and convolutions read and write.
         moved: bytes that all other operators read and write.
-        fused: the same where those between two products are one kernel, which reads from memory what it does not make,
-            and writes to it what others read.
+        fused: the same where those between two products are one kernel, which reads what it does not make and
+            writes what others read.
         num_operators: operators started; each costs the device its launch time.
         peak: bytes of tensors at the worst moment, beyond those that were alive when the phase began.
             Gradients of parameters are not counted.
@@ -231,12 +228,10 @@ class SegmentCost:
     """The cost of one instance of a segment in one precision.
 
     Attributes:
-        forward: the forward pass.
-        backward: the backward pass.
         saved: bytes that the forward pass leaves behind for the backward pass, its output included, copies of
             parameters in the compute dtype not.
-        held: the part of ``saved`` that the backward pass does not need and only the model's code holds until it returns,
-            as local variables, less what of others is let go meanwhile. A stage of a pipeline has returned before others run.
+        held: the part of ``saved`` that the backward pass does not need and local variables of the model hold
+            until it returns, less what others free. A pipeline's stage has returned before others run.
         output: bytes of what the segment hands to the next one: what recomputation keeps of it.
         kept: bytes that are alive after its backward pass of what was made for it, less what it frees of
             others: 0 for most blocks; a block's keys and values where the model's output holds a cache of
@@ -365,7 +360,7 @@ class OptimizerSpec:
             one of each); rows first.
         parameter_temporaries: tensors of the size of the largest parameter that a step holds temporarily.
         fused: whether one kernel updates all parameters.
-        compact: states in fewer bits, of parameters that are large enough; ``state_dtypes`` are those of the others.
+        compact: states in fewer bits, of large enough parameters; ``state_dtypes`` are of the others.
     """
 
     name: str
@@ -387,7 +382,7 @@ class Trace:
         num_samples: samples in the batch that was traced.
         num_tokens: tokens in each; 1 where there is no sequence.
         num_heads, num_key_value_heads, vocabulary_size: 0 where unknown.
-        loss_share: tokens whose loss is computed, of all that the head computes: below 1 where the loss is shifted.
+        loss_share: share of the head's tokens whose loss is computed: below 1 where the loss is shifted.
         num_experts: experts in a mixture-of-experts layer; 0 without one.
         experts_per_token: how many of them compute each token.
         optimizer: the optimizer's states; ``None`` without an optimizer.

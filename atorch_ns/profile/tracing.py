@@ -50,7 +50,7 @@ class Traced:
         segments: the segments of the whole model, with costs.
         how: ``"fake"`` or ``"real"``.
         notes: what was assumed, as sentences.
-        loss_share: tokens whose loss is computed, of all that the head computes.
+        loss_share: as in :class:`Trace`.
     """
 
     segments: tuple[Segment, ...]
@@ -66,8 +66,6 @@ class TraceFallbacks:
     take no other; or one real step.
 
     Args:
-        subject: what is traced.
-        precisions: the precisions to trace in.
         device: the device that fake tensors claim to be on.
     """
 
@@ -89,21 +87,21 @@ class TraceFallbacks:
         prime, batch_size = self._prime_batch_size(), self._subject.sizes[0]
         reason: Exception | None = None
         # The cheapest way first: few blocks, all blocks, the batch's own B for models that take no other.
-        for truncated, num_samples in ((True, prime), (False, prime), (False, batch_size)):
+        for is_short, num_samples in ((True, prime), (False, prime), (False, batch_size)):
             try:
-                traced = self._trace_fake_steps(truncated, num_samples, self._sequence_lengths(1))
+                outcome = self._trace_fake_steps(is_short, num_samples, self._sequence_lengths(1))
             except Exception as error:  # whatever the user's code raises on fake tensors
                 reason = reason or error  # the first failure is reported
                 continue
             if num_samples != prime:
-                traced = replace(traced, notes=(*traced.notes, _fixed_batch(batch_size)))
-            return self._with_lengths(traced, truncated, num_samples, sequence)
+                outcome = replace(outcome, notes=(*outcome.notes, _fixed_batch(batch_size)))
+            return self._with_lengths(outcome, is_short, num_samples, sequence)
         assert reason is not None
         return self._trace_real_steps(reason)
 
-    def _trace_fake_steps(self, truncated: bool, num_samples: int, lengths: Sequence[int]) -> Traced:
+    def _trace_fake_steps(self, is_short: bool, num_samples: int, lengths: Sequence[int]) -> Traced:
         subject = self._subject
-        containers = truncate(subject.model, subject.blocks, subject.fingerprints) if truncated else {}
+        containers = truncate(subject.model, subject.blocks, subject.fingerprints) if is_short else {}
         fakes = FakeSteps(subject, containers, self._device)
         steps, notes = self._in_each_precision(
             lambda precision: [fakes.record(precision, (num_samples, length)) for length in lengths]
@@ -125,15 +123,15 @@ class TraceFallbacks:
                 notes.append(f"The model does not run in {precision.key}: {error_line(error)}.")
         return steps, tuple(notes)
 
-    def _with_lengths(self, traced: Traced, truncated: bool, num_samples: int, wanted: bool) -> Traced:
+    def _with_lengths(self, outcome: Traced, is_short: bool, num_samples: int, sequence: bool) -> Traced:
         lengths = self._sequence_lengths(3)
-        if not wanted or self._subject.sizes[1] == 1:  # one token: no sequence
-            return traced
+        if not sequence or self._subject.sizes[1] == 1:  # one token: no sequence
+            return outcome
         try:
-            return self._trace_fake_steps(truncated, num_samples, lengths)
+            return self._trace_fake_steps(is_short, num_samples, lengths)
         except Exception as error:  # the user's code again
             note = f"Costs hold for {lengths[0]} tokens only: other lengths cannot be traced ({error_line(error)})."
-            return replace(traced, notes=(*traced.notes, note))
+            return replace(outcome, notes=(*outcome.notes, note))
 
     def _sequence_lengths(self, count: int) -> tuple[int, ...]:
         tokens = self._subject.sizes[1]
@@ -187,7 +185,7 @@ def _fixed_batch(num_samples: int) -> str:
 
 
 def _error_location(error: BaseException) -> str:
-    """The place where the user's code raised: the innermost frame that is neither torch's nor this package's."""
+    """Where the user's code raised: the innermost frame that is neither torch's nor this package's."""
     inner = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inner)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
@@ -227,9 +225,8 @@ def profile_model(
             times as long, and a plan for the batch at hand needs only B.
         keeps_output: whether the training loop holds the model's output through the backward pass, as one
             written by hand may do; ``train_step`` does not.
-        device: type of the device that the step is to run on; it decides which kernels run. Where this process
-            does not use that device yet, the CPU's kernels stand for its own, with a note and without their
-            workspaces: tracing never starts a GPU.
+        device: type of the device of the step, which decides the kernels. While this process does not use it,
+            the CPU's stand in, with a note and without workspaces: tracing never starts a GPU.
 
     Raises:
         InputError: if the model or the loss raises on the sample batch, really run.
@@ -252,11 +249,11 @@ def profile_model(
         counts_workspaces=usable == device,
     )
     with caches_off(model), random_states_kept(*{parameter.device for parameter in model.parameters()}):
-        traced = TraceFallbacks(subject, [StepPrecision.parse(key) for key in precisions], usable).best(
+        outcome = TraceFallbacks(subject, [StepPrecision.parse(key) for key in precisions], usable).best(
             sequence
         )
         spec, optimizer_notes = optimizer_spec(make_optimizer, torch.device(device).type)
-    trace = _build_trace(subject, traced)
+    trace = _build_trace(subject, outcome)
     if usable != device:
         optimizer_notes += (f"The CPU's kernels stand for those of {device}, which is not in use here.",)
     return replace(
@@ -269,22 +266,22 @@ def _is_unused(device: str) -> bool:
     return kind != "cpu" and not (kind == "cuda" and torch.cuda.is_initialized())  # tracing starts no GPU
 
 
-def _build_trace(subject: TracedModel, traced: Traced) -> Trace:
+def _build_trace(subject: TracedModel, outcome: Traced) -> Trace:
     num_samples, num_tokens = subject.sizes
     rows = [t for t in unique_tensors_of(subject.batch) if t.dim() and t.shape[0] == num_samples]
     others = [t for t in unique_tensors_of(subject.batch) if not t.dim() or t.shape[0] != num_samples]
     per_sample = sum(t.numel() * t.itemsize for t in rows) / max(num_samples, 1)
     return Trace(
-        segments=traced.segments,
+        segments=outcome.segments,
         num_samples=subject.at[0],
         num_tokens=num_tokens,
         batch_bytes=Growth(float(sum(t.numel() * t.itemsize for t in others)), per_sample),
         num_heads=num_heads(subject.model),
         num_key_value_heads=num_key_value_heads(subject.model),
         vocabulary_size=vocabulary_size(subject.model),
-        loss_share=traced.loss_share,
+        loss_share=outcome.loss_share,
         num_experts=num_experts(subject.model),
         experts_per_token=experts_per_token(subject.model),
-        how=traced.how,
-        notes=traced.notes,
+        how=outcome.how,
+        notes=outcome.notes,
     )

@@ -81,12 +81,12 @@ class TrainingReport:
     @classmethod
     def of_job(cls, result: Result, search: SearchOutcome | None = None) -> TrainingReport:
         """The report of a job so far, with measured steps once there are a few."""
-        applied = result.applied
+        job_report = result.applied
         advice = fragmentation_advice(torch.cuda.memory_stats()) if torch.cuda.is_initialized() else None
-        said = tuple(text for text in (advice, result.train_step.memory.finding) if text)
-        if said:
-            applied = replace(applied, notes=(*applied.notes, *said))
-        report = cls(applied=applied, search=search, pipeline=result.job.parts.pipeline)
+        notes = tuple(text for text in (advice, result.train_step.memory.finding) if text)
+        if notes:
+            job_report = replace(job_report, notes=(*job_report.notes, *notes))
+        report = cls(applied=job_report, search=search, pipeline=result.job.parts.pipeline)
         seconds = result.train_step.times.seconds
         return report.with_actual(seconds) if len(seconds) >= _ACTUAL_STEPS else report
 
@@ -202,10 +202,10 @@ class TrainingReport:
                 "Read it with the version of atorch_ns that wrote it."
             )
         try:
-            applied, search, actual = (document[name] for name in ("applied", "search", "actual"))
+            job_report, search, actual = (document[name] for name in ("applied", "search", "actual"))
             pipeline = document.get("pipeline")  # reports of training without a pipeline have none
             return cls(
-                applied=None if applied is None else _applied_from_json(applied),
+                applied=None if job_report is None else _applied_from_json(job_report),
                 search=None if search is None else outcome_from_json(json.dumps(search)),
                 actual=None
                 if actual is None
@@ -252,7 +252,7 @@ class TrainingReport:
         return report_text(self.applied, self.search, self.actual_info, self.timeline_info, top=top)
 
     def refit(self, path: str | PathLike[str] | None = None) -> Calibration:
-        """Corrections of the estimate from the trials, and from training if :meth:`with_actual` gave its figures.
+        """Corrections of the estimate from trials, and from training if :meth:`with_actual` gave its figures.
 
         Args:
             path: file that the factors are added to, for later searches; ``None`` only returns them.
@@ -264,10 +264,10 @@ class TrainingReport:
             raise InputError("there was no search, so there is no prediction to correct.")
         from atorch_ns.engine.calibration import refit
 
-        learned = refit(self.search, None if self.actual is None else self.actual.as_outcome())
+        calibration = refit(self.search, None if self.actual is None else self.actual.as_outcome())
         if path is not None:
-            learned.save(path)
-        return learned
+            calibration.save(path)
+        return calibration
 
 
 def _applied_as_json(report: Report) -> dict[str, Any]:
@@ -276,13 +276,13 @@ def _applied_as_json(report: Report) -> dict[str, Any]:
 
 
 def _applied_from_json(values: Mapping[str, Any]) -> Report:
-    changed = {
+    objects = {
         "strategy": Strategy.load(values["strategy"]),
         "rows": tuple(MethodRow(**row) for row in values["rows"]),
         "notes": tuple(values["notes"]),
         "axes": tuple((name, size) for name, size in values["axes"]),
     }
-    return Report(**{**values, **changed})
+    return Report(**{**values, **objects})
 
 
 def _pipeline_from_json(values: Mapping[str, Any]) -> PipelineStep:

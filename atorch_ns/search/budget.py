@@ -60,18 +60,18 @@ def stop_reason(knowledge: Knowledge, settings: SearchSettings) -> str:
 
 
 def _common_failure(knowledge: Knowledge) -> str:
-    judged = [(key, entry.merged) for key, entry in knowledge.ledger if entry.judged]
-    reasons = {end.reason if end.status == "raised" else "" for _, end in judged}
-    if len(judged) >= SAME_ERRORS and len(reasons) == 1:  # "" stands for every other end
+    ends = [(key, entry.merged) for key, entry in knowledge.ledger if entry.judged]
+    reasons = {end.reason if end.status == "raised" else "" for _, end in ends}
+    if len(ends) >= SAME_ERRORS and len(reasons) == 1:  # "" stands for every other end
         methods = {candidate.key: {name for name, _ in candidate.steps} for candidate in knowledge.candidates}
-        shared = set.intersection(*(methods[key] for key, _ in judged))
+        shared = set.intersection(*(methods[key] for key, _ in ends))
         others = (methods[knowledge.candidates[index].key] for index in knowledge.open)
         reason = reasons.pop()
         if reason and all(shared <= other for other in others):  # none lacks what all that failed have
             return f"every trial raised the same error: {reason}"
-    failed = [end for key, end in judged if key not in knowledge.short_of_memory]
-    if len(failed) >= FAILURES and not any(end.succeeded for end in failed):
-        return f"the first {len(failed)} trials all failed, so it is not for the strategies"
+    failures = [end for key, end in ends if key not in knowledge.short_of_memory]
+    if len(failures) >= FAILURES and not any(end.succeeded for end in failures):
+        return f"the first {len(failures)} trials all failed, so it is not for the strategies"
     return ""
 
 
@@ -95,15 +95,15 @@ class TimeBudget:
         clock: Callable[[], float],
         has_single: bool = False,
     ) -> None:
-        self._spent = setting.profile_seconds + setting.estimate_seconds
+        self._earlier_seconds = setting.profile_seconds + setting.estimate_seconds
         self._settings, self.is_short = settings, False
         self._clock, self._num_after = clock, settings.probe + has_single
-        self._begun = clock()
+        self._start = clock()
 
     @property
     def elapsed(self) -> float:
         """Seconds of the search so far, profile and estimates included."""
-        return self._clock() - self._begun + self._spent
+        return self._clock() - self._start + self._earlier_seconds
 
     @property
     def left(self) -> float:
@@ -113,13 +113,13 @@ class TimeBudget:
 
     def usual_cost(self, candidates: Mapping[str, Candidate], ledger: Ledger) -> float:
         """Seconds that a trial has taken, special set-up left out; 0 before the first."""
-        spent = [
+        durations = [
             max(0.0, outcome.total_seconds - candidates[key].setup_seconds)
             for key, entry in ledger
             if not entry.resumed
             for outcome in entry.outcomes
         ]
-        return statistics.median(spent) if spent else 0.0
+        return statistics.median(durations) if durations else 0.0
 
     def affords(self, candidate: Candidate, usual_cost: float) -> bool:
         """Whether a trial, and what follows the choice of the winner, is expected to end in time."""
@@ -132,7 +132,6 @@ class TimeBudget:
         """The stop rule of a trial: it runs until it is clearly worse than the best, or is known precisely.
 
         Args:
-            best: the best candidate so far.
             predicted_seconds: predicted time of a step.
             times: whether the objective is a time, so that a slow trial may end early.
         """
@@ -151,7 +150,6 @@ class TimeBudget:
         before.
 
         Args:
-            candidate: the candidate that is tried.
             rule: when the trial stops.
             predicted_seconds: time of a step, corrected by trials; ``None`` before the first.
         """
@@ -165,9 +163,9 @@ class TimeBudget:
 
     def single_deadline(self, usual_cost: float) -> float:
         """Seconds for the trial in one process: as fast as the winner it needs less than three usual ones."""
-        wanted = max(LEAST_DEADLINE_S, 3 * usual_cost)
-        self.is_short = self.left < wanted
-        return max(LEAST_DEADLINE_S, min(wanted, self.left))
+        deadline = max(LEAST_DEADLINE_S, 3 * usual_cost)
+        self.is_short = self.left < deadline
+        return max(LEAST_DEADLINE_S, min(deadline, self.left))
 
     def probe_deadline(self, candidate: Candidate) -> float:
         """Seconds after which the check of a candidate's numerics is taken to hang."""

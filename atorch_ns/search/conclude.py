@@ -30,29 +30,27 @@ def conclude(
     """The outcome as of now.
 
     Args:
-        setting, settings: the setting and the settings of the search.
-        knowledge: all that follows from its trials.
         stop_reason: why it ended, as a sentence; empty while it goes on.
         seconds: time that it took.
         cut_short: whether it was ended, so that a choice by prediction stands in for one that was measured.
         over: whether no trial or check will follow.
     """
     winner = knowledge.winner
-    unmeasured = None
+    predicted_best = None
     if cut_short and winner is None and not knowledge.ledger.rejected:
-        unmeasured = _best_predicted(knowledge)
-    reasons = Reasons(knowledge, stop_reason, batch=setting.global_batch, unmeasured=unmeasured)
+        predicted_best = _best_predicted(knowledge)
+    reasons = Reasons(knowledge, stop_reason, batch=setting.global_batch, predicted_best=predicted_best)
     rows = _build_rows(knowledge, reasons)
-    best = winner.candidate if winner is not None else unmeasured and unmeasured.candidate
-    bound = None
+    best = winner.candidate if winner is not None else predicted_best and predicted_best.candidate
+    lower_bound = None
     if knowledge.objective.counts_time:  # the bound is in seconds
-        bound = knowledge.lower_bound(settings.win_probability, settings.seed)
+        lower_bound = knowledge.lower_bound(settings.win_probability, settings.seed)
     probe = check = single = None
     if winner is not None:
         if (trial := knowledge.ledger.singles.get(winner.candidate.key)) is not None:
             single = SingleProcess(trial=trial, is_as_fast=knowledge.is_as_fast(trial))
         probe = knowledge.ledger.probes.get(winner.candidate.key)
-        check = _numerics_check(probe, unfinished=stop_reason if settings.probe and over else "")
+        check = _numerics_check(probe, stop_reason=stop_reason if settings.probe and over else "")
     return SearchOutcome(
         setting=setting,
         settings=settings,
@@ -62,8 +60,8 @@ def conclude(
         num_trials=knowledge.ledger.num_run,
         seconds=seconds,
         noise=step_noise(knowledge.ranked),
-        lower_bound_seconds=bound,
-        gap=None if bound is None or winner is None else max(0.0, 1 - bound / winner.value),
+        lower_bound_seconds=lower_bound,
+        gap=None if lower_bound is None or winner is None else max(0.0, 1 - lower_bound / winner.value),
         pareto=pareto(rows),
         nearest_miss="" if best is not None else nearest_miss(knowledge),
         resumed=knowledge.ledger.num_resumed,
@@ -74,11 +72,10 @@ def conclude(
     )
 
 
-def _numerics_check(probe: TrialOutcome | None, *, unfinished: str) -> str | None:
-    """The sentence about the check of the winner's numerics; ``None`` if there was none and none was to be."""
+def _numerics_check(probe: TrialOutcome | None, *, stop_reason: str) -> str | None:
     what = "numerics against one process, with SGD"
-    if probe is None:  # ``unfinished`` says why the search was over before it
-        return f"{what}: could not be run: {unfinished}" if unfinished else None
+    if probe is None:  # ``stop_reason`` says why the search was over before it
+        return f"{what}: could not be run: {stop_reason}" if stop_reason else None
     if probe.status == "ok":
         detail = f" ({probe.reason})" if probe.reason else ""
         return f"{what}: passed{detail}"
@@ -90,7 +87,6 @@ def _numerics_check(probe: TrialOutcome | None, *, unfinished: str) -> str | Non
 
 
 def _best_predicted(knowledge: Knowledge) -> Preferred | None:
-    """The baseline, or the choice by predictions, of candidates that fit and were not tried."""
     ledger, objective = knowledge.ledger, knowledge.objective
     if any(entry.judged and key not in knowledge.short_of_memory for key, entry in ledger):
         return None  # after a failure for another reason than memory: others may fail alike
@@ -109,13 +105,13 @@ def _without_a_fault(entry: CandidateTrials | None) -> bool:
 
 
 def _build_rows(knowledge: Knowledge, reasons: Reasons) -> list[Row]:
-    tried = len(knowledge.ledger) > 0  # before, nothing corrects a prediction
-    sizes = knowledge.bytes if tried else None
+    has_trials = len(knowledge.ledger) > 0  # before, nothing corrects a prediction
+    sizes = knowledge.bytes if has_trials else None
     rows = []
     for index, candidate in enumerate(knowledge.candidates):
         entry = knowledge.ledger.get(candidate.key)
         fate, reason = reasons.of(index)
-        priced = tried and candidate.estimate is not None
+        is_corrected = has_trials and candidate.estimate is not None
         rows.append(
             Row(
                 candidate=candidate,
@@ -123,9 +119,9 @@ def _build_rows(knowledge: Knowledge, reasons: Reasons) -> list[Row]:
                 reason=reason,
                 trial=entry.merged if entry is not None else None,
                 trial_number=entry.number if entry is not None else 0,
-                corrected_seconds=math.exp(knowledge.seconds.mean[index]) if priced else None,
+                corrected_seconds=math.exp(knowledge.seconds.mean[index]) if is_corrected else None,
                 corrected_bytes=max(0.0, math.exp(sizes.mean[index]) - knowledge.unpredicted_bytes)
-                if priced and sizes is not None
+                if is_corrected and sizes is not None
                 else None,
             )
         )

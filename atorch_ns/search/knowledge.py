@@ -37,6 +37,7 @@ class Knowledge:
         features: Features,
         ledger: Ledger,
         objective: Objective,
+        *,
         limit_bytes: int,
     ) -> None:
         self.candidates = list(candidates)
@@ -50,8 +51,8 @@ class Knowledge:
     def ranked(self) -> list[RankedCandidate]:
         """The candidates that were measured, fit and have right numerics; best first."""
         ranking = rank_candidates(self._by_key, self.ledger, self.objective, self.limit_bytes)
-        rejected = self.ledger.rejected
-        return [result for result in ranking if result.candidate.key not in rejected]
+        wrong_numerics = self.ledger.rejected
+        return [result for result in ranking if result.candidate.key not in wrong_numerics]
 
     @functools.cached_property
     def winner(self) -> RankedCandidate | None:
@@ -59,7 +60,7 @@ class Knowledge:
         return choose(self.ranked, self.objective)
 
     def is_as_fast(self, trial: TrialOutcome) -> bool:
-        """Whether a trial that is simpler than the winner takes no longer than it, as far as noise can tell."""
+        """Whether a trial of a simpler strategy takes no longer than the winner, as far as noise can tell."""
         assert self.winner is not None
         # The noise within the trial, and the drift between trials.
         error = math.hypot(self.objective.noise(trial), drift(self.ledger, self.objective))
@@ -81,30 +82,30 @@ class Knowledge:
     @functools.cached_property
     def posterior(self) -> Posterior:
         """The logarithm of the objective."""
-        predicted = [self.objective.predicted(candidate) for candidate in self.candidates]
+        predictions = [self.objective.predicted(candidate) for candidate in self.candidates]
         rows = [
             (index, self.objective.measured(candidate, entry.merged), self.objective.noise(entry.merged))
             for index, candidate, entry in self._ok_entries()
         ]
-        return self._fit_posterior(self._features, predicted, rows)
+        return self._fit_posterior(self._features, predictions, rows)
 
     @functools.cached_property
     def seconds(self) -> Posterior:
         """The logarithm of the step's seconds."""
         if self.objective.counts_time:
             return self.posterior
-        predicted = [candidate.predicted_seconds for candidate in self.candidates]
+        predictions = [candidate.predicted_seconds for candidate in self.candidates]
         rows = [(index, entry.merged.median_seconds, 0.0) for index, _, entry in self._ok_entries()]
-        return self._fit_posterior(self._features, predicted, rows)
+        return self._fit_posterior(self._features, predictions, rows)
 
     @functools.cached_property
     def bytes(self) -> Posterior | None:
-        """The logarithm of the bytes that a rank needs, of tensors and beside them; ``None`` where memory was not predicted."""
+        """The logarithm of a rank's bytes, in tensors and beside; ``None`` if memory was not predicted."""
         tensors = [candidate.predicted_bytes for candidate in self.candidates]
         # One candidate without an estimate is enough; those that amount to others are never tried.
         if not all(each.predicted_bytes for each in self.candidates if each.pruned is None):
             return None
-        predicted = [value + self.unpredicted_bytes if value else None for value in tensors]
+        predictions = [value + self.unpredicted_bytes if value else None for value in tensors]
         rows = []
         for index, entry in self._indexed_entries:
             estimate = self.candidates[index].estimate
@@ -115,10 +116,10 @@ class Knowledge:
             if peak and not entry.merged.process_bytes:
                 peak += beyond  # tensors alone were measured: the rest is taken as predicted
             if self.candidates[index].key in self.short_of_memory and self.limit_bytes:  # it needs more
-                peak = OVER * max(peak, predicted[index] or 0.0, float(self.limit_bytes))
+                peak = OVER * max(peak, predictions[index] or 0.0, float(self.limit_bytes))
             if peak > 0:
                 rows.append((index, peak, 0.0))
-        return self._fit_posterior(replace(self._features, shares=self._memory_shares), predicted, rows)
+        return self._fit_posterior(replace(self._features, shares=self._memory_shares), predictions, rows)
 
     @functools.cached_property
     def beside(self) -> BesideTensors | None:
@@ -133,8 +134,7 @@ class Knowledge:
         return BesideTensors(amounts[0], round(statistics.median(amounts)), amounts[-1], len(amounts))
 
     @functools.cached_property
-    def _predicted_beside(self) -> float:
-        """What estimates count beside tensors: nothing on CPUs."""
+    def _predicted_beside(self) -> float:  # nothing on CPUs
         estimates = [entry.estimate for entry in self.candidates if entry.estimate is not None]
         return (
             statistics.median(entry.peak_bytes - entry.allocated_bytes for entry in estimates)
@@ -144,12 +144,12 @@ class Knowledge:
 
     @property
     def unpredicted_bytes(self) -> float:
-        """What every trial needed beside tensors and is in no estimate: strategies differ, so the least of all."""
+        """Bytes beside tensors, in no estimate, that every trial needed: the least, as strategies differ."""
         return max(0.0, self.beside.low - self._predicted_beside) if self.beside is not None else 0.0
 
     @property
     def limit_for_tensors(self) -> int:
-        """What the limit leaves for what estimates count, by what trials needed beside tensors; 0 for any amount."""
+        """The limit less what trials needed beside tensors and estimates do not have; 0 for any amount."""
         if not self.limit_bytes or self.beside is None:
             return self.limit_bytes
         return max(1, round(self.limit_bytes - max(0.0, self.beside.middle - self._predicted_beside)))
@@ -193,12 +193,12 @@ class Knowledge:
         ran = max(
             (self.candidates[index].predicted_bytes or 0.0 for index, _, _ in self._ok_entries()), default=0.0
         )
-        failed = [
+        failures = [
             candidate
             for candidate in self.candidates
             if candidate.key in self.short_of_memory and ABOUT * (candidate.predicted_bytes or 0.0) > ran
         ]
-        least = min(failed, key=lambda candidate: candidate.predicted_bytes or math.inf, default=None)
+        least = min(failures, key=lambda candidate: candidate.predicted_bytes or math.inf, default=None)
         least_bytes = math.inf if least is None else least.predicted_bytes or math.inf
         reasons: dict[str, str] = {}
         for index, candidate in enumerate(self.candidates):
@@ -232,16 +232,16 @@ class Knowledge:
     def short_of_memory(self) -> frozenset[str]:
         """Keys of the candidates that ran out of memory, where the limit explains it.
 
-        Far below the limit, by prediction and measurement, the cause is another, and other candidates are not judged by it;
-        nor by what ran out while it was applied, as by planning.
+        Those far below the limit, by prediction and measurement, had another cause, as had those that failed
+        before the first step. Other candidates are not judged by them.
         """
         keys = set()
         for index, entry in self._indexed_entries:
             candidate = self.candidates[index]
-            predicted = candidate.predicted_bytes
-            needed = max(math.inf if predicted is None else predicted, float(entry.merged.max_needed_bytes))
+            peak = candidate.predicted_bytes
+            num_bytes = max(math.inf if peak is None else peak, float(entry.merged.max_needed_bytes))
             of_steps = entry.merged.status == "out of memory" and not entry.merged.while_applying
-            if of_steps and needed >= UNEXPLAINED_BELOW * self.limit_bytes:
+            if of_steps and num_bytes >= UNEXPLAINED_BELOW * self.limit_bytes:
                 keys.add(candidate.key)
         return frozenset(keys)
 
@@ -269,29 +269,29 @@ class Knowledge:
         return np.asarray([FAILURES_PUNISH**number for number in total])
 
     def chance_of_better(self, margin: float, seed: int) -> float:
-        """The chance that any open candidate beats the best by more than ``margin`` of it."""
+        """The chance that any open candidate beats the best by more than ``margin``, a share of it."""
         if not self.open or not self.ranked:
             return 1.0 if self.open else 0.0
-        drawn, best = self._draw_samples(seed)
-        return float(np.mean(drawn.min(axis=1) < best + math.log1p(-margin)))  # all in logarithms
+        draws, best = self._draw_samples(seed)
+        return float(np.mean(draws.min(axis=1) < best + math.log1p(-margin)))  # all in logarithms
 
     def lower_bound(self, probability: float, seed: int) -> float | None:
         """The value that no candidate is expected to be below: a quantile of the least of all."""
         if not self.ranked:
             return None
-        reached = self.ranked[0].value
+        best_value = self.ranked[0].value
         if not self.open:
-            return reached
-        drawn, _ = self._draw_samples(seed)
-        return min(reached, float(np.exp(np.quantile(drawn.min(axis=1), probability))))
+            return best_value
+        draws, _ = self._draw_samples(seed)
+        return min(best_value, float(np.exp(np.quantile(draws.min(axis=1), probability))))
 
     def _draw_samples(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
         best = self.candidates.index(self.ranked[0].candidate)
         samples = self.posterior.samples(seed)
         # Failures are drawn by another seed than values, of which they are independent.
         fails = np.random.default_rng(seed + 1).random((len(samples), len(self.open)))
-        drawn = np.where(fails < self.chances_to_run[self.open], samples[:, self.open], np.inf)
-        return drawn, samples[:, best]  # [S, M] of open candidates, [S] of the best one
+        draws = np.where(fails < self.chances_to_run[self.open], samples[:, self.open], np.inf)
+        return draws, samples[:, best]  # [S, M] of open candidates, [S] of the best one
 
     @functools.cached_property
     def _indexed_entries(self) -> list[tuple[int, CandidateTrials]]:
@@ -306,10 +306,10 @@ class Knowledge:
         ]
 
     def _fit_posterior(
-        self, features: Features, predicted: Sequence[float | None], rows: Sequence[tuple[int, float, float]]
+        self, features: Features, estimates: Sequence[float | None], rows: Sequence[tuple[int, float, float]]
     ) -> Posterior:
         usable = [row for row in rows if row[1] > 0 and math.isfinite(row[1])]
-        logs = np.asarray([math.log(value) if value else math.nan for value in predicted])  # [N]
+        logs = np.asarray([math.log(value) if value else math.nan for value in estimates])  # [N]
         if not np.isnan(logs).all():  # what is never tried does not say that nothing is known of the others
             is_pruned = np.asarray([candidate.pruned is not None for candidate in self.candidates])
             logs[np.isnan(logs) & is_pruned] = np.nanmedian(logs)
@@ -318,7 +318,7 @@ class Knowledge:
             logs,
             np.asarray([row[0] for row in usable], dtype=np.int64),
             np.asarray([math.log(row[1]) for row in usable]),
-            np.hypot(np.asarray([row[2] for row in usable]), drift(self.ledger, self.objective)),
+            noise=np.hypot(np.asarray([row[2] for row in usable]), drift(self.ledger, self.objective)),
         )
 
     @functools.cached_property

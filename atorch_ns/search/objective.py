@@ -18,13 +18,13 @@ class SearchSettings(BaseModel):
 
     objective: Literal["time", "memory", "batch", "cost"] = Field(
         default="time",
-        description="What is best: the shortest step, the least memory, the largest micro-batch that fits, or "
-        "the lowest cost per token.",
+        description="What is best: the shortest step, the least memory, the largest micro-batch that fits, "
+        "or the lowest cost per token.",
     )
     sampler: Literal["guided", "tpe", "gp", "exhaustive", "random"] = Field(
         default="guided",
-        description="Which candidate is tried next: guided by the estimate and what was measured, by an Optuna "
-        "sampler, all of them, or any.",
+        description="Which candidate is tried next: guided by the estimate and what was measured, by an "
+        "Optuna sampler, all of them, or any.",
     )
     time_limit_s: float | None = Field(default=None, gt=0, description="Seconds for the whole search.")
     max_trials: int | None = Field(default=None, ge=1, description="Trials at most.")
@@ -32,15 +32,16 @@ class SearchSettings(BaseModel):
         default=None,
         ge=2**-30,
         allow_inf_nan=False,
-        description="GiB that a rank's process may take beyond what it holds before, on a GPU all that it takes of the device, at "
-        "most the device's memory; null for the device's memory less a reserve. Trials run under the limit that is given.",
+        description="GiB that a rank's process may take beyond what it holds before, on a GPU all that it "
+        "takes of the device, at most the device's memory; null for the device's memory less a reserve. Trials "
+        "run under the limit that is given.",
     )
     memory_reserve: float | None = Field(
         default=None,
         ge=0,
         lt=1,
-        description="Share of the device's memory that is left free; null for 0.1 on CPUs and nothing on GPUs, where "
-        "what the allocator, CUDA and NCCL need is predicted.",
+        description="Share of the device's memory that is left free; null for 0.1 on CPUs and nothing on "
+        "GPUs, where what the allocator, CUDA and NCCL need is predicted.",
     )
     seed: int = Field(default=0, description="Of the samplers: same seed, same measurements, same choice.")
     win_probability: float = Field(
@@ -52,8 +53,8 @@ class SearchSettings(BaseModel):
     max_micro_batches: int = Field(
         default=128,
         ge=1,
-        description="Largest number of micro-batches that a step may have; pipelines may use 4 for each rank in any case. "
-        "Unless it is given, more are tried where nothing fits in memory otherwise.",
+        description="Largest number of micro-batches that a step may have; pipelines may use 4 for each rank "
+        "in any case. Unless it is given, more are tried where nothing fits in memory otherwise.",
     )
     trial_deadline_s: float = Field(default=120.0, gt=0, description="Seconds after which a trial hangs.")
     probe: bool = Field(
@@ -62,8 +63,8 @@ class SearchSettings(BaseModel):
     )
     profile_database: str | None = Field(
         default=None,
-        description="File of measured times of blocks: with one, each distinct block is timed once on this kind "
-        "of device, and read from there by later searches.",
+        description="File of measured times of blocks: with one, each distinct block is timed once on this "
+        "kind of device, and read from there by later searches.",
     )
     re_profile: bool = Field(
         default=False, description="Measure blocks anew instead of reading the database."
@@ -71,10 +72,8 @@ class SearchSettings(BaseModel):
 
 
 class Objective:
-    """The number that a search minimises.
-
-    Seconds per step for ``time`` and for ``cost``, which is in proportion to it on a given cluster; bytes for
-    ``memory``; for ``batch`` the inverse of the largest batch.
+    """The number that a search minimises: seconds of a step for ``time`` and ``cost`` (proportional on one
+    cluster), bytes for ``memory``, the inverse of the largest batch for ``batch``.
 
     Args:
         settings: the settings of the search.
@@ -109,18 +108,18 @@ class Objective:
         """
         if self.counts_time:
             return outcome.median_seconds
-        predicted = candidate.estimate.allocated_bytes if candidate.estimate is not None else 0.0
-        peak = float(outcome.max_peak_bytes) or predicted
+        predicted_bytes = candidate.estimate.allocated_bytes if candidate.estimate is not None else 0.0
+        peak = float(outcome.max_peak_bytes) or predicted_bytes
         if self.kind == "memory":
             return peak or math.inf
-        more = peak - predicted
+        more = peak - predicted_bytes
         if outcome.process_bytes and candidate.estimate is not None:
             more = outcome.max_needed_bytes - candidate.estimate.peak_bytes
         batch = self._corrected_batch(candidate, more)
         return 1 / batch if batch else math.inf
 
     def _corrected_batch(self, candidate: Candidate, more_bytes: float) -> int:
-        """Samples of the largest step if every step takes ``more_bytes`` more than predicted; 0 if unknown."""
+        # Samples of the largest step, if steps take ``more_bytes`` more than predicted; 0 if unknown.
         largest, batch = candidate.largest_batch or 0, candidate.given_batch or 0
         peak, estimate = candidate.largest_batch_bytes, candidate.estimate
         if not (self._limit and peak and batch and estimate is not None) or largest <= batch:

@@ -59,8 +59,6 @@ class Row:
     """One candidate with its result.
 
     Attributes:
-        candidate: the candidate, with its predictions.
-        fate: what became of the candidate.
         reason: why it won, lost, failed, was pruned or not tried, in one sentence with its numbers.
         trial: the measurements; ``None`` if it was not tried.
         trial_number: 1 for the first trial; 0 if it was not tried.
@@ -79,7 +77,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleProcess:
-    """The trial of one process with the whole batch, and whether it is as fast as the winner, as far as noise can tell."""
+    """The trial of one process with the whole batch, and whether it is as fast as the winner within noise."""
 
     trial: TrialOutcome
     is_as_fast: bool
@@ -90,16 +88,13 @@ class SearchOutcome:
     """The full result of a search. Plain values only (JSON by pydantic's ``TypeAdapter``).
 
     Attributes:
-        setting: model, machine and workload.
-        settings: objective, sampler and limits.
         rows: every candidate, the winner first, then by measured and predicted time.
-        best: key of the winner; ``None`` if none could be run. A search that ended before anything was
-            measured chooses by prediction; the winner's ``trial`` is then ``None``.
+        best: key of the winner; ``None`` if none could be run. If the search ended before a measurement, the
+            choice is by prediction, and the winner's ``trial`` is ``None``.
         stop_reason: why the search ended, as a sentence.
         num_trials: trials that were run; each attempt of a candidate and each repetition counts.
         seconds: time of the whole search.
-        noise: relative standard error of a step's median, the median over all trials that ran: each trial's
-            ``noise_seconds`` over its ``median_seconds``, as in every ``±`` of a measured step.
+        noise: relative standard error of a step (``noise_seconds / median_seconds``), median over all trials.
         lower_bound_seconds: no candidate is expected below this; corrected predictions less their error.
         gap: largest gain that is expected over the winner, as a share of its step.
         pareto: keys of the candidates that no other beats in both time and memory.
@@ -108,7 +103,7 @@ class SearchOutcome:
         beside: what trials needed beside tensors; ``None`` if none has shown it.
         checks: self-checks, each ``"<what>: passed"`` or ``"<what>: failed: <numbers>"``.
         numerics_passed: whether the winner was found to train as one process does.
-        single_process: a plain strategy in one process, against the winner; ``None`` where that was not measured.
+        single_process: a plain strategy in one process, against the winner; ``None`` if not measured.
     """
 
     setting: SearchSetting

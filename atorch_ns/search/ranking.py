@@ -1,4 +1,4 @@
-"""Ranking: the choice among measured candidates, with their errors, and among candidates that are only predicted."""
+"""Ranking: the choice among measured candidates, with their errors, and among predicted ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class RankedCandidate:
     """A candidate that was measured and may be chosen.
 
     Attributes:
-        candidate: the candidate.
         value: measured value of the objective.
         error: relative standard error of the value, drift between trials included.
         outcome: all its trials as one.
@@ -78,15 +77,14 @@ def rank_candidates(
     return sorted(ranking, key=lambda result: (result.value, result.candidate.key))
 
 
-def tied_with_best(ranked: list[RankedCandidate]) -> list[RankedCandidate]:
+def tied_with_best(ranking: list[RankedCandidate]) -> list[RankedCandidate]:
     """The candidates that are as good as the first, itself among them.
 
-    The baseline, where it is not worse beyond the noise; others, where besides they are not worse by
-    more than two per cent. The best of many is partly luck: against the baseline, the confidence holds for
-    all of them together (Bonferroni).
+    The baseline must not be worse beyond the noise; others, also not by more than 2 %. The best of many is
+    partly luck: against the baseline, the confidence holds for all of them together (Bonferroni).
     """
-    baseline_z = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / max(1, len(ranked) - 1))
-    best = ranked[0]
+    baseline_z = statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / max(1, len(ranking) - 1))
+    best = ranking[0]
 
     def as_good(result: RankedCandidate) -> bool:
         error = math.hypot(result.error * result.value, best.error * best.value)
@@ -94,36 +92,36 @@ def tied_with_best(ranked: list[RankedCandidate]) -> list[RankedCandidate]:
             return result.value - best.value <= baseline_z * error
         return result.value - best.value <= min(CONFIDENCE_Z * error, SAME_WITHIN * best.value)
 
-    return [result for result in ranked if as_good(result)]
+    return [result for result in ranking if as_good(result)]
 
 
-def choose(ranked: list[RankedCandidate], objective: Objective) -> RankedCandidate | None:
+def choose(ranking: list[RankedCandidate], objective: Objective) -> RankedCandidate | None:
     """The winner: of those that noise cannot tell from the best, the baseline, else the simplest.
 
     Simple is: fewer methods, fewer settings, less memory. For the largest batch, speed decides instead.
     """
-    if not ranked:
+    if not ranking:
         return None
-    tied = tied_with_best(ranked)
-    plain = next((result for result in tied if result.candidate.is_baseline), None)
+    peers = tied_with_best(ranking)
+    plain = next((result for result in peers if result.candidate.is_baseline), None)
     if plain is not None:
         return plain
     if objective.kind == "batch":
-        return min(tied, key=lambda result: (result.outcome.median_seconds, result.candidate.key))
-    return min(tied, key=_measured_complexity)
+        return min(peers, key=lambda result: (result.outcome.median_seconds, result.candidate.key))
+    return min(peers, key=_measured_complexity)
 
 
-def noise(ranked: Iterable[RankedCandidate]) -> float:
+def noise(ranking: Iterable[RankedCandidate]) -> float:
     """Median relative standard error of all trials that ran, drift between trials included; 0 before any."""
-    errors = [result.error for result in ranked]
+    errors = [result.error for result in ranking]
     return statistics.median(errors) if errors else 0.0
 
 
-def step_noise(ranked: Iterable[RankedCandidate]) -> float:
-    """The same from the steps of each trial alone (``noise_seconds`` over ``median_seconds``), as in every ``±``."""
-    errors = [result.outcome.noise_seconds / result.outcome.median_seconds for result in ranked]
-    known = [error for error in errors if math.isfinite(error)]
-    return statistics.median(known) if known else 0.0
+def step_noise(ranking: Iterable[RankedCandidate]) -> float:
+    """The same from the steps of each trial alone (``noise_seconds / median_seconds``), as in every ``±``."""
+    errors = [result.outcome.noise_seconds / result.outcome.median_seconds for result in ranking]
+    finite_errors = [error for error in errors if math.isfinite(error)]
+    return statistics.median(finite_errors) if finite_errors else 0.0
 
 
 def _measured_complexity(entry: RankedCandidate) -> tuple[float, ...]:
@@ -140,7 +138,6 @@ class Preferred(NamedTuple):
     """The candidate that predictions alone choose.
 
     Attributes:
-        candidate: the candidate.
         reason: why it is not the first by prediction, with both figures; empty if it is.
     """
 
@@ -153,9 +150,9 @@ def prefer(
 ) -> Preferred:
     """The choice by predictions alone, as far as they are believed; where time does not count, the first.
 
-    A plan whose interval of memory ends above the limit is not preferred to one that fits for sure, unless the intervals
-    of their steps lie wholly apart. Of plans that are slower by no more than :func:`unsure_gain` the simplest is taken: the
-    fewest axes that divide the model, no pipeline, the fewest methods.
+    A plan whose interval of memory ends above the limit is not preferred to one that fits for sure, unless
+    their intervals of time are apart. Of plans slower by no more than :func:`unsure_gain` the simplest is
+    taken: the fewest axes that divide the model, no pipeline, the fewest methods.
 
     Args:
         usable: candidates that may fit, best first; at least one.
@@ -172,8 +169,8 @@ def prefer(
     elif sure and sure[0] is first:
         usable = sure  # a simpler one must fit for sure, too
     assert best.estimate is not None
-    known, shortest = best.estimate.intervals, best.estimate.step_seconds
-    margins = {candidate.key: unsure_gain(candidate.steps, best.steps, known) for candidate in usable}
+    intervals, shortest = best.estimate.intervals, best.estimate.step_seconds
+    margins = {candidate.key: unsure_gain(candidate.steps, best.steps, intervals) for candidate in usable}
     near = [
         candidate
         for candidate in usable
@@ -185,22 +182,22 @@ def prefer(
     if simplest is not best:
         reasons.append(
             f"simpler than {best.label}, which is predicted {_speedup_text(best, simplest)}: between plans so different a "
-            f"gain up to {percent_text(margins[simplest.key] - 1)} is not believed, by {known.num_pairs} pairs of runs"
+            f"gain up to {percent_text(margins[simplest.key] - 1)} is not believed, by {intervals.num_pairs} pairs of runs"
         )
     return Preferred(simplest, "; ".join(reasons))
 
 
-def unsure_gain(steps: Steps, other: Steps, known: Intervals) -> float:
-    """The factor up to which a predicted gain of one strategy over another on the same cluster is not believed.
+def unsure_gain(steps: Steps, other: Steps, intervals: Intervals) -> float:
+    """The factor up to which a predicted gain of one strategy over another on one cluster is not believed.
 
-    ``known.gain`` is that of strategies which differ in one method or config. Errors of several are taken to be
-    independent, so that they grow with the square root of the differences.
+    ``intervals.gain`` is for one method or config that differs. Errors are taken as independent, so they grow
+    with the square root of the number of differences.
     """
     mine, others = dict(steps), dict(other)
     # A method in place of another counts as one difference.
-    changed = sum(name in others and config != others[name] for name, config in mine.items())
-    number = changed + max(len(mine.keys() - others.keys()), len(others.keys() - mine.keys()))
-    return math.pow(known.gain, math.sqrt(number))
+    num_changes = sum(name in others and config != others[name] for name, config in mine.items())
+    number = num_changes + max(len(mine.keys() - others.keys()), len(others.keys() - mine.keys()))
+    return math.pow(intervals.gain, math.sqrt(number))
 
 
 def fits_surely(candidate: Candidate, limit_bytes: int) -> bool:
@@ -212,17 +209,17 @@ def fits_surely(candidate: Candidate, limit_bytes: int) -> bool:
     )
 
 
-def _sure_reason(chosen: Candidate, first: Candidate, limit_bytes: int) -> str:
+def _sure_reason(choice: Candidate, first: Candidate, limit_bytes: int) -> str:
     assert first.estimate is not None
     peak = interval_text(first.estimate.peak_bytes, first.estimate.peak_bytes_interval, bytes_text)
     return (
         f"fits for sure, which {first.label} does not with {peak} of {bytes_text(limit_bytes)}, predicted "
-        f"{_speedup_text(first, chosen)}"
+        f"{_speedup_text(first, choice)}"
     )
 
 
 def _speedup_text(candidate: Candidate, other: Candidate) -> str:
-    """How much faster one is predicted to be than another: ``"1.10× as fast (2.64 ms against 2.90 ms)"``."""
+    # ``"1.10× as fast (2.64 ms against 2.90 ms)"``
     mine, theirs = candidate.predicted_seconds or math.inf, other.predicted_seconds or math.inf
     return f"{compared_text(theirs / mine)} ({seconds_text(mine)} against {seconds_text(theirs)})"
 
@@ -233,7 +230,7 @@ def _predicted_interval(candidate: Candidate) -> tuple[float, float]:
 
 def _predicted_complexity(candidate: Candidate, plain: frozenset[str]) -> tuple[float, ...]:
     # Axes that divide the model, a pipeline, methods beyond the plain ones, all axes; then time.
-    divided = [name for name, size in candidate.axes if size > 1 and name in MODEL_AXES]
+    model_axes = [name for name, size in candidate.axes if size > 1 and name in MODEL_AXES]
     methods = sum(name not in plain for name, _ in candidate.steps)
     axes = sum(size > 1 for _, size in candidate.axes)
-    return (len(divided), "pipeline" in divided, methods, axes, candidate.predicted_seconds or math.inf)
+    return (len(model_axes), "pipeline" in model_axes, methods, axes, candidate.predicted_seconds or math.inf)

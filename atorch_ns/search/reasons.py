@@ -26,16 +26,16 @@ def nearest_miss(knowledge: Knowledge) -> str:
         for candidate in knowledge.candidates
         if (entry := ledger.get(candidate.key)) is not None and not entry.merged.succeeded
     ]
-    unexplained = any(
+    has_other_cause = any(
         entry.merged.status != "out of memory" or candidate.key not in knowledge.short_of_memory
         for candidate, entry in other
     )
     # A predicted miss is no explanation where trials failed for another reason than memory.
-    if over and not (unexplained and all(ledger.get(candidate.key) is None for _, _, candidate in over)):
+    if over and not (has_other_cause and all(ledger.get(candidate.key) is None for _, _, candidate in over)):
         excess, rank, nearest = min(over, key=lambda miss: (miss[0], miss[2].key))
         where = f"rank {rank}" if rank is not None else "every rank"
-        predicted = "" if ledger.get(nearest.key) is not None else ", predicted"
-        need = f"needs {bytes_text(excess)} more on {where} than {bytes_text(limit_bytes)}{predicted}"
+        suffix = "" if ledger.get(nearest.key) is not None else ", predicted"
+        need = f"needs {bytes_text(excess)} more on {where} than {bytes_text(limit_bytes)}{suffix}"
         if excess < 1:  # it was ended when it asked for what was too much
             need = f"needs more on {where} than {bytes_text(limit_bytes)}"
         part = f" ({largest_part(nearest.estimate)})" if nearest.estimate is not None else ""
@@ -54,16 +54,16 @@ def nearest_miss(knowledge: Knowledge) -> str:
 def _bytes_over_limit(
     candidate: Candidate, knowledge: Knowledge
 ) -> tuple[float, int | None, Candidate] | None:
-    """The bytes by which a candidate misses the limit, and on which rank; ``None`` if that is not its trouble."""
+    # The bytes by which a candidate misses the limit, and on which rank.
     entry, limit_bytes = knowledge.ledger.get(candidate.key), knowledge.limit_bytes
-    predicted = candidate.predicted_bytes or 0.0
+    predicted_bytes = candidate.predicted_bytes or 0.0
     if entry is None:
         short = candidate.pruned is not None and candidate.pruned.kind == "memory" and limit_bytes
-        return (predicted - limit_bytes, None, candidate) if short else None  # predicted, of every rank
+        return (predicted_bytes - limit_bytes, None, candidate) if short else None  # predicted, of every rank
     outcome = entry.merged
     peak = outcome.max_needed_bytes
     if outcome.status == "out of memory" and candidate.key in knowledge.short_of_memory:
-        return max(peak, predicted, limit_bytes) - limit_bytes, outcome.rank, candidate
+        return max(peak, predicted_bytes, limit_bytes) - limit_bytes, outcome.rank, candidate
     if outcome.succeeded and limit_bytes and peak > limit_bytes:
         return peak - limit_bytes, outcome.needed_bytes.index(peak), candidate
     return None
@@ -73,9 +73,9 @@ def _memory_advice(nearest: Candidate, knowledge: Knowledge) -> str:
     if nearest.pruned is not None and nearest.pruned.hint:
         return nearest.pruned.hint
     has = {name for name, _ in nearest.steps}
-    peak, untried = nearest.predicted_bytes or 0.0, [knowledge.candidates[index] for index in knowledge.open]
-    untried = [candidate for candidate in untried if knowledge.ledger.get(candidate.key) is None]
-    smaller = [candidate for candidate in untried if (candidate.predicted_bytes or math.inf) < peak]
+    peak, options = nearest.predicted_bytes or 0.0, [knowledge.candidates[index] for index in knowledge.open]
+    options = [candidate for candidate in options if knowledge.ledger.get(candidate.key) is None]
+    smaller = [candidate for candidate in options if (candidate.predicted_bytes or math.inf) < peak]
     if smaller:
         best = min(smaller, key=lambda candidate: candidate.predicted_bytes or 0.0)
         new = [name for name, _ in best.steps if name not in has]
@@ -97,20 +97,20 @@ class Reasons:
         knowledge: all that follows from the trials.
         stop_reason: why the search ended, for candidates that were not tried.
         batch: samples in a trial's step; 0 if unknown.
-        unmeasured: the candidate chosen by prediction, if the search ended before anything was measured.
+        predicted_best: the choice by prediction, if the search ended before anything was measured.
     """
 
     def __init__(
-        self, knowledge: Knowledge, stop_reason: str, *, batch: int, unmeasured: Preferred | None
+        self, knowledge: Knowledge, stop_reason: str, *, batch: int, predicted_best: Preferred | None
     ) -> None:
         self._batch = batch
-        self._unmeasured = unmeasured
+        self._predicted_best = predicted_best
         self._knowledge = knowledge
         self._objective = knowledge.objective
         self._limit = knowledge.limit_bytes
         self._stop_reason = stop_reason
-        self._ranked = {result.candidate.key: result for result in knowledge.ranked}
-        self._rejected = knowledge.ledger.rejected
+        self._results = {result.candidate.key: result for result in knowledge.ranked}
+        self._wrong_numerics = knowledge.ledger.rejected
         self._winner = knowledge.winner
 
     def of(self, index: int) -> tuple[Fate, str]:
@@ -125,18 +125,18 @@ class Reasons:
 
     def _fate_and_reason(self, index: int, entry: CandidateTrials | None) -> tuple[Fate, str]:
         candidate = self._knowledge.candidates[index]
-        if candidate.key in self._rejected:
-            return "failed", self._rejected[candidate.key]
-        ranked = self._ranked.get(candidate.key)
-        if ranked is not None:
+        if candidate.key in self._wrong_numerics:
+            return "failed", self._wrong_numerics[candidate.key]
+        result = self._results.get(candidate.key)
+        if result is not None:
             if self._winner is not None and candidate.key == self._winner.candidate.key:
-                return "won", self._reason_for_win(ranked)
-            return "lost", self._reason_for_loss(ranked)
+                return "won", self._reason_for_win(result)
+            return "lost", self._reason_for_loss(result)
         if entry is not None and entry.judged:
             return "failed", self._failure_reason(entry, candidate)
-        if self._unmeasured is not None and candidate is self._unmeasured.candidate:
-            begun = f"; its trial: {entry.merged.reason or entry.merged.status}" if entry is not None else ""
-            return "won", self._chosen_unmeasured(*self._unmeasured) + begun
+        if self._predicted_best is not None and candidate is self._predicted_best.candidate:
+            trial = f"; its trial: {entry.merged.reason or entry.merged.status}" if entry is not None else ""
+            return "won", self._chosen_unmeasured(*self._predicted_best) + trial
         if candidate.pruned is not None:
             hint = f"; {candidate.pruned.hint}" if candidate.pruned.hint else ""
             return "pruned", candidate.pruned.reason + hint
@@ -150,12 +150,15 @@ class Reasons:
         text = self._value_text(entry)
         if self._objective.kind != "batch":
             text += f", measured over {len(entry.outcome.step_seconds)} steps"
-        ranked = self._knowledge.ranked
-        if ranked[0].candidate.key != entry.candidate.key:  # chosen as simpler, or as the baseline
-            better = ranked[0]
+        ranking = self._knowledge.ranked
+        if ranking[0].candidate.key != entry.candidate.key:  # chosen as simpler, or as the baseline
+            better = ranking[0]
             why = f"this {self._why_preferred(entry)}"
-            return f"{text}; {better.candidate.label} ({self._value_text(better)}) is not better beyond the noise, and {why}"
-        plain = next((other for other in ranked if other.candidate.is_baseline), None)
+            return (
+                f"{text}; {better.candidate.label} ({self._value_text(better)}) is not better beyond the noise, "
+                f"and {why}"
+            )
+        plain = next((other for other in ranking if other.candidate.is_baseline), None)
         if plain is not None and plain is not entry:
             return f"{text}; the baseline {self._worse_text(plain, entry)} ({self._value_text(plain)})"
         return text
@@ -164,13 +167,13 @@ class Reasons:
         winner = self._winner
         if winner is None:
             return self._value_text(entry)
-        shown = f"{self._value_text(entry)} against {self._value_text(winner)}"
+        comparison = f"{self._value_text(entry)} against {self._value_text(winner)}"
         if self._objective.kind != "batch":
-            shown = f"measured {shown}"
+            comparison = f"measured {comparison}"
         if entry in tied_with_best(self._knowledge.ranked):
             why = f"{winner.candidate.label} {self._why_preferred(winner)}"
-            return f"not better beyond the noise ({shown}), and {why}"
-        return f"{self._worse_text(entry, winner)} ({shown})".removeprefix("is ").removeprefix("takes ")
+            return f"not better beyond the noise ({comparison}), and {why}"
+        return f"{self._worse_text(entry, winner)} ({comparison})".removeprefix("is ").removeprefix("takes ")
 
     def _why_preferred(self, winner: RankedCandidate) -> str:
         if winner.candidate.is_baseline:
@@ -186,19 +189,17 @@ class Reasons:
         words = time_against(ratio)  # "takes 2.00× the time", "is 31% slower"
         return f"{'takes' if words.endswith(' time') else 'is'} {words}"
 
-    def _chosen_unmeasured(self, candidate: Candidate, preferred: str) -> str:
-        predicted = ""
+    def _chosen_unmeasured(self, candidate: Candidate, reason: str) -> str:
+        figures = ""
         if candidate.estimate is not None:
-            predicted = f"; predicted {_predicted_text(candidate.estimate)}"
+            figures = f"; predicted {_predicted_text(candidate.estimate)}"
         what = "it is predicted to be the best that fits"
-        if candidate.is_baseline or preferred:
+        if candidate.is_baseline or reason:
             what = (
-                "it is the baseline"
-                if candidate.is_baseline
-                else f"it is preferred by prediction: {preferred}"
+                "it is the baseline" if candidate.is_baseline else f"it is preferred by prediction: {reason}"
             )
-        ended = f" ({self._stop_reason})" if self._stop_reason else ""
-        return f"the search was ended before anything was measured{ended}, and {what}{predicted}"
+        cause = f" ({self._stop_reason})" if self._stop_reason else ""
+        return f"the search was ended before anything was measured{cause}, and {what}{figures}"
 
     def _failure_reason(self, entry: CandidateTrials, candidate: Candidate) -> str:
         outcome = entry.merged
@@ -217,8 +218,8 @@ class Reasons:
         if outcome.status == "out of memory" and outcome.while_applying:
             odd = " while the strategy was applied, before the first step"
         elif outcome.status == "out of memory" and candidate.key not in self._knowledge.short_of_memory:
-            needed = bytes_text(candidate.predicted_bytes or 0.0)
-            odd = f", which {UNEXPLAINED} (predicted {needed} of {bytes_text(self._limit)})"
+            predicted_size = bytes_text(candidate.predicted_bytes or 0.0)
+            odd = f", which {UNEXPLAINED} (predicted {predicted_size} of {bytes_text(self._limit)})"
         return f"{outcome.status}{again}{where}{odd}{why}{log}"
 
     def _reason_for_skip(self, index: int, candidate: Candidate) -> str:
@@ -231,7 +232,10 @@ class Reasons:
             return f"predicted {_predicted_text(candidate.estimate)}; {note}"
         posterior = self._knowledge.posterior
         seconds = math.exp(posterior.mean[index])
-        against = f"{seconds_text(seconds)} ± {posterior.deviation[index]:.0%} against {seconds_text(self._winner.value)}"
+        against = (
+            f"{seconds_text(seconds)} ± {posterior.deviation[index]:.0%} against "
+            f"{seconds_text(self._winner.value)}"
+        )
         return f"predicted {time_against(seconds / self._winner.value)} ({against}); {note}"
 
     def _value_text(self, entry: RankedCandidate) -> str:

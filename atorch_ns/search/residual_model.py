@@ -54,9 +54,9 @@ def read_features(candidates: Sequence[Candidate]) -> Features:
             for time in times
         ]
     ).reshape(len(sets), num_parts)
-    known = np.asarray([time is not None for time in times], dtype=bool)
-    if known.any():
-        shares = np.where(known[:, None], shares - shares[known].mean(axis=0), 0.0)
+    has_time = np.asarray([time is not None for time in times], dtype=bool)
+    if has_time.any():
+        shares = np.where(has_time[:, None], shares - shares[has_time].mean(axis=0), 0.0)
     methods = tuple(frozenset(name for name, _ in entry.steps) for entry in candidates)
     return Features(indicators.reshape(len(sets), len(names)), shares, methods)
 
@@ -84,67 +84,67 @@ class Posterior:
         values, vectors = np.linalg.eigh(self.covariance)
         root = vectors * np.sqrt(np.maximum(values, 0.0))  # root @ root.T is the covariance
         normal = np.random.default_rng(seed).standard_normal((NUM_SAMPLES, len(self.mean)))
-        drawn: np.ndarray = self.mean + normal @ root.T
-        return drawn
+        draws: np.ndarray = self.mean + normal @ root.T
+        return draws
 
 
 def fit_posterior(
-    features: Features, predicted: np.ndarray, tried: np.ndarray, measured: np.ndarray, noise: np.ndarray
+    features: Features, predictions: np.ndarray, indices: np.ndarray, values: np.ndarray, *, noise: np.ndarray
 ) -> Posterior:
     """The posterior after some trials.
 
     Args:
         features: features that the N candidates share.
-        predicted: [N] logarithms of the predictions; NaN without one.
-        tried: [M] indices of candidates that were measured.
-        measured: [M] logarithms of what was measured.
+        predictions: [N] logarithms of the predictions; NaN without one.
+        indices: [M] indices of candidates that were measured.
+        values: [M] logarithms of the measurements.
         noise: [M] relative standard errors.
     """
-    priced = np.isfinite(predicted)
-    centre = float(np.median(predicted[priced])) if priced.any() else 0.0  # for those without estimates
-    prior = np.where(priced, predicted, centre)
-    fixed, scaled = _covariance_kernels(features, priced)
-    if len(tried) == 0:
-        return Posterior(prior, fixed + scaled)
-    residual = measured - prior[tried]
+    has_prediction = np.isfinite(predictions)
+    centre = float(np.median(predictions[has_prediction])) if has_prediction.any() else 0.0
+    prior = np.where(has_prediction, predictions, centre)
+    common, others = _covariance_kernels(features, has_prediction)
+    if len(indices) == 0:
+        return Posterior(prior, common + others)
+    residual = values - prior[indices]
     errors = np.diag(noise**2 + DRIFT**2)
-    scale = _likeliest_scale(fixed, scaled, tried, residual, errors)
-    kernel = fixed + scale**2 * scaled
+    scale = _likeliest_scale(common, others, indices, residual, errors=errors)
+    kernel = common + scale**2 * others
     if scale < 1:  # that others were predicted well says nothing of a method that was never tried
-        centred = features.indicators - features.indicators.mean(axis=0)
-        unknown = centred[:, ~features.indicators[tried].any(axis=0)]  # features that no trial had
-        kernel += (1 - scale**2) * _indicator_deviation(priced) ** 2 * unknown @ unknown.T
+        offsets = features.indicators - features.indicators.mean(axis=0)
+        unknown = offsets[:, ~features.indicators[indices].any(axis=0)]  # features that no trial had
+        kernel += (1 - scale**2) * _indicator_deviation(has_prediction) ** 2 * unknown @ unknown.T
     # The Gaussian conditioned on the residuals of the trials; gain is [N, M].
-    gain = np.linalg.solve(kernel[np.ix_(tried, tried)] + errors, kernel[tried]).T
-    return Posterior(prior + gain @ residual, kernel - gain @ kernel[tried])
+    gain = np.linalg.solve(kernel[np.ix_(indices, indices)] + errors, kernel[indices]).T
+    return Posterior(prior + gain @ residual, kernel - gain @ kernel[indices])
 
 
-def _covariance_kernels(features: Features, priced: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    number = len(priced)
+def _covariance_kernels(features: Features, has_prediction: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    number = len(has_prediction)
     # Without estimates the common factor is the unknown scale itself: three times as wide.
-    common = np.full((number, number), COMMON**2 if priced.all() else (3 * COMMON) ** 2)
+    common = np.full((number, number), COMMON**2 if has_prediction.all() else (3 * COMMON) ** 2)
     indicators, shares = features.indicators - features.indicators.mean(axis=0), features.shares
     others = (
-        _indicator_deviation(priced) ** 2 * indicators @ indicators.T
+        _indicator_deviation(has_prediction) ** 2 * indicators @ indicators.T
         + PART**2 * shares @ shares.T
         + OWN**2 * np.eye(number)
     )
     return common, others  # [N, N] each
 
 
-def _indicator_deviation(priced: np.ndarray) -> float:
-    return MARK if priced.all() else MARK_UNPRICED
+def _indicator_deviation(has_prediction: np.ndarray) -> float:
+    return MARK if has_prediction.all() else MARK_UNPRICED
 
 
 def _likeliest_scale(
-    fixed: np.ndarray, scaled: np.ndarray, tried: np.ndarray, residual: np.ndarray, errors: np.ndarray
+    common: np.ndarray, others: np.ndarray, indices: np.ndarray, residual: np.ndarray, *, errors: np.ndarray
 ) -> float:
-    if len(tried) < 3:  # too few to tell
+    if len(indices) < 3:  # too few to tell
         return 1.0
-    block = np.ix_(tried, tried)
+    block = np.ix_(indices, indices)
 
     def score(scale: float) -> float:
-        covariance = fixed[block] + scale**2 * scaled[block] + errors
+        covariance = common[block] + scale**2 * others[block] + errors
         _, determinant = np.linalg.slogdet(covariance)
         fit = residual @ np.linalg.solve(covariance, residual)
         return float(-0.5 * (fit + determinant) - 0.5 * (np.log(scale) / 0.5) ** 2)  # and its prior

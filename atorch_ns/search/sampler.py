@@ -20,8 +20,7 @@ from atorch_ns.search.space.candidate import named_features
 LEAST_TRIAL_S = 3.0  # seconds that any trial is taken to cost at least, so that set-up counts in proportion
 
 Sampler = Callable[[Knowledge, list[int], float], int]
-"""Chooses the index of the next candidate from what is known, the indices that are open (at least one), and the
-seconds that a trial without special set-up takes."""
+"""Chooses the next index from the knowledge, the open indices (at least one) and a usual trial's seconds."""
 
 
 def make_sampler(settings: SearchSettings) -> Sampler:
@@ -40,10 +39,7 @@ def make_sampler(settings: SearchSettings) -> Sampler:
 
 
 def guided(knowledge: Knowledge, open_: list[int], usual_cost_s: float) -> int:
-    """The candidate with the largest expected improvement of the corrected prediction for each second of its trial.
-
-    Before any result it is the best predicted one.
-    """
+    """The candidate with most expected improvement per second of its trial; at first the best predicted."""
     mean, deviation = knowledge.posterior.mean[open_], knowledge.posterior.deviation[open_]
     if not knowledge.ranked:  # there is no best to improve on
         gain = np.exp(-(mean - mean.min()))
@@ -108,13 +104,13 @@ class OptunaSampler:
         # In the candidates' order, not that of the trials: the same trials give the same proposal.
         study = self._create_study(len(knowledge.ranked))
         index_of = {entry.key: index for index, entry in enumerate(knowledge.candidates)}
-        for ranked in sorted(knowledge.ranked, key=lambda entry: index_of[entry.candidate.key]):
-            params = {name: settings[index_of[ranked.candidate.key]].get(name, ABSENT) for name in space}
-            study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=ranked.value))
-        proposed = study.ask(space).params  # may be no candidate: methods exclude each other
+        for result in sorted(knowledge.ranked, key=lambda entry: index_of[entry.candidate.key]):
+            params = {name: settings[index_of[result.candidate.key]].get(name, ABSENT) for name in space}
+            study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=result.value))
+        proposal = study.ask(space).params  # may be no candidate: methods exclude each other
 
         def distance(index: int) -> int:
-            return sum(settings[index].get(name, ABSENT) != value for name, value in proposed.items())
+            return sum(settings[index].get(name, ABSENT) != value for name, value in proposal.items())
 
         return min(open_, key=lambda index: (distance(index), index))
 

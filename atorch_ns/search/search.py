@@ -1,4 +1,4 @@
-"""Search: hands out trials, takes their outcomes, and gives at any moment the best candidate and the reasons."""
+"""Search: hands out trials, takes their outcomes, and always knows the best candidate and the reasons."""
 
 from __future__ import annotations
 
@@ -54,12 +54,10 @@ class Recorder(Protocol):
 class Search:
     """A search over a list of candidates. Pure but for the clock; one trial at a time.
 
-    The plain strategy is tried first, if it is predicted to fit; then whatever the sampler chooses. The
-    winner and a close rival are run once more, and the winner is held against one process: its numbers and its time.
+    The plain strategy is tried first, if it is predicted to fit; then the sampler's choices. The winner and a
+    close rival are run once more. The winner's numbers and time are compared with those of one process.
 
     Args:
-        setting: model, machine and workload of the search.
-        settings: objective, sampler and limits.
         candidates: the candidates of :func:`~atorch_ns.search.explore`.
         clock: seconds, from any origin.
         known: a strategy to try first; if its trial confirms it, the search ends.
@@ -85,7 +83,7 @@ class Search:
         self._budget = TimeBudget(
             setting, settings, clock, any(candidate.fits_alone for candidate in self.candidates)
         )
-        self._known = known
+        self._hint = known
         self._recorder = recorder
         self._sampler = make_sampler(settings)
         self._objective = Objective(settings, setting.memory_limit_bytes)
@@ -95,7 +93,7 @@ class Search:
         self._task: TrialTask | None = None  # handed out, its outcome not told yet
         self._last_id = 0
         self._stop_reason = ""  # why nothing new is tried; repetitions and checks may still follow
-        self._cancelled = ""  # why it was ended from outside
+        self._cancel_reason = ""  # why it was ended from outside
         self._out_of_time = False
         self._over = False
         self._confirming: list[str] = []  # keys that are still to be repeated
@@ -146,7 +144,7 @@ class Search:
         Before any measurement, the outcome chooses by prediction, unless trials have failed.
         """
         if not self._over:
-            self._cancelled = reason
+            self._cancel_reason = reason
             self._over = True
             self._task = None
             self._seconds = self._budget.elapsed
@@ -163,9 +161,9 @@ class Search:
             self.setting,
             self.settings,
             self._knowledge,
-            stop_reason=self._cancelled or self._stop_reason,
+            stop_reason=self._cancel_reason or self._stop_reason,
             seconds=self._budget.elapsed if self._seconds is None else self._seconds,
-            cut_short=bool(self._cancelled) or self._out_of_time,
+            cut_short=bool(self._cancel_reason) or self._out_of_time,
             over=self._over,
         )
 
@@ -226,21 +224,21 @@ class Search:
         return f"the time limit of {self.settings.time_limit_s:g} s left time for {trials}"
 
     def _all_tried(self) -> str:
-        pruned = {
+        pruned_keys = {
             candidate.key
             for candidate in self.candidates
             if candidate.pruned is not None and candidate.pruned.kind == "memory"
         }
-        short = pruned | self._knowledge.too_large.keys()
+        short = pruned_keys | self._knowledge.too_large.keys()
         if len(self._ledger):
             return f"every candidate{' that may fit in memory' if short else ''} was tried"
         return "no candidate fits in memory" if short else "there is no candidate that could be tried"
 
     def _pick_candidate(self, open_: list[int], usual_cost: float) -> int:
         # The known strategy, the plain one, then the sampler's choice; if memory is short, the smallest.
-        if self._known is not None and not len(self._ledger):
+        if self._hint is not None and not len(self._ledger):
             for index in open_:
-                if self.candidates[index].key == self._known.key:
+                if self.candidates[index].key == self._hint.key:
                     return index
         for index in open_:
             if self.candidates[index].is_baseline:
@@ -254,14 +252,14 @@ class Search:
         return self._sampler(self._knowledge, open_, usual_cost)
 
     def _confirmed_known(self) -> str:
-        if self._known is None or len(self._ledger) != 1 or not self._knowledge.ranked:
+        if self._hint is None or len(self._ledger) != 1 or not self._knowledge.ranked:
             return ""
         best = self._knowledge.ranked[0]
-        slower = best.outcome.median_seconds / self._known.seconds - 1
+        slower = best.outcome.median_seconds / self._hint.seconds - 1
         # A trial that is slower than noise explains confirms nothing, and the search goes on.
-        if best.candidate.key != self._known.key or slower > max(KNOWN_WITHIN, CONFIDENCE_Z * best.error):
+        if best.candidate.key != self._hint.key or slower > max(KNOWN_WITHIN, CONFIDENCE_Z * best.error):
             return ""
-        now, then = seconds_text(best.outcome.median_seconds), seconds_text(self._known.seconds)
+        now, then = seconds_text(best.outcome.median_seconds), seconds_text(self._hint.seconds)
         return f"an earlier search found it, and one trial confirms it ({now}, then {then})"
 
     @property
@@ -272,8 +270,8 @@ class Search:
     def _kept_to_confirm(self) -> str:
         # The best of many is partly luck, so the last trials repeat it. Candidates left out are those that
         # predictions have put last.
-        unordered = any(self.candidates[index].estimate is None for index in self._knowledge.open)
-        guessing = unordered or self.settings.sampler == "random"
+        is_unordered = any(self.candidates[index].estimate is None for index in self._knowledge.open)
+        guessing = is_unordered or self.settings.sampler == "random"
         rivals = [] if guessing else self._close_rivals()
         if not rivals or self._ledger.num_run < FIRST_LOOK or self._trials_left != len(rivals):
             return ""
@@ -292,11 +290,11 @@ class Search:
         return None
 
     def _close_rivals(self) -> list[str]:
-        """The candidates worth a repetition: the plain strategy or the next best, and the best; or none."""
-        ranked, winner = self._knowledge.ranked, self._knowledge.winner
-        if self.settings.sampler == "exhaustive" or not self._objective.counts_time or len(ranked) < 2:
+        # Candidates worth a repetition: the plain strategy or the next best, and the best; or none.
+        ranking, winner = self._knowledge.ranked, self._knowledge.winner
+        if self.settings.sampler == "exhaustive" or not self._objective.counts_time or len(ranking) < 2:
             return []
-        best, *others = ranked
+        best, *others = ranking
         if best.num_trials > 1:
             assert winner is not None
             unclear = winner.value > best.value * (1 + SAME_WITHIN) and best.num_trials < MOST_REPETITIONS
@@ -317,7 +315,7 @@ class Search:
         return [rival.candidate.key, best.candidate.key]
 
     def _plain_candidates(self) -> list[Candidate]:
-        """The plain strategies in the winner's precision, the first by prediction first; none where time does not count."""
+        # In the winner's precision, in the order of predictions; none where time does not count.
         winner = self._knowledge.winner
         if winner is None or not self._objective.counts_time:
             return []
@@ -352,13 +350,13 @@ class Search:
 
     def _trial_task(self, key: str) -> TrialTask:
         candidate = self._by_key[key]
-        ranked = self._knowledge.ranked
-        predicted = math.exp(self._knowledge.seconds.mean[self.candidates.index(candidate)])
-        best = ranked[0] if ranked else None
-        rule = self._budget.rule(best, predicted, times=self._objective.counts_time)
+        ranking = self._knowledge.ranked
+        predicted_seconds = math.exp(self._knowledge.seconds.mean[self.candidates.index(candidate)])
+        best = ranking[0] if ranking else None
+        rule = self._budget.rule(best, predicted_seconds, times=self._objective.counts_time)
         # Before any trial, the scale of predictions may be wrong, so that deadlines do not depend on them.
-        known = predicted if ranked and candidate.estimate is not None else None
-        deadline = self._budget.deadline(candidate, rule, known)
+        corrected_seconds = predicted_seconds if ranking and candidate.estimate is not None else None
+        deadline = self._budget.deadline(candidate, rule, corrected_seconds)
         return self._task_of(candidate, rule, deadline, "trial")
 
     def _task_of(self, candidate: Candidate, rule: StopRule, deadline_s: float, kind: TaskKind) -> TrialTask:
@@ -375,5 +373,9 @@ class Search:
 
     def _build_knowledge(self) -> Knowledge:
         return Knowledge(
-            self.candidates, self._features, self._ledger, self._objective, self.setting.memory_limit_bytes
+            self.candidates,
+            self._features,
+            self._ledger,
+            self._objective,
+            limit_bytes=self.setting.memory_limit_bytes,
         )

@@ -11,8 +11,8 @@ TrialStatus = Literal[
     "ok", "stopped early", "out of memory", "raised", "hung", "died", "non-finite", "wrong", "refused",
     "cancelled",
 ]  # fmt: skip
-"""Ends of a trial. ``wrong``: the check of numerics found values that differ from one process's. ``refused``: the
-strategy cannot be applied. ``cancelled``: another rank failed, or the search ended before."""
+"""Ends of a trial. ``wrong``: numerics differ from those of one process. ``refused``: the strategy cannot be
+applied. ``cancelled``: another rank failed, or the search ended before."""
 
 
 TaskKind = Literal["trial", "probe", "single"]
@@ -50,12 +50,10 @@ class TrialTask:
 
     Attributes:
         id: counts up; a report of an older id is ignored.
-        key: the candidate's key.
-        steps: the steps of its strategy.
-        rule: when the trial stops.
+        key, steps: of the candidate.
         deadline_s: seconds after which a rank that has not reported is taken to hang, set-up included.
         attempt: number of earlier attempts that ended through no fault of the candidate.
-        kind: ``"probe"`` compares numerics with one process; ``"single"`` times the whole batch in one, that of rank 0.
+        kind: ``"probe"`` compares numerics with one process; ``"single"`` times the whole batch on rank 0.
     """
 
     id: int
@@ -72,12 +70,10 @@ class TrialOutcome:
     """The measured outcome of a trial over all ranks.
 
     Attributes:
-        status: how the trial ended.
         step_seconds: each timed step, the maximum over ranks.
         peak_bytes: peak per rank of what tensors (CPU) or the allocator (GPU) held, beyond what the process
             held before the trial; empty where it was not measured.
-        process_bytes: the most per rank that the process (CPU) or its part of the device (GPU) grew by, tensors among
-            it; empty where it was not measured.
+        process_bytes: most growth per rank of the process (CPU) or its part of the device (GPU); or empty.
         further_bytes: bytes per rank that a run of 1,000 steps is expected to add to that.
         state_bytes: parameters, gradients and optimizer states per rank after the last step.
         collectives: calls and bytes in one step by kind, as ``{"all_reduce": (3, 4096)}``.
@@ -126,7 +122,7 @@ class TrialOutcome:
 
     @property
     def needed_bytes(self) -> tuple[int, ...]:
-        """Bytes per rank that a limit must leave: of the process in a long run; of tensors where that was not measured."""
+        """Bytes per rank that a limit must leave: of the process in a long run, or else of tensors."""
         if not self.process_bytes:
             return self.peak_bytes
         further = self.further_bytes or (0,) * len(self.process_bytes)
@@ -176,7 +172,7 @@ NOT_ITS_FAULT = ("died", "cancelled")  # ends that are held against a candidate 
 
 
 def _max_per_rank(trials: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Rank by rank the most of several trials; of those that measured as many ranks as the last."""
+    # Of trials that measured as many ranks as the last.
     return tuple(
         max(ranks)
         for ranks in zip(*(trial for trial in trials if len(trial) == len(trials[-1])), strict=True)
@@ -204,9 +200,9 @@ class CandidateTrials:
         """All its trials as one: steps of all, the largest peaks; a failure counts above a success."""
         if not self.outcomes:
             return self.lost[-1]
-        failed = [outcome for outcome in self.outcomes if not outcome.succeeded]  # the last one counts
-        if failed or len(self.outcomes) == 1:
-            return (failed or self.outcomes)[-1]
+        failures = [outcome for outcome in self.outcomes if not outcome.succeeded]  # the last one counts
+        if failures or len(self.outcomes) == 1:
+            return (failures or self.outcomes)[-1]
         last = self.outcomes[-1]
         return replace(
             last,
@@ -231,7 +227,7 @@ class Ledger:
     Attributes:
         num_run, num_resumed: trials that this search ran, and that it read from a history.
         probes: outcomes of the checks of numerics, by the key of the candidate.
-        singles: outcomes of the trials in one process, by the key of the candidate that they are compared with.
+        singles: outcomes of the trials in one process, by the key of the candidate compared with them.
     """
 
     def __init__(self) -> None:

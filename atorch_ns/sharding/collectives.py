@@ -1,8 +1,8 @@
 """Collectives that gradients flow through, on plain tensors, between processes or simulated ranks.
 
-Each function below is a forward communication with its backward one. ``x`` is this rank's tensor; a group of one
-rank communicates nothing. Simulated ranks are threads of one process, for self-tests: one that raises ends all of them with
-its error, so that no test waits for a rank that has stopped.
+Each function below is a forward communication with its backward one. ``x`` is this rank's tensor. A group of
+one rank communicates nothing. Simulated ranks are threads of one process, for self-tests: an error in one
+ends all of them, so that no test waits for a rank that has stopped.
 
 =================  ============================  ============================  ==========================
 function           forward                       backward                      used where
@@ -44,29 +44,29 @@ T = TypeVar("T")
 
 
 class _Turns:
-    """Lets one rank run at a time, in order: what a module does on real groups, all processes do in the same order."""
+    """Lets one rank run at a time, in order, as processes of real groups all do the same in one order."""
 
     def __init__(self, num_ranks: int) -> None:
         self.error: BaseException | None = None
-        self.swapped: list[dict[int, Any]] = []  # [swaps] values by rank
-        self._left = set(range(num_ranks))  # ranks whose work has not ended
+        self.swaps: list[dict[int, Any]] = []  # [swaps] values by rank
+        self._active = set(range(num_ranks))  # ranks whose work has not ended
         self._turn = 0  # the rank that may run; -1 once all have ended
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
 
     def wait(self, rank: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.error is not None or self._turn == rank)
+        with self._condition:
+            self._condition.wait_for(lambda: self.error is not None or self._turn == rank)
             if self.error is not None:
                 raise self.error
 
-    def pass_on(self, rank: int, *, ended: bool = False, error: BaseException | None = None) -> None:
-        with self._changed:
+    def pass_on(self, rank: int, *, has_ended: bool = False, error: BaseException | None = None) -> None:
+        with self._condition:
             self.error = self.error or error  # the first error is kept
-            if ended:
-                self._left.discard(rank)
+            if has_ended:
+                self._active.discard(rank)
             # The next higher rank that has not ended, or after the highest one the lowest.
-            self._turn = min([other for other in self._left if other > rank] or self._left, default=-1)
-            self._changed.notify_all()
+            self._turn = min([other for other in self._active if other > rank] or self._active, default=-1)
+            self._condition.notify_all()
 
 
 class SimulatedGroup:
@@ -88,9 +88,9 @@ class SimulatedGroup:
 
     def swap(self, value: T) -> list[T]:
         """The values of all ranks, by rank; they are shared with those ranks, and not to be written to."""
-        if len(self._turns.swapped) == self._num_swaps:  # this rank is the first to reach this swap
-            self._turns.swapped.append({})
-        values = self._turns.swapped[self._num_swaps]
+        if len(self._turns.swaps) == self._num_swaps:  # this rank is the first to reach this swap
+            self._turns.swaps.append({})
+        values = self._turns.swaps[self._num_swaps]
         self._num_swaps += 1
         values[self._rank] = value
         self._turns.pass_on(self._rank)
@@ -113,14 +113,14 @@ def simulate(num_ranks: int, work: Callable[[SimulatedGroup], T], device: torch.
             turns.wait(rank)
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # a new thread begins with device 0
-            # Else the backward passes of all ranks run on the device's one thread, and wait there for each other.
+            # Else the backward passes of all ranks share the device's one thread, and wait for each other.
             with torch.autograd.set_multithreading_enabled(False):
                 return work(SimulatedGroup(rank, num_ranks, turns))
         except BaseException as raised:
             error = raised
             raise
         finally:
-            turns.pass_on(rank, ended=True, error=error)  # after an error too: it ends the other ranks
+            turns.pass_on(rank, has_ended=True, error=error)  # after an error too: it ends the other ranks
 
     with ThreadPoolExecutor(num_ranks) as pool:
         ranks = []
@@ -129,9 +129,9 @@ def simulate(num_ranks: int, work: Callable[[SimulatedGroup], T], device: torch.
                 ranks.append(pool.submit(run, rank))
             except RuntimeError as error:
                 # No room for another thread: those that wait for it would do so for ever.
-                turns.pass_on(rank, ended=True, error=error)
+                turns.pass_on(rank, has_ended=True, error=error)
                 raise
-    turns.swapped.clear()  # backward nodes refer to the group, and the values to them: a cycle that nobody would find
+    turns.swaps.clear()  # the group, its backward nodes and these values refer to each other in a cycle
     return [rank.result() for rank in ranks]
 
 
@@ -163,7 +163,7 @@ def scatter_to(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 
 def summand_of(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's summand of ``x``, which is equal on all ranks: all of it on the first, zeros on the others."""
+    """This rank's summand of ``x``, equal on all ranks: all of it on the first, zeros on the others."""
     return _apply_with_gradient(x, group, _keep_on_first_rank, _identity_view)
 
 
@@ -178,8 +178,8 @@ def reduce_scatter(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 
 def traced_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """:func:`all_gather` by functional collectives, which torch's compiler takes into a graph, beside the products that
-    read their results."""
+    """:func:`all_gather` by functional collectives, which torch's compiler takes into a graph, together
+    with the products that read their results."""
     whole: torch.Tensor = _TracedExchange.apply(x, dim, group, True)  # type: ignore[no-untyped-call]
     return whole
 
@@ -191,7 +191,7 @@ def traced_scatter(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch
 
 
 def all_to_all(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> torch.Tensor:
-    """Splits ``x`` along ``split_dim``, sends piece ``i`` to rank ``i``, joins what arrives along ``join_dim``.
+    """Splits ``x`` along ``split_dim``, sends piece ``i`` to rank ``i``, joins arrivals along ``join_dim``.
 
     The group's size must divide ``x.size(split_dim)``.
     """
@@ -205,16 +205,15 @@ def exchange(
 ) -> torch.Tensor:
     """Sends the first ``send_counts[0]`` rows of ``x`` to rank 0, the next ``send_counts[1]`` to rank 1, ….
 
-    Returns:
-        ``[sum(receive_counts), …]``: the rows from rank 0, then those from rank 1, ….
+    Returns ``[sum(receive_counts), …]``: the rows from rank 0, then those from rank 1, ….
     """
     return _apply_with_gradient(x, group, _exchange_rows, _sent_back, list(send_counts), list(receive_counts))
 
 
 def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """``x``; its gradient is multiplied by ``factor``."""
-    needed = x.requires_grad and torch.is_grad_enabled()  # else no autograd node is added
-    return _apply_autograd_pair(x, _identity_view, lambda gradient: gradient * factor) if needed else x
+    has_grad = x.requires_grad and torch.is_grad_enabled()  # else no autograd node is added
+    return _apply_autograd_pair(x, _identity_view, lambda gradient: gradient * factor) if has_grad else x
 
 
 def total(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -236,7 +235,7 @@ def maximum(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def sent_on(x: torch.Tensor, group: Group) -> tuple[list[Any], torch.Tensor]:
-    """Sends ``x`` to the next rank; returns the works to wait for, and the tensor that comes from the previous one."""
+    """Sends ``x`` to the next rank; returns the works to wait for and the tensor from the previous rank."""
     size, rank = group.size(), group.rank()
     if isinstance(group, SimulatedGroup):
         return [], group.swap(x)[rank - 1].clone()  # the sender may still write to its tensor
@@ -332,12 +331,12 @@ def _sum_piece(x: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 
 def _transpose_pieces(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> torch.Tensor:
-    sent = torch.stack([piece.contiguous() for piece in x.chunk(group.size(), split_dim)])  # [n, …]
+    outgoing = torch.stack([piece.contiguous() for piece in x.chunk(group.size(), split_dim)])  # [n, …]
     if isinstance(group, SimulatedGroup):
-        return torch.cat([theirs[group.rank()] for theirs in group.swap(sent)], join_dim)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return torch.cat(list(received.unbind(0)), join_dim)
+        return torch.cat([theirs[group.rank()] for theirs in group.swap(outgoing)], join_dim)
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=group)
+    return torch.cat(list(incoming.unbind(0)), join_dim)
 
 
 def _transposed_back(x: torch.Tensor, split_dim: int, join_dim: int, group: Group) -> torch.Tensor:

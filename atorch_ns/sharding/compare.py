@@ -1,4 +1,4 @@
-"""Comparison of what is computed divided with what is computed whole: gradients of a test loss, relative errors."""
+"""Comparison of divided with whole computation: gradients of a test loss, relative errors."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ def largest(tensor: torch.Tensor) -> float:
     return max(abs(low), abs(high))  # and 0.0, not -0.0, for zeros
 
 
-def relative_error(actual: torch.Tensor | None, wanted: torch.Tensor, *, floor: float = 0.0) -> float:
-    """max|found - wanted| / max(max|wanted|, floor), of complex numbers by their parts.
+def relative_error(actual: torch.Tensor | None, target: torch.Tensor, *, floor: float = 0.0) -> float:
+    """max|actual - target| / max(max|target|, floor), of complex numbers by their parts.
 
-    Infinite for another shape, for integers that differ, and where one has an infinity or NaN and the other has not.
+    Infinite for another shape, for integers that differ, and where only one has an infinity or NaN.
     """
-    if actual is None or actual.shape != wanted.shape:
+    if actual is None or actual.shape != target.shape:
         return float("inf")
     # view_as_real refuses a conjugate that is not computed yet, hence resolve_conj.
-    if wanted.is_complex() and actual.is_complex():
-        actual, wanted = torch.view_as_real(actual.resolve_conj()), torch.view_as_real(wanted.resolve_conj())
-    if not wanted.is_floating_point():
-        return 0.0 if torch.equal(actual, wanted) else float("inf")
-    error, scale = largest(actual - wanted), largest(wanted)
+    if target.is_complex() and actual.is_complex():
+        actual, target = torch.view_as_real(actual.resolve_conj()), torch.view_as_real(target.resolve_conj())
+    if not target.is_floating_point():
+        return 0.0 if torch.equal(actual, target) else float("inf")
+    error, scale = largest(actual - target), largest(target)
     if not math.isfinite(error + scale):
         # Infinities and NaN must stand in the same places; the error is that of all other elements.
         # A reference of nothing but NaN proves nothing.
-        same = (actual == wanted) | (actual.isnan() & wanted.isnan())
-        finite = wanted.isfinite() & actual.isfinite()
-        if not bool((finite | same).all()) or bool(wanted.isnan().all()):
+        same = (actual == target) | (actual.isnan() & target.isnan())
+        finite = target.isfinite() & actual.isfinite()
+        if not bool((finite | same).all()) or bool(target.isnan().all()):
             return float("inf")
-        error, scale = largest((actual - wanted)[finite]), largest(wanted[finite])
+        error, scale = largest((actual - target)[finite]), largest(target[finite])
     return error / max(scale, floor, 1e-30)  # 1e-30: two tensors of zeros differ by 0, not by NaN
 
 
@@ -79,13 +79,12 @@ def gradient_floor(gradients: Iterable[torch.Tensor]) -> float:
 
 
 def copy_to_run(module: nn.Module) -> nn.Module:
-    """A copy with memory of the parameters, gradients of its own, and buffers of its own, which may hold what its code notes."""
+    """A copy that shares the parameters' memory; gradients, and buffers that code may write, are its own."""
     return copy_structure(module, lambda kind, x: x.detach() if kind == "parameter" else x.clone(), {})
 
 
 class InFloat32(TorchDispatchMode):
-    """Leaves out casts to 16 bits that a module asks for itself: self-tests have weights and inputs in fp32, and their
-    tolerances are for its roundings. For the thread that enters it."""
+    """Skips a module's own casts to 16 bits in this thread: self-tests have fp32 values and tolerances."""
 
     # Else torch raises an error for operators such as flex_attention inside the mode.
     supports_higher_order_operators = True

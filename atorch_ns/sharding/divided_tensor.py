@@ -1,4 +1,4 @@
-"""Divided tensors: tensors that look whole, of which each rank holds a part, and a record of what is done with them."""
+"""Divided tensors, which look whole while each rank holds a part, and a record of operations on them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from atorch_ns.capture.nests import map_tensors
 from atorch_ns.capture.operators import METADATA
@@ -62,8 +63,8 @@ class LogitUses:
 class DividedTensor(torch.Tensor):
     """A tensor that looks whole and holds this rank's part.
 
-    Functions for which a subclass has a way are computed on the part; anything else gathers the whole tensor first, which
-    all ranks of the group must do together. Changes in place are refused.
+    Functions that a subclass can compute on the part run there. Any other gathers the whole tensor first,
+    which all ranks of the group must do together. Changes in place are refused.
     """
 
     part_name: ClassVar[str]
@@ -79,24 +80,24 @@ class DividedTensor(torch.Tensor):
         """The whole tensor, a plain one; collective the first time."""
         graph = torch.is_grad_enabled()  # one gathered without a graph has no gradient for later uses
         if graph not in self._wholes:
-            self._wholes[graph] = self._gathered()
+            self._wholes[graph] = self._gather_whole()
         return self._wholes[graph]
 
-    def _gathered(self) -> torch.Tensor:
+    def _gather_whole(self) -> torch.Tensor:
         raise NotImplementedError
 
     def of_rank(
         self, whole: torch.Tensor, group: Group, uses: LogitUses
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-        """A rank's part of other values, divided as these are: the part, a function that gives its share of the gradient of
-        the whole, and one that presents it as the whole."""
+        """A rank's part of other values, divided as these are; a function for its share of the whole
+        gradient; and one that presents it as the whole."""
         raise NotImplementedError
 
     @classmethod
     def _on_parts(
-        cls, divided: Self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls, tensor: Self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The result of ``func`` on parts, or ``NotImplemented``; ``divided``: the first divided argument."""
+        """The result of ``func`` on parts, or ``NotImplemented``; ``tensor``: the first divided argument."""
         raise NotImplementedError
 
     @classmethod
@@ -110,12 +111,13 @@ class DividedTensor(torch.Tensor):
         kwargs = dict(kwargs or {})
         if func in METADATA:  # shape, dtype and the like: the tensor itself has those of the whole
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        divided = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, cls)), None)
-        if divided is not None:  # None: it stands in a list, as for torch.cat
+        tensor = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, cls)), None)
+        if tensor is not None:  # None: it stands in a list, as for torch.cat
             if func in _AUTOGRAD:
-                return func(divided._part, *args[1:], **kwargs)
-            result = cls._on_parts(divided, func, args, kwargs)
-            if result is not NotImplemented:
+                return func(tensor._part, *args[1:], **kwargs)
+            result = cls._on_parts(tensor, func, args, kwargs)
+            # Parts on another device could not be gathered there later: its ranks have no group for them.
+            if result is not NotImplemented and getattr(result, "device", tensor.device) == tensor.device:
                 return result
         if func is torch.autograd.grad:
             _refuse_gradient(kwargs.get("inputs", args[1] if len(args) > 1 else ()))
@@ -136,13 +138,13 @@ def whole_logits(data: Any) -> Any:
     """``data`` with whole tensors in place of divided ones; collective where there are any."""
     tensors: list[DividedTensor] = []
 
-    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, DividedTensor):
             tensors.append(tensor)
             return tensor.whole()
         return tensor
 
-    result = map_tensors(gathered, data)
+    result = map_tensors(gather, data)
     return result if tensors else data  # unchanged: the same object
 
 
@@ -169,9 +171,11 @@ def on_whole(
         StepError: if it would change them in place.
     """
     name = getattr(func, "__name__", str(func))
-    changes = changes_in_place(func, args, kwargs)
+    out = kwargs.get("out")
+    is_written = any(isinstance(tensor, DividedTensor) for tensor in tree_leaves(out))
+    changes = changes_in_place(func, args, kwargs) and (out is None or is_written)
 
-    def gathered(value: torch.Tensor) -> torch.Tensor:
+    def gather(value: torch.Tensor) -> torch.Tensor:
         if not isinstance(value, DividedTensor):
             return value
         if value._uses is not None:
@@ -185,7 +189,7 @@ def on_whole(
             )
         return value.whole()
 
-    return func(*map_tensors(gathered, args), **map_tensors(gathered, dict(kwargs)))
+    return func(*map_tensors(gather, args), **map_tensors(gather, dict(kwargs)))
 
 
 def _refuse_gradient(inputs: Any) -> None:

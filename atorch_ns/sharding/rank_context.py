@@ -38,14 +38,13 @@ _SEEDS = 2**62  # seeds of RankRandomness are below it: with a rank added they s
 
 
 def local_part(parameter: Any) -> torch.Tensor:
-    """This rank's part of a divided parameter, through which gradients flow; a plain tensor is returned as it is."""
+    """This rank's part of a divided parameter, through which gradients flow; of a plain tensor, itself."""
     local: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local
 
 
 def divide_class(module: nn.Module, style: type) -> None:
-    """Makes a module compute in ``style``: its class becomes a subclass of both, shared by all layers, so that their
-    classes are equal."""
+    """Makes a module's class a subclass of it and ``style``, shared by all layers for equal classes."""
     whole: Any = type(module)
     module.__class__ = _divided_subclass(style, whole)
 
@@ -63,8 +62,7 @@ def _divided_subclass(style: Any, whole: Any) -> Any:
 def isolated(action: Callable[[], T], device: torch.device) -> T:
     """Runs ``action()`` in a thread of its own, outside autocast, modes and the hooks of a recomputation.
 
-    Those count what a forward pass does and expect the same again. Random states, which all threads share, are
-    afterwards as before.
+    Those count operations and expect the same again. Random states, which threads share, are restored.
     """
 
     def run() -> T:
@@ -82,11 +80,11 @@ class TensorGroup:
     """The ranks that layers are divided over, and this rank's place among them.
 
     Args:
-        ranks: the tensor axis; or a simulated group, whose ranks hold their parts as plain tensors; or the number of
-            ranks, to compute shapes without them: nothing is communicated.
-        overlap: whether layers compute in halves, each reduced while the next is computed; on a tensor axis alone.
-        traced: whether a compiler takes divided layers into its graphs, with the gathers and scattered sums between them;
-            where the sequence is divided, and on a tensor axis alone.
+        ranks: the tensor axis; or a simulated group, whose ranks hold their parts as plain tensors; or the
+            number of ranks, to compute shapes without communication.
+        overlap: whether layers compute in halves, each reduced while the next is computed; tensor axis only.
+        traced: whether a compiler takes divided layers and the gathers and scattered sums between them into
+            its graphs; where the sequence is divided, and on a tensor axis alone.
     """
 
     def __init__(
@@ -133,8 +131,7 @@ class TensorGroup:
     def enter_whole(self, x: torch.Tensor, dim: int, gather: Gather | None = None) -> torch.Tensor:
         """The pieces of all ranks joined along ``dim``, as the input of divided layers; gradients are summed.
 
-        Args:
-            gather: in a compiler's graphs, by what instead of :func:`traced_gather`.
+        In a compiler's graphs, ``gather`` takes the place of :func:`traced_gather`.
         """
         if self.process_group is None:
             return torch.cat([x] * self.size, dim)
@@ -152,12 +149,11 @@ class TensorGroup:
 
 
 class Region:
-    """The part of a forward pass between column-parallel layers and the row-parallel ones that sum their results.
+    """The part of a forward pass between column-parallel layers and the row-parallel ones that sum results.
 
-    Column-parallel layers that take one tensor share the communication at its entry, so that its gradient is summed
-    once. Inside a region in training, each rank draws random numbers of its own, since it holds other features;
-    outside, all draw the same. The state at the beginning is a function of the default generator's, so recomputation
-    draws the same again.
+    Column-parallel layers of one tensor share the communication at its entry: its gradient is summed once. In
+    training each rank draws its own random numbers inside, since it holds other features; outside, all draw
+    the same. The initial state follows from the default generator's, so recomputation repeats the draws.
 
     Args:
         num_rows: row-parallel layers that end the region.
@@ -184,7 +180,7 @@ class Region:
         self._group = group
         self._num_rows = num_rows
         self._rows_left = 0  # rows of the region that are still to come in this pass
-        self._entered: tuple[torch.Tensor, int, torch.Tensor] | None = None  # input, its version, result
+        self._entry: tuple[torch.Tensor, int, torch.Tensor] | None = None  # input, its version, result
         self._restore: Callable[[], None] | None = None  # back to the shared state; None outside
 
     def __deepcopy__(self, memo: Any) -> Region:
@@ -205,19 +201,19 @@ class Region:
             return self._enter_input(x) if self.gathers else x
         if not torch.is_grad_enabled():
             return self._enter_input(x)
-        if self._entered is not None and self.has_entered(x):
-            return self._entered[2]
-        entered = self._enter_input(x)
-        self._entered = (x, x._version, entered)  # the version tells changes in place
-        return entered
+        if self._entry is not None and self.has_entered(x):
+            return self._entry[2]
+        result = self._enter_input(x)
+        self._entry = (x, x._version, result)  # the version tells changes in place
+        return result
 
     def has_entered(self, x: torch.Tensor) -> bool:
         """Whether ``x`` has been communicated and not been changed since."""
-        return self._entered is not None and self._entered[0] is x and self._entered[1] == x._version
+        return self._entry is not None and self._entry[0] is x and self._entry[1] == x._version
 
     def entered(self, x: torch.Tensor, whole: torch.Tensor | None = None) -> None:
         """Marks ``x`` as communicated: :meth:`enter` returns ``whole``, or ``x`` as it is."""
-        self._entered = (x, x._version, x if whole is None else whole)
+        self._entry = (x, x._version, x if whole is None else whole)
 
     def _enter_input(self, x: torch.Tensor) -> torch.Tensor:
         if self.gathers and self.sequence_dim is not None:
@@ -239,7 +235,7 @@ class Region:
 
     def outside(self) -> None:
         """Called before a row-parallel layer: its results are equal on all ranks again."""
-        self._entered = None
+        self._entry = None
         if self._restore is not None:
             self._restore_shared()
             self._rows_left -= 1
@@ -255,7 +251,7 @@ class Region:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end_region(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._entered = None
+        self._entry = None
         self._rows_left = 0
         self._restore_shared()
 
@@ -274,8 +270,8 @@ class Region:
 class RankRandomness:
     """Random numbers of each rank's own, from generator states made of the state that ranks share.
 
-    Between :meth:`enter` and :meth:`leave` each rank draws different numbers. Afterwards all ranks continue from the
-    state they shared, one draw later. Recomputation that begins with the state of :meth:`enter` draws the same.
+    Between :meth:`enter` and :meth:`leave` each rank draws different numbers. Then all ranks continue from
+    the state they shared, one draw later. A recomputation from the state of :meth:`enter` draws the same.
 
     Args:
         rank: this rank's place in its group.

@@ -150,9 +150,9 @@ def _parse_content(content: bytes, name: str) -> Any:
         return yaml.safe_load(text) if as_yaml else json.loads(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         kind = "YAML" if as_yaml else "JSON"
-        shown = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise StrategyFileError(
-            f"not readable as {kind}, truncated or damaged: {shown}", source=name
+            f"not readable as {kind}, truncated or damaged: {reason}", source=name
         ) from error
 
 
@@ -183,15 +183,15 @@ def _check_document(document: Any, name: str) -> dict[str, Any]:
             source=name,
         )
     try:
-        checked = StrategyDocument.model_validate(document, strict=True)  # no text becomes a number
+        valid = StrategyDocument.model_validate(document, strict=True)  # no text becomes a number
     except ValidationError as error:
         problems = [
             Problem(message=_in_words(issue), key=".".join(str(part) for part in issue["loc"]))
             for issue in error.errors()
         ]
         raise StrategyFileError(problems, source=name) from error
-    return checked.model_dump(by_alias=True, exclude_none=True) | {
-        "steps": [{"name": step.name, "config": step.config} for step in checked.steps]
+    return valid.model_dump(by_alias=True, exclude_none=True) | {
+        "steps": [{"name": step.name, "config": step.config} for step in valid.steps]
     }
 
 

@@ -46,8 +46,7 @@ class NarrowProducts:
         include: parts of names, one of which a layer's name must contain; ``None`` for all.
         exclude: parts of names that it may not contain.
         multiple: the number of which both dims of a layer's weight are multiples.
-        casts_per_operand: bytes that finding scales and rounding move, in units of the bytes that a product reads and
-            writes.
+        casts_per_operand: bytes moved to find scales and round, in units of a product's reads and writes.
         share: of a layer's products, forward and backward, that are in fewer bits.
         rate: of these products, over that of the device's best ones in this dtype.
         gathered: whether asynchronous gathers along ``tensor``, too, are in fewer bits.
@@ -64,7 +63,7 @@ class NarrowProducts:
 
 
 def _only_where(condition: str, default: Any) -> Any:
-    """A field that changes nothing unless ``condition`` holds, one of the conditions in ``search.space.equivalence``."""
+    """A field that changes nothing unless ``condition``, one of ``search.space.equivalence``, holds."""
     return field(default=default, metadata={"only_where": condition})
 
 
@@ -93,22 +92,22 @@ class Sharding:
 
     Attributes:
         parameters_over, gradients_over, optimizer_over: the axes over which each is sharded.
-        layout: how a tensor is divided: ``rows`` of each parameter (fully_shard), ``flat`` (all of a unit as one
-            vector), or whole ``parameters`` given to ranks (ZeroRedundancyOptimizer).
+        layout: how a tensor is divided: ``rows`` of each parameter (fully_shard), ``flat`` (all of a unit as
+            one vector), or whole ``parameters`` given to ranks (ZeroRedundancyOptimizer).
         units: what is gathered together where parameters are sharded: selectors of modules, ``None`` for the
             repeated blocks, ``()`` for the whole model at once.
         keeps_gathered: whether gathered parameters stay from the forward to the backward pass.
         gather_dtype: dtype of gathered parameters, where it differs.
         reduce_dtype: dtype of reduced gradients, where it differs.
         bucket_bytes: gradients are reduced in buckets of about this size; 0 for unit by unit.
-        bucket_views: when gradients lie in the buckets that are reduced: ``always``, once they are ``reduced`` (those of
-            earlier micro-batches lie beside), or ``never``: both are kept.
+        bucket_views: when gradients lie in the buckets that are reduced: ``always``, once they are
+            ``reduced`` (those of earlier micro-batches lie beside), or ``never``: both are kept.
         flat_multiple: in the layout ``flat``, divisor of the elements of each rank's piece.
-        updates_copy: whether the optimizer updates a copy of its share, although the weights are in its dtype.
+        updates_copy: whether the optimizer updates a copy of its share, although the weights have its dtype.
         frees_gradients: whether no gradient is alive once the optimizer has stepped.
         follows_compute: whether parameters are gathered in the compute dtype of a method that comes later.
-        reduces_each: whether gradients are reduced and sharded after every micro-batch, not kept whole until the last;
-            ``None`` for :meth:`Plan.reduces_each` to decide.
+        reduces_each: whether gradients are reduced and sharded after every micro-batch, not kept whole until
+            the last; ``None`` for :meth:`Plan.reduces_each` to decide.
     """
 
     parameters_over: tuple[str, ...] = ()
@@ -135,8 +134,8 @@ class Recomputation:
     Attributes:
         kind: whole ``blocks``, or ``selective``: all but the results of some operators.
         every: every n-th block is recomputed, where there is no share.
-        share: of the blocks, which is recomputed: of all, of each stage of a pipeline, or ``"auto"``; ``None`` for every
-            n-th of them. :class:`~atorch_ns.pipeline.RecomputeShare` says what they mean.
+        share: of the blocks, which is recomputed: of all, of each stage of a pipeline, or ``"auto"``;
+            ``None`` for every n-th of them. See :class:`~atorch_ns.pipeline.RecomputeShare`.
         by_stage: how the share of the first stage gives those of the others.
         chunk: neighbouring blocks that are recomputed as one.
         selectors: selectors of the recomputed modules, ``None`` for the repeated blocks.
@@ -162,10 +161,9 @@ class TensorParallelism:
     """Use of the axis ``tensor``.
 
     Attributes:
-        sequence: whether the residual stream is divided along its tokens between the layers that this axis divides
-            (Megatron's sequence parallelism).
+        sequence: whether the residual stream between these layers is divided by tokens, as in Megatron.
         parallel_loss: whether logits stay divided over the vocabulary, and the loss is computed on the parts.
-        asynchronous: whether the exchanges of a divided stream go on while the products beside them are computed.
+        asynchronous: whether exchanges of a divided stream go on while the products beside them are computed.
     """
 
     sequence: bool = False
@@ -178,7 +176,7 @@ class SequenceParallelism:
     """Use of the axis ``sequence``.
 
     Attributes:
-        exchange: how attention sees the tokens of other ranks: heads against tokens (``ulysses``), or keys and
+        exchange: how attention sees tokens of other ranks: heads against tokens (``ulysses``), or keys and
             values that travel from rank to rank (``ring``).
         blocks: selectors of what runs on a part of a sample, ``None`` for the repeated blocks.
         parallel_loss: whether what comes after the last block, head and loss, is computed on parts too.
@@ -196,12 +194,11 @@ class PipelineParallelism:
     Attributes:
         schedule: the order of passes, by its name; ``auto`` for the fastest that fits.
         stages_per_rank: stages on each rank; 0 for what the schedule needs.
-        split_method: where the model is cut: ``auto`` (the stages that take least time), ``uniform`` (equal numbers
-            of blocks, the first stages one more), ``uniform_floor`` (the same, the stages after the first one more),
-            ``parameters`` (equal numbers of parameters), ``custom`` (at split_points).
+        split_method: where the model is cut: ``auto`` (the stages that take least time), ``uniform`` (equal
+            numbers of blocks, the first stages one more), ``uniform_floor`` (the same, the stages after the
+            first one more), ``parameters`` (equal numbers of parameters), ``custom`` (at split_points).
         split_points: modules that begin a stage, where the user names them.
-        recomputed: the share of its blocks that each stage recomputes, once it is known; empty where recomputation is not by
-            shares.
+        recomputed: the share of its blocks that each stage recomputes, once known; empty without shares.
     """
 
     schedule: str = "1F1B"
@@ -227,8 +224,7 @@ _WHOLE_GRADIENTS = 0.25
 
 
 class AxisUse(NamedTuple):
-    """How a :class:`Plan` uses the axes that divide the model: its fields of these names, which stand for nothing
-    where an axis has one rank."""
+    """How a :class:`Plan` uses axes that divide the model: its fields of these names, unused for one rank."""
 
     tensor: TensorParallelism = TensorParallelism()
     sequence: SequenceParallelism = SequenceParallelism()
@@ -251,8 +247,8 @@ class AxisUse(NamedTuple):
 
 
 def _merge_fields(mine: Any, other: Any) -> Any:
-    said = {spec.name: value for spec in fields(mine) if (value := getattr(mine, spec.name)) != spec.default}
-    return replace(other, **said)
+    diff = {spec.name: value for spec in fields(mine) if (value := getattr(mine, spec.name)) != spec.default}
+    return replace(other, **diff)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,8 +266,8 @@ class Plan:
         sharding: the sharding of parameters, gradients and optimizer states.
         recomputation: what the backward pass computes again.
         offload: whether parameters, gradients and optimizer states stay in host memory.
-        offload_optimizer: whether the optimizer updates copies of the weights in host memory, so that they and its
-            states are kept there.
+        offload_optimizer: whether the optimizer updates copies of the weights in host memory, so that
+            they and its states are kept there.
         compiled: whether blocks are compiled.
         compiler: the backend that compiles blocks; empty where nothing is compiled.
         replaced: whether modules are replaced by fused ones.
@@ -298,9 +294,8 @@ class Plan:
     extras: tuple[Extra, ...] = ()
 
     def changed(self, **changes: Any) -> Plan:
-        """The plan with other values; a mapping changes fields of a group: ``changed(sharding={"units": ()})``."""
+        """The plan with other values; a mapping changes a group's fields: ``sharding={"units": ()}``."""
         values = {}
-        # A mapping changes fields of a group, such as sharding; anything else is the new value.
         for name, new in changes.items():
             value, old = new, getattr(self, name)
             if isinstance(new, Mapping):
@@ -312,24 +307,23 @@ class Plan:
 
     def size(self, names: str | Iterable[str]) -> int:
         """The product of the sizes of the named axes; an absent axis counts 1."""
-        wanted = (names,) if isinstance(names, str) else tuple(names)
+        axes = (names,) if isinstance(names, str) else tuple(names)
         product = 1
         for name, size in self.axes:
-            if name in wanted:
+            if name in axes:
                 product *= size
         return product
 
     @property
     def whole_backward(self) -> bool:
-        """Whether a pipeline never splits backward passes: compiled blocks compute the gradients of inputs and weights at
-        once."""
+        """Whether a pipeline never splits backward passes: compiled blocks compute all gradients at once."""
         return self.compiled
 
     def reduces_each(self, num_trainable: int, memory_bytes: float) -> bool:
-        """Whether sharded gradients are reduced after every micro-batch; a pipeline reduces them at the end of a step.
+        """Whether sharded gradients are reduced after every micro-batch; a pipeline reduces at a step's end.
 
-        Where the plan leaves it open, they are if whole ones would take more than a quarter of a device's memory. The
-        rest is for what is not known without a trace: activations, gathered parameters and states.
+        Where the plan leaves it open, they are if whole ones would take over a quarter of a device's memory.
+        The rest is for memory unknown without a trace: activations, gathered parameters and states.
 
         Args:
             num_trainable: trainable elements of the whole model.
@@ -357,5 +351,5 @@ class Plan:
 
     @property
     def unit_axes(self) -> tuple[str, ...]:
-        """The axes that fully sharded states are divided over: ``sequence`` too, whose ranks hold equal parameters."""
+        """The axes that divide fully sharded states: ``sequence`` too, whose ranks hold equal parameters."""
         return (*self.shard_axes, "sequence") if self.size("sequence") > 1 else self.shard_axes

@@ -28,8 +28,7 @@ class Step:
 
     Attributes:
         name: the method's name, as registered, or one of its aliases.
-        config: the config as plain JSON values; ``None`` means the method's defaults. A new copy at every
-            access: a step cannot be changed.
+        config: the config as JSON values, a new copy at every access; ``None`` means the method's defaults.
 
     Raises:
         UnwritableValueError: if the config holds something that has no readable form.
@@ -116,8 +115,7 @@ def _step_from(entry: Any) -> Step:
 
 
 def _step_from_sequence(entry: Sequence[Any]) -> Step:
-    # ATorch writes its strategies as (name, config, tunable); whether a step may be tuned is asked of the
-    # search, not of the strategy, so the third item is read and not kept.
+    # ATorch writes (name, config, tunable). The search decides what may be tuned: the third item is dropped.
     if len(entry) in (1, 2) or (len(entry) == 3 and isinstance(entry[2], bool)):
         return _make_step(entry[0], entry[1] if len(entry) > 1 else None)
     raise _EntryError(f"is {clipped(repr(entry), 60)}, which has {len(entry)} items; write {ACCEPTED}")
@@ -141,8 +139,8 @@ _NAMES = re.compile(r"[a-z][a-z0-9_]*(\s*,\s*[a-z][a-z0-9_]*)*")  # names with c
 class Strategy:
     """A short list of named methods, each with a config.
 
-    A strategy cannot be changed, can be a key of a dictionary, and has exactly one form as a file. Two strategies are
-    equal when they do the same: when their steps are equal, wherever they came from.
+    A strategy cannot be changed, can be a key of a dictionary, and has exactly one form as a file. Two
+    strategies are equal when their steps are equal, wherever they came from.
 
     Attributes:
         steps: the methods.
@@ -243,11 +241,7 @@ class Strategy:
         return cls(document["steps"], requires=requires, provenance=document.get("provenance", {}))
 
     def to_bytes(self, *, suffix: str = ".json") -> bytes:
-        """The file's bytes; the same strategy always gives the same.
-
-        Args:
-            suffix: ``.json``, or ``.yaml``/``.yml`` for YAML.
-        """
+        """The file's bytes, always the same for one strategy; YAML by the suffix ``.yaml`` or ``.yml``."""
         return strategy_bytes(self._make_document(), suffix)
 
     def save(self, path: str | PathLike[str]) -> None:

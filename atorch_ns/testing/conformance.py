@@ -7,9 +7,8 @@
         configs = [None, {"level": 2}, "shorthand"]
         bad_configs = [({"levle": 2}, "levle"), ({"level": -1}, "level")]
 
-Run by pytest with ``OMP_NUM_THREADS=1``, since ranks are forked. The method must be found by its name, so the
-distribution that brings it must be installed (``pip install -e .`` does) with an entry point in the group
-``atorch_ns.methods``.
+Run by pytest with ``OMP_NUM_THREADS=1``, since ranks are forked. The method is found by its name, so its
+distribution must be installed (``pip install -e .``) with an entry point in the group ``atorch_ns.methods``.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def nothing_changes() -> Iterator[None]:
     """Random states and the settings of torch are the same after the block as before."""
     before = {name: read() for name, read in _READERS.items()}
     yield
-    changed = [name for name, read in _READERS.items() if read() != before[name]]
-    assert not changed, f"changed: {', '.join(changed)}"
+    changes = [name for name, read in _READERS.items() if read() != before[name]]
+    assert not changes, f"changed: {', '.join(changes)}"
 
 
 def _numpy_state() -> str:
@@ -82,17 +81,14 @@ class MethodConformance:
     Class attributes:
         method: the method's class.
         configs: configs as users write them, shorthand among them; ``None`` for the defaults.
-        bad_configs: pairs of a config that must be refused and the key that the refusal must name, ``None``
-            where it concerns the config as a whole.
+        bad_configs: pairs of a config to refuse and the key that the refusal names, ``None`` for the whole.
         partners: what must stand beside the method in a strategy for it to work.
         cases: the models it is tried on, of :mod:`atorch_ns.testing.models`.
         num_ranks: the world size of the runs on several ranks.
         failing_rank: the rank that fails alone, where one is made to; from the end if negative.
-        param_tol: how far a parameter may be from the reference, in units of its update.
-        loss_tol: how far a loss may be.
+        param_tol, loss_tol: how far a parameter, in units of its update, and a loss may be off.
         global_batch: samples a step. Reduced precision needs many: ``BF16_GLOBAL_BATCH``.
-        reference: further arguments of ``reference_run``, such as ``autocast_dtype``: plain torch in the
-            precision that the method computes in.
+        reference: further arguments of ``reference_run``, as ``autocast_dtype`` for the method's precision.
     """
 
     method: ClassVar[type[Method[Any]]]
@@ -161,9 +157,9 @@ class MethodConformance:
 
     def test_a_config_survives_its_file(self, config: Any) -> None:
         """Through JSON and YAML, as the user wrote it and as it is written once it is resolved."""
-        wanted = self._validate_config(config)
-        for written in (config, wanted.as_json()):
-            strategy = Strategy([(self.method.name, written)])
+        settings = self._validate_config(config)
+        for form in (config, settings.as_json()):
+            strategy = Strategy([(self.method.name, form)])
             for suffix in (".json", ".yaml"):
                 with tempfile.TemporaryDirectory() as folder:
                     path = Path(folder) / f"strategy{suffix}"
@@ -174,8 +170,8 @@ class MethodConformance:
                         "written again, the file differs"
                     )
                 again = self.method.Config.model_validate(read[self.method.name])
-                assert again == wanted, f"{wanted} is read as {again}"
-        json.dumps(wanted.as_json(), allow_nan=False)
+                assert again == settings, f"{settings} is read as {again}"
+        json.dumps(settings.as_json(), allow_nan=False)
 
     def test_a_bad_config_is_refused(self, bad_config: tuple[Any, str | None]) -> None:
         """The StrategyError names method and key."""
@@ -185,8 +181,8 @@ class MethodConformance:
             strategy = Strategy([*self.partners, (self.method.name, config)])
             resolve(strategy, self._make_cluster(), self._method_registry(), profile=profile)
         except StrategyError as error:
-            blamed = {(problem.method, problem.key) for problem in error.problems}
-            assert (self.method.name, key) in blamed, f"{config!r}: the refusal blames {blamed}"
+            keys = {(problem.method, problem.key) for problem in error.problems}
+            assert (self.method.name, key) in keys, f"{config!r}: the refusal blames {keys}"
         else:
             raise AssertionError(f"{config!r} is accepted")
 
@@ -194,20 +190,20 @@ class MethodConformance:
 
     def test_the_plan_is_pure(self, config: Any) -> None:
         """Planning twice changes nothing more, and equal questions have equal answers."""
-        chosen = self._fit_method(config)
+        choice = self._fit_method(config)
         for plan in (Plan(), Plan(axes=(("data", self.num_ranks),), gradient_sync="all_reduce")):
             before = dataclasses.replace(plan)
             with nothing_changes():
-                once = chosen.method.plan(plan, chosen.config)
-                again = chosen.method.plan(plan, chosen.config)
+                once = choice.method.plan(plan, choice.config)
+                again = choice.method.plan(plan, choice.config)
             assert plan == before, "planning changes the plan that is given"
             assert once == again, f"the same question gives {once} and {again}"
-            assert chosen.method.plan(once, chosen.config) == once, "planning twice adds to the plan"
+            assert choice.method.plan(once, choice.config) == once, "planning twice adds to the plan"
 
     def test_checks_are_pure(self, config: Any) -> None:
         """Asking what is wrong, what is needed and why it is here changes nothing."""
-        chosen = self._fit_method(config)
-        method, settings, cluster = chosen.method, chosen.config, self._make_cluster()
+        choice = self._fit_method(config)
+        method, settings, cluster = choice.method, choice.config, self._make_cluster()
         profile = Profile.of(get_case(self.cases[0]).build())
         before = copy.deepcopy((settings, cluster, profile))
 
@@ -242,8 +238,8 @@ class MethodConformance:
 
     def test_it_explains_itself(self, config: Any) -> None:
         """A clause for the report, without a full stop of its own."""
-        chosen = self._fit_method(config)
-        text = chosen.method.explain(chosen.config, self._make_cluster())
+        choice = self._fit_method(config)
+        text = choice.method.explain(choice.config, self._make_cluster())
         assert text.strip(), "explain gives nothing"
         assert "\n" not in text, "explain gives several lines"
 
@@ -299,8 +295,8 @@ class MethodConformance:
             assert options == before, f"{before} became {options}"
         assert result is not None, "auto_accelerate gives no result"
         rows = {row.name: row.why for row in result.report.rows}
-        reported = rows.get(self.method.name) or " ".join(result.report.notes)
-        assert reported.strip(), "the report does not mention the method"
+        text = rows.get(self.method.name) or " ".join(result.report.notes)
+        assert text.strip(), "the report does not mention the method"
 
     # ---- helpers
 
@@ -308,14 +304,14 @@ class MethodConformance:
         return load_registry()
 
     def _make_cluster(self) -> Cluster:
-        detected = Cluster.detect()
+        cluster = Cluster.detect()
         return dataclasses.replace(
-            detected, world_size=self.num_ranks, local_world_size=self.num_ranks, distributed=True
+            cluster, world_size=self.num_ranks, local_world_size=self.num_ranks, distributed=True
         )
 
     def _validate_config(self, config: Any) -> MethodConfig:
-        written = Strategy([(self.method.name, config)])[self.method.name]
-        return self.method.Config.model_validate(written)
+        value = Strategy([(self.method.name, config)])[self.method.name]
+        return self.method.Config.model_validate(value)
 
     def _fit_method(self, config: Any) -> Chosen:
         method = self.method()
@@ -332,7 +328,7 @@ class MethodConformance:
 
     def _fail_on_one_rank(self, strategy: list[Any], call: int | None) -> None:
         if dist.get_rank() == self.failing_rank % self.num_ranks:
-            self.method.apply = _make_failing_apply(self.method.apply, call)  # type: ignore[method-assign]  # of this process
+            self.method.apply = _make_failing_apply(self.method.apply, call)  # type: ignore[method-assign]
         accelerate_case(get_case(self.cases[0]), strategy, global_batch=self.global_batch)
 
     def _assert_like_plain_torch(self, case_name: str, run: Trajectory) -> None:

@@ -3,8 +3,8 @@
 Legend: B batch, T tokens, F features, V vocabulary.
 
 Every model is float32, has no dropout, and is built equal on every call and every rank. All samples have
-the same number of targets, so the mean of the ranks' losses is the loss of the global batch. The ``hf_`` cases import
-transformers when they are built: build one before forking ranks, or every rank imports it anew.
+the same number of targets, so the mean of the ranks' losses is the loss of the global batch. The ``hf_``
+cases import transformers when built: build one before forking ranks, or every rank imports it anew.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from atorch_ns.errors import InputError, MissingPackageError
 from atorch_ns.testing.networks import EncoderDecoder, ResidualMlp, TiedLlama
 
 IMAGE_SHAPE: Final = (3, 12, 20)
-"""Channels, height and width: 15 patches, and with the class token 16 tokens, which 2, 4 and 8 ranks can share."""
+"""Channels, height and width: 15 patches, with the class token 16 tokens, for 2, 4 and 8 ranks to share."""
 _PATCH: Final = 4  # pixels of a side
 
 # With transformers' default of 0.02 attention starts uniform, and the gradients of queries and keys drown in
@@ -55,14 +55,14 @@ _NO_DROPOUT: Final[Mapping[str, Any]] = {"hidden_dropout_prob": 0.0, "attention_
 
 
 def make_llama(**settings: Any) -> nn.Module:
-    """Two layers, four heads and two of keys and values, an untied head; ``settings`` of its config replace these."""
+    """Two layers, four heads, two of keys and values, an untied head; config ``settings`` replace these."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**{**_SIZES, **_TOKENS, **_DECODER, **settings}))
 
 
 def make_gpt2(**settings: Any) -> nn.Module:
-    """Two layers, four heads, tied weights, no dropout; ``settings`` of its config, ``hidden_size`` …, replace these."""
+    """Two layers, four heads, tied weights, no dropout; ``settings`` (``hidden_size`` …) replace these."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {
@@ -94,7 +94,7 @@ def make_vit() -> nn.Module:
 
 
 def make_mixtral() -> nn.Module:
-    """Two layers with four experts, of which every token uses two; the loss leaves the router's balance out."""
+    """Two layers with four experts, two for every token; the loss leaves the router's balance out."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False}
@@ -119,10 +119,10 @@ class Case:
 
     Attributes:
         name: name in tests.
-        build: function that makes the model, equal on every call; the random state of the caller is not changed.
+        build: makes the model, equal on every call; the random state of the caller is not changed.
         make_batch: ``(batch_size, seed)`` to a batch on the CPU; row ``i`` depends on both.
         loss_func: ``(batch, output)`` to a scalar, the mean over the batch.
-        model_input_format: form in which the batch is passed to the model: None, "unpack_sequence", "unpack_dict", "first".
+        model_input_format: form of the model's batch: None, "unpack_sequence", "unpack_dict", "first".
         block: class name of the repeated block, for methods that wrap by class.
     """
 
@@ -233,6 +233,7 @@ def _make_case(
     make: Callable[[], nn.Module],
     make_batch: Callable[[int, int], Any],
     loss_func: Callable[[Any, Any], Tensor],
+    *,
     model_input_format: str | None,
     block: str,
 ) -> Case:
@@ -252,14 +253,55 @@ def _make_case(
 
 
 _CASES: Final = (
-    _make_case("mlp", ResidualMlp, _make_features, _squared_error, "unpack_sequence", "ResidualBlock"),
-    _make_case("tied_llama", TiedLlama, _make_tokens, _next_token_loss, None, "DecoderBlock"),
-    _make_case("hf_llama", make_llama, _token_dict, _hf_loss, "unpack_dict", "LlamaDecoderLayer"),
-    _make_case("hf_gpt2", make_gpt2, _token_dict, _hf_loss, "unpack_dict", "GPT2Block"),
-    _make_case("hf_bert", make_bert, _masked_tokens, _hf_label_loss, "unpack_dict", "BertLayer"),
-    _make_case("hf_vit", make_vit, _make_images, _hf_label_loss, "unpack_dict", "ViTLayer"),
-    _make_case("hf_mixtral", make_mixtral, _token_dict, _hf_loss, "unpack_dict", "MixtralDecoderLayer"),
-    _make_case("encoder_decoder", EncoderDecoder, _token_pairs, _pair_loss, "unpack_dict", "CrossBlock"),
+    _make_case(
+        "mlp",
+        ResidualMlp,
+        _make_features,
+        _squared_error,
+        model_input_format="unpack_sequence",
+        block="ResidualBlock",
+    ),
+    _make_case(
+        "tied_llama", TiedLlama, _make_tokens, _next_token_loss, model_input_format=None, block="DecoderBlock"
+    ),
+    _make_case(
+        "hf_llama",
+        make_llama,
+        _token_dict,
+        _hf_loss,
+        model_input_format="unpack_dict",
+        block="LlamaDecoderLayer",
+    ),
+    _make_case(
+        "hf_gpt2", make_gpt2, _token_dict, _hf_loss, model_input_format="unpack_dict", block="GPT2Block"
+    ),
+    _make_case(
+        "hf_bert",
+        make_bert,
+        _masked_tokens,
+        _hf_label_loss,
+        model_input_format="unpack_dict",
+        block="BertLayer",
+    ),
+    _make_case(
+        "hf_vit", make_vit, _make_images, _hf_label_loss, model_input_format="unpack_dict", block="ViTLayer"
+    ),
+    _make_case(
+        "hf_mixtral",
+        make_mixtral,
+        _token_dict,
+        _hf_loss,
+        model_input_format="unpack_dict",
+        block="MixtralDecoderLayer",
+    ),
+    _make_case(
+        "encoder_decoder",
+        EncoderDecoder,
+        _token_pairs,
+        _pair_loss,
+        model_input_format="unpack_dict",
+        block="CrossBlock",
+    ),
 )
 CASES: Final[Mapping[str, Case]] = MappingProxyType({case.name: case for case in _CASES})
 

@@ -192,8 +192,8 @@ class EncoderBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the block."""
-        normed = self.self_norm(x)
-        x = x + self.self_attention(normed, normed)
+        norm_x = self.self_norm(x)
+        x = x + self.self_attention(norm_x, norm_x)
         out: Tensor = x + self.feed_forward(self.feed_norm(x))
         return out
 
@@ -215,8 +215,8 @@ class CrossBlock(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         """Apply the block."""
-        normed = self.self_norm(x)
-        x = x + self.self_attention(normed, normed)
+        norm_x = self.self_norm(x)
+        x = x + self.self_attention(norm_x, norm_x)
         x = x + self.cross_attention(self.cross_norm(x), memory)
         out: Tensor = x + self.feed_forward(self.feed_norm(x))
         return out

@@ -1,7 +1,7 @@
-"""Parity of a strategy with one process: every parameter is compared, not the loss, in which a lost gradient hides.
+"""Parity of a strategy with one process: a measure of every parameter; the loss hides a lost gradient.
 
-The measure is, for every parameter, ``max|p - p_ref| / max|p_ref - p_initial|``: the largest deviation in units of the
-largest update after a few AdamW steps (:mod:`atorch_ns.numerics.reference`). docs/design/parity.md gives the reasons.
+The measure is ``max|p - p_ref| / max|p_ref - p_initial|``, the largest deviation in units of the largest
+update after some AdamW steps (:mod:`atorch_ns.numerics.reference`). See docs/design/parity.md for reasons.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class ParityReport:
         max_loss_error: the largest absolute difference of two losses of the same step.
         param_errors: deviation of every parameter, in units of its update.
         initial_error: the largest absolute difference of the weights the runs began with.
-        missing: parameters that only the reference has.
-        unexpected: parameters that only the run has.
+        missing, unexpected: parameters that only the reference, and that only the run has.
     """
 
     max_param_error: float
@@ -94,8 +93,8 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     Collective where the model is sharded: every rank must call it.
     """
     with _whole_parameters(model):
-        named = model.named_parameters(remove_duplicate=False)
-        return {canonical_name(name): _gather_to_cpu(parameter) for name, parameter in named}
+        parameters = model.named_parameters(remove_duplicate=False)
+        return {canonical_name(name): _gather_to_cpu(parameter) for name, parameter in parameters}
 
 
 def train(
@@ -153,15 +152,12 @@ def reference_run(
 
     Args:
         case: model, data and loss.
-        steps: optimizer steps.
-        global_batch: samples a step.
+        steps, global_batch: optimizer steps, and samples of each.
         seed: seed of the data.
         optim_func: makes the optimizer from parameters (or groups) and ``optim_args``.
         optim_args: keyword arguments of ``optim_func``.
         optim_param_func: makes parameter groups of the model; None: all parameters in one group.
-        autocast_dtype: see :func:`train`.
-        max_norm: see :func:`train`.
-        device: see :func:`train`.
+        autocast_dtype, max_norm, device: see :func:`train`.
         prepare: changes the new model in place before training (a cast, a hook).
     """
     model = case.build().to(device)
@@ -285,8 +281,7 @@ def accelerate_case(
         global_batch: samples a step, over all ranks.
         seed: seed of the data.
         model: replacement for the case's own model.
-        optim_args: arguments of AdamW.
-        arguments: more arguments of ``auto_accelerate``.
+        optim_args, arguments: arguments of AdamW, and more of ``auto_accelerate``.
     """
     from atorch_ns.api import auto_accelerate
 
@@ -314,7 +309,6 @@ def accelerated_run(
         case: model, data and loss.
         strategy: strategy, in any form of ``load_strategy``.
         step: trains on one batch and returns the mean loss; ``None`` for ``result.train_step``.
-        arguments: arguments of :func:`accelerate_case`.
     """
     result = accelerate_case(case, strategy, **arguments)
     initial, losses = whole_parameters(result), []
@@ -328,8 +322,7 @@ def accelerated_run(
 def whole_parameters(result: Result) -> dict[str, torch.Tensor]:
     """Copies on the CPU of all parameters of the user's model, whole, by the user's names; collective.
 
-    As :func:`snapshot` of the plain model, on every rank, however the strategy has divided it. Where the job keeps
-    fp32 masters, those. Tied parameters stand under each of their names.
+    As :func:`snapshot` of the plain model, on every rank. Where the job keeps fp32 masters, those.
     """
-    weights, tied = whole_tensors(result, everywhere=True, buffers=False), result.job.original.tied
-    return {alias: weight for name, weight in weights.items() for alias in (name, *tied.get(name, ()))}
+    weights, aliases = whole_tensors(result, everywhere=True, buffers=False), result.job.original.tied
+    return {alias: weight for name, weight in weights.items() for alias in (name, *aliases.get(name, ()))}

@@ -1,8 +1,7 @@
-"""Forked ranks: the program of a rank, and the supervisor that starts, watches and stops them and collects outcomes.
+"""Forked ranks: the program of a rank, and the supervisor that starts, watches, stops and collects them.
 
-A rank exits by ``os._exit``: a process that holds a DeviceMesh may abort while Python finalises. It exits
-only when the parent signals that every rank has reported, so that no rank loses its peer inside the last
-collective.
+A rank exits by ``os._exit``: a process that holds a DeviceMesh may abort while Python finalises. It waits for
+the parent's signal that every rank has reported, so that no rank loses its peer inside the last collective.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Setup:
         folder: folder of the ranks' files.
         timeout_s: the parent's time limit, in seconds.
         env: additions to the environment of every rank.
-        master_port: the port for ``env://``; None when the default process group is started before the function.
+        master_port: the port for ``env://``; None when the default group is started before the function.
     """
 
     num_ranks: int
@@ -93,7 +92,7 @@ class WorkerReport:
 def rank_main(
     fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, rank: int, release_fd: int
 ) -> NoReturn:
-    """Runs this process as rank ``rank`` until the parent closes the other end of ``release_fd``; never returns."""
+    """Runs this process as ``rank`` until the parent closes the other end of ``release_fd``."""
     exit_code = 1
     try:
         files = setup.files(rank)
@@ -210,7 +209,7 @@ class Outcome(Generic[T]):
         error: the exception, when it can be rebuilt in this process.
         error_type: the name of the exception's class; empty when there is none.
         message: the exception's text, or the reason of a rank's death.
-        traceback: the exception's traceback; for a rank that was stopped or timed out, the stacks of its threads.
+        traceback: the exception's traceback; of a stopped or timed-out rank, the stacks of its threads.
         output: text that the rank wrote to stdout and stderr.
         seconds: time from the start of all ranks to this one's end.
     """
@@ -230,15 +229,13 @@ class Outcome(Generic[T]):
         what = {"raised": f"raised {self.error_type}", "timed_out": "timed out", "stopped": "was stopped"}
         head = f"--- rank {self.rank} {what.get(self.status, self.status)} after {self.seconds:.1f} s"
         reason = self.traceback or self.message
-        printed = self.output[-_MAX_OUTPUT_CHARS:].strip()
-        tail = f"\n... printed by rank {self.rank}:\n{printed}" if printed else ""
+        text = self.output[-_MAX_OUTPUT_CHARS:].strip()
+        tail = f"\n... printed by rank {self.rank}:\n{text}" if text else ""
         return f"{head}\n{reason.rstrip()}{tail}"
 
 
 @dataclass(kw_only=True)
 class _Rank:
-    """A forked rank as the parent sees it."""
-
     rank: int
     pid: int
     files: RankFiles
@@ -257,7 +254,7 @@ class _Rank:
     def has_reported(self) -> bool:
         return self.files.report.exists()
 
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         return self._read_report().value is None if self.has_reported() else self.exit_code is not None
 
     def ask_for_stacks(self) -> None:
@@ -274,8 +271,7 @@ class _Rank:
             self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def outcome(self) -> Outcome[Any]:
-        """Outcome of the rank, read from its files."""
-        seen = Outcome[Any](
+        base = Outcome[Any](
             rank=self.rank,
             status=self.stopped or "died",
             output=_read_text(self.files.output),
@@ -283,12 +279,12 @@ class _Rank:
         )
         if not self.has_reported():
             if self.stopped:
-                return replace(seen, traceback=_without_harness(_read_text(self.files.stacks)))
-            return replace(seen, message=_death_message(self.exit_code or 0))
+                return replace(base, traceback=_without_harness(_read_text(self.files.stacks)))
+            return replace(base, message=_death_message(self.exit_code or 0))
         report = self._read_report()
         if report.value is None:
             return replace(
-                seen,
+                base,
                 status="raised",
                 error=_unpickle_error(report.error),
                 error_type=report.error_type,
@@ -296,10 +292,10 @@ class _Rank:
                 traceback=report.traceback,
             )
         try:
-            return replace(seen, status="returned", value=pickle.loads(report.value))
+            return replace(base, status="returned", value=pickle.loads(report.value))
         except Exception as error:
             text = f"the return value cannot be rebuilt outside the rank: {error!r}. Return CPU tensors."
-            return replace(seen, status="raised", error=error, error_type=type(error).__name__, message=text)
+            return replace(base, status="raised", error=error, error_type=type(error).__name__, message=text)
 
     def _read_report(self) -> WorkerReport:
         report: WorkerReport = pickle.loads(self.files.report.read_bytes())
@@ -325,12 +321,12 @@ def _read_text(path: Path) -> str:
 
 def _without_harness(stacks: str) -> str:
     # The innermost call comes first: what follows rank_main has led to the rank's function.
-    kept, inside = [], True
+    lines, inside = [], True
     for line in stacks.splitlines():
         inside = (inside or not line.startswith("  ")) and "in rank_main" not in line
         if inside:
-            kept.append(line)
-    return "\n".join(kept)
+            lines.append(line)
+    return "\n".join(lines)
 
 
 class RankPool:
@@ -357,19 +353,19 @@ class RankPool:
         self._end_all()
 
     def wait(self, *, stop_on_failure: bool) -> None:
-        """Waits until every rank has reported or died, the time limit, or (with ``stop_on_failure``) a failure."""
+        """Waits for all ranks to report or die, the time limit, or a failure (``stop_on_failure``)."""
         deadline = self._start + self._setup.timeout_s
         why: Literal["timed_out", "stopped"] = "timed_out"
-        seen: set[int] = set()
+        old_ends: set[int] = set()
         while running := self._poll_running():
             now = time.monotonic()
-            ended = {rank.rank for rank in self._ranks if rank not in running}
+            ends = {rank.rank for rank in self._ranks if rank not in running}
             # After a first failure the others get a moment to fail as well, and are stopped then.
-            if stop_on_failure and any(self._ranks[rank].failed() for rank in ended - seen):
+            if stop_on_failure and any(self._ranks[rank].has_failed() for rank in ends - old_ends):
                 if now + _FAILURE_GRACE_S < deadline:
                     deadline, why = now + _FAILURE_GRACE_S, "stopped"
                 stop_on_failure = False  # only the first shortens the wait
-            seen |= ended
+            old_ends |= ends
             if now >= deadline:
                 self._stop_ranks(running, why)
                 return

@@ -40,21 +40,20 @@ class WorkerFailure(AssertionError):
     """A rank raised, died or overran the time limit.
 
     Attributes:
-        failures: description of each failed rank, by rank. Ranks that were stopped only because
-            another had failed are in the error's text and in ``outcomes``, not here.
+        failures: descriptions of failed ranks, by rank; not of those stopped because another failed.
         outcomes: outcome of every rank, by rank.
     """
 
     def __init__(self, outcomes: list[Outcome[Any]]) -> None:
         self.outcomes = outcomes
-        failed = [outcome for outcome in outcomes if outcome.status in ("raised", "died", "timed_out")]
-        stopped = [outcome for outcome in outcomes if outcome.status == "stopped"]
-        self.failures = {outcome.rank: outcome.describe() for outcome in failed}
-        late = [outcome.rank for outcome in failed if outcome.status == "timed_out"]
-        head = f"{len(failed)} of {len(outcomes)} ranks failed: {', '.join(map(str, self.failures))}."
+        failures = [outcome for outcome in outcomes if outcome.status in ("raised", "died", "timed_out")]
+        stops = [outcome for outcome in outcomes if outcome.status == "stopped"]
+        self.failures = {outcome.rank: outcome.describe() for outcome in failures}
+        late = [outcome.rank for outcome in failures if outcome.status == "timed_out"]
+        head = f"{len(failures)} of {len(outcomes)} ranks failed: {', '.join(map(str, self.failures))}."
         if late:
             head += f" Still running at the time limit: {', '.join(map(str, late))}."
-        super().__init__("\n".join([head, *(outcome.describe() for outcome in failed + stopped)]))
+        super().__init__("\n".join([head, *(outcome.describe() for outcome in failures + stops)]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.outcomes,)
@@ -76,10 +75,9 @@ def run_ranks(
         num_ranks: the world size, all on this machine.
         timeout_s: seconds until the ranks that still run are stopped.
         args: arguments of ``fn``, the same on every rank.
-        env: additions to the environment of every rank, which has ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and
-            ``LOCAL_WORLD_SIZE``.
-        init_process_group: whether to start the default process group (gloo, over a file) before ``fn``. When False,
-            ``fn`` may do so itself: ``MASTER_ADDR`` and a free ``MASTER_PORT`` are set.
+        env: additions to every rank's environment, beside ``RANK``, ``WORLD_SIZE`` and their ``LOCAL_`` pair.
+        init_process_group: whether to start the default group (gloo, by file) before ``fn``. It else may:
+            ``MASTER_ADDR`` and a free ``MASTER_PORT`` are set.
 
     Raises:
         WorkerFailure: a rank raised, died or overran the limit; the others were stopped.
@@ -87,7 +85,7 @@ def run_ranks(
         InputError: a number is out of range.
     """
     outcomes: list[Outcome[T]] = _collect_outcomes(
-        fn, num_ranks, timeout_s, args, env, init_process_group=init_process_group, stop_on_failure=True
+        fn, num_ranks, timeout_s, args, env=env, init_process_group=init_process_group, stop_on_failure=True
     )
     if any(outcome.status != "returned" for outcome in outcomes):
         raise WorkerFailure(outcomes)
@@ -103,13 +101,13 @@ def catch_ranks(
     env: Mapping[str, str] | None = None,
     init_process_group: bool = True,
 ) -> list[Outcome[T]]:
-    """Like :func:`run_ranks`, but every rank ends by itself, and its failure is in its outcome instead of raised.
+    """Like :func:`run_ranks`, but every rank ends by itself, and its outcome has its failure, not raised.
 
     A rank that raised keeps its connections for two seconds and then exits; a peer that waits for it in a
     collective then sees a broken connection. A rank still running at the limit is "timed_out".
     """
     return _collect_outcomes(
-        fn, num_ranks, timeout_s, args, env, init_process_group=init_process_group, stop_on_failure=False
+        fn, num_ranks, timeout_s, args, env=env, init_process_group=init_process_group, stop_on_failure=False
     )
 
 
@@ -118,8 +116,8 @@ def _collect_outcomes(
     num_ranks: int,
     timeout_s: float,
     args: tuple[Any, ...],
-    env: Mapping[str, str] | None,
     *,
+    env: Mapping[str, str] | None,
     init_process_group: bool,
     stop_on_failure: bool,
 ) -> list[Outcome[T]]:

@@ -19,7 +19,7 @@ from atorch_ns.torch_compat.modules import hooks_inside
 
 
 def num_graphs() -> int:
-    """Number of graphs compiled so far (``torch._dynamo.utils.counters``); cheap enough to be read around every call."""
+    """Number of graphs compiled so far (``torch._dynamo.utils.counters``); cheap to read."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"].get("unique_graphs", 0))
@@ -33,8 +33,7 @@ def num_compile_failures() -> int:
 
 
 def graph_breaks() -> dict[str, int]:
-    """Number of graph breaks so far, by the first line of the reason (``torch._dynamo.utils.counters``, which counts
-    branches that depend on data as unimplemented)."""
+    """Number of graph breaks so far by the reason's first line, branches that depend on data included."""
     from torch._dynamo.utils import counters
 
     breaks: dict[str, int] = {}
@@ -47,20 +46,20 @@ def graph_breaks() -> dict[str, int]:
 
 
 def leave_uncompiled() -> None:
-    """Ends the tracing of the frame that calls it (``torch._dynamo.graph_break``), whose callees are compiled.
+    """Ends the tracing of the frame that calls it; its callees are compiled.
 
-    Inside a context manager or handler of the caller, which no graph can resume in, all of the frame runs in Python.
+    Inside a context manager or handler of the caller, no graph can resume: the whole frame runs in Python.
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break()
 
 
 def micro_pipelined(mode: str | None) -> dict[str, Any]:
-    """Options of inductor for one ``torch.compile``, which takes options or a mode: a gather or a scattered sum and the product
-    beside it become one operator on symmetric memory, which exchanges one piece while it multiplies another
-    (``torch._inductor.fx_passes.micro_pipeline_tp``, by ``config._micro_pipeline_tp``)."""
-    chosen = {} if mode is None else torch._inductor.list_mode_options(mode)
-    return {**chosen, "_micro_pipeline_tp": True}
+    """Options of inductor, those of ``mode`` included, that join a gather or scattered sum with its product.
+    One operator on symmetric memory then exchanges a piece while it multiplies another
+    (``torch._inductor.fx_passes.micro_pipeline_tp``)."""
+    options = {} if mode is None else torch._inductor.list_mode_options(mode)
+    return {**options, "_micro_pipeline_tp": True}
 
 
 class CompileRecord(NamedTuple):
@@ -76,8 +75,7 @@ class CompileRecord(NamedTuple):
 
 
 def compile_records(since_us: int) -> list[CompileRecord]:
-    """Attempts begun after ``since_us`` (microseconds since the epoch), among the last few dozen, which torch keeps
-    (``torch._dynamo.utils.get_compilation_metrics``)."""
+    """Attempts after ``since_us`` (microseconds since the epoch), of the last few dozen that torch keeps."""
     from torch._dynamo.utils import get_compilation_metrics
 
     return [
@@ -89,8 +87,8 @@ def compile_records(since_us: int) -> list[CompileRecord]:
 
 
 def compile_forward(module: nn.Module, watch: Callable[..., Any], **options: Any) -> None:
-    """Has calls of a module run its forward pass as ``watch(compiled, *args, **kwargs)``, with options of ``torch.compile``, and
-    its hooks as they are (``_compiled_call_impl``, which copies leave out; ``module.compile()`` would trace hooks too)."""
+    """Has calls of a module run ``watch(compiled, *args, **kwargs)`` with its compiled forward pass.
+    Hooks are not traced, unlike by ``module.compile()``. Copies leave ``_compiled_call_impl`` out."""
     run = partial(watch, torch.compile(module.forward, **options))
     module._compiled_call_impl = _CompiledCall(module, run)
 
@@ -131,7 +129,7 @@ class _CompiledCall:
 
 
 def note_inner_hooks(models: Iterable[nn.Module]) -> None:
-    """Takes hooks on modules inside of compiled modules for those that are compiled; with others these run uncompiled."""
+    """Takes present hooks inside compiled modules as compiled; a module with later ones runs uncompiled."""
     for module in (module for model in models for module in model.modules()):
         if isinstance(module._compiled_call_impl, _CompiledCall):
             module._compiled_call_impl.note_inner_hooks()
@@ -139,8 +137,8 @@ def note_inner_hooks(models: Iterable[nn.Module]) -> None:
 
 def traced_modules(model: nn.Module) -> set[nn.Module]:
     """The modules inside of modules whose forward pass is compiled: the compiler traces their hooks."""
-    compiled = (module for module in model.modules() if module._compiled_call_impl is not None)
-    return {child for module in compiled for child in module.modules() if child is not module}
+    parents = (module for module in model.modules() if module._compiled_call_impl is not None)
+    return {child for module in parents for child in module.modules() if child is not module}
 
 
 _SETTLING_S = 0.005  # time for threads of process groups to release buffers
@@ -149,11 +147,10 @@ _SETTLING_S = 0.005  # time for threads of process groups to release buffers
 class CpuMemoryRecord:
     """Bytes of CPU tensor memory that are alive, at every allocation and release between start and stop.
 
-    torch's CPU allocator reports every allocation and release, in Python or C++ (gradients, DDP's buckets, buffers
-    of collectives), to the profiler with the requested bytes. The profiler sees the thread
-    that started it and the threads that work for it; the allocator's own count, which each event carries, is of
-    all threads once the flag ``caffe2_report_cpu_memory_usage`` is set. A gloo thread may release what the
-    main thread allocated, so without the flag the count drifts.
+    torch's CPU allocator reports every allocation and release, in Python or C++ (gradients, DDP's buckets,
+    buffers of collectives), to the profiler, which sees the thread that started it and its workers. The count
+    in each event is of all threads once the flag ``caffe2_report_cpu_memory_usage`` is set. Without it the
+    count drifts, since a gloo thread may release memory that the main thread allocated.
     """
 
     def __init__(self) -> None:
@@ -173,8 +170,7 @@ class CpuMemoryRecord:
 
     def stop(self) -> list[int]:
         """Ends the record; the counts in the order of time."""
-        # Threads of a process group release buffers a moment after a step; torch's profiler cannot take events while
-        # it ends.
+        # Process groups release buffers a moment after a step; the profiler takes no events while it ends.
         time.sleep(_SETTLING_S)
         torch.empty(1)  # its release records the present count
         with _silent_kineto():

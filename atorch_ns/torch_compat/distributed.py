@@ -1,4 +1,4 @@
-"""Private names of ``torch.distributed``: meshes, process groups, pipeline schedules; fp16 loss scales of shards."""
+"""Private names of ``torch.distributed``: meshes, groups, pipeline schedules, fp16 loss scales of shards."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from atorch_ns.torch_compat.modules import PackageHook
 
 
 def share_memory_along(group: dist.ProcessGroup) -> None:
-    """Lets the ranks of a group of CUDA devices read each other's memory
-    (``torch.distributed._symmetric_memory.enable_symm_mem_for_group``, without which inductor joins nothing, although it
-    warns that nobody need call it)."""
+    """Lets the ranks of a group of CUDA devices read each other's memory; inductor joins nothing without it.
+    torch warns that the call is not needed (``torch.distributed._symmetric_memory``)."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     with warnings.catch_warnings():
@@ -35,7 +34,7 @@ def share_memory_along(group: dist.ProcessGroup) -> None:
 
 
 def functional_all_gather(x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The pieces of all ranks joined along ``dim``, in the form that inductor looks for (``_c10d_functional``)."""
+    """The pieces of all ranks joined along ``dim``, as inductor looks for it (``_c10d_functional``)."""
     if x.dtype.is_floating_point and x.dtype.itemsize == 1 and dist.get_backend(group) == "gloo":
         # which sends no float8
         return functional_all_gather(x.view(torch.uint8), dim, group).view(x.dtype)
@@ -79,8 +78,8 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def replicate(module: nn.Module, *, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
     """Averages the gradients of ``module`` over a one-dimensional mesh (``_composable.replicate_with_fsdp``).
 
-    Buffers are left alone; ``ignored`` parameters too, as those of modules inside that are replicated already, and empty
-    ones, for which the implementation fails.
+    Buffers are left alone. So are ``ignored`` parameters, such as those of modules replicated already, and
+    empty ones, for which the implementation fails.
     """
     from torch.distributed._composable.replicate_with_fsdp import replicate as implementation
 
@@ -89,9 +88,10 @@ def replicate(module: nn.Module, *, mesh: DeviceMesh, ignored: set[nn.Parameter]
 
 
 def zero_redundancy_of_parts() -> type[Any]:
-    """``ZeroRedundancyOptimizer`` for parameters of several dtypes (``_verify_same_dense_param_type``), for DTensors, of each of
-    which the group's ranks hold the same part (``_broadcast_params_from_rank``), and with frozen ones, which nothing sends
-    and which may be thawed (``_partition_parameters``, ``_get_is_trainable_mask``)."""
+    """``ZeroRedundancyOptimizer`` for parameters of several dtypes, for DTensors and for frozen parameters.
+
+    All ranks of the group hold the same part of a DTensor. Nothing sends frozen ones, which may be thawed.
+    """
     # Compiles a dozen TorchScript classes when it is imported, so only where it is used.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -138,8 +138,7 @@ def zero_redundancy_of_parts() -> type[Any]:
 
 
 def group_timeout(device: torch.device) -> timedelta | None:
-    """Time limit of collectives of the default process group (``_get_backend(device).options._timeout``); ``None`` for
-    a backend without that option, which has torch's default."""
+    """Time limit of the default group's collectives; ``None`` (torch's default) if the backend has none."""
     assert dist.group.WORLD is not None
     options = getattr(dist.group.WORLD._get_backend(device), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)
@@ -157,14 +156,12 @@ def default_store() -> Any:
 
 
 def send_parts(optimizer: Any) -> None:
-    """Sends the weights that each rank's part of an optimizer updates to the others: of ``ZeroRedundancyOptimizer``
-    (``_sync_params``) or fairscale's ``OSS`` (``_broadcast_params``); collective."""
+    """Sends each rank's updated weights to others (``ZeroRedundancyOptimizer`` or ``OSS``); collective."""
     (optimizer._sync_params if hasattr(optimizer, "_sync_params") else optimizer._broadcast_params)()
 
 
 def join_fake_group(rank: int, world_size: int) -> None:
-    """Starts a default process group that communicates nothing: tensors stay as they are, and no rank is waited for
-    (``torch.testing._internal.distributed.fake_pg``)."""
+    """Starts a default process group that communicates nothing: tensors stay, and no rank is waited for."""
     from torch.testing._internal.distributed import fake_pg
 
     join = dist.distributed_c10d.init_process_group
@@ -172,70 +169,69 @@ def join_fake_group(rank: int, world_size: int) -> None:
 
 
 def is_strided_shard(placement: object) -> bool:
-    """Whether a DTensor's placement divides what later dimensions of its mesh have divided (``_StridedShard``)."""
+    """Whether a placement divides what later dimensions of its mesh have divided (``_StridedShard``)."""
     from torch.distributed.tensor import placement_types  # these imports take a while
 
     return isinstance(placement, placement_types._StridedShard)
 
 
 def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The offset and the sizes of this rank's part of a DTensor, also of one that is divided twice along a dimension (the
-    protocol of ``torch.distributed.checkpoint``, ``DTensor.__create_chunk_list__``)."""
-    (chunk,) = tensor.__create_chunk_list__()
+    """Offset and sizes of this rank's part of a DTensor, also if it is divided twice along a dimension."""
+    (chunk,) = tensor.__create_chunk_list__()  # the protocol of torch.distributed.checkpoint
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 OPERATOR_CALLS = str(torch._ops.__file__)
 """The file from which torch calls its operators (``torch._ops``), also those that wait for other ranks."""
 BACKWARD_FUNCTION = "_engine_run_backward"
-"""The function of ``torch.autograd.graph`` that a thread is in while it runs a backward pass, as its stack names it."""
+"""The function of ``torch.autograd.graph`` that a thread's stack shows while it runs a backward pass."""
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass, as a recomputation does (``torch._C._current_graph_task_id``)."""
+    """Whether this thread runs a backward pass, as a recomputation does."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def after_backward(action: Callable[[], None], *, in_turn: bool = False) -> None:
-    """Calls ``action`` when the backward pass that calls this is through (``Variable._execution_engine.queue_callback``).
+    """Calls ``action`` after the running backward pass (``Variable._execution_engine.queue_callback``).
 
-    That is after what others have called like this, before and after it; or in its turn among them.
+    With ``in_turn`` it keeps its place among others' callbacks; else it runs after all of them.
     """
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(action if in_turn else lambda: engine.queue_callback(action))
 
 
 def visit_first(tensors: Iterable[torch.Tensor]) -> None:
-    """Has a backward pass visit the nodes of ``tensors`` before all other nodes that are there now and are ready then: autograd
-    takes that of the highest number, and numbers them in the order of the forward pass."""
+    """Has a backward pass visit the nodes of ``tensors`` before other nodes that exist and are ready then.
+    Autograd takes the highest number first, and numbers nodes in the order of the forward pass."""
     nodes = [node for tensor in tensors if (node := tensor.grad_fn) is not None]
     # In a backward pass, as in a recomputation, numbers are those of its thread, and smaller.
     if not nodes or in_backward() or torch.is_inference_mode_enabled():
         return
     with torch.enable_grad():
-        number = torch.zeros((), requires_grad=True).view(()).grad_fn._sequence_nr()  # type: ignore[union-attr]
+        last = torch.zeros((), requires_grad=True).view(()).grad_fn._sequence_nr()  # type: ignore[union-attr]
     for node in nodes:
-        node._set_sequence_nr(number)  # type: ignore[attr-defined]
+        node._set_sequence_nr(last)  # type: ignore[attr-defined]
 
 
 def before_accumulation(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """Calls ``hook`` before autograd adds to a parameter's gradient; ``fully_shard`` adds to its own otherwise."""
+    """Calls ``hook`` before autograd adds to a gradient; ``fully_shard`` adds to its own otherwise."""
     parameter.register_hook(PackageHook(hook))
     # torch.utils.swap_tensors leaves what calls the hooks of before with the other tensor.
     parameter._backward_hooks = parameter._backward_hooks
 
 
 def after_accumulation(parameter: nn.Parameter, method: Callable[[nn.Parameter], None]) -> RemovableHandle:
-    """Calls a method with a parameter whenever a backward pass has added to its gradient, also where it is thawed later.
+    """Calls a method with a parameter after each backward pass that adds to its gradient, also if thawed.
 
-    torch registers such a hook on parameters that are trained, and keeps it while they are not. What the hook holds has no end
-    that Python's collector would see, so the method's object must be kept by others.
+    torch registers such a hook on trained parameters alone, and keeps it while they are frozen. Python's
+    collector sees no end of what the hook holds, so others must keep the method's object.
     """
     call = WeakMethod(method)
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(
-        PackageHook(lambda tensor: None if (kept := call()) is None else kept(tensor))
+        PackageHook(lambda tensor: None if (run := call()) is None else run(tensor))
     )
     parameter.requires_grad_(is_trained)
     return handle
@@ -247,15 +243,14 @@ def reduced_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
 
 
 def unreached_parameters(model: DistributedDataParallel) -> list[int]:
-    """Parameters that DDP still waits for after a backward pass, by their places in its order; empty if it is
-    through (``_check_reducer_finalized``, whose error lists the first hundred of them)."""
+    """Places in DDP's order of the parameters, a hundred at most, that a backward pass left out."""
     try:
         model._check_reducer_finalized()
     except RuntimeError as error:
-        listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if listed is None:
+        match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if match is None:
             raise
-        return [int(index) for index in listed[1].split()]
+        return [int(index) for index in match[1].split()]
     return []
 
 
@@ -293,8 +288,8 @@ def pipeline_orders(
 
 
 def accumulate_after_backward(module: nn.Module) -> None:
-    """Adds gradients that came after a backward pass to those that a module of ``fully_shard`` or ``replicate`` keeps, in
-    the dtype in which it reduces them, as its hooks do with others (``FSDPParamGroup.post_backward``)."""
+    """Adds gradients that came after a backward pass to those that ``fully_shard`` or ``replicate`` keeps, in
+    the dtype in which it reduces them, as its hooks do (``FSDPParamGroup.post_backward``)."""
     for parameter in parameters_of(unit for unit in module.modules() if isinstance(unit, FSDPModule)):
         if hasattr(parameter, "_unsharded_param"):  # it was gathered before
             parameter.accumulate_unsharded_grad_if_needed()
@@ -302,7 +297,7 @@ def accumulate_after_backward(module: nn.Module) -> None:
 
 
 def show_gathered(units: Iterable[FSDPModule]) -> None:
-    """Has modules of ``fully_shard`` and ``replicate`` compute with what is gathered of them (``FSDPParam.sharded_state``).
+    """Has modules of ``fully_shard`` and ``replicate`` compute with their gathered parameters.
 
     Raises:
         StepError: if a module has another tensor in the place of a parameter, which would be lost.
@@ -329,14 +324,14 @@ def show_gathered(units: Iterable[FSDPModule]) -> None:
 
 
 def show_shards(units: Iterable[FSDPModule]) -> bool:
-    """Has modules of ``fully_shard`` and ``replicate`` show what they hold for good, also where they are gathered: a backward
-    pass lets go of that memory, with what a user has computed of it. Returns whether any is gathered."""
+    """Has modules of ``fully_shard`` and ``replicate`` show their shards, and tells whether any was gathered.
+    A backward pass frees gathered memory, with what a user has computed of it."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-    gathered = [p for p in parameters_of(units) if p.sharded_state == ShardedState.UNSHARDED]
-    for parameter in gathered:
+    parameters = [p for p in parameters_of(units) if p.sharded_state == ShardedState.UNSHARDED]
+    for parameter in parameters:
         parameter._setattr_on_modules(parameter.sharded_param)
-    return bool(gathered)
+    return bool(parameters)
 
 
 def parameters_of(units: Iterable[FSDPModule]) -> Iterator[Any]:
@@ -359,14 +354,13 @@ def _keep_reduced_dtypes(units: Iterable[FSDPModule]) -> None:
 
 
 def begin_root(root: nn.Module) -> None:
-    """Has torch know a root before a unit inside is called by itself (``FSDPState._lazy_init``), which would be one then."""
+    """Initialises a root, lest a unit inside that is called first becomes one (``FSDPState._lazy_init``)."""
     if isinstance(root, FSDPModule) and root._get_fsdp_state()._is_root is None:
         root._get_fsdp_state()._lazy_init()
 
 
 def reduce_after_backward(module: nn.Module) -> None:
-    """Reduces the gradients that a module of ``fully_shard`` or ``replicate`` has kept to itself, after backward passes
-    that its hooks have not seen (``pipelining.stage._PipelineStageBase.perform_reduce_grad``)."""
+    """Reduces gradients that ``fully_shard`` or ``replicate`` still keeps, of passes without their hooks."""
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
     holder: Any = SimpleNamespace(submod=module)
@@ -392,8 +386,8 @@ def found_inf_tensors(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optim
 def local_grad_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
     """A ``GradScaler`` that checks this rank's part of every gradient (``_unscale_grads_``).
 
-    torch's own checks DTensors on one mesh together, and refuses gradients on several meshes and plain ones with
-    them. The flags of this one are of this rank alone: combine them over all ranks.
+    torch's own checks DTensors on one mesh together, and refuses gradients on several meshes or beside plain
+    ones. The flags of this one are of this rank alone: combine them over all ranks.
     """
 
     class LocalGradScaler(torch.amp.GradScaler):

@@ -1,8 +1,8 @@
-"""Divided tensors (DTensors) as users write with them: beside plain tensors, by index, in operators without a rule of torch's.
+"""Divided tensors (DTensors) as users write with them: beside plain tensors, by index, in any operator.
 
-torch computes an operator on divided tensors where it has a rule for it, and else refuses; it loses a write to a view that is
-no part of one rank (``weight[0].zero_()``), and an assignment to ``data``, without a word. What is added here gathers the tensors
-for such an operator, computes it as one process does, and gives each rank its part of what was written.
+torch refuses operators on divided tensors for which it has no rule. It silently loses an assignment to
+``data`` and a write to a view that is no part of one rank (``weight[0].zero_()``). Such an operator is
+computed here on gathered tensors, as in one process, and each rank gets its part of the tensors written to.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _aten = torch.ops.aten
 def extend_dtensor_operators(models: Iterable[nn.Module]) -> None:
     """Lets every operator take divided tensors, alone and beside plain ones, with the result of one process.
 
-    Plain tensors are taken as this rank's: alike on all ranks, or of its part of the batch, so that gradients of what is
-    computed with them are averaged over the ranks. Every rank must compute it, since all exchange their parts. Random numbers
-    differ from part to part on CPUs, too.
+    Plain tensors count as this rank's: alike on all ranks, or of its part of the batch, so gradients computed
+    with them are averaged over the ranks. Every rank must take part, since all exchange their parts. Random
+    numbers differ from part to part on CPUs, too.
 
     Args:
         models: models with divided parameters, or the parts of one.
@@ -103,13 +103,14 @@ def _compute_norms(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 _RANDOM = (
     _aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float, _aten.exponential_.default,
-    _aten.randn_like.default, _aten.rand_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype,
-    _aten.cauchy_.default, _aten.log_normal_.default, _aten.geometric_.default, _aten.random_.default, _aten.random_.to,
-    getattr(_aten.random_, "from"),
+    _aten.randn_like.default, _aten.rand_like.default, _aten.randint_like.default,
+    _aten.randint_like.low_dtype, _aten.cauchy_.default, _aten.log_normal_.default, _aten.geometric_.default,
+    _aten.random_.default, _aten.random_.to, getattr(_aten.random_, "from"),
 )  # fmt: skip
 _RANDOM_BY_VALUES = (
-    _aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor, _aten.binomial.default, _aten.multinomial.default,
-    _aten.normal.Tensor_float, _aten.normal.float_Tensor, _aten.normal.Tensor_Tensor,
+    _aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor, _aten.binomial.default,
+    _aten.multinomial.default, _aten.normal.Tensor_float, _aten.normal.float_Tensor,
+    _aten.normal.Tensor_Tensor,
 )  # fmt: skip
 
 
@@ -117,10 +118,10 @@ def _draw_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     target = args[0]
     local = torch.empty(target.shape, dtype=target.dtype, device=target.device)
     # Every rank draws the whole tensor, as one process does, and keeps its part.
-    drawn = operator(local, *args[1:], **kwargs)
+    numbers = operator(local, *args[1:], **kwargs)
     if not operator._schema.is_mutable:
-        return _laid_beside(drawn, target)
-    target._local_tensor.copy_(_laid_beside(drawn, target)._local_tensor)
+        return _laid_beside(numbers, target)
+    target._local_tensor.copy_(_laid_beside(numbers, target)._local_tensor)
     return cast(torch.Tensor, target)
 
 
@@ -134,14 +135,14 @@ _OBSERVERS: list[WeakMethod[Callable[[DeviceMesh], None]]] = []
 
 
 def observe_gathering(method: Callable[[DeviceMesh], None]) -> None:
-    """Calls a bound method with the mesh of a divided tensor before its parts are gathered for an operator."""
-    _OBSERVERS[:] = [known for known in _OBSERVERS if known() is not None]
+    """Calls a bound method with the mesh of a divided tensor before an operator gathers its parts."""
+    _OBSERVERS[:] = [reference for reference in _OBSERVERS if reference() is not None]
     _OBSERVERS.append(WeakMethod(method))
 
 
 def _gather_whole(tensor: DTensor) -> torch.Tensor:
-    for known in _OBSERVERS:  # told before, since the gathering waits for all ranks
-        if (method := known()) is not None:
+    for reference in _OBSERVERS:  # told before, since the gathering waits for all ranks
+        if (method := reference()) is not None:
             method(tensor.device_mesh)
     return tensor.full_tensor()
 
@@ -157,8 +158,8 @@ def _part_beside(tensor: Any, target: Any) -> Any:
 
 def _laid_beside(whole: torch.Tensor, target: DTensor) -> DTensor:
     mesh = target.device_mesh
-    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=target.placements)  # local slicing: nothing is sent
+    copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return copies.redistribute(placements=target.placements)  # local slicing: nothing is sent
 
 
 def laid_out(local: torch.Tensor, like: DTensor) -> DTensor:
@@ -174,7 +175,7 @@ def _let_mixed_through() -> None:
 
 
 class _Mixed:
-    """In the place of what torch makes of arguments: plain tensors are among them that it would take for alike on all ranks."""
+    """Stands for torch's view of arguments with plain tensors, which it would take for alike on all ranks."""
 
 
 def _plain_leaves(*arguments: Any) -> list[torch.Tensor]:
@@ -185,7 +186,6 @@ def _plain_leaves(*arguments: Any) -> list[torch.Tensor]:
 def _find_mixed(
     torchs: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """In the place of ``unwrap_to_op_info``."""
     # A 0-d tensor is equal on all ranks, except with a gradient: a loss depends on this rank's samples.
     is_read = not operator._schema.is_mutable and torch.is_grad_enabled()
     is_write_to_plain = operator._schema.is_mutable and not _written_tensors(operator, args, kwargs)
@@ -198,7 +198,6 @@ def _find_mixed(
 def _divide_or_gather(
     torchs: Callable[..., Any], operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any
 ) -> Any:
-    """In the place of ``_propagate_op_sharding_dispatch_slow_path``."""
     if isinstance(rest[0], _Mixed):
         return _compute_whole(operator, args, kwargs)  # the dispatcher accepts a result here
     try:
@@ -217,9 +216,9 @@ def _looks_mixed(operator: Any, args: tuple[Any, ...]) -> bool:
     # torch caches shardings by layout, where a plain tensor looks like a replicated one.
     if operator._schema.is_mutable:
         return False
-    divided = [leaf for leaf in tree_leaves(args) if isinstance(leaf, DTensor)]
-    alike = [tensor for tensor in divided if all(kind.is_replicate() for kind in tensor.placements)]
-    return bool(_plain_leaves(args)) or (len(divided) > 1 and bool(alike))
+    dtensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, DTensor)]
+    alike = [tensor for tensor in dtensors if all(kind.is_replicate() for kind in tensor.placements)]
+    return bool(_plain_leaves(args)) or (len(dtensors) > 1 and bool(alike))
 
 
 def _compute_unremembered(operator: Any, args: tuple[Any, ...], info: Any, sharding: Any) -> Any:
@@ -251,17 +250,17 @@ def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     whole_args, whole_kwargs = tree_map(gather, (args, kwargs))
     result = operator(*whole_args, **whole_kwargs)
-    divided = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)}
-    written = _written_tensors(operator, args, kwargs)
-    for tensor in written:
+    dtensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)}
+    targets = _written_tensors(operator, args, kwargs)
+    for tensor in targets:
         _write_whole(operator, wholes[id(tensor)], tensor)
     if torch.is_grad_enabled():
-        kept = {id(tensor) for tensor in written}
-        for number, tensor in divided.items():
-            if tensor.requires_grad and number not in kept:  # its gradient will be whole
+        target_ids = {id(tensor) for tensor in targets}
+        for number, tensor in dtensors.items():
+            if tensor.requires_grad and number not in target_ids:  # its gradient will be whole
                 _average_gradients(tensor)
     # In-place operators return their argument: the DTensor, not the gathered copy.
-    originals = {id(whole): divided[number] for number, whole in wholes.items()}
+    originals = {id(whole): dtensors[number] for number, whole in wholes.items()}
     return tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
 
 
@@ -272,8 +271,8 @@ def _write_whole(operator: Any, whole: torch.Tensor, target: DTensor) -> None:
             f"{tuple(whole.shape)} in place. Use the out-of-place function, such as t() instead of t_()."
         )
     if any(kind.is_partial() for kind in target.placements):  # summands, which nobody can write
-        replicated = [Replicate()] * target.device_mesh.ndim
-        whole = DTensor.from_local(whole, target.device_mesh, replicated, run_check=False)
+        everywhere = [Replicate()] * target.device_mesh.ndim
+        whole = DTensor.from_local(whole, target.device_mesh, everywhere, run_check=False)
         target._spec, target._local_tensor = whole._spec, whole._local_tensor
     else:
         target._local_tensor.copy_(_laid_beside(whole, target)._local_tensor)
@@ -323,8 +322,8 @@ def _average_gradients(tensor: DTensor) -> None:
 
 _VIEWS = (
     _aten.select.int, _aten.slice.Tensor, _aten.diagonal.default, _aten.view.default, _aten.unbind.int,
-    _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default, _aten.as_strided.default, _aten.unfold.default,
-    _aten._reshape_alias.default,
+    _aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default, _aten.as_strided.default,
+    _aten.unfold.default, _aten._reshape_alias.default,
 )  # fmt: skip
 """Views for which torch may gather, so that they are copies."""
 _VIEW_COPIES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -414,10 +413,10 @@ def _operators_named(prefix: str) -> list[Any]:
 def _write_through(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A write in place; if it is to a copy in the place of a view, to what that was taken of, too."""
     if not _VIEW_COPIES:  # all copies are gone: nothing is to be followed
-        for known, _ in _changing_operators():
+        for op, _ in _changing_operators():
             handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-            if handlers.get(known) is _write_through and handlers.pop(known) and _OF_TORCH[known]:
-                handlers[known] = _OF_TORCH[known]
+            if handlers.get(op) is _write_through and handlers.pop(op) and _OF_TORCH[op]:
+                handlers[op] = _OF_TORCH[op]
         return operator(*args, **kwargs)
     target = args[0]
     if target not in _VIEW_COPIES:
@@ -429,17 +428,17 @@ def _write_through(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     for step, arguments, options, index in steps:
         view = step(view, *arguments, **options)
         view = view if index is None else view[index]
-    gathered = tree_map(
+    wholes = tree_map(
         lambda leaf: _gather_whole(leaf) if isinstance(leaf, DTensor) else leaf, (args[1:], kwargs)
     )
-    operator(view, *gathered[0], **gathered[1])
+    operator(view, *wholes[0], **wholes[1])
     root._local_tensor.copy_(_laid_beside(whole, root)._local_tensor)
     target._local_tensor.copy_(_laid_beside(view.clone(), target)._local_tensor)
     return target
 
 
 _FSDP_PARAMETERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The ``FSDPParam`` of divided parameters, by their numbers: ``module.to`` refuses tensors that something refers to weakly."""
+"""The ``FSDPParam`` of divided parameters by id: ``module.to`` refuses tensors with weak references."""
 
 
 def _replace_data(target: DTensor, value: torch.Tensor) -> None:
@@ -454,9 +453,9 @@ def _replace_data(target: DTensor, value: torch.Tensor) -> None:
     elif value.placements != target.placements or value.device_mesh != target.device_mesh:
         value = _laid_beside(value.full_tensor(), target)
     target._local_tensor = value._local_tensor  # torch would set only the wrapper's data
-    gathered = _FSDP_PARAMETERS.get(id(target))
-    if gathered is not None and gathered.sharded_param is target:
-        gathered.reset_sharded_param()  # FSDP still holds the old memory
+    parameter = _FSDP_PARAMETERS.get(id(target))
+    if parameter is not None and parameter.sharded_param is target:
+        parameter.reset_sharded_param()  # FSDP still holds the old memory
 
 
 def _refuse_parts(tensor: DTensor, protocol: Any) -> Any:

@@ -1,7 +1,7 @@
 """Rules of DTensors: how torch's own sharding propagation would divide an operator over one mesh dimension.
 
-It keeps strategies of two kinds: ``op_single_dim_strategy_funcs`` need no mesh, ``op_strategy_funcs`` one. What torch does to
-the arguments besides, such as to their sizes, and the operators that it handles elsewhere, are left out.
+It keeps strategies of two kinds: ``op_single_dim_strategy_funcs`` need no mesh, ``op_strategy_funcs`` one.
+Operators whose arguments torch changes, such as sizes, and those that it handles elsewhere are left out.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map
 
 _WRONG = frozenset(["aten.native_group_norm.default", "aten.linalg_solve_triangular.default"])
-"""Operators whose strategies fail: one has the number of samples among its arguments, one is broadcast (torch 2.13)."""
+"""Operators whose strategies fail (torch 2.13): the number of samples is an argument, or one is broadcast."""
 
 
 def dtensor_rules(call: Any, whole: Any, degree: int) -> tuple[Any, ...]:
-    """Rules of a call by torch's strategies for DTensors; empty where it has none, or keeps them under other names.
+    """Rules of a call by torch's strategies for DTensors; empty where it has none under the known names.
 
     Args:
-        call, whole: a call of an operator, and the rule that divides nothing of it, of which those found are copies.
+        call, whole: a call of an operator, and the rule that divides nothing of it, to be copied.
     """
     try:
-        known = dict.fromkeys(_strategy_placements(call, degree))
+        placements = dict.fromkeys(_strategy_placements(call, degree))
     except Exception:  # private code, called with tensors that it does not expect
         return ()
     count = len(call.outputs)
     specs = (*call.outputs, *call.tensors)
     return tuple(
         replace(whole, outputs=sides[:count], inputs=sides[count:], source="torch's DTensor")
-        for sides in known
+        for sides in placements
         if len(sides) == len(specs)
         and all(_can_place(side, specs[number], degree, number < count) for number, side in enumerate(sides))
         and any(not isinstance(placement, Replicate) for placement in sides[:count])
@@ -58,8 +58,8 @@ def _strategy_placements(call: Any, degree: int) -> Iterator[tuple[Any, ...]]:
         return  # strategies for masks and indices, too, are right for some calls alone
     dispatcher, operator = DTensor._op_dispatcher, call.operator
     propagator = dispatcher.sharding_propagator
-    adjusted = (*propagator.op_to_shape_and_stride_idx, *dispatcher._custom_op_handlers)
-    if operator in adjusted or call.name in _WRONG:  # torch changes their arguments
+    special_cases = (*propagator.op_to_shape_and_stride_idx, *dispatcher._custom_op_handlers)
+    if operator in special_cases or call.name in _WRONG:  # torch changes their arguments
         return
     if operator in propagator.op_single_dim_strategy_funcs:
         yield from _of_one_dim(call, propagator.op_single_dim_strategy_funcs[operator])
@@ -77,8 +77,8 @@ def _as_meta(spec: Any) -> Any:
 def _map_arguments(call: Any, function: Callable[[Any], Any]) -> tuple[Any, Any]:
     kind = type(call.outputs[0])
     arguments = (call.args, dict(call.kwargs))
-    mapped: tuple[Any, Any] = tree_map(lambda arg: function(arg) if isinstance(arg, kind) else arg, arguments)
-    return mapped
+    result: tuple[Any, Any] = tree_map(lambda arg: function(arg) if isinstance(arg, kind) else arg, arguments)
+    return result
 
 
 def _counts_from_last(call: Any) -> bool:
@@ -105,11 +105,11 @@ def _of_mesh(call: Any, strategy: Callable[[Any], Any], degree: int) -> Iterator
 
     def options(spec: Any) -> Any:
         shards = [Shard(dim) for dim in range(len(spec.shape))]
-        placed = [
+        specs = [
             DTensorSpec(mesh, (entry,), tensor_meta=_as_meta(spec))
             for entry in (Replicate(), *shards, Partial())
         ]
-        return OpStrategy([OpSpec(entry, input_specs=()) for entry in placed])
+        return OpStrategy([OpSpec(entry, input_specs=()) for entry in specs])
 
     args, kwargs = _map_arguments(call, options)
     for choice in strategy(OpSchema(call.operator, args, kwargs)).strategies:

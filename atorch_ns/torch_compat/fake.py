@@ -41,7 +41,7 @@ def _start_autograd() -> None:
 
 
 def exporting_fake_mode() -> AbstractContextManager[Any]:
-    """A fake mode with sizes that may vary, whose tensors ``torch.export`` takes for a model's parameters and inputs."""
+    """A fake mode with sizes that may vary; ``torch.export`` takes its tensors for parameters and inputs."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -72,8 +72,7 @@ def outside_fake_mode() -> AbstractContextManager[Any]:
 
 @contextmanager
 def quiet_fake_kernels() -> Iterator[None]:
-    """Keeps torch from logging operators that fake tensors lack (the logger ``torch._subclasses.fake_tensor``); their
-    errors are raised as before."""
+    """Keeps torch from logging operators that fake tensors lack; their errors are raised as before."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -87,11 +86,11 @@ def quiet_fake_kernels() -> Iterator[None]:
 def gpu_described(index: int, name: str, total_memory: int, capability: tuple[int, int]) -> Iterator[None]:
     """Answers what packages ask of the GPU when they are imported, so that the question does not start CUDA.
 
-    torchao asks by ``torch.utils._triton.has_triton``, whose way is ``torch._dynamo.device_interface``. What that keeps of
-    the answers is forgotten at the end.
+    torchao asks by ``torch.utils._triton.has_triton``, through ``torch._dynamo.device_interface``, whose
+    cache of answers is cleared at the end.
 
     Args:
-        index, name, total_memory, capability: of the device, as ``torch.cuda.get_device_properties`` has them.
+        index, name, total_memory, capability: as ``torch.cuda.get_device_properties`` has them.
     """
     from torch._dynamo import device_interface
 
@@ -127,8 +126,8 @@ _DROPOUT_OF_HEADS = list(inspect.signature(functional.multi_head_attention_forwa
 
 
 class DropoutOfGpus(TorchFunctionMode):
-    """Runs dropout as GPUs do, where the CPU's kernels stand for theirs: as one operator with a mask of bytes, and in fused
-    attention, where the CPU has none, as nothing: its kernels draw the mask again."""
+    """Runs dropout on a CPU as GPUs do: as one operator with a mask of bytes, and not in fused attention,
+    since the CPU has no such kernel, and those of GPUs draw the mask again."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -149,14 +148,14 @@ class DropoutOfGpus(TorchFunctionMode):
 
 
 def count_operators(action: Callable[[], object]) -> int:
-    """Number of operators that ``action`` starts, forward and backward, without views, as a dispatch mode sees them."""
+    """Number of operators without views that ``action`` starts forward and backward (by a dispatch mode)."""
 
     class Counter(TorchDispatchMode):
         count: int = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            returned = [value.alias_info for value in func._schema.returns]
-            is_view = bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
+            aliases = [value.alias_info for value in func._schema.returns]
+            is_view = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
             self.count += not is_view
             return func(*args, **(kwargs or {}))
 
@@ -166,7 +165,7 @@ def count_operators(action: Callable[[], object]) -> int:
 
 
 def tensor_without_storage(cls: Any, like: torch.Tensor, shape: Sequence[int]) -> Any:
-    """An instance of ``cls``, a subclass of ``torch.Tensor``, with the dtype and device of ``like`` and no memory."""
+    """An instance of the tensor class ``cls`` with the dtype and device of ``like`` and no memory."""
     return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
 
 
@@ -187,8 +186,7 @@ def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def registered_children(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
-    """The parts of a value whose class is registered with ``torch.utils._pytree``, and a function that makes such a
-    value of other parts."""
+    """Parts of a value registered with ``_pytree``, and a function that makes one of others, or ``None``."""
     node = _pytree.SUPPORTED_NODES.get(type(value))
     if node is None:
         return None
@@ -197,5 +195,5 @@ def registered_children(value: Any) -> tuple[list[Any], Callable[[Sequence[Any]]
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another: an operator in place on it rewrites the history of both."""
+    """Whether a tensor is a view for autograd: an operator in place on it rewrites the base's history too."""
     return tensor._is_view()

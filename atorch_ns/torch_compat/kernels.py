@@ -1,4 +1,4 @@
-"""Kernels of torch: flash attention with the logarithm of its sum of exponentials, and what oneDNN has on this CPU."""
+"""Kernels of torch: flash attention with the logarithm of its sum of exponentials, and those of oneDNN."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class FlashAttention:
-    """``aten._scaled_dot_product_flash_attention_for_cpu`` or, in fp16 and bf16, ``_scaled_dot_product_flash_attention``,
-    and its backward: without dropout or mask.
+    """Flash attention of aten and its backward, without dropout or mask; off CPUs in fp16 and bf16 alone.
 
     Tensors are [B, H, T, E] and [B, H, S, E]; the logarithm of the sum is float32 [B, H, T].
 
@@ -52,9 +51,9 @@ class FlashAttention:
             gradients = operator(gradient, *tensors, out, lse, 0.0, causal, scale=scale)
         else:
             operator = torch.ops.aten._scaled_dot_product_flash_attention_backward
-            saved = (out.contiguous(), lse.contiguous(), None, None, query.size(-2), key.size(-2))
-            unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # random state of a dropout
-            gradients = operator(gradient, *tensors, *saved, 0.0, causal, unused, unused[:1], scale=scale)
+            context = (out.contiguous(), lse.contiguous(), None, None, query.size(-2), key.size(-2))
+            rng = torch.zeros(2, dtype=torch.uint64, device=query.device)  # random state of a dropout
+            gradients = operator(gradient, *tensors, *context, 0.0, causal, rng, rng[:1], scale=scale)
         return gradients[0], gradients[1], gradients[2]
 
 

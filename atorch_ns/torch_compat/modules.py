@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch
 
 
 class SetsInside:
-    """Goes before a wrapper's class: what a loop sets on the wrapper, as ``block.drop_path = 0.1``, the module ``inside`` gets."""
+    """Precedes a wrapper's class: attributes a loop sets (``block.drop_path = 0.1``) go to ``inside``."""
 
     inside: str
 
@@ -53,12 +53,11 @@ WRAPPER_PREFIXES = (
     "_pipeline_unit.",
     "_parallelized.",
 )
-"""Parts that torch's wrappers, the units of a pipeline and parallel modules insert into the names of parameters inside them."""
+"""Parts that wrappers, pipeline units and parallel modules insert into names of parameters inside them."""
 
 
 def pipeline_unit(module: nn.Module) -> tuple[str, nn.Module]:
-    """The path and the module inside a unit of a pipeline (``"._pipeline_unit"``); any other module itself, with no
-    path."""
+    """The path (``"._pipeline_unit"``) and module inside a pipeline unit; any other itself, with no path."""
     inner = module._modules["_pipeline_unit"] if "_pipeline_unit" in module._modules else None  # noqa: SIM401
     return ("", module) if inner is None else ("._pipeline_unit", inner)
 
@@ -69,7 +68,7 @@ def is_stand_in(module: nn.Module) -> bool:
 
 
 def stood_for(module: nn.Module) -> nn.Module:
-    """The module of another rank, without memory, in place of which a stand-in is; any other module itself."""
+    """The other rank's module, without memory, that a stand-in replaces; any other module itself."""
     original: nn.Module = module.__dict__["_original"] if is_stand_in(module) else module
     return original
 
@@ -83,7 +82,7 @@ def plain_name(name: str) -> str:
 
 @contextmanager
 def refusing_autograd_functions(refuse: Callable[[type], None]) -> Iterator[None]:
-    """Calls ``refuse`` with the class of each ``torch.autograd.Function`` that is applied, but for torch's own."""
+    """Calls ``refuse`` with the class of each ``torch.autograd.Function`` applied, except torch's own."""
     function: Any = torch.autograd.Function
     original = function.__dict__["apply"]
 
@@ -100,8 +99,7 @@ def refusing_autograd_functions(refuse: Callable[[type], None]) -> Iterator[None
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the model's state, each by its first name (``nn.Module`` keeps the others' names
-    in ``_non_persistent_buffers_set``)."""
+    """The buffers in the module's state (``nn.Module`` calls them persistent), each by its first name."""
     entries: dict[int, tuple[str, torch.Tensor]] = {}
     for path, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
@@ -121,8 +119,7 @@ HookTable = dict[int, Any] | None
 
 
 def hook_tables(parameter: torch.Tensor) -> tuple[HookTable, HookTable]:
-    """Those of ``register_hook`` (``_backward_hooks``) and of ``register_post_accumulate_grad_hook``
-    (``_post_accumulate_grad_hooks``)."""
+    """Those of ``register_hook`` and of ``register_post_accumulate_grad_hook``."""
     return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
@@ -132,7 +129,7 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it calls hooks around its steps (``_optimizer_step_pre_hooks``); not without ``Optimizer.__init__``."""
+    """Whether it calls hooks around its steps; without ``Optimizer.__init__`` it does not."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 

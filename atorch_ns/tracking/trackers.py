@@ -26,10 +26,10 @@ log = logging.getLogger("atorch_ns")
 class JsonlTracker:
     """Appends ``{"step": 10, "time": 1767225600.0, "train/loss": 2.25, …}``, a line for each logged step.
 
-    Every line is in the file when ``log`` returns, or, on a full disk, nothing of it. JSON has no infinite numbers:
-    these are the texts ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float`` reads. A step can have several
-    lines: numbers of the caller's own have lines of their own, and a run that went back to a checkpoint writes its
-    steps again. The last value of each metric of a step is the one that counts.
+    Every line is in the file when ``log`` returns, or, on a full disk, nothing of it. JSON has no infinite
+    numbers: these are the texts ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float`` reads. A step
+    can have several lines: a caller's own numbers have their own, and a run that went back to a checkpoint
+    writes its steps again. The last value of each metric of a step counts.
 
     Args:
         path: the file; its folder is made.
@@ -62,10 +62,10 @@ class JsonlTracker:
 
     def _open_file(self) -> FileIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        torn = _ends_within_a_line(self.path)
+        has_torn_line = _ends_within_a_line(self.path)
         # Unbuffered: a buffer would keep what a full disk refuses, and write the rest of it later.
         file = FileIO(self.path, "a")
-        if torn:  # by a process that was killed: the next row shall be a line of its own
+        if has_torn_line:  # by a process that was killed: the next row shall be a line of its own
             try:
                 _append_bytes(file, b"\n")
             except OSError:
@@ -198,10 +198,10 @@ class WandbTracker:
             config=self._config,
             settings=wandb.Settings(silent=True),
         )
-        requested = Path(self._folder or os.environ.get("WANDB_DIR") or ".").resolve()
+        target = Path(self._folder or os.environ.get("WANDB_DIR") or ".").resolve()
         folder = Path(run.dir).resolve()
-        if not folder.is_relative_to(requested):
-            log.warning("wandb cannot write to %s, so it writes this run to %s.", requested, folder.parent)
+        if not folder.is_relative_to(target):
+            log.warning("wandb cannot write to %s, so it writes this run to %s.", target, folder.parent)
         run.define_metric("step", hidden=True)  # the axis of all others, and no chart of its own
         run.define_metric("*", step_metric="step")
         return run
@@ -248,15 +248,15 @@ class ProgressTracker:
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Shows the metrics of one step, or keeps them for later."""
         numbers = self._numbers.of(metrics)
-        shown = "  ".join(text.format(numbers[name]) for name, text in _SHOWN if name in numbers)
+        line = "  ".join(text.format(numbers[name]) for name, text in _SHOWN if name in numbers)
         if self._stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
             if self._bar is None:
                 self._bar = self._start_progress()
             progress, task = self._bar
-            progress.update(task, completed=step, shown=shown)
+            progress.update(task, completed=step, shown=line)
             return
         of = "" if self._num_steps is None else f"/{self._num_steps}"
-        self._waiting = f"step {step}{of}  {shown}\n"
+        self._waiting = f"step {step}{of}  {line}\n"
         now = self._clock()
         if self._written_s is None or now - self._written_s >= self._every_s or step == self._num_steps:
             self._written_s = now

@@ -1,4 +1,4 @@
-"""Tracking of training steps: the metrics and their units, the tracker protocol, and error handling around a tracker."""
+"""Tracking of training steps: the metrics and their units, the tracker protocol, and a tracker's errors."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Tracker(Protocol):
         """Takes the numbers of one step.
 
         Args:
-            metrics: numbers by name; those of :data:`METRICS`, or a caller's own. :class:`Tracking` gives floats only; the
-                trackers of this package take whatever holds one number, and leave out the rest with a warning.
-            step: training steps so far, from 1; never smaller than before, except after a checkpoint was loaded.
+            metrics: numbers by name, of :data:`METRICS` or a caller's own. :class:`Tracking` gives floats.
+                This package's trackers take whatever holds one number, and leave out the rest with a warning.
+            step: training steps so far, from 1; never smaller, except after a checkpoint was loaded.
         """
         ...
 
@@ -62,13 +62,10 @@ class Numbers:
     """Turns metrics into floats and leaves out the others, with one warning for each name."""
 
     def __init__(self) -> None:
-        self._reported: set[str] = set()
+        self._reported_names: set[str] = set()
 
     def of(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Floats, integers, booleans, numpy's numbers and tensors or arrays without a dim, each as a float.
-
-        A CUDA tensor is waited for.
-        """
+        """Numbers, booleans, and tensors or arrays without a dim, as floats. A CUDA tensor is waited for."""
         floats = {}
         for name, value in metrics.items():
             try:
@@ -78,9 +75,9 @@ class Numbers:
         return floats
 
     def _warn_about_value(self, name: str, value: object, error: Exception) -> None:
-        if str(name) in self._reported:
+        if str(name) in self._reported_names:
             return
-        self._reported.add(str(name))
+        self._reported_names.add(str(name))
         log.warning(
             "the metric %r is skipped, in this and later steps: its value is a %s, which is not a number (%s). Pass a "
             "float or a tensor without dimensions.",
@@ -174,7 +171,7 @@ class StepMeter:
 class Tracking:
     """A tracker at work; :meth:`close` ends it, and so does leaving it as a context manager.
 
-    Whatever the tracker raises is one warning, and training goes on. It is called again at the next logged step.
+    Whatever the tracker raises is one warning, and training goes on. The next logged step calls it again.
 
     Args:
         tracker: receives the numbers; ``None`` on ranks that write nothing.
@@ -196,11 +193,11 @@ class Tracking:
         self._on_close = on_close
         self._numbers = Numbers()
         self._num_lost = 0
-        self._closed = tracker is None
+        self._is_closed = tracker is None
 
     def __call__(self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None) -> None:
         """A step has been done: logs it, if it is its turn."""
-        if self._closed:
+        if self._is_closed:
             return
         self._meter.step()
         if step % self._every == 0:
@@ -209,10 +206,10 @@ class Tracking:
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Gives numbers of the caller's own to the tracker, such as ``{"eval/loss": 1.5}``; on rank 0.
 
-        Integers, booleans, numpy's numbers and tensors without a dim are taken too, and given on as floats. What
-        is not a number is left out, with one warning for each name.
+        Integers, booleans, numpy's numbers and tensors without a dim are given on as floats. Other values are
+        left out, with one warning for each name.
         """
-        if self._tracker is None or self._closed:
+        if self._tracker is None or self._is_closed:
             return
         try:
             self._tracker.log(self._numbers.of(metrics), step)
@@ -221,9 +218,9 @@ class Tracking:
 
     def close(self) -> None:
         """Ends the tracker; may be called twice."""
-        if self._tracker is None or self._closed:
+        if self._tracker is None or self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         self._on_close(self)
         try:
             self._tracker.close()

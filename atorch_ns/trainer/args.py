@@ -22,7 +22,7 @@ Precision = PrecisionName | dict[Literal["param", "buffer", "input"], PrecisionN
 
 
 class _Strict:
-    """Read strictly: a key that nobody knows is an error, and what Python has set is checked as a file's values are."""
+    """Strict reading: an unknown key is an error, and values set in Python are checked as a file's are."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", arbitrary_types_allowed=True, revalidate_instances="always"
@@ -49,7 +49,7 @@ class _TypeOfData(_Strict):
 
 @dataclass
 class OptionalComputeConfig(_Strict):
-    """What the :class:`~atorch_ns.ComputeConfig` of one parallel module has in place of the trainer's; ``None`` for the same."""
+    """The :class:`~atorch_ns.ComputeConfig` of one parallel module; ``None`` for the trainer's value."""
 
     constant_folding: bool | None = None
     trace_strategy: str | None = None
@@ -72,8 +72,7 @@ class ModuleParallelizeConfig(_TypeWithArgs):
         forward_args_gen_fn: ``(trainer_args) -> dummy arguments of forward by name``.
         tracing_from_weights: file of weights that all modules of the class begin with.
         tracing_from_weights_prefix: in its place, where they stand in the trainer's ``tracing_from_weights``.
-        compute_config: what differs from the trainer's. The other fields are those of :class:`TrainerArgs`; ``None`` for the
-            same.
+        compute_config: its own settings. Fields that are ``None`` are those of :class:`TrainerArgs`.
     """
 
     forward_args_gen_fn: Named = None
@@ -103,8 +102,8 @@ class OptimizerConfig(_TypeWithArgs):
         clip_gnorm: the norm that gradients are clipped to; 0 or ``None`` for none.
         loss_reduction: what ``train_loss`` is over the micro-batches of a step: ``mean`` or ``sum``.
         grad_reduction: what gradients are: ``mean`` or ``sum`` over micro-batches, or ``per-token-mean``.
-        aggregate_outputs_fn: ``(loss_outputs, sync_group) -> AggregatedOutputs``: the outputs of this rank's micro-batches,
-            summed over the ranks of ``sync_group``. ``per-token-mean`` needs it, for ``num_tokens``.
+        aggregate_outputs_fn: ``(loss_outputs, sync_group) -> AggregatedOutputs``: the outputs of a step
+            on this rank, summed over ``sync_group``. ``per-token-mean`` needs it, for ``num_tokens``.
     """
 
     clip_gnorm: float | None = 0.0
@@ -120,7 +119,7 @@ class DatasetConfig(_TypeOfData):
 
 @dataclass
 class DataloaderConfig(_TypeOfData):
-    """Data loaders: ``type(dataset=, batch_size=, sampler=, **args)``; ``val_args`` are ``train_args`` where they are empty."""
+    """Data loaders: ``type(dataset=, batch_size=, sampler=, **args)``; ``val_args``, else ``train_args``."""
 
     type: Named = "torch.utils.data.DataLoader"
 
@@ -146,14 +145,13 @@ class CheckpointConfig(_Strict):
     Attributes:
         save_dir: the folder of checkpoints, which all ranks share.
         no_save: whether to save nothing.
-        save_type: ``sharded`` and ``deduped`` are the same: each rank writes its part, every tensor once. ``merged`` writes
-            one file of whole tensors beside it.
+        save_type: ``sharded``, ``deduped``: each rank writes its part, a tensor once; ``merged``: a file too.
         save_last: whether ``last`` is the newest checkpoint.
-        save_best: whether ``best`` is that of the lowest ``val_loss``, or ``train_loss`` without validation data.
+        save_best: whether ``best`` is that of the lowest ``val_loss``, or ``train_loss`` without validation.
         symlink_best_and_last: whether these are links; else copies.
         every_n_train_steps: steps between checkpoints; ``None`` for none by steps.
-        every_n_epochs: epochs between checkpoints; ``None`` for none by epochs. One is saved at the end in any case.
-        keep_last_n_checkpoints: the newest that stay; ``None`` for all. What ``last`` and ``best`` mean always stays.
+        every_n_epochs: epochs between checkpoints; ``None`` for none by epochs. The end is always saved.
+        keep_last_n_checkpoints: the newest that stay, besides ``last`` and ``best``; ``None`` for all.
         resume_from: ``last`` or ``best``, which need not exist yet; a folder, or a merged file.
     """
 
@@ -193,7 +191,7 @@ class TrainerArgs(_Strict):
     Attributes:
         compute_config: the ranks; by default every rank is a scale unit of its own.
         gen_savedir: the folder of plans.
-        gen_reuse: ``auto`` is ``moo``, so that a run goes on on another number of ranks; else as ``reuse`` of :func:`~atorch_ns.parallelize`.
+        gen_reuse: as ``reuse`` of :func:`~atorch_ns.parallelize`; ``auto`` is ``moo``: ranks may change.
         pas_policy: a policy of :func:`~atorch_ns.parallelize`, by name or as a function; a strategy file of
             :func:`~atorch_ns.auto_accelerate`; or ``auto``, which searches for a strategy.
         save_strategy_to_file: file that the strategy is written to as it was applied, JSON or YAML by suffix.
@@ -201,29 +199,24 @@ class TrainerArgs(_Strict):
         instance_name: tells plans of one class apart.
         run_mode: ``run``, or ``compile`` to plan alone, which needs no ranks.
         tracing_from_weights: file of weights that training begins with.
-        model: the model; ``forward(sample)`` returns the loss first, or by the name ``loss``. Where samples are dictionaries of
-            its arguments, as those of Hugging Face's models are, it is called by names.
+        model: ``forward(sample)``, or ``forward(**sample)`` if it can, returns the loss first or as ``loss``.
         optimizer: the optimizer, and how gradients are reduced and clipped.
-        dataset: training and validation data.
-        dataloader: what batches them.
+        dataset, dataloader: training and validation data, and what batches them.
         dataset_sampler: what divides them over the scale units.
         lr_scheduler: the scheduler; ``None`` for none.
-        checkpoint: what is saved and resumed.
-        log: loggers.
+        checkpoint, log: what is saved and resumed, and loggers.
         hook: a hook, or functions by name.
         precision: dtype of parameters, buffers and inputs, or of each; ``None`` leaves the model's.
         micro_batch_size: samples of one forward pass.
         global_batch_size: samples of a step over all ranks.
-        grad_accumulation_steps: micro-batches of a step on each rank. Of this and ``global_batch_size`` one may be given.
-        max_epochs: ``None`` for no limit.
-        max_train_steps: ``None`` for no limit.
+        grad_accumulation_steps: micro-batches of a step on each rank; by default from ``global_batch_size``.
+        max_epochs, max_train_steps: ``None`` for no limit.
         max_val_steps: ``None`` for all validation data.
-        val_every_n_train_steps: ``None`` for no validation by steps.
-        val_every_n_epochs: ``None`` for no validation by epochs.
+        val_every_n_train_steps, val_every_n_epochs: ``None`` for no validation by steps, or by epochs.
         enable_progress_bar: a bar on a terminal, else a line now and then.
         log_progress_every_n_train_steps: steps between lines of the log.
         seed: seed of all random numbers; scale unit u trains with ``seed + u``.
-        init_env_fn: ``(trainer) -> None``, called before anything is made; in the place of ``seed`` or beside it.
+        init_env_fn: ``(trainer) -> None``, called before anything is made; may replace ``seed``.
 
     Raises:
         InputError: naming every field that is wrong.
@@ -294,7 +287,7 @@ class TrainerArgs(_Strict):
         return problems
 
     def _not_positive(self) -> list[str]:
-        named: list[tuple[str, Any]] = [
+        values: list[tuple[str, Any]] = [
             (name, getattr(self, name))
             for name in (
                 "micro_batch_size", "global_batch_size", "grad_accumulation_steps", "max_epochs",
@@ -302,13 +295,13 @@ class TrainerArgs(_Strict):
                 "log_progress_every_n_train_steps",
             )
         ]  # fmt: skip
-        named += [
+        values += [
             (f"checkpoint.{name}", getattr(self.checkpoint, name))
             for name in ("every_n_train_steps", "every_n_epochs", "keep_last_n_checkpoints")
         ]
         return [
             f"{name} must be a positive integer; it is {value!r}."
-            for name, value in named
+            for name, value in values
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
         ]
 

@@ -1,4 +1,4 @@
-"""Batches of a Trainer: datasets, samplers and loaders by configuration, in windows of the micro-batches of a step."""
+"""Batches of a Trainer: configured datasets, samplers and loaders, and windows of a step's micro-batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AUTOMATIC = ("dataset", "num_replicas", "rank")  # arguments of a sampler that 
 
 
 class Window(NamedTuple):
-    """The micro-batches of a step on this rank, and which of them count nothing: those that fill a last window up."""
+    """The micro-batches of a step on this rank; dummies, which fill up a last window, count nothing."""
 
     samples: list[Any]
     dummies: list[bool]
@@ -39,8 +39,7 @@ class Data:
     """The data of one split on this rank.
 
     Attributes:
-        dataset: the dataset.
-        loader: gives micro-batches.
+        dataset, loader: the dataset, and its loader of micro-batches.
         num_micro_batches: of a step.
         input_dtype: what floats in batches are cast to; ``None`` to leave them.
     """
@@ -101,7 +100,7 @@ def make_data(
         if data_ranks > 1:
             automatic["dataset"] = RankStream(dataset, rank=data_rank, num_ranks=data_ranks)  # no sampler
     else:
-        automatic["sampler"] = _make_sampler(args, split, dataset, data_rank, data_ranks)
+        automatic["sampler"] = _make_sampler(args, split, dataset, data_rank, data_ranks=data_ranks)
     loader = make(args.dataloader.type, options=settings, what="dataloader", **automatic)
     return Data(dataset, loader, num_micro_batches, dtype_of(args.precision, "input"))
 
@@ -128,7 +127,7 @@ def _args_of(config: Any, split: Split) -> dict[str, Any]:
     return args
 
 
-def _make_sampler(args: TrainerArgs, split: Split, dataset: Any, data_rank: int, data_ranks: int) -> Any:
+def _make_sampler(args: TrainerArgs, split: Split, dataset: Any, data_rank: int, *, data_ranks: int) -> Any:
     config = args.dataset_sampler
     options = {key: value for key, value in _args_of(config, split).items() if key not in _AUTOMATIC}
     kind = named(config.type, what="dataset_sampler.type")

@@ -91,10 +91,9 @@ class Loaded:
     Attributes:
         status: how far training was.
         custom: what hooks had added on this rank; lists by rank where another number of ranks had saved.
-        epoch_rng: random states of this rank when the epoch began; ``None`` where another number of ranks had saved.
+        epoch_rng: this rank's random states as the epoch began; ``None`` if the number of ranks has changed.
         notes: on what differs.
-        path: where from.
-        world_size: ranks that had saved.
+        path, world_size: the checkpoint, and the number of ranks that had saved it.
     """
 
     status: TrainStatus
@@ -163,7 +162,8 @@ class Checkpoints:
         steps = status.finished_train_steps
         checkpoint.save(draft, self._result, step=steps, extra=extra, position=position)
         self._job_cluster.on_first(
-            lambda: self._finish_save(draft, folder, is_best, before, loss), what="linking the checkpoint"
+            lambda: self._finish_save(draft, folder, is_best, before, loss=loss),
+            what="linking the checkpoint",
         )
 
     @property
@@ -174,7 +174,7 @@ class Checkpoints:
         )
 
     def check_folder(self) -> None:
-        """Makes the folder of checkpoints, so that one that cannot be written is found before training. Collective.
+        """Makes the folder of checkpoints, to find before training whether it can be written. Collective.
 
         Raises:
             CheckpointError: if it cannot be written.
@@ -194,8 +194,8 @@ class Checkpoints:
             self._job_cluster.agree(write, what="making the folder of checkpoints")
 
     def _clear_drafts(self) -> None:
-        for left in self._folder.glob(".*.tmp"):  # of interrupted saves
-            _remove_path(left)
+        for draft in self._folder.glob(".*.tmp"):  # of interrupted saves
+            _remove_path(draft)
 
     def _write_own(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
         path = folder / f"{self._job_cluster.rank}.ckpt"
@@ -210,7 +210,7 @@ class Checkpoints:
                 draft.unlink(missing_ok=True)
             raise CheckpointError(f"cannot write {path}: {error_text(error)}") from error
 
-    def _finish_save(self, draft: Path, folder: Path, is_best: bool, before: float, loss: float) -> None:
+    def _finish_save(self, draft: Path, folder: Path, is_best: bool, before: float, *, loss: float) -> None:
         config = self._config
         try:
             if config.save_type == "merged":
@@ -261,10 +261,10 @@ class Checkpoints:
             for path in self._folder.iterdir()
             if _NAME.fullmatch(path.name) and not path.is_symlink()
         )
-        meant = {newest, *(self._folder / name for name in (LAST, BEST))}
-        resolved = {path.resolve() for path in meant if path.exists()}
+        pointers = {newest, *(self._folder / name for name in (LAST, BEST))}
+        targets = {path.resolve() for path in pointers if path.exists()}
         for _, path in checkpoints[:-keep]:
-            if path.resolve() not in resolved:
+            if path.resolve() not in targets:
                 shutil.rmtree(path)
 
     def load(self) -> Loaded | None:
@@ -308,7 +308,7 @@ class Checkpoints:
             return path.resolve()
         return ((path / LAST) if (path / LAST).exists() else step_folder.parent).resolve()  # a run's folder
 
-    def _load_folder(self, folder: Path, named: Path) -> Loaded:
+    def _load_folder(self, folder: Path, origin: Path) -> Loaded:
         self._job_cluster.on_first(lambda: _check_rank_files(folder), what="checking what ranks have added")
         info = checkpoint.load(folder, self._result, data_position=False)
         status = info["extra"].get("train_status")
@@ -322,14 +322,14 @@ class Checkpoints:
             # weights_only=False, as hooks may have added objects of any class.
             return [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
 
-        saved = self._job_cluster.agree(read, what="reading what ranks have added")
-        rng = saved[0].get(_EPOCH_RNG) if same else None
+        entries = self._job_cluster.agree(read, what="reading what ranks have added")
+        rng = entries[0].get(_EPOCH_RNG) if same else None
         return Loaded(
             status=TrainStatus.of(status) if status else _status_of(info),
-            custom={k: v for k, v in saved[0].items() if k != _EPOCH_RNG} if same else by_rank(saved),
+            custom={k: v for k, v in entries[0].items() if k != _EPOCH_RNG} if same else by_rank(entries),
             epoch_rng=rng,
             notes=info["notes"],
-            path=named,
+            path=origin,
             world_size=info["world_size"],
         )
 
@@ -340,8 +340,8 @@ class Checkpoints:
                 return None
             try:
                 with zipfile.ZipFile(path) as archive:  # torch's files, with a digest of each tensor
-                    if (damaged := archive.testzip()) is not None:
-                        raise CheckpointError(f"{path} is damaged: {damaged} differs from what was written.")
+                    if (bad_name := archive.testzip()) is not None:
+                        raise CheckpointError(f"{path} is damaged: {bad_name} differs from what was written.")
                 return torch.load(path, map_location="cpu", weights_only=False, mmap=True)
             except CheckpointError:
                 raise
@@ -356,9 +356,9 @@ class Checkpoints:
             notes = ["a file of weights alone: the optimizer begins anew"]
             return Loaded(TrainStatus(), {}, None, notes, path, 1)
         with self._unmerged_folder(document, path) as folder:
-            loaded = self._load_folder(folder, path)
+            info = self._load_folder(folder, path)
         custom = self._job_cluster.from_first(document.get("custom", {}) if document else None)
-        return Loaded(loaded.status, custom, None, loaded.notes, path, 1)
+        return Loaded(info.status, custom, None, info.notes, path, 1)
 
     @contextlib.contextmanager
     def _unmerged_folder(self, document: Any, path: Path) -> Iterator[Path]:
@@ -399,10 +399,10 @@ def _status_of(info: dict[str, Any]) -> TrainStatus:
     )
 
 
-def by_rank(saved: list[dict[str, Any]]) -> dict[str, list[Any]]:
+def by_rank(entries: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """What ranks have added, a list by rank for each key."""
-    keys = dict.fromkeys(key for entry in saved for key in entry if key != _EPOCH_RNG)
-    return {key: [entry.get(key) for entry in saved] for key in keys}
+    keys = dict.fromkeys(key for entry in entries for key in entry if key != _EPOCH_RNG)
+    return {key: [entry.get(key) for entry in entries] for key in keys}
 
 
 def merge_folder(folder: Path, output: Path) -> None:
@@ -420,12 +420,11 @@ def merge_folder(folder: Path, output: Path) -> None:
     if manifest_path is None:
         raise CheckpointError(f"{folder} holds no complete checkpoint.")
     extra = Manifest.read(manifest_path.parent).extra
-    kept: dict[str, Any] = {key: extra[key] for key in ("train_status", "train_args") if key in extra}
-    merge(manifest_path.parent, output, tied=extra.get("tied"), more={**kept, "custom": custom})
+    metadata: dict[str, Any] = {key: extra[key] for key in ("train_status", "train_args") if key in extra}
+    merge(manifest_path.parent, output, tied=extra.get("tied"), more={**metadata, "custom": custom})
 
 
 def _check_rank_files(folder: Path) -> None:
-    """Compares what ranks have added with the digests in the manifest."""
     step_folder = checkpoint.latest(folder)
     records = {} if step_folder is None else Manifest.read(step_folder).extra.get(_RANK_FILES, {})
     check_files(folder, {name: FileRecord(**entry) for name, entry in records.items()}, records)

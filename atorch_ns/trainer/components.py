@@ -25,16 +25,16 @@ def named(value: Any, *, what: str) -> Callable[..., Any]:
     return result
 
 
-def check_names(args: Any, *, known: Container[str] = ()) -> None:
+def check_names(args: Any, *, aliases: Container[str] = ()) -> None:
     """Looks up the ``type`` of every component of a configuration, and every ``__type`` in their arguments.
 
     Args:
-        known: names that stand for something without their module.
+        aliases: names that stand for something without their module.
 
     Raises:
         InputError: with all that name nothing, a line each.
     """
-    names = [(what, name) for what, name in _find_names(args, "") if name not in known]
+    names = [(what, name) for what, name in _find_names(args, "") if name not in aliases]
     problems = [problem for what, name in names if (problem := _name_problem(name, what))]
     if problems:
         raise InputError("\n".join(problems))
@@ -81,15 +81,15 @@ def make(kind: Any, *args: Any, options: Mapping[str, Any], what: str, **automat
     Raises:
         InputError: if the arguments do not fit it, or it fails.
     """
-    called = named(kind, what=f"{what}.type")
+    factory = named(kind, what=f"{what}.type")
     keywords = {**arguments(options, what=f"{what}.args"), **automatic}
     try:
-        return called(*args, **keywords)
+        return factory(*args, **keywords)
     except AtorchError:
         raise  # its message says what is wrong
     except Exception as error:
-        shown = ", ".join(f"{key}=" for key in keywords)
-        raise InputError(f"{what}: {_callable_name(called)}({shown}) failed: {error_text(error)}") from error
+        names = ", ".join(f"{key}=" for key in keywords)
+        raise InputError(f"{what}: {_callable_name(factory)}({names}) failed: {error_text(error)}") from error
 
 
 def _build_value(value: Any, what: str) -> Any:

@@ -17,13 +17,11 @@ class TrainStepMetrics:
     """Metrics of a training step; ``None`` where there are none.
 
     Attributes:
-        train_loss: the loss, as ``loss_reduction`` says.
-        loss: the same.
+        train_loss, loss: the loss, as ``loss_reduction`` says.
         lr: the learning rate of the first group.
         gnorm: the norm of all gradients before they were clipped.
         train_wall: seconds.
-        cuda_gb_allocated: the largest memory of this device in use, GB.
-        cuda_gb_reserved: and that torch has reserved.
+        cuda_gb_allocated, cuda_gb_reserved: the largest memory in use, and reserved by torch, GB.
         cuda_gb_free: memory of this device that nobody has.
     """
 
@@ -86,9 +84,9 @@ class AggregatedOutputs:
 
 
 class TrainHook:
-    """Does nothing; override what you need. Hooks are called on all ranks, in the order model, optimizer, scheduler, hook.
+    """Hooks to override, called on all ranks in the order model, optimizer, scheduler, ``hook``.
 
-    Arguments are given as keywords of these names, so a function may leave none out, and may have ``**kwargs``.
+    Arguments are keywords, so a function must take all of these names, or ``**kwargs``.
     """
 
     def after_setup(self, trainer: Any) -> None:
@@ -183,7 +181,7 @@ class TrainHook:
         """Before metrics of a validation are logged; they may be changed."""
 
     def on_load_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is loaded. What another number of ranks has saved, and what was merged, is a list by rank."""
+        """A checkpoint is loaded. What another number of ranks saved, or a merge, is a list by rank."""
 
     def on_save_checkpoint(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Before a checkpoint is saved: what is added to the dictionary is in it, for each rank."""
@@ -201,9 +199,9 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
         inspect.signature(function).bind(None, **dict.fromkeys(others))  # refused before training
     except TypeError as error:
         what = getattr(function, "__qualname__", function)
-        shown = ", ".join([trainer, *others])
+        parameters = ", ".join([trainer, *others])
         raise InputError(
-            f"hook {name}: {what} is called with ({shown}), but does not accept these: {error}."
+            f"hook {name}: {what} is called with ({parameters}), but does not accept these: {error}."
         ) from None
     except ValueError:  # a callable without a signature that Python can read
         return
@@ -234,8 +232,8 @@ class HookChain:
                         self._called[name].append(method)
         for name, function in functions.items():
             self._called[name].append(function)
-        for name, called in self._called.items():
-            for function in called:
+        for name, methods in self._called.items():
+            for function in methods:
                 _check_signature(name, function)
 
     def has(self, name: str) -> bool:

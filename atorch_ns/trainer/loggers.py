@@ -54,8 +54,7 @@ class WandbLogger(LoggerBase):
     """A run of Weights & Biases, with metrics called ``tag/metric``.
 
     Args:
-        name: the run.
-        project: the run's project.
+        name, project: the run, and its project.
         mode: ``offline`` writes to ``dir`` for a later ``wandb sync``.
         dir: the folder of the run's files.
     """

@@ -40,7 +40,7 @@ def make_model(args: TrainerArgs) -> nn.Module:
 
 
 def takes_by_name(model: nn.Module, sample: Any) -> bool:
-    """Whether ``forward`` takes the items of a sample by name, as models of Hugging Face do, and not the sample as a whole."""
+    """Whether ``forward`` takes the items of a sample by name, as Hugging Face's models do."""
     if not isinstance(sample, Mapping) or len(sample) < 2:
         return False
     return sample.keys() <= inspect.signature(model.forward).parameters.keys()

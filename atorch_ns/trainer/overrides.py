@@ -1,4 +1,4 @@
-"""Overrides of a configuration on the command line, and references inside of it; pure functions over plain data.
+"""Overrides of a configuration by the command line, and references in it; pure functions of plain data.
 
 ::
 
@@ -6,7 +6,7 @@
     --model.args!.dim 3                           model.args is emptied first
     --lr_scheduler!                               taken out
     --compute_config.use_zero                     true
-    --checkpoint.save_dir '$(run).${USER}'        $(a.b) and ${a.b}: a value of the configuration, else of the environment
+    --checkpoint.save_dir '$(run).${USER}'        $(a.b), ${a.b}: a value of the configuration or environment
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def override(config: Any, overrides: Sequence[tuple[str, Any]]) -> Any:
     """The configuration with values at their paths, in their order.
 
     Raises:
-        InputError: for an index where there is no list, a list that an index leaves with gaps, or nothing to take out.
+        InputError: for an index without a list, an index that leaves gaps in one, or nothing to take out.
     """
     for path, value in overrides:
         config = _put_value(config, path.split("."), value, path)
@@ -67,7 +67,7 @@ def _put_value(inside: Any, parts: Sequence[str], value: Any, path: str) -> Any:
     first, *others = parts
     name, empties = first.removesuffix("!"), first.endswith("!")
     if isinstance(inside, list) or (inside is None and name.isdigit()):  # index 0 of nothing begins a list
-        return _put_in_list(list(inside or []), name, empties, others, value, path)
+        return _put_in_list(list(inside or []), name, empties, others, value=value, path=path)
     mapping = dict(inside) if isinstance(inside, Mapping) else {}
     if empties and not others and value is BARE and name not in mapping:
         raise InputError(
@@ -83,7 +83,7 @@ def _put_value(inside: Any, parts: Sequence[str], value: Any, path: str) -> Any:
 
 
 def _put_in_list(
-    entries: list[Any], name: str, empties: bool, others: Sequence[str], value: Any, path: str
+    entries: list[Any], name: str, empties: bool, others: Sequence[str], *, value: Any, path: str
 ) -> list[Any]:
     if not name.isdigit():
         raise InputError(f"--{path}: {name!r} is not an index, but the value is a list.")
@@ -105,7 +105,7 @@ def _put_in_list(
 
 
 def resolve_references(config: Any, environment: Mapping[str, str] = os.environ) -> Any:
-    r"""The configuration with ``$(a.b)`` and ``${a.b}`` replaced, by values of itself, else of the environment.
+    r"""The configuration with values of itself, else of the environment, for ``$(a.b)`` and ``${a.b}``.
 
     A text that is one reference has the value's type. ``$\(`` and ``$\{`` stand for ``$(`` and ``${``.
 
@@ -149,9 +149,9 @@ class _Resolver:
             elif name in self._environment:  # the environment knows the whole name
                 return self._environment[name]
             else:
-                known = inside if isinstance(inside, Mapping) else ()
+                candidates = inside if isinstance(inside, Mapping) else ()
                 raise InputError(
                     f"{match.group()}: neither the configuration nor the environment has {name!r}."
-                    f"{did_you_mean(part, [str(key) for key in known])}"
+                    f"{did_you_mean(part, [str(key) for key in candidates])}"
                 )
         return self.value(inside, (*circle, name))  # a value may hold references itself

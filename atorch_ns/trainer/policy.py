@@ -49,9 +49,9 @@ class Policy:
         if policy == AUTO:
             return cls()
         if isinstance(policy, str) and policy not in POLICIES and "." not in policy:  # functions have dots
-            known = [*POLICIES, AUTO]
+            names = [*POLICIES, AUTO]
             raise InputError(
-                f"pas_policy: unknown policy {policy!r}.{did_you_mean(policy, known)} Use one of {', '.join(known)}, a "
+                f"pas_policy: unknown policy {policy!r}.{did_you_mean(policy, names)} Use one of {', '.join(names)}, a "
                 "function, or a strategy file."
             )
         return cls(rule=policy if policy in POLICIES else named(policy, what="pas_policy"))
@@ -62,6 +62,7 @@ def divided(
     settings: TrainerArgs | ModuleParallelizeConfig,
     module: nn.Module,
     dummies: Mapping[str, Any],
+    *,
     config: ComputeConfig,
     cluster: Cluster,
 ) -> ParallelModule | None:

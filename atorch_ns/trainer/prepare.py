@@ -1,4 +1,4 @@
-"""Preparation of a Trainer's model: by parallelize, by a strategy file, or by a search; each gives the same Result."""
+"""Preparation of a Trainer's model by parallelize, a strategy file or a search, each with the same Result."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def compile_plan(args: TrainerArgs, dataset: Any) -> None:
     """
     model, cluster = make_model(args), Cluster.detect()
     if args.model.parallel_modules:
-        replaced(args, model, compute_config(args, cluster), cluster, _read_sample(args, dataset, cluster))
+        replaced(
+            args, model, compute_config(args, cluster), cluster, sample=_read_sample(args, dataset, cluster)
+        )
     else:
         _divide_model(args, model, dataset, cluster)
 
@@ -58,7 +60,7 @@ def prepare(args: TrainerArgs, dataset: Any, cluster: Cluster) -> tuple[Result, 
     optimizer = functools.partial(make, args.optimizer.type, options=args.optimizer.args, what="optimizer")
     module: nn.Module = model
     if args.model.parallel_modules:
-        result = _with_parallel_modules(args, model, dataset, cluster, optimizer)
+        result = _with_parallel_modules(args, model, dataset, cluster, optimizer=optimizer)
     elif policy.rule is not None:
         parallel_module = _divide_model(args, model, dataset, cluster)
         assert isinstance(parallel_module, ParallelModule)
@@ -97,12 +99,13 @@ def _with_parallel_modules(
     model: nn.Module,
     dataset: Any,
     cluster: Cluster,
+    *,
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> Result:
     sample = _read_sample(args, dataset, cluster)
     inputs = Inputs(model=model, model_input_format="unpack_dict" if takes_by_name(model, sample) else None)
     original = OriginalModel.of(inputs)
-    parts = replaced(args, model, compute_config(args, cluster), cluster, sample)
+    parts = replaced(args, model, compute_config(args, cluster), cluster, sample=sample)
     return job_of(inputs, original, parts, optimizer)
 
 
@@ -122,4 +125,4 @@ def _divide_model(
         raise InputError("model.type: forward must take a sample as its first argument; it takes nothing.")
     sample = _read_sample(args, dataset, cluster)
     dummies = dict(sample) if takes_by_name(model, sample) else {first: sample}
-    return divided(args, args, model, dummies, compute_config(args, cluster), cluster)
+    return divided(args, args, model, dummies, config=compute_config(args, cluster), cluster=cluster)

@@ -112,12 +112,12 @@ def _validate_fields(kind: Any, settings: Any, at: str, problems: list[str]) -> 
     try:
         return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
-        told: set[str] = set()  # of a union, pydantic reports a field once for each type
+        reported_paths: set[str] = set()  # of a union, pydantic reports a field once for each type
         for detail in error.errors():
             location = [str(part) for part in detail["loc"] if _is_place(part)]
             path = ".".join(filter(None, [at, *location]))
-            if path not in told:
-                told.add(path)
+            if path not in reported_paths:
+                reported_paths.add(path)
                 problems.append(_describe_error(kind, location, path, detail))
     return None
 
@@ -129,17 +129,17 @@ def _is_place(part: Any) -> bool:
 
 def _describe_error(kind: Any, location: Sequence[str], path: str, error: Any) -> str:
     if error["type"] == "unexpected_keyword_argument":
-        known = [entry.name for entry in fields(_find_owner_class(kind, location[:-1]))]
-        return f"there is no field {path}.{did_you_mean(location[-1], known, otherwise='Known are ' + ', '.join(known) + '.')}"
+        names = [entry.name for entry in fields(_find_owner_class(kind, location[:-1]))]
+        return f"there is no field {path}.{did_you_mean(location[-1], names, otherwise='Known are ' + ', '.join(names) + '.')}"
     return f"{path} is {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}."
 
 
 def _find_owner_class(kind: Any, location: Sequence[str]) -> Any:
     for part in location:
-        nested = _NESTED
+        classes = _NESTED
         if kind is ModuleParallelizeConfig:  # it has a compute_config of another class
-            nested = {"compute_config": OptionalComputeConfig}
-        kind = nested.get(part, kind)  # an index of a list keeps the class
+            classes = {"compute_config": OptionalComputeConfig}
+        kind = classes.get(part, kind)  # an index of a list keeps the class
     return kind
 
 
@@ -151,11 +151,11 @@ _NESTED: dict[str, Any] = {  # dataclasses of nested fields
 
 
 def _compute_config(options: Mapping[str, Any], problems: list[str]) -> ComputeConfig | None:
-    known = [entry.name for entry in fields(ComputeConfig)]
+    names = [entry.name for entry in fields(ComputeConfig)]
     problems += [
-        f"there is no field {key}.{did_you_mean(str(key), known)}" for key in options if key not in known
+        f"there is no field {key}.{did_you_mean(str(key), names)}" for key in options if key not in names
     ]
-    values = {key: guessed(value) for key, value in options.items() if key in known}
+    values = {key: guessed(value) for key, value in options.items() if key in names}
     values.setdefault("plan_ngpus", 1)  # each rank is a scale unit
     values.setdefault("runtime_ngpus", Cluster.detect().world_size)
     return ComputeConfig(**values)
@@ -172,7 +172,7 @@ def _guess_types(config: Any, *, free: bool = False) -> Any:
 
 
 def guessed(value: Any) -> Any:
-    """What Python would take a text for: ``'1e-3'`` for a number, ``'true'`` for True; itself if for nothing else."""
+    """The Python value of a text, such as a number for ``'1e-3'`` and True for ``'true'``; else the text."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):  # YAML's spelling, not Python's

@@ -1,4 +1,4 @@
-"""Parallel submodules of a Trainer's model: modules of given classes, replaced after construction, in a job of the whole."""
+"""Parallel submodules of a Trainer's model: modules of given classes, replaced in a job of the whole."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger("atorch_ns")
 
 
 def replaced(
-    args: TrainerArgs, model: nn.Module, config: ComputeConfig, cluster: Cluster, sample: Any
+    args: TrainerArgs, model: nn.Module, config: ComputeConfig, cluster: Cluster, *, sample: Any
 ) -> dict[str, ParallelModule]:
     """Parallelizes the modules that the configuration names, each with its own weights; by path. Collective.
 
@@ -49,25 +49,30 @@ def replaced(
         (spec, named(spec.type, what=f"model.parallel_modules.{index}.type"))
         for index, spec in enumerate(args.model.parallel_modules)
     ]
-    chosen = [
+    matches = [
         (path, spec)
         for spec, kind in kinds
         for path, module in model.named_modules()
         if type(module) is kind and path  # the root is the model itself
     ]
-    missing = [kind for spec, kind in kinds if not any(spec is other for _, other in chosen)]
+    missing = [kind for spec, kind in kinds if not any(spec is other for _, other in matches)]
     if missing:
         raise InputError(f"model.parallel_modules: the model has no module of {missing[0].__qualname__}.")
-    _refuse_nested([path for path, _ in chosen])
-    _refuse_shared(model, [path for path, _ in chosen])
-    dummies = _collect_forward_args(args, chosen, model, sample)
+    _refuse_nested([path for path, _ in matches])
+    _refuse_shared(model, [path for path, _ in matches])
+    dummies = _collect_forward_args(args, matches, model, sample)
     parts: dict[str, ParallelModule] = {}
-    for path, spec in chosen:
+    for path, spec in matches:
         module = model.get_submodule(path)
         if isinstance(module, ParallelModule):  # the same one at another path
             continue
         part = _parallelize_module(
-            args, spec, module, dummies[path], _merge_config(config, spec.compute_config), cluster
+            args,
+            spec,
+            module,
+            dummies[path],
+            config=_merge_config(config, spec.compute_config),
+            cluster=cluster,
         )
         if part is not None:
             for other, same in list(model.named_modules(remove_duplicate=False)):  # at all of its paths
@@ -116,6 +121,7 @@ def _parallelize_module(
     settings: ModuleParallelizeConfig,
     module: nn.Module,
     dummies: dict[str, Any],
+    *,
     config: ComputeConfig,
     cluster: Cluster,
 ) -> ParallelModule | None:
@@ -131,7 +137,7 @@ def _parallelize_module(
     if settings.precision is not None:
         cast(module, dtype_of(settings.precision, "param"), dtype_of(settings.precision, "buffer"))
         dummies = dummies if inputs is None else floats_to(dummies, inputs)
-    part = divided(args, settings, module, dummies, config, cluster)
+    part = divided(args, settings, module, dummies, config=config, cluster=cluster)
     if part is not None and inputs is not None:
         part.register_forward_pre_hook(  # the model around it may compute in another dtype
             lambda _, positional, keywords: (floats_to(positional, inputs), floats_to(keywords, inputs)),
@@ -147,33 +153,33 @@ def _merge_config(config: ComputeConfig, overrides: OptionalComputeConfig | None
         if overrides is None
         else {field.name: getattr(overrides, field.name) for field in fields(overrides)}
     )
-    known = {field.name for field in fields(ComputeConfig)}
-    idle = [name for name, value in values.items() if value is not None and name not in known]
+    names = {field.name for field in fields(ComputeConfig)}
+    idle = [name for name, value in values.items() if value is not None and name not in names]
     if idle:
         log.info("%s: of nnScaler's reducers, and without meaning here.", ", ".join(idle))
-    changed = {name: value for name, value in values.items() if value is not None and name in known}
-    return replace(config, use_end2end=False, **changed)  # a part returns no loss
+    changes = {name: value for name, value in values.items() if value is not None and name in names}
+    return replace(config, use_end2end=False, **changes)  # a part returns no loss
 
 
 def _collect_forward_args(
-    args: TrainerArgs, chosen: Sequence[tuple[str, ModuleParallelizeConfig]], model: nn.Module, sample: Any
+    args: TrainerArgs, modules: Sequence[tuple[str, ModuleParallelizeConfig]], model: nn.Module, sample: Any
 ) -> dict[str, dict[str, Any]]:
-    seen: dict[str, dict[str, Any]] = {}  # arguments of forward, by path
-    watched = []
-    for path, spec in chosen:
+    calls: dict[str, dict[str, Any]] = {}  # arguments of forward, by path
+    paths = []
+    for path, spec in modules:
         if spec.forward_args_gen_fn is None:
-            watched.append(path)
+            paths.append(path)
         else:
-            seen[path] = named(spec.forward_args_gen_fn, what="forward_args_gen_fn")(args)
-    if not watched:
-        return seen
+            calls[path] = named(spec.forward_args_gen_fn, what="forward_args_gen_fn")(args)
+    if not paths:
+        return calls
 
     def note(path: str, module: nn.Module, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        bound = inspect.signature(module.forward).bind(*positional, **keywords)
-        seen.setdefault(path, dict(bound.arguments))  # the first call counts
+        call = inspect.signature(module.forward).bind(*positional, **keywords)
+        calls.setdefault(path, dict(call.arguments))  # the first call counts
 
     with ExitStack() as stack:
-        for path in watched:
+        for path in paths:
             hook = model.get_submodule(path).register_forward_pre_hook(partial(note, path), with_kwargs=True)
             stack.callback(hook.remove)
         stack.enter_context(torch.no_grad())
@@ -181,10 +187,10 @@ def _collect_forward_args(
         stack.enter_context(buffers_lent(model))
         stack.enter_context(caches_off(model, always=True))  # as in training
         call_model(model, sample, "unpack_dict" if takes_by_name(model, sample) else None)
-    idle = next((path for path in watched if path not in seen), None)
+    idle = next((path for path in paths if path not in calls), None)
     if idle is not None:
         raise InputError(f"model.parallel_modules: the model does not call {idle}; give forward_args_gen_fn.")
-    return seen
+    return calls
 
 
 def job_of(
@@ -236,7 +242,6 @@ class _JointGradients(Gradients):
         self._jobs, self._rest = jobs, rest
 
     def complete(self, module: nn.Module) -> None:
-        """Reduces what is left, part by part; collective."""
         for job in self._jobs:
             job.gradients.complete(job.module)
         if self._rest is not None:

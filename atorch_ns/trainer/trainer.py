@@ -44,14 +44,11 @@ class Trainer:
         train_args: the arguments, or plain data of them, in the place of ``argv``.
 
     Attributes:
-        train_args: the arguments.
         model: what is trained: a :class:`~atorch_ns.ParallelModule`, or what a strategy has made.
-        optimizer: its optimizer.
-        lr_scheduler: its scheduler, or ``None``.
+        optimizer, lr_scheduler: its optimizer and scheduler; the latter may be ``None``.
         result: what the strategy has made of it all, with the report: ``print(trainer.result.report)``.
         train_status: how far training is.
-        rank: this process.
-        world_size: the number of processes.
+        rank, world_size: this process, and the number of processes.
 
     Raises:
         InputError: for arguments that are wrong, every one named.
@@ -100,11 +97,11 @@ class Trainer:
         try:
             self._set_up(dataset)
             with self.result.train_step.sharing_failures():
-                loaded = self._checkpoints.load()
-                if loaded is not None:
-                    self._resume_training(loaded)
+                saved_run = self._checkpoints.load()
+                if saved_run is not None:
+                    self._resume_training(saved_run)
                 self.hook.call("after_setup")
-                self._run_training(loaded)
+                self._run_training(saved_run)
                 self.hook.call("on_finalize")
         finally:
             for logger in self._loggers:
@@ -116,14 +113,14 @@ class Trainer:
         args = self.train_args
         if args.init_env_fn is not None:
             named(args.init_env_fn, what="init_env_fn")(self)
-        check_names(args, known=BUILT_IN)  # after that function, which may make modules known
+        check_names(args, aliases=BUILT_IN)  # after that function, which may make modules known
         if args.seed is not None:
             seed_all(args.seed)  # before the dataset, which may draw from it
         return make_dataset(args, "train")
 
     @classmethod
     def merge_checkpoint(cls, checkpoint_files: Sequence[str], output_file: str) -> None:
-        """Writes a checkpoint as one file that any plan on any number of ranks resumes from, and ``torch.load`` reads.
+        """Writes a checkpoint as one file for ``torch.load``, from which any plan on any ranks resumes.
 
         Args:
             checkpoint_files: the folder of a checkpoint, or files in it.
@@ -226,9 +223,9 @@ class Trainer:
         limits = [number for number in (args.max_train_steps, by_epochs) if number is not None]
         return min(limits, default=None)  # unknown without a limit
 
-    def _resume_training(self, loaded: Loaded) -> None:
+    def _resume_training(self, saved_run: Loaded) -> None:
         size = self.train_status.global_batch_size
-        self.train_status = loaded.status
+        self.train_status = saved_run.status
         status = self.train_status
         if not status.global_batch_size and self._train_data.num_steps:  # of a loop that counted no batches
             steps = status.finished_train_steps
@@ -247,20 +244,20 @@ class Trainer:
             )
         status.global_batch_size = size
         self._saved_at = self._validated_at = status.finished_train_steps  # nothing to validate or save yet
-        self.hook.call("on_load_checkpoint", checkpoint={**loaded.custom, **self._checkpoint_fields()})
+        self.hook.call("on_load_checkpoint", checkpoint={**saved_run.custom, **self._checkpoint_fields()})
         if self.rank == 0:
             log.info(
                 "Resumed from %s: epoch %d, after %d steps; saved on %s, and going on on %s.",
-                loaded.path,
+                saved_run.path,
                 status.epoch,
                 status.finished_train_steps,
-                counted(loaded.world_size, "rank"),
+                counted(saved_run.world_size, "rank"),
                 counted(self.world_size, "rank"),
             )
 
     # The loop
 
-    def _run_training(self, loaded: Loaded | None) -> None:
+    def _run_training(self, saved_run: Loaded | None) -> None:
         args, status = self.train_args, self.train_status
         if self.rank == 0:
             log.info("Training...")
@@ -268,8 +265,8 @@ class Trainer:
         last_epoch = status.epoch
         while not self._is_over():
             last_epoch = status.epoch
-            self._run_epoch(loaded)
-            loaded = None  # only its epoch begins in the middle
+            self._run_epoch(saved_run)
+            saved_run = None  # only its epoch begins in the middle
         if self.rank == 0:
             limit, number = (
                 ("epochs", args.max_epochs)
@@ -289,12 +286,12 @@ class Trainer:
         most = self.train_args.max_train_steps
         return most is not None and self.train_status.finished_train_steps >= most
 
-    def _run_epoch(self, loaded: Loaded | None) -> None:
+    def _run_epoch(self, saved_run: Loaded | None) -> None:
         args, status, data = self.train_args, self.train_status, self._train_data
         epoch = status.epoch
         self.hook.call("on_epoch_start", epoch=epoch)
         began = status.step_in_epoch
-        windows = self._remaining_windows(data, loaded)
+        windows = self._remaining_windows(data, saved_run)
         while True:
             if self._has_all_steps() and status.step_in_epoch != data.num_steps:
                 return  # before more data are read, which may draw random numbers
@@ -315,13 +312,13 @@ class Trainer:
         if _is_due(epoch + 1, args.checkpoint.every_n_epochs):
             self._save_checkpoint(epoch)
 
-    def _remaining_windows(self, data: Data, loaded: Loaded | None) -> Iterator[Window]:
+    def _remaining_windows(self, data: Data, saved_run: Loaded | None) -> Iterator[Window]:
         status, job = self.train_status, self.result.job
         data.set_epoch(status.epoch)
         skip = status.step_in_epoch
         now = capture_rng(job.device, job.step.randomness)
-        if loaded is not None and loaded.epoch_rng is not None and skip:  # shuffled as in the first run
-            restore_rng(loaded.epoch_rng, job.device, job.step.randomness)
+        if saved_run is not None and saved_run.epoch_rng is not None and skip:  # shuffled as in the first run
+            restore_rng(saved_run.epoch_rng, job.device, job.step.randomness)
         self._epoch_rng = capture_rng(job.device, job.step.randomness)
         windows = data.windows()
         if skip:
@@ -332,10 +329,10 @@ class Trainer:
 
     def _after_step(self, epoch: int) -> None:
         args, status = self.train_args, self.train_status
-        done = status.finished_train_steps
-        if self._val_data is not None and _is_due(done, args.val_every_n_train_steps):
+        steps = status.finished_train_steps
+        if self._val_data is not None and _is_due(steps, args.val_every_n_train_steps):
             self._run_validation()
-        if _is_due(done, args.checkpoint.every_n_train_steps):
+        if _is_due(steps, args.checkpoint.every_n_train_steps):
             self._save_checkpoint(epoch)
 
     def _run_train_step(self, epoch: int, window: Window) -> None:
@@ -351,15 +348,15 @@ class Trainer:
             outputs=self._aggregation.wants_outputs or hook.has("on_train_step_end"),
         )
         hook.call("on_train_step_end", outputs=list(output.outputs))
-        aggregated = self._aggregation.over_ranks(output, len(window.real))
-        summed = args.optimizer.loss_reduction == "sum"
-        loss = status.train_loss = aggregated.loss_sum if summed else aggregated.mean_loss
-        hook.call("after_aggregate_train_step_outputs", aggregated_outputs=aggregated, train_loss=loss)
+        totals = self._aggregation.over_ranks(output, len(window.real))
+        is_sum = args.optimizer.loss_reduction == "sum"
+        loss = status.train_loss = totals.loss_sum if is_sum else totals.mean_loss
+        hook.call("after_aggregate_train_step_outputs", aggregated_outputs=totals, train_loss=loss)
         if self._waits:  # the reducer was told to wait for this hook
             hook.call("before_sync_grad")
         step.reduce()
         hook.call("after_sync_grad")
-        step.scale(1.0 / aggregated.require_tokens() if by_tokens else None)
+        step.scale(1.0 / totals.require_tokens() if by_tokens else None)
         hook.call("before_gnorm_clip")
         step.clip()
         assert step.grad_norm is not None
@@ -381,10 +378,10 @@ class Trainer:
             train_wall=time.perf_counter() - start,
             **_memory_metrics(self.result.device),
         )
-        hook.call("before_log_train_metrics", step_metrics=metrics, aggregated_outputs=aggregated)
+        hook.call("before_log_train_metrics", step_metrics=metrics, aggregated_outputs=totals)
         self._log_metrics(asdict(metrics), "train")
         self._show_progress(epoch, idx, metrics)
-        hook.call("on_step_end", epoch=epoch, idx=idx, step_metrics=metrics, aggregated_outputs=aggregated)
+        hook.call("on_step_end", epoch=epoch, idx=idx, step_metrics=metrics, aggregated_outputs=totals)
 
     def _step_scheduler(self) -> None:
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):  # which takes a metric
@@ -457,17 +454,17 @@ class Trainer:
         if self.rank != 0:
             return
         status, args = self.train_status, self.train_args
-        done = status.finished_train_steps
+        steps = status.finished_train_steps
         if self._progress is not None:
-            shown = {
+            values = {
                 "train/loss": metrics.train_loss,
                 "train/grad_norm": metrics.gnorm,
                 "train/lr": metrics.lr,
             }
-            self._progress.log(shown, done)
+            self._progress.log(values, steps)
         total = self._train_data.num_steps
         is_last = idx + 1 == total or self._has_all_steps()
-        if is_last or _is_due(done, args.log_progress_every_n_train_steps):
+        if is_last or _is_due(steps, args.log_progress_every_n_train_steps):
             of = f"{idx + 1:0{len(str(total))}d}/{total}" if total is not None else str(idx + 1)
             log.info(
                 "Epoch %d: %s train_loss=%.3f, lr=%.3g, gnorm=%.3f, train_wall=%.3f",
@@ -491,7 +488,7 @@ def _memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def train(argv: Sequence[str]) -> Trainer:
-    """Trains as ``-f config.yaml`` and overrides say, and shows how it goes; the log is as before afterwards."""
+    """Trains as ``-f config.yaml`` and overrides say, with a log of INFO level, which is reset afterwards."""
     logger = logging.getLogger("atorch_ns")
     level, handlers = logger.level, list(logger.handlers)
     set_default_logger_level("INFO")

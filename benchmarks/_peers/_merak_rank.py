@@ -118,7 +118,7 @@ def _searched(model: nn.Module, batch: dict[str, Tensor], job: Mapping[str, Any]
     profile = profile_model(model, batch, loss_of, make_optimizer=torch.optim.AdamW)
     workload = Workload(global_batch=job["samples"], num_tokens=job["num_tokens"])
     cluster = cluster_from_spec(f"{job['stages']}xH100-80GB")
-    explore(profile, cluster, workload, load_registry(), SearchSettings())
+    explore(profile, cluster, workload, load_registry(), settings=SearchSettings())
 
 
 def _train(job: Mapping[str, Any], front: Any, tell: Tell) -> None:

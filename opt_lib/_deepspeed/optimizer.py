@@ -32,9 +32,8 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         engine: DeepSpeed's engine, with ``managed_gradient_accumulation`` off.
         group: the ranks that partitions are spread over.
         skip_if_nonfinite: whether a step is skipped, on all ranks, whose gradients are infinite or NaN.
-        stages: the ranks that norms are taken over, where that is more than ``group`` because ranks hold
-            stages of a pipeline; ``None`` for ``group``.
-        uncounted: parameters that another of these ranks counts in norms.
+        stages: the ranks of a pipeline that norms are taken over; ``None`` for ``group``.
+        remote: parameters that another of these ranks counts in norms.
         names: names of the parameters, for messages; ``None`` for those that the engine knows.
 
     Attributes:
@@ -50,7 +49,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         group: dist.ProcessGroup,
         skip_if_nonfinite: bool = False,
         stages: dist.ProcessGroup | None = None,
-        uncounted: Iterable[torch.Tensor] = (),
+        remote: Iterable[torch.Tensor] = (),
         names: Mapping[torch.Tensor, str] | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: it would build a second, empty set of groups and state.
@@ -62,19 +61,19 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._all = group if stages is None else stages
         self._pipeline = stages is not None
         self._names = engine.param_names if names is None else names
-        self._uncounted = {id(parameter) for parameter in uncounted}
+        self._remote_ids = {id(parameter) for parameter in remote}
         self._device = torch.device(self._zero.device)
         self._skip_if_nonfinite = skip_if_nonfinite
         self._before_steps: dict[int, Callable[..., Any]] = OrderedDict()
         self._boundary = True
-        self._reduced = False
+        self._is_reduced = False
         # Each hook takes its parameter out: parameters left in the set got no gradient.
-        self._unused = {p for parameters in self._zero.bit16_groups for p in parameters}
-        self._watches = [p.register_post_accumulate_grad_hook(self._unused.discard) for p in self._unused]
+        self._idle = {p for parameters in self._zero.bit16_groups for p in parameters}
+        self._watches = [p.register_post_accumulate_grad_hook(self._idle.discard) for p in self._idle]
 
     def backward(self, loss: torch.Tensor) -> None:
         """Adds the gradients of ``loss``; divide it first if micro-batches accumulate."""
-        if self._reduced:
+        if self._is_reduced:
             raise StepError(
                 "backward() was called after the gradients were clipped and before step(): they are already "
                 "averaged over the ranks. Clip after the last micro-batch."
@@ -109,15 +108,15 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             norm_type,
             group=self._all,
             device=self._device,
-            uncounted=self._gradient_parts(counted=False),
+            remote_parts=self._gradient_parts(remote=True),
         )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the weights and clears the gradients; does nothing if there are none. Collective.
 
         Raises:
-            StepError: after ``set_gradient_accumulation_boundary(False)``; at the first step, if parameters took
-                no part in the loss of any rank.
+            StepError: after ``set_gradient_accumulation_boundary(False)``; at the first step, if no rank
+                uses some parameter.
         """
         loss: float | None = None
         if closure is not None:
@@ -132,12 +131,12 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         for hook in self._before_steps.values():
             hook(self, (), {})
         self._reduce_gradients()
-        if self._reduced and self._watches:
+        if self._is_reduced and self._watches:
             self._require_use_of_all()
         self.skipped = self._skip_if_nonfinite and self._has_nonfinite_gradients()
         if self.skipped:
             self.num_skipped += 1
-        elif self._reduced:  # without gradients there is nothing to step
+        elif self._is_reduced:  # without gradients there is nothing to step
             self._zero.step()
         self.zero_grad()
         return loss
@@ -154,7 +153,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         # The numbers of groups stay as keys; None is DeepSpeed's own mark of no gradients.
         for tensors in (self._zero.all_grad_tensors, self._zero.averaged_gradients):
             tensors.update(dict.fromkeys(tensors))
-        self._reduced = False
+        self._is_reduced = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -190,7 +189,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
     def _reduce_gradients(self) -> None:
         # Once a step: clipping and the step both ask for it.
-        if self._reduced or not self._has_gradients():
+        if self._is_reduced or not self._has_gradients():
             return
         # ZeRO 2 has reduced in every backward pass; ZeRO 1 reduces the accumulated ``grad`` now.
         if self._zero.partition_gradients:
@@ -198,21 +197,21 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         else:
             self._zero.set_gradient_accumulation_boundary(True)
             self._zero.reduce_gradients(pipeline_parallel=self._pipeline)
-        self._reduced = True
+        self._is_reduced = True
 
     def _require_use_of_all(self) -> None:
         # The first step decides: later backward passes run without these hooks.
         for watch in self._watches:
             watch.remove()
         self._watches.clear()
-        local = {self._names[parameter] for parameter in self._unused}
+        local = {self._names[parameter] for parameter in self._idle}
         # A parameter that any data rank has used has a gradient once they are averaged.
-        unused = set.intersection(*gathered(local, distributed=True, group=self._group))
+        idle_names = set.intersection(*gathered(local, distributed=True, group=self._group))
         if self._pipeline:  # all stages must stop, or the others would wait for those that do
-            unused = set.union(*gathered(unused, distributed=True, group=self._all))
-        if unused:
+            idle_names = set.union(*gathered(idle_names, distributed=True, group=self._all))
+        if idle_names:
             raise StepError(
-                f"{len(unused)} trainable parameter(s) took no part in the loss: {first_few(sorted(unused))}. "
+                f"{len(idle_names)} trainable parameter(s) took no part in the loss: {first_few(sorted(idle_names))}. "
                 "DeepSpeed would step them with zero gradients, so weight decay would change them. Freeze them (requires_grad=False) or "
                 "use another backend."
             )
@@ -222,17 +221,17 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
             return any(gradients is not None for gradients in self._zero.all_grad_tensors.values())
         return any(parameter.grad is not None for group in self._zero.bit16_groups for parameter in group)
 
-    def _gradient_parts(self, *, counted: bool = True) -> Iterator[torch.Tensor]:
+    def _gradient_parts(self, *, remote: bool = False) -> Iterator[torch.Tensor]:
         """This rank's parts that it counts in norms, or those that another rank counts."""
         for number, partition in self._zero.averaged_gradients.items():
             # Padding at a partition's end is zero and adds nothing to a norm: it matters for pairing alone.
-            if not self._uncounted:
-                yield from partition or () if counted else ()
+            if not self._remote_ids:
+                yield from () if remote else partition or ()
                 continue
             parts = [part for part in partition or () if not getattr(part, "_zero_padding", False)]
             # One part for each parameter; where there is none, a part of zeros.
             for parameter, part in zip(self._zero.params_in_partition[number], parts, strict=False):
-                if (id(parameter) in self._uncounted) != counted:
+                if (id(parameter) in self._remote_ids) == remote:
                     yield part
 
     def _has_nonfinite_gradients(self) -> bool:

@@ -43,9 +43,6 @@ class StageLayer(nn.Module):
         stage: the stage; its modules are not registered here, as the engine would do again what is done.
         parameters: the parameters that the engine may know.
         device: the device on which the stage computes.
-
-    Attributes:
-        losses: losses of the micro-batches since :meth:`begin`, 0-d float32 and detached; only filled on the last stage.
     """
 
     def __init__(
@@ -68,19 +65,19 @@ class StageLayer(nn.Module):
         if reset:
             self._entries = None
 
-    def forward(self, arrived: torch.Tensor | Wire) -> torch.Tensor | Wire:
+    def forward(self, message: torch.Tensor | Wire) -> torch.Tensor | Wire:
         """Runs one micro-batch on what the previous stage packed, and packs the result for the next one.
 
         Args:
-            arrived: packed inputs; ignored on the first stage.
+            message: packed inputs; ignored on the first stage.
         """
         # The engine numbers micro-batches for the first and the last stage alone, so every stage counts.
         index = torch.tensor(self._count, device=self._device)
         self._count += 1
         # A first stage is called with a tensor, the number of the micro-batch; later ones with a tuple.
-        received = self._unpack_wire(arrived) if isinstance(arrived, tuple) else []
-        output = self._stage[0](*received, index=index)
-        with_grad = arrived[0] if isinstance(arrived, tuple) and arrived[0].requires_grad else None
+        inputs = self._unpack_wire(message) if isinstance(message, tuple) else []
+        output = self._stage[0](*inputs, index=index)
+        with_grad = message[0] if isinstance(message, tuple) and message[0].requires_grad else None
         if self._stage[0].is_last:
             loss: torch.Tensor = output.reshape(())
             return loss if with_grad is None else anchor(loss, with_grad)
@@ -140,21 +137,21 @@ def read_header(wire: Wire) -> tuple[TensorHeader, ...]:
 
 def unpack(wire: Wire, entries: Sequence[TensorHeader]) -> list[torch.Tensor]:
     """The tensors that :func:`pack` was given; those that need gradients are parts of one leaf."""
-    joined = iter(_split_tensors([entry for entry in entries if entry.needs_grad], wire[0]))
+    with_grad = iter(_split_tensors([entry for entry in entries if entry.needs_grad], wire[0]))
     pieces = iter(_from_bytes([entry for entry in entries if not entry.needs_grad], wire[-1]))
-    return [next(joined) if entry.needs_grad else next(pieces) for entry in entries]
+    return [next(with_grad) if entry.needs_grad else next(pieces) for entry in entries]
 
 
-def anchor(output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-    """``output``, from which a gradient of zero reaches ``received`` even where nothing was made of it."""
-    anchored: torch.Tensor = _Anchor.apply(output, received)  # type: ignore[no-untyped-call]
-    return anchored
+def anchor(output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """``output``, from which a gradient of zero reaches ``source`` even where nothing was made of it."""
+    result: torch.Tensor = _Anchor.apply(output, source)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Anchor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        ctx.like = (received.shape, received.dtype, received.device)
+    def forward(ctx: Any, output: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        ctx.like = (source.shape, source.dtype, source.device)
         return output.view_as(output)
 
     @staticmethod
@@ -170,11 +167,11 @@ def _join_tensors(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1).to(widest) for tensor in tensors])
 
 
-def _split_tensors(entries: Sequence[TensorHeader], joined: torch.Tensor) -> list[torch.Tensor]:
-    # One tensor travels as it is, in its own dtype; without any, ``joined`` is the header.
+def _split_tensors(entries: Sequence[TensorHeader], tensor: torch.Tensor) -> list[torch.Tensor]:
+    # One tensor travels as it is, in its own dtype; without any, ``tensor`` is the header.
     if len(entries) < 2:
-        return [joined][: len(entries)]
-    pieces = joined.split([math.prod(entry.shape) for entry in entries])
+        return [tensor][: len(entries)]
+    pieces = tensor.split([math.prod(entry.shape) for entry in entries])
     return [piece.to(entry.dtype).view(entry.shape) for piece, entry in zip(pieces, entries, strict=True)]
 
 
@@ -183,11 +180,11 @@ def _padded_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % _ALIGNMENT))
 
 
-def _from_bytes(entries: Sequence[TensorHeader], packed: torch.Tensor) -> list[torch.Tensor]:
+def _from_bytes(entries: Sequence[TensorHeader], buffer: torch.Tensor) -> list[torch.Tensor]:
     tensors, start = [], 0
     for entry in entries:
         size = math.prod(entry.shape) * entry.dtype.itemsize
-        tensors.append(packed[start : start + size].view(entry.dtype).view(entry.shape))
+        tensors.append(buffer[start : start + size].view(entry.dtype).view(entry.shape))
         start += size + (-size % _ALIGNMENT)  # past the padding
     return tensors
 
@@ -424,6 +421,7 @@ def _make_runner(
     layer: StageLayer,
     stage_set: StageSet,
     optimizer: torch.optim.Optimizer,
+    *,
     job: Job,
     loss_func: Callable[[Any, Any], Any],
 ) -> DsPipelineRunner:
@@ -463,7 +461,7 @@ def _make_sharded_engine(
         group=job.mesh.data_group,
         skip_if_nonfinite=job.precision.skip_if_nonfinite,
         stages=dist.group.WORLD,  # norms are over all stages
-        uncounted=[parameter for parameter, name in names.items() if name in job.gradients.remote_norm_names],
+        remote=[parameter for parameter, name in names.items() if name in job.gradients.remote_norm_names],
         names=names,
     )
     job.optimizer.use_optim_backward = True
@@ -487,13 +485,13 @@ def _average_gradients(job: Job, engine: Any) -> None:
     if job.num_data_ranks == 1:
         return
     assert job.mesh is not None
-    trained = [p for root in job.parts.stages for p in root.parameters() if p.requires_grad]
+    parameters = [p for root in job.parts.stages for p in root.parameters() if p.requires_grad]
     # The ranks must reduce the same gradients; a parameter that none of them used keeps none.
-    used = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=job.device)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX, group=job.mesh.data_group)
+    use_flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=job.device)
+    dist.all_reduce(use_flags, op=dist.ReduceOp.MAX, group=job.mesh.data_group)
     grads = []
-    for parameter, seen in zip(trained, used.tolist(), strict=True):
-        if not seen:
+    for parameter, is_used in zip(parameters, use_flags.tolist(), strict=True):
+        if not is_used:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)  # other ranks used it

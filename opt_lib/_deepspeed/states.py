@@ -141,11 +141,11 @@ class FlatStates:
             CheckpointError: for a state of a parameter in pieces that could not be saved from here either.
         """
         self._refuse_what_cannot_be_cut(specs)
-        known = {*self.specs, *self.whole}
+        own_names = {*self.specs, *self.whole}
         return {
             name: {entry: self._empty_state(name, entry, spec) for entry, spec in entries.items()}
             for name, entries in specs.items()
-            if name in known
+            if name in own_names
         }
 
     def set_optimizer_states(self, states: OptimizerStates) -> None:
@@ -200,8 +200,8 @@ class FlatStates:
         self, dtypes: Mapping[tuple[str, str], torch.dtype]
     ) -> list[tuple[tuple[str, str], torch.dtype]]:
         of_ranks = gathered(dict(dtypes), distributed=True, group=self.mesh.get_group())
-        merged = {key: dtype for mapping in of_ranks for key, dtype in mapping.items()}
-        return sorted(merged.items(), key=lambda item: item[0])  # in one order, since each is collective
+        all_dtypes = {key: dtype for mapping in of_ranks for key, dtype in mapping.items()}
+        return sorted(all_dtypes.items(), key=lambda item: item[0])  # in one order, since each is collective
 
     @torch.no_grad()
     def _gather_tensor(self, name: str, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -238,23 +238,23 @@ class FlatStates:
 
     def _drop_other_entries(self, states: OptimizerStates, names: Iterable[str]) -> None:
         assert self.optimizer is not None
-        wanted: dict[torch.Tensor, set[str]] = {}
+        new_entries: dict[torch.Tensor, set[str]] = {}
         for name in names:
             if (holder := self._find_holder(name)) is not None:
                 entries = (*states.tensors.get(name, {}), *states.values.get(name, {}))
                 # Several parameters may share a holder, a flat partition: it keeps entries of all of them.
-                wanted.setdefault(holder, set()).update(entries)
+                new_entries.setdefault(holder, set()).update(entries)
         # Entries of the new states are overwritten in place: other tensors may be linked to them.
         for holder in list(self.optimizer.state):
-            kept = wanted.get(holder, set())
-            for entry in [entry for entry in self.optimizer.state[holder] if entry not in kept]:
+            holder_entries = new_entries.get(holder, set())
+            for entry in [entry for entry in self.optimizer.state[holder] if entry not in holder_entries]:
                 del self.optimizer.state[holder][entry]
-            if not kept:
+            if not holder_entries:
                 del self.optimizer.state[holder]
 
     def _agree_on_single_values(self, states: OptimizerStates, names: Iterable[str]) -> None:
         assert self.optimizer is not None
-        seen: dict[tuple[torch.Tensor, str], tuple[str, Any]] = {}
+        first_values: dict[tuple[torch.Tensor, str], tuple[str, Any]] = {}
         problem = ""
         for name in names:
             holder = self._find_holder(name)
@@ -263,7 +263,7 @@ class FlatStates:
             # A state that is no DTensor, such as a step count, is one value for all parameters of a holder.
             single = {k: v for k, v in states.tensors.get(name, {}).items() if not isinstance(v, DTensor)}
             for entry, value in {**single, **states.values.get(name, {})}.items():
-                first, other = seen.setdefault((holder, entry), (name, value))
+                first, other = first_values.setdefault((holder, entry), (name, value))
                 if not _is_equal(value, other):
                     problem = problem or f"{first} and {name} have different {entry!r}: {other} and {value}"
                 self.optimizer.state[holder][entry] = value

@@ -40,12 +40,12 @@ _BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's default reduce_bucket_size
 _PIECE_MULTIPLE = 2  # pieces begin at multiples of this many elements (nccl_start_alignment_factor)
 
 
-def conflicts(used: Callable[[Any], bool]) -> tuple[Conflict, ...]:
-    """Methods that cannot stand with it, where ``used`` says that a method's config chooses DeepSpeed."""
+def conflicts(uses: Callable[[Any], bool]) -> tuple[Conflict, ...]:
+    """Methods that cannot stand with it, where ``uses`` says that a method's config chooses DeepSpeed."""
     return (
-        Conflict("half", _WHY_NOT_HALF, when=lambda mine, _: used(mine)),
-        Conflict("amp_native", _WHY_NOT_FP16, when=lambda mine, amp: used(mine) and amp.dtype == "float16"),
-        one_axis_only(used, "DeepSpeed"),
+        Conflict("half", _WHY_NOT_HALF, when=lambda mine, _: uses(mine)),
+        Conflict("amp_native", _WHY_NOT_FP16, when=lambda mine, amp: uses(mine) and amp.dtype == "float16"),
+        one_axis_only(uses, "DeepSpeed"),
     )
 
 
@@ -84,7 +84,7 @@ def plan(plan: Plan) -> Plan:
 
 
 def shard(job: Job, method: str, *, stage: int) -> None:
-    """Lets DeepSpeed make model and optimizer together: stage 1 shards optimizer states, 2 gradients as well."""
+    """Lets DeepSpeed make model and optimizer; stage 1 shards optimizer states, stage 2 gradients as well."""
     if job.inputs.optim_func is None:
         raise InputError("DeepSpeed makes model and optimizer together, so auto_accelerate needs optim_func.")
     require_elementwise(job)
@@ -130,8 +130,7 @@ _ROWS, _COLUMNS, _STEPS = 4, 6, 2  # for the trial of an optimizer: a matrix, an
 def require_elementwise(job: Job) -> None:
     """Tries the user's optimizer on a small matrix and on the same matrix cut into two flat pieces.
 
-    ZeRO updates flat pieces, and would train wrongly, without an error, with an optimizer that looks at a parameter
-    as a whole, as Adafactor or Muon do.
+    ZeRO updates flat pieces: optimizers of whole parameters, such as Muon, would train wrongly in silence.
 
     Raises:
         BackendError: if the two differ.
@@ -281,7 +280,7 @@ def _import_deepspeed(device_type: str) -> ModuleType:
 
 @contextmanager
 def environment_default(name: str, value: object) -> Iterator[None]:
-    """Inside, an environment variable is ``value`` unless the user has set it: DeepSpeed reads some settings there only."""
+    """Sets an environment variable inside unless the user has: DeepSpeed reads some settings only there."""
     if name in os.environ:
         yield
         return

@@ -23,7 +23,7 @@ _CALLED = {"te": "Transformer Engine", "torchao": "torchao"}
 
 
 def choose(config: Fp8Config, cluster: Cluster, plan: Plan | None = None) -> Backend | None:
-    """The package that is used; ``None`` if there is none. A plan that divides the model excludes Transformer Engine."""
+    """The package to use, ``None`` for none; a plan that divides the model excludes Transformer Engine."""
     names = (name for name in _in_order(config, plan) if why_unavailable(name, config, cluster) is None)
     return next(names, None)
 

@@ -18,12 +18,12 @@ TORCHAO_KEYS = ("recipe", "fsdp_all_gather", "emulate")
 
 
 class Fp8Config(MethodConfig):
-    """Selection of linears that compute in fp8, package and recipe. A bare string is shorthand for ``backend``."""
+    """Linears that compute in fp8, package and recipe. A bare string is shorthand for ``backend``."""
 
     backend: Literal["auto", "te", "torchao"] = Field(
         default="auto",
-        description="Transformer Engine, torchao, or the first of them that can be used, beginning with the one "
-        "whose settings are given.",
+        description="Transformer Engine, torchao, or the first of them that can be used, beginning with the "
+        "one whose settings are given.",
     )
     include: Names | None = Field(
         default=None, description="Parts of names, one of which a linear's name must contain; null for all."
@@ -42,8 +42,8 @@ class Fp8Config(MethodConfig):
     reduce_amax: Flag = Field(default=True, description="Scales follow the values of all ranks; te.")
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
         default="tensorwise",
-        description="One scale a tensor (fastest), one a row (more precise), or one a row with gradients of weights "
-        "in high precision (most precise); torchao.",
+        description="One scale a tensor (fastest), one a row (more precise), or one a row with gradients of "
+        "weights in high precision (most precise); torchao.",
     )
     fsdp_all_gather: Flag = Field(
         default=False, description="fsdp gathers weights in fp8: half the bytes of bf16; tensorwise; torchao."

@@ -1,8 +1,8 @@
-"""Products and exchanges of torchao's float8 that a compiler takes into its graphs; imported where torchao is there.
+"""Products and exchanges of torchao's float8 that torch.compile can trace; the import needs torchao.
 
-With one scale a tensor, what is gathered is rounded first, by the largest value of all ranks: half of the bytes of bf16 travel,
-and inductor joins the gather with the products behind it (``fused_all_gather_scaled_matmul``). With one scale a row, gradients of
-weights need what was gathered once more, with one scale a column, so it is gathered as it is.
+With one scale a tensor, values are rounded before they are gathered, by the largest value of all ranks. Half
+the bytes of bf16 travel, and inductor fuses gather and product (``fused_all_gather_scaled_matmul``). With one
+scale a row they are gathered unrounded: gradients of weights need them again, with one scale a column.
 
 Legend: B batch, T tokens, I input features, O output features, n ranks.
 """
@@ -47,8 +47,7 @@ def rounds_first(module: Any) -> bool:
 
 
 def gathered(module: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """The input [B, T, I] of a ``Float8Linear`` from its pieces along ``dim``, rounded if that is possible; gradients are
-    summed."""
+    """Gathers an input [B, T, I] along ``dim``, rounded first if possible; its gradients are summed."""
     if not rounds_first(module):
         return traced_gather(x, dim, group)
     dtype = module.config.cast_config_input.target_dtype
@@ -57,8 +56,7 @@ def gathered(module: Any, x: torch.Tensor, dim: int, group: dist.ProcessGroup) -
 
 
 def scattered(module: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's rows of the sum of a ``Float8Linear``'s results [T B, O]; gradients are rounded before they are gathered, if
-    that is possible."""
+    """Sums results [T B, O] and keeps this rank's rows; gradients are gathered rounded if possible."""
     if not rounds_first(module):
         return traced_scatter(x, 0, group)
     dtype = module.config.cast_config_grad_output.target_dtype
@@ -71,6 +69,7 @@ def _gather_rounded(
     settings: LinearMMConfig,
     dtype: torch.dtype,
     role: GemmInputRole,
+    *,
     dim: int,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
@@ -90,11 +89,13 @@ class _GatherRounded(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, settings: LinearMMConfig, dtype: torch.dtype, dim: int, group_name: str
     ) -> torch.Tensor:
         ctx.dim, ctx.group_name = dim, group_name
-        return _gather_rounded(x, settings, dtype, GemmInputRole.INPUT, dim, group_named(group_name))
+        return _gather_rounded(
+            x, settings, dtype, GemmInputRole.INPUT, dim=dim, group=group_named(group_name)
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Tokens first, as in a row layer; those of one sample are, and inductor joins their sum with one column's product.
+        # Tokens first, as in a row layer. One sample has them so: inductor fuses its sum with the product.
         gradient, dim = gradients[0], ctx.dim
         is_one = gradient.shape[:dim].numel() == 1
         first = gradient.flatten(0, dim) if is_one else gradient.movedim(dim, 0)
@@ -119,4 +120,9 @@ class _ScatterThenRound(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         group = group_named(ctx.group_name)
         role = GemmInputRole.GRAD_OUTPUT
-        return _gather_rounded(gradients[0], ctx.settings, ctx.dtype, role, 0, group), None, None, None
+        return (
+            _gather_rounded(gradients[0], ctx.settings, ctx.dtype, role, dim=0, group=group),
+            None,
+            None,
+            None,
+        )

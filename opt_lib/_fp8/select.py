@@ -22,23 +22,22 @@ LIKELY_HEAD_NAMES = frozenset(
         "to_logits",
     )
 )  # fmt: skip
-"""Last parts of names that layers which make logits have, and others, too: they count for a child of the model, or where
-there is one output for each row of the largest embedding."""
+"""Last parts of names of heads, and of other layers: :class:`Heads` also checks place or output size."""
 
 
 class Heads:
-    """Linear layers that compute the logits: found through the model's own accessors, tied weights and names."""
+    """Linear layers that compute the logits, found by the model's own accessors, tied weights and names."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tied = _weights_of_others(model)
-        self._said = {id(module) for module in _output_embeddings(model)}  # by the model itself
+        self._tied_ids = _weights_of_others(model)
+        self._output_ids = {id(module) for module in _output_embeddings(model)}  # by the model itself
         # A head has an output for each row of the vocabulary's embedding, the largest.
         rows = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
         self._rows = max(rows, default=None)
 
     def is_head(self, name: str, module: nn.Linear) -> bool:
         """Whether the linear layer computes the logits."""
-        if id(module.weight) in self._tied or id(module) in self._said:
+        if id(module.weight) in self._tied_ids or id(module) in self._output_ids:
             return True
         parent, _, last = name.rpartition(".")
         if last in HEAD_NAMES:
@@ -61,14 +60,13 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _weights_of_others(model: nn.Module) -> set[int]:
-    """The parameters that modules other than linears hold: an embedding's, which the logits' layer may share."""
+    """Parameters of modules other than linears, such as an embedding whose weight the head may share."""
     others = [module for module in model.modules() if not isinstance(module, nn.Linear)]
     return {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
 
 
 DIM_MULTIPLE = 16
-"""Both dims of a weight must be multiples of it: fp8 tensor cores read 16 elements of one byte at a time, along the
-inputs in the forward pass and along the outputs in the backward pass."""
+"""Divisor of both dims of a weight: fp8 kernels read 16 elements along inputs, backward along outputs."""
 
 _MARKS = frozenset({"_is_hf_initialized"})
 """Attributes that transformers leaves on every module; nothing reads them after the model is built."""
@@ -113,11 +111,11 @@ class Selection:
 
     def listed(self) -> str:
         """All layers; skipped ones with the reasons."""
-        kept = "; ".join(
+        rest = "; ".join(
             f"{', '.join(map(_display_name, names))}: {reason}" for reason, names in self.kept.items()
         )
-        replaced = ", ".join(map(_display_name, self.replaced))
-        return f"replaced {replaced or 'nothing'}; not replaced: {kept or 'nothing'}"
+        layers = ", ".join(map(_display_name, self.replaced))
+        return f"replaced {layers or 'nothing'}; not replaced: {rest or 'nothing'}"
 
     def why_nothing(self) -> str:
         """Why nothing is replaced."""
@@ -143,16 +141,16 @@ def find_linears(
         include: parts of names, one of which a linear's name must contain; ``None`` for all.
         exclude: parts of names that it may not contain.
         degree: over how many ranks tensor parallelism divides one dim of each weight.
-        keep_tied: whether a linear whose weight has several names stays as it is, even if ``include`` names it.
+        keep_tied: whether linears with tied weights stay as they are, even if ``include`` names them.
     """
     heads = Heads(model)
     shared = _shared_weights(model) if keep_tied else frozenset()
-    replaced: list[str] = []
-    kept: dict[str, list[str]] = {}
+    linear_names: list[str] = []
+    names_by_reason: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         name = plain_name(path)
         if _is_conv1d(module):
-            kept.setdefault(_why_not_named(name, include, exclude) or CONV1D, []).append(name)
+            names_by_reason.setdefault(_why_not_named(name, include, exclude) or CONV1D, []).append(name)
         if not isinstance(module, nn.Linear):
             continue
         reason = _why_not_named(name, include, exclude) or _why_not_exact(module)
@@ -167,10 +165,10 @@ def find_linears(
         if reason is None and id(module.weight) in shared:
             reason = TIED
         if reason is None:
-            replaced.append(name)
+            linear_names.append(name)
         else:
-            kept.setdefault(reason, []).append(name)
-    return Selection(tuple(replaced), {reason: tuple(names) for reason, names in kept.items()})
+            names_by_reason.setdefault(reason, []).append(name)
+    return Selection(tuple(linear_names), {reason: tuple(names) for reason, names in names_by_reason.items()})
 
 
 def is_named(name: str, include: Sequence[str] | None, exclude: Sequence[str]) -> bool:
@@ -183,7 +181,7 @@ def is_named(name: str, include: Sequence[str] | None, exclude: Sequence[str]) -
 def lora_layers(
     module_classes: Mapping[str, Iterable[str]], include: Sequence[str] | None, exclude: Sequence[str]
 ) -> list[str]:
-    """The paths of peft's LoRA layers that include and exclude let through; classes by path in ``module_classes``."""
+    """Paths of peft's LoRA layers that include and exclude admit; ``module_classes`` has classes by path."""
     return [
         path
         for path, classes in module_classes.items()

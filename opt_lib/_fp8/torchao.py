@@ -25,8 +25,7 @@ from opt_lib._fp8.config import Fp8Config
 INSTALL = "pip install 'atorch-ns[fp8]'"
 
 _LOUD = ("torchao", "torch.utils._pytree")
-"""Loggers that warn while torchao is imported: of kernels built for other GPUs, none of which float8 uses, and of
-its own use of torch."""
+"""Loggers that warn during torchao's import: of kernels that float8 does not use, and of its use of torch."""
 
 
 def load() -> ModuleType:
@@ -49,8 +48,7 @@ def gathers_in_fp8(job: Job, config: Fp8Config) -> bool:
 def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
     """Puts a ``Float8Linear`` with the same parameters in the place of each of these linears.
 
-    A linear with several names stays one module. On a CPU it takes its input in the dtype of autocast, as torchao's
-    module by itself does on GPUs only.
+    A linear with several names stays one module. On CPUs, too, it casts its input to the dtype of autocast.
     """
     float8 = load()
     settings = dataclasses.replace(
@@ -58,14 +56,14 @@ def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
         enable_fsdp_float8_all_gather=gathers_in_fp8(job, config),
         emulate=config.emulate,
     )
-    chosen = {id(job.module.get_submodule(name)) for name in names}
+    ids = {id(job.module.get_submodule(name)) for name in names}
     everywhere = job.module.named_modules(remove_duplicate=False)
-    linears = {path: module for path, module in everywhere if id(module) in chosen}
-    converted = float8.convert_to_float8_training(
-        job.module, module_filter_fn=lambda module, _: id(module) in chosen, config=settings
+    linears = {path: module for path, module in everywhere if id(module) in ids}
+    model = float8.convert_to_float8_training(
+        job.module, module_filter_fn=lambda module, _: id(module) in ids, config=settings
     )
-    if converted is not job.module:  # the model is one linear
-        job.replace_model(converted)
+    if model is not job.module:  # the model is one linear
+        job.replace_model(model)
     # Torchao replaces one of the names in one parent, and makes one for each parent.
     layers: dict[int, nn.Module] = {}
     for path, module in linears.items():
@@ -135,8 +133,7 @@ def _restore_precision(model: nn.Module) -> None:
 def scale_after_steps(job: Job) -> None:
     """Finds the scales of all weights that are gathered in fp8 at once, whenever the weights have changed.
 
-    That is one small all-reduce instead of one for each weight. The gathering itself finds a scale that nobody has
-    found before; so it stays where fp32 masters are rounded into the weights after the optimizer's step.
+    One small all-reduce replaces one a weight. With fp32 masters, rounded later, each gather finds its own.
     """
     if job.plan.precision.master_dtype is not None or job.inputs.optim_func is None:
         return
@@ -167,5 +164,5 @@ def _silence_loggers(names: Iterable[str]) -> Iterator[None]:
             logging.getLogger(name).disabled = True
         yield
     finally:
-        for name, disabled in before.items():
-            logging.getLogger(name).disabled = disabled
+        for name, flag in before.items():
+            logging.getLogger(name).disabled = flag

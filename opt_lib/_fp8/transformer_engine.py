@@ -1,4 +1,4 @@
-"""fp8 by Transformer Engine: ``te.Linear`` in the places of linears, with scales found from the steps before."""
+"""fp8 by Transformer Engine: ``te.Linear`` in the places of linears, with scales from earlier steps."""
 
 from __future__ import annotations
 
@@ -50,11 +50,10 @@ def reads_interval() -> bool:
 
 
 def replace_linears(job: Job, names: Iterable[str], config: Fp8Config) -> None:
-    """Puts a ``te.Linear`` with the same parameters in the place of each of these linears, and fp8 around the model.
+    """Replaces these linears by ``te.Linear`` with the same parameters, and runs the model in fp8.
 
     Raises:
-        InputError: for a model on the meta device, which its own initialisers would fill, or a model that is one
-            linear and no more.
+        InputError: for linears on the meta device, which Transformer Engine would initialise in its own way.
     """
     te = load()
     linears = {name: job.module.get_submodule(name) for name in names}

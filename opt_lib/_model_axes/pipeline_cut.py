@@ -37,10 +37,9 @@ from opt_lib._sharded.units import broadcast_from_first
 
 @torch.no_grad()
 def share_parameters(job: Job, assignment: StageAssignment) -> None:
-    """Gives what several ranks of a pipeline hold the values it has on the first of them; collective over all ranks.
+    """Gives parameters on several ranks of a pipeline the values of the first; collective over all ranks.
 
-    Their gradients are summed once a step, and only the first of them counts them in norms. To be called while the
-    model is whole.
+    Their gradients are summed once a step; only the first rank counts them in norms. The model must be whole.
     """
     assert job.mesh is not None
     rank = job.mesh.axis("pipeline").get_local_rank()
@@ -68,8 +67,8 @@ def share_parameters(job: Job, assignment: StageAssignment) -> None:
             job.gradients.sums.add(names[name], job.mesh.data_group, mean=True)
 
 
-def pipeline_groups(job: Job, wanted: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """This rank's group for each set of places along the pipeline. Every rank makes the groups of all pipelines."""
+def pipeline_groups(job: Job, sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This rank's group for each set of places along the pipeline; collective over all ranks."""
     assert job.mesh is not None
     mesh = job.mesh.device_mesh
     names = mesh.mesh_dim_names or ()
@@ -79,7 +78,7 @@ def pipeline_groups(job: Job, wanted: Sequence[tuple[int, ...]]) -> dict[tuple[i
     lines = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.mesh.shape[dim]).tolist()  # [pipelines][ranks]
     rank_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     timeout = group_timeout(job.device)
-    for places in wanted:
+    for places in sets:
         for line in lines:
             ranks = [line[position] for position in places]
             group = dist.new_group(ranks, timeout=timeout)  # collective over all ranks
@@ -106,7 +105,7 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
     make_weights_equal(job, method)
     num_ranks = job.mesh.size("pipeline")
     rank_of = plan.rank_of(num_ranks)
-    assignment = divide_parameters(job.module, plan.units, plan.graph, plan.cuts, rank_of)
+    assignment = divide_parameters(job.module, plan.units, plan.graph, plan.cuts, rank_of=rank_of)
     _place_what_lies_between(job, plan)
     # Methods that divide layers look at the whole model, most of which this rank gives up.
     if any(job.mesh.size(axis) > 1 for axis in ("tensor", "sequence", "expert")):
@@ -117,7 +116,9 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
         plan.units,
         assignment,
         job.mesh.axis("pipeline").get_local_rank(),
-        StageSettings(device=job.device, model_input_format=job.inputs.model_input_format, method=method),
+        settings=StageSettings(
+            device=job.device, model_input_format=job.inputs.model_input_format, method=method
+        ),
     )
     job.parts.stages = stages
     job.parts.pipeline = plan.step
@@ -129,22 +130,22 @@ def cut_pipeline(job: Job, method: str, config: PipelineParallelConfig) -> Stage
         num_micro_batches=plan.num_micro_batches,
         pipeline={"schedule": plan.info.name, "stages_per_rank": plan.stages_per_rank},
     )
-    _explain_cuts(job, method, plan, num_ranks, len(assignment.shared))
+    _explain_cuts(job, method, plan, num_ranks, num_shared=len(assignment.shared))
     return StageSet(
         stages,
         plan.cuts,
         rank_of,
         plan.graph.paths,
-        _make_trace_function(job, plan),
-        lambda: _next_seed(job),
-        find_thawed,
+        trace=_make_trace_function(job, plan),
+        draw_seed=lambda: _next_seed(job),
+        find_thawed=find_thawed,
     )
 
 
 def _as_first_rank(job: Job, plan: PipelinePlan) -> PipelinePlan:
     # Estimates may differ between ranks, by the samples that they have seen or by their nodes.
-    decided = (plan.info.name, plan.stages_per_rank, plan.num_micro_batches, plan.cuts)
-    name, on_rank, num, cuts = job.cluster.from_first(decided)
+    decision = (plan.info.name, plan.stages_per_rank, plan.num_micro_batches, plan.cuts)
+    name, on_rank, num, cuts = job.cluster.from_first(decision)
     if (plan.info.name, plan.stages_per_rank, plan.cuts) == (name, on_rank, cuts):
         return plan
     return replace(
@@ -157,16 +158,16 @@ def _finding_thawed(job: Job) -> Callable[[], frozenset[str]]:
     assert job.mesh is not None
     frozen = {plain_name(name) for name, p in job.module.named_parameters() if not p.requires_grad}
     group = job.mesh.axis("pipeline").get_group()
-    known: frozenset[str] = frozenset()
+    all_thawed: frozenset[str] = frozenset()
 
     def find_thawed() -> frozenset[str]:
-        nonlocal known
-        trained = {plain_name(name) for name, p in job.module.named_parameters() if p.requires_grad}
-        mine = trained & frozen
+        nonlocal all_thawed
+        trainable = {plain_name(name) for name, p in job.module.named_parameters() if p.requires_grad}
+        mine = trainable & frozen
         # A flag first: names are sent where there are new ones.
-        if any(gathered(not mine <= known, distributed=True, group=group)):
-            known = known.union(*gathered(sorted(mine), distributed=True, group=group))
-        return known
+        if any(gathered(not mine <= all_thawed, distributed=True, group=group)):
+            all_thawed = all_thawed.union(*gathered(sorted(mine), distributed=True, group=group))
+        return all_thawed
 
     # If nothing is frozen, nobody asks: gradients of parameters frozen later are received and ignored.
     return find_thawed if frozen else frozenset
@@ -204,8 +205,8 @@ def _make_trace_function(job: Job, plan: PipelinePlan) -> Callable[[Any, bool, f
     return trace
 
 
-def _format_shapes(traced: Signature) -> str:
-    return ", ".join(str(list(shape)) for shape, _ in traced)
+def _format_shapes(shapes: Signature) -> str:
+    return ", ".join(str(list(shape)) for shape, _ in shapes)
 
 
 def _next_seed(job: Job) -> int:
@@ -226,7 +227,7 @@ def _place_what_lies_between(job: Job, plan: PipelinePlan) -> None:
     job.materialiser().materialise(between, recurse=False)
 
 
-def _explain_cuts(job: Job, method: str, plan: PipelinePlan, num_ranks: int, num_shared: int) -> None:
+def _explain_cuts(job: Job, method: str, plan: PipelinePlan, num_ranks: int, *, num_shared: int) -> None:
     on_rank = f", {plan.stages_per_rank} on each rank" if plan.stages_per_rank > 1 else ""
     cuts = ", ".join(plan.graph.paths[cut] for cut in plan.cuts)
     text = (
@@ -242,12 +243,12 @@ def _explain_cuts(job: Job, method: str, plan: PipelinePlan, num_ranks: int, num
         job.explain(method, f"stages are made of {plan.shards}")
     job.explain(method, train_step_only(method))
     if plan.choice is not None and len(plan.choice.candidates) > 1:
-        weighed = [option for option in plan.choice.candidates if not option.problem][:3]
-        shown = ", ".join(
+        options = [option for option in plan.choice.candidates if not option.problem][:3]
+        summary = ", ".join(
             f"{option.schedule.name} {seconds_text(option.step_seconds)} with {option.bubble_share:.0%} idle"
-            for option in weighed
+            for option in options
         )
-        job.explain(method, f"the fastest by simulation (predicted): {shown}")
+        job.explain(method, f"the fastest by simulation (predicted): {summary}")
     if plan.refused:
         cut, reason = next(iter(plan.refused.items()))
         job.explain(
@@ -260,7 +261,7 @@ def _explain_cuts(job: Job, method: str, plan: PipelinePlan, num_ranks: int, num
 
 @torch.no_grad()
 def make_weights_equal(job: Job, method: str) -> None:
-    """Gives all ranks of a pipeline the weights of its first if theirs differ; collective over the pipeline."""
+    """Gives all ranks of a pipeline the weights of the first if theirs differ; collective over them."""
     group = job.stage_group
     if group is None or is_on_meta(job.module):
         return
@@ -269,9 +270,9 @@ def make_weights_equal(job: Job, method: str) -> None:
     if not sums:
         return
     checksums = torch.stack(sums)
-    gathered = [torch.empty_like(checksums) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, checksums, group=group)
-    differ = torch.stack([(row != gathered[0]) for row in gathered]).any(0)  # [tensors]
+    all_checksums = [torch.empty_like(checksums) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_checksums, checksums, group=group)
+    differ = torch.stack([(row != all_checksums[0]) for row in all_checksums]).any(0)  # [tensors]
     if not differ.any():
         return
     broadcast_from_first(job, tensors, group=group)
@@ -288,7 +289,7 @@ def _tensor_checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OutputsAlone(TorchFunctionMode):
-    """Watches a loss function and refuses the model's parameters in it: a rank has those of its stages alone."""
+    """Refuses the model's parameters in a loss function: a rank has only those of its own stages."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
@@ -316,11 +317,11 @@ class OutputsAlone(TorchFunctionMode):
         """``loss``, watched at its first call that computes gradients."""
         waiting = [True]
 
-        def watched(batch: Any, output: Any) -> Any:
+        def watch_loss(batch: Any, output: Any) -> Any:
             if not (waiting and torch.is_grad_enabled()):
                 return loss(batch, output)
             waiting.clear()
             with cls({id(parameter): plain_name(name) for name, parameter in model.named_parameters()}):
                 return loss(batch, output)
 
-        return watched
+        return watch_loss

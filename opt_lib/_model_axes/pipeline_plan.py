@@ -56,8 +56,8 @@ class PipelineParallelConfig(MethodConfig):
     )
     split_method: Literal["auto", "uniform", "uniform_floor", "parameters", "custom"] = Field(
         default="auto",
-        description="How the cuts are found: by estimated time, by number of shards, or by number of parameters; "
-        "custom takes custom_partition.",
+        description="How the cuts are found: by estimated time, by number of shards, or by number of "
+        "parameters; custom takes custom_partition.",
     )
     custom_partition: tuple[int, ...] = Field(
         default=(), description="For custom: the first shard of every stage, then the number of shards."
@@ -79,8 +79,8 @@ class PipelineParallelConfig(MethodConfig):
     num_micro_batches: int | None = Field(
         default=None,
         ge=1,
-        description="Parts that the batch of a data rank is split into; null for gradient_accumulation_steps, or "
-        "for what fits the batch where that is 1.",
+        description="Parts that the batch of a data rank is split into; null for "
+        "gradient_accumulation_steps, or for what fits the batch where that is 1.",
     )
     schedule: str = Field(
         default="1F1B",
@@ -130,7 +130,7 @@ def requested_micro_batches(job: Job, config: PipelineParallelConfig) -> int | N
 
 
 def fitting_micro_batches(info: ScheduleInfo, num_ranks: int, on_rank: int, rows: int) -> int:
-    """The number that divides ``rows``, suits the schedule and is nearest to twice the stages, below four times them.
+    """The divisor of ``rows`` that suits the schedule, nearest to twice the stages and below four times them.
 
     Raises:
         BatchSizeError: if there is none.
@@ -146,13 +146,13 @@ def fitting_micro_batches(info: ScheduleInfo, num_ranks: int, on_rank: int, rows
     return number
 
 
-def number_problem(info: ScheduleInfo, num_ranks: int, on_rank: int, asked: int, rows: int) -> str:
-    """Why a batch of so many rows is not run in ``asked`` micro-batches, and what to do."""
+def number_problem(info: ScheduleInfo, num_ranks: int, on_rank: int, number: int, *, rows: int) -> str:
+    """Why a batch of so many rows is not run in ``number`` micro-batches, and what to do."""
     legal = info.dividing(num_ranks, on_rank, rows)
     why = (
-        f"a batch of {rows} rows per rank cannot be split into {asked} equal micro-batches."
-        if rows % asked
-        else info.reason(num_ranks, asked, on_rank)
+        f"a batch of {rows} rows per rank cannot be split into {number} equal micro-batches."
+        if rows % number
+        else info.reason(num_ranks, number, on_rank)
     )
     return (
         f"{why} {_micro_batch_advice(legal)}, drop_last=True in dataloader_args if it is the last batch of an epoch, or another "
@@ -161,8 +161,7 @@ def number_problem(info: ScheduleInfo, num_ranks: int, on_rank: int, asked: int,
 
 
 def splitter(plan: PipelinePlan, num_ranks: int) -> Callable[[Any], list[Any]]:
-    """Splits batches: into the plan's number of micro-batches, and where it does not divide one and the user has not
-    asked for it, into another."""
+    """Splits batches into the plan's number of micro-batches, or another that fits if the user set none."""
 
     def split(data: Any) -> list[Any]:
         number, rows = plan.num_micro_batches, num_rows(data)
@@ -170,7 +169,9 @@ def splitter(plan: PipelinePlan, num_ranks: int) -> Callable[[Any], list[Any]]:
             raise BatchSizeError("the batch has no rows.")
         if rows is not None and rows % number:
             if plan.num_is_requested:
-                raise BatchSizeError(number_problem(plan.info, num_ranks, plan.stages_per_rank, number, rows))
+                raise BatchSizeError(
+                    number_problem(plan.info, num_ranks, plan.stages_per_rank, number, rows=rows)
+                )
             number = fitting_micro_batches(plan.info, num_ranks, plan.stages_per_rank, rows)
         return split_batch(data, number)
 
@@ -249,12 +250,12 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
     num_ranks = job.mesh.size("pipeline")
     info = get_schedule(config.schedule if config.schedule != "auto" else "1F1B")  # auto: until one is chosen
     on_rank = config.stages_per_rank or info.usual_stages
-    num = _num_micro_batches(job, config, info, num_ranks, on_rank)
+    num = _num_micro_batches(job, config, info, num_ranks, on_rank=on_rank)
     batch = sample_micro_batch(job, num)
     units, tracer, graph = _trace_units(job, config, num_ranks * on_rank, batch)
     refused = refused_cuts(graph)
     blocks = {block.name for block in repeated_blocks(job.module)}
-    shards = _find_shards(config, graph, units, refused, 2 * len(blocks))  # shard_count's default
+    shards = _find_shards(config, graph, units, refused, usual_count=2 * len(blocks))  # shard_count's default
     costs = call_costs(
         graph,
         units,
@@ -265,11 +266,11 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
         blocks=blocks,
     )
     # Under schedule auto the number of stages per rank is still open; one is the least.
-    _check_count(graph, num_ranks, 1 if config.schedule == "auto" else on_rank, info, shards)
-    known = _find_fixed_cuts(config, graph, units, num_ranks * on_rank, refused, shards)
+    _check_count(graph, num_ranks, 1 if config.schedule == "auto" else on_rank, info, shards=shards)
+    fixed_cuts = _find_fixed_cuts(config, graph, units, num_ranks * on_rank, refused=refused, shards=shards)
     choice, recompute = None, RecomputeShare.of(job.plan.recomputation)
     # Simulate if the cuts, the schedule or the shares are open.
-    if known is None or config.schedule == "auto" or recompute.depends_on_cuts:
+    if fixed_cuts is None or config.schedule == "auto" or recompute.depends_on_cuts:
         try:
             choice = (
                 choose_for_device(  # the fastest cut, and the fastest schedule where none is named, that fits
@@ -281,13 +282,13 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
                     whole_backward=job.plan.whole_backward,
                     limit_bytes=None if config.memory_limit_gib is None else config.memory_limit_gib * 2**30,
                     memory_bytes=known_hardware(job.cluster).device.memory_bytes,
-                    cuts=known,
+                    cuts=fixed_cuts,
                     recompute=recompute,
                 )
             )
         except InputError as error:
             raise InputError(f"{error}{_where_not(graph, refused)}") from error
-        info, on_rank, known = choice.best.schedule, choice.best.stages_per_rank, choice.best.cuts
+        info, on_rank, fixed_cuts = choice.best.schedule, choice.best.stages_per_rank, choice.best.cuts
         shares = choice.best.shares
     else:
         live = live_micro_batches(info.orders(num_ranks, num, on_rank))  # by stage
@@ -297,7 +298,7 @@ def plan_pipeline(job: Job, config: PipelineParallelConfig) -> PipelinePlan:
         stages_per_rank=on_rank,
         num_micro_batches=num,
         num_is_requested=requested_micro_batches(job, config) is not None,
-        cuts=tuple(known),
+        cuts=tuple(fixed_cuts),
         units=tuple(units),
         shards=shards.text,
         graph=graph,
@@ -332,6 +333,7 @@ def _find_shards(
     graph: CallGraph,
     units: Sequence[NamedModule],
     refused: Mapping[int, str],
+    *,
     usual_count: int,
 ) -> Shards:
     if config.shards != "split_points":
@@ -351,27 +353,29 @@ def _trace_model(job: Job, units: Sequence[NamedModule], batch: Any) -> tuple[Ca
             raise
         job.module.to(job.device)
         whole = replace(how, outputs=True)  # the one graph that there is, also where outputs are wanted
-        return None, trace_with_values(job.module, units, batch, whole, job.device)
+        return None, trace_with_values(job.module, units, batch, whole, device=job.device)
 
 
 def _num_micro_batches(
-    job: Job, config: PipelineParallelConfig, info: ScheduleInfo, num_ranks: int, on_rank: int
+    job: Job, config: PipelineParallelConfig, info: ScheduleInfo, num_ranks: int, *, on_rank: int
 ) -> int:
     """The user's number, else what :func:`fitting_micro_batches` finds for the loader's batches."""
-    asked = requested_micro_batches(job, config)
+    number = requested_micro_batches(job, config)
     size = local_batch_size(job)
-    if asked is not None:
-        if info.problem(num_ranks, asked, on_rank) and size is not None:
-            raise BatchSizeError(number_problem(info, num_ranks, on_rank, asked, size))
-        info.check(num_ranks, asked, on_rank)
-        return asked
+    if number is not None:
+        if info.problem(num_ranks, number, on_rank) and size is not None:
+            raise BatchSizeError(number_problem(info, num_ranks, on_rank, number, rows=size))
+        info.check(num_ranks, number, on_rank)
+        return number
     if size is None:
         # The nearest number at or below twice the stages; two above it follow.
         return info.near_micro_batches(num_ranks, 2 * num_ranks * on_rank + 1, on_rank)[-3]
     return fitting_micro_batches(info, num_ranks, on_rank, size)
 
 
-def _check_count(graph: CallGraph, num_ranks: int, on_rank: int, info: ScheduleInfo, shards: Shards) -> None:
+def _check_count(
+    graph: CallGraph, num_ranks: int, on_rank: int, info: ScheduleInfo, *, shards: Shards
+) -> None:
     num_stages, num_shards = num_ranks * on_rank, len(shards.starts) + 1
     if shards.text and num_shards < num_stages:
         raise InputError(
@@ -392,6 +396,7 @@ def _find_fixed_cuts(
     graph: CallGraph,
     units: Sequence[NamedModule],
     num_stages: int,
+    *,
     refused: Mapping[int, str],
     shards: Shards,
 ) -> tuple[int, ...] | None:
@@ -424,11 +429,11 @@ def _find_fixed_cuts(
     even = {"uniform": uniform_cuts, "uniform_floor": uniform_floor_cuts}.get(config.split_method)
     try:
         if even is not None:
-            allowed = [cut for cut, start in enumerate(starts, 1) if start not in refused]
-            return tuple(starts[cut - 1] for cut in even(num, num_stages, allowed_cuts=allowed))
+            legal_cuts = [cut for cut, start in enumerate(starts, 1) if start not in refused]
+            return tuple(starts[cut - 1] for cut in even(num, num_stages, allowed_cuts=legal_cuts))
         if config.split_method == "parameters":
-            allowed = [start for start in starts if start not in refused]
-            return partition(parameter_bytes(units, graph), num_stages, allowed_cuts=allowed)
+            legal_cuts = [start for start in starts if start not in refused]
+            return partition(parameter_bytes(units, graph), num_stages, allowed_cuts=legal_cuts)
     except InputError as error:
         raise InputError(f"{error}{_where_not(graph, refused)}") from error
     return None
@@ -462,7 +467,6 @@ def _split_point_indices(points: Sequence[str], graph: CallGraph, *, with_first:
 
 
 def _stage_start_names(graph: CallGraph) -> str:
-    """The units that a stage after the first can begin with."""
     return first_few(list(dict.fromkeys(graph.paths[1:])), 24)
 
 
@@ -478,8 +482,7 @@ def call_costs(
 ) -> BlockCosts:
     """Seconds and bytes of every call.
 
-    Only their proportions matter for a cut. Of the ``places`` to cut, those in ``refused`` cannot be; ``blocks`` are the
-    paths of the repeated blocks.
+    Only their proportions matter for a cut, at ``places`` that are not ``refused``. ``blocks`` are paths.
     """
     device, link = hardware.device, hardware.within_node
     dtype = plan.precision.compute_dtype or plan.precision.parameter_dtype
@@ -521,11 +524,11 @@ def known_hardware(cluster: Cluster) -> Hardware:
 def parameter_bytes(units: Sequence[NamedModule], graph: CallGraph) -> list[int]:
     """Bytes of the parameters of each call's unit; of those that several calls use, with the first."""
     modules = {unit.name: unit.module for unit in units}
-    counted: set[int] = set()  # by identity
+    counted_ids: set[int] = set()  # by identity
     sizes = []
     for path in graph.paths:
-        new = [p for p in modules[path].parameters() if id(p) not in counted]
-        counted.update(map(id, new))
+        new = [p for p in modules[path].parameters() if id(p) not in counted_ids]
+        counted_ids.update(map(id, new))
         sizes.append(sum(p.numel() * p.element_size() for p in new))
     return sizes
 
@@ -535,8 +538,8 @@ def _state_bytes_factor(plan: Plan) -> float:
     sharding = plan.sharding
     axes_of_each = (sharding.parameters_over, sharding.gradients_over, sharding.optimizer_over)
     shares = [plan.size(axes) for axes in axes_of_each]
-    divided = plan.size("tensor")
-    return (1 / shares[0] + 1 / shares[1] + 2 / shares[2]) / divided
+    degree = plan.size("tensor")
+    return (1 / shares[0] + 1 / shares[1] + 2 / shares[2]) / degree
 
 
 def _is_recomputed(plan: Plan, path: str, blocks: Collection[str]) -> bool:

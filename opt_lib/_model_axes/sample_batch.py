@@ -19,7 +19,7 @@ _NUM_SAMPLES = 2
 def sample_batch(inputs: Inputs, rows: int = _NUM_SAMPLES) -> Any:
     """A batch of so many samples on the CPU; see :func:`atorch_ns.job.sampling.first_batch`.
 
-    Without data that can be looked at, a model of transformers gives its own inputs; ``None`` where there are none.
+    Without such data a model of transformers gives its own inputs; ``None`` if there are none.
     """
     batch = first_batch(inputs, rows, torch.device("cpu"))
     # Static, since ``dummy_inputs`` is a property.
@@ -38,10 +38,10 @@ def common_sample(job: Job, method: str, rows: int | None = None) -> Any:
     Raises:
         InputError: if there is none.
     """
-    sampled = job.cluster.agree(
+    local_batch = job.cluster.agree(
         lambda: sample_batch(job.inputs, rows or _NUM_SAMPLES), what="taking a sample batch"
     )
-    batch = job.cluster.from_first(sampled)
+    batch = job.cluster.from_first(local_batch)
     if batch is None:
         raise InputError(
             f"{method} looks at one forward pass to see how the parts of the model are connected, but there is no batch to "

@@ -19,7 +19,7 @@ from opt_lib._model_axes.tensor import leave_divided, loss_by_numbers
 
 
 def block_runs(job: Job, selectors: Sequence[str] | None) -> list[list[NamedModule]]:
-    """The blocks, in lists of those that may be called one after another: neighbours in a container and on a stage."""
+    """The blocks, in lists of neighbours in a container and on a stage, which may be called in turn."""
     blocks = _select_blocks(job.module, selectors)
     if not blocks and not job.parts.stages:  # a stage may hold the embedding alone
         raise InputError(
@@ -70,13 +70,17 @@ class WholeModel:
 
     def links(self, dim: int) -> dict[tuple[str, str], Links]:
         """:func:`study_links` of the model."""
-        return {} if self.sample is None else study_links(self.model, self.sample, self.run, self.blocks, dim)
+        return (
+            {}
+            if self.sample is None
+            else study_links(self.model, self.sample, self.run, self.blocks, dim=dim)
+        )
 
     def outside(self) -> frozenset[str]:
         """The names of the parameters that are in no block."""
-        named = (plain_name(name) for name, _ in self.model.named_parameters(remove_duplicate=False))
+        names = (plain_name(name) for name, _ in self.model.named_parameters(remove_duplicate=False))
         inside = tuple(f"{block}." for block in self.blocks)
-        return frozenset(name for name in named if not name.startswith(inside))
+        return frozenset(name for name in names if not name.startswith(inside))
 
 
 def _group_neighbours(model: nn.Module, blocks: Sequence[NamedModule]) -> list[list[NamedModule]]:
@@ -127,7 +131,7 @@ class Tail:
 
 
 def divided_tail(
-    job: Job, whole: WholeModel, why_no_sample: str, *, dim: int, wanted: bool | Literal["auto"]
+    job: Job, whole: WholeModel, why_no_sample: str, *, dim: int, request: bool | Literal["auto"]
 ) -> Tail:
     """Tests on one rank whether head and loss can be computed on each rank's own positions.
 
@@ -135,14 +139,14 @@ def divided_tail(
         InputError: if the user wants it and it would be wrong.
     """
     wrong, idle, parameters = "", "", frozenset[str]()
-    if wanted is False:
+    if request is False:
         return Tail(note="head and loss see whole samples, since parallel_loss=False")
     assert job.mesh is not None
     if why_no_sample:
         idle = f"{why_no_sample} to test them with"
     else:
         wrong, idle, parameters = _study_split_loss(job, whole, dim)
-    if wrong and wanted is True:
+    if wrong and request is True:
         raise InputError(
             f'parallel_loss=True cannot be used with {job.original.model_class}: {wrong}. Set it to "auto" or False.'
         )
@@ -155,7 +159,7 @@ def _study_split_loss(job: Job, whole: WholeModel, dim: int) -> tuple[str, str, 
     """Why it would be wrong or of no use, and the names of the parameters that are used."""
     assert job.mesh is not None
     degree, name = job.mesh.size("sequence"), job.original.model_class
-    study = study_tail(whole.model, whole.sample, whole.run, whole.blocks, degree, dim)
+    study = study_tail(whole.model, whole.sample, whole.run, whole.blocks, degree=degree, dim=dim)
     if study.uses.changed:
         return f"{name} changes hidden states or logits in place, by {study.uses.changed[0]}", "", frozenset()
     if study.failure:

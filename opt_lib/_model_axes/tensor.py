@@ -54,13 +54,13 @@ class TensorParallelConfig(MethodConfig):
     )
     narrow_inputs: tuple[str, ...] = Field(
         default=(),
-        description="Arguments of modules' forward, as h.*.attn.x, whose width code takes for that of its results: "
-        "the code sees the share of one rank, its layers the whole.",
+        description="Arguments of modules' forward, as h.*.attn.x, whose width code takes for that of its "
+        "results: the code sees the share of one rank, its layers the whole.",
     )
     source: Literal["auto", "model", "found"] = Field(
         default="auto",
-        description="Where a plan comes from if none is given: the model's own (as models of transformers have) "
-        "or a found one; auto tries them in this order.",
+        description="Where a plan comes from if none is given: the model's own (as models of transformers "
+        "have) or a found one; auto tries them in this order.",
     )
     sequence: Flag = Field(
         default=False,
@@ -74,25 +74,25 @@ class TensorParallelConfig(MethodConfig):
     )
     asynchronous: Flag = Field(
         default=False,
-        description="Exchange a piece of the sequence while another one is multiplied, by torch's compiler, which joins the "
-        "gathers and scattered sums of sequence with the products beside them: needs sequence, compile by inductor, and "
-        "an axis of CUDA devices of one node.",
+        description="Exchange a piece of the sequence while another one is multiplied, by torch's compiler, "
+        "which joins the gathers and scattered sums of sequence with the products beside them: needs "
+        "sequence, compile by inductor, and an axis of CUDA devices of one node.",
     )
     self_test: Flag = Field(
         default=True,
-        description="Compare each distinct block, divided and whole, on a small input before use. Without it a plan "
-        "that reshapes heads wrongly trains wrongly and says nothing.",
+        description="Compare each distinct block, divided and whole, on a small input before use. Without it "
+        "a plan that reshapes heads wrongly trains wrongly and says nothing.",
     )
     parallel_loss: Flag | Literal["auto"] = Field(
         default="auto",
-        description="Leave logits divided over the vocabulary and compute cross-entropy on the parts, in train_step. "
-        "auto: where a test of the loss on a small batch gives the same loss and gradients, and nothing else needs "
-        "the logits whole.",
+        description="Leave logits divided over the vocabulary and compute cross-entropy on the parts, in "
+        "train_step. auto: where a test of the loss on a small batch gives the same loss and gradients, and "
+        "nothing else needs the logits whole.",
     )
     undivided: Literal["error", "keep"] = Field(
         default="error",
-        description="What becomes of attention whose heads, or heads of keys and values, the degree does not divide: "
-        "an error that names degrees that would work, or it is kept whole on every rank.",
+        description="What becomes of attention whose heads, or heads of keys and values, the degree does not "
+        "divide: an error that names degrees that would work, or it is kept whole on every rank.",
     )
     vocabulary: Flag = Field(
         default=True,
@@ -240,11 +240,11 @@ def loss_on_parts(
     job: Job,
     model: nn.Module,
     batch: Any,
-    chosen: ChosenPlan,
+    choice: ChosenPlan,
+    *,
     graph: LayerGraph,
     degree: int,
-    *,
-    wanted: ParallelLoss,
+    request: ParallelLoss,
     run_numerics: bool,
 ) -> LossOnParts:
     """Tests the user's loss on a small batch, on divided and on whole logits.
@@ -255,25 +255,25 @@ def loss_on_parts(
     # Divided layers whose gathered outputs are the model's: those that give logits.
     heads = tuple(
         path
-        for path, layer in chosen.layout.layers.items()
+        for path, layer in choice.layout.layers.items()
         if layer.style == "colwise_gather_output" and path in graph.outputs
     )
-    if wanted is False or not heads:
-        why = "no layer that gives logits is divided" if wanted is True else ""
+    if request is False or not heads:
+        why = "no layer that gives logits is divided" if request is True else ""
         return LossOnParts(note=f"parallel_loss=True changes nothing: {why}" if why else "")
-    wrong, idle = _study_split_loss(job, model, batch, heads, degree, run_numerics=run_numerics)
-    if wanted is True and wrong:
+    wrong, idle = _study_split_loss(job, model, batch, heads, degree=degree, run_numerics=run_numerics)
+    if request is True and wrong:
         raise InputError(
             f'parallel_loss=True cannot be used with {job.original.model_class}: {wrong}. Set it to "auto" or False.'
         )
-    if wrong or (idle and wanted == "auto"):
+    if wrong or (idle and request == "auto"):
         return LossOnParts(note=f"logits are gathered before the loss: {wrong or idle}")
     note = "the loss is computed on parts of the logits" + (f", although {idle}" if idle else "")
     return LossOnParts(heads, note)
 
 
 def _study_split_loss(
-    job: Job, model: nn.Module, batch: Any, heads: tuple[str, ...], degree: int, *, run_numerics: bool
+    job: Job, model: nn.Module, batch: Any, heads: tuple[str, ...], *, degree: int, run_numerics: bool
 ) -> tuple[str, str]:
     """Why a loss on parts would be wrong, and why it would be of no use; empty where neither is so."""
     if job.plan.compiled and not repeated_blocks(model):
@@ -283,7 +283,7 @@ def _study_split_loss(
         return call_model(module, data, job.inputs.model_input_format)
 
     with job.step.context():  # outputs stay as they are
-        study = study_logits(model, batch, run, heads, degree)
+        study = study_logits(model, batch, run, heads, degree=degree)
     if study.uses.changed:
         return f"{job.original.model_class} changes them in place, by {study.uses.changed[0]}", ""
     if study.failure:
@@ -294,23 +294,23 @@ def _study_split_loss(
 
 
 def loss_by_numbers(job: Job, study: LossStudy, degree: int) -> tuple[str, str]:
-    """Why the user's loss on parts would be wrong, and why it would be of no use, by a test on a small batch."""
-    seen = LogitUses()
+    """Why the user's loss on parts would be wrong, and why of no use, by a test on a small batch."""
+    uses = LogitUses()
     error, failure = 0.0, ""
     try:
-        error = compare_losses(study, job.inputs.loss_func, degree, job.device, seen)
+        error = compare_losses(study, job.inputs.loss_func, degree, job.device, uses=uses)
     except Exception as failed:  # of the user's loss
         failure = error_line(failed)
-    if seen.changed:
-        return f"loss_func changes them in place, by {seen.changed[0]}", ""
+    if uses.changed:
+        return f"loss_func changes them in place, by {uses.changed[0]}", ""
     if failure:
         return "", f"loss_func cannot be tested on a small batch: {failure}"
     if error > LOSS_TOLERANCE:
         return f"on a small batch loss or gradients differ by {error:.1e} of their largest value", ""
-    users = {**study.uses.gathered, **seen.gathered}
+    users = {**study.uses.gathered, **uses.gathered}
     if users:
         return "", f"they are needed whole by {', '.join(users.values())}"
-    if not (study.uses.losses or seen.losses):
+    if not (study.uses.losses or uses.losses):
         return "", "no cross_entropy of them is computed"
     return "", ""
 
@@ -324,7 +324,7 @@ def divide_logits(job: Job, loss: LossOnParts, layout: Layout) -> None:
 
 
 def leave_divided(job: Job, heads: Sequence[nn.Module] = ()) -> None:
-    """Leaves outputs of the model divided in training steps, also those of ``heads``, and gathers them elsewhere."""
+    """Leaves outputs of the model and of ``heads`` divided in training steps, and gathers them elsewhere."""
     outputs, others = LogitOutputs(), job.step.context
     outputs.attach(job.module, heads)
 

@@ -1,4 +1,4 @@
-"""Attention of transformers models: one switch for all their modules, by transformers' own public function."""
+"""Attention of transformers models, switched for all modules by transformers' own public function."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FUSED: Final = "scaled_dot_product"
 class AttentionSwitch(Replacement):
     """Switches transformers models to another implementation of attention.
 
-    Models that run an implementation other than those of ``switches`` are left alone: somebody has chosen it. So
-    are models whose config asks for the attention weights, which only the eager implementation returns.
+    Models that run an implementation not in ``switches`` are left alone: somebody has chosen it. So are
+    models whose config asks for the attention weights, which only eager attention returns.
 
     Attributes:
         implementation: the name that ``set_attn_implementation`` takes.
@@ -36,7 +36,7 @@ class AttentionSwitch(Replacement):
     looks_for = "transformers models"
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
-        """Whether it is usable, and a model of transformers was seen to run an attention that it takes over from."""
+        """Whether it is usable, and the profile shows an attention of transformers that it replaces."""
         if not self.requirements.usable_on(cluster) or not _holds_transformers(profile):
             return False
         ran = _operator_names(profile)
@@ -50,7 +50,7 @@ class AttentionSwitch(Replacement):
         """Whether a model of transformers runs one of the implementations that it takes over from."""
         return any(_current_attention(part) in self.switches for part in _pretrained_models(model))
 
-    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
+    def replace(self, model: nn.Module, earlier: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
         """Switches every model of transformers in ``model``."""
         outcome = ReplacementOutcome(model=model)
         for inner in _outermost_models(model):
@@ -144,8 +144,8 @@ def _takes_flash(model: nn.Module) -> bool:
 
 def _current_attention(model: Any) -> str | None:
     """The attention that a model of transformers runs; ``None`` if it was never decided."""
-    used: str | None = model.config._attn_implementation
-    return used
+    name: str | None = model.config._attn_implementation
+    return name
 
 
 def _class_name(model: object) -> str:
@@ -153,7 +153,6 @@ def _class_name(model: object) -> str:
 
 
 def _collect_configs(model: nn.Module) -> list[Any]:
-    """The config objects that modules hold, each once."""
     configs = {
         id(value): value
         for module in model.modules()

@@ -49,9 +49,8 @@ class Requirements:
         dtypes = self.dtypes or {"float32"}
         return any(self.unmet(cluster, dtype) is None for dtype in dtypes)
 
-    def unmet(self, cluster: Cluster, dtype: str, divided: tuple[str, ...] = ()) -> str | None:
-        """Why a job that computes in ``dtype``, its model divided over the axes ``divided``, cannot use it; ``None`` if it
-        can."""
+    def unmet(self, cluster: Cluster, dtype: str, axes: tuple[str, ...] = ()) -> str | None:
+        """Why a job in ``dtype``, its model divided over ``axes``, cannot use it; ``None`` if it can."""
         if self.device_types is not None and cluster.device_type not in self.device_types:
             return f"it runs on {_join_names(self.device_types)}, and this job runs on {cluster.device_type}"
         if self.capability is not None and (cluster.capability or (0, 0)) < self.capability:
@@ -62,10 +61,10 @@ class Requirements:
             return f"the package {self.package!r} is absent; {install}"
         if self.dtypes is not None and dtype not in self.dtypes:
             return f"it supports {_join_names(self.dtypes)}, and this job computes in {dtype}"
-        if clash := self.not_over.intersection(divided):
+        if clash := self.not_over.intersection(axes):
             return f"it cannot be used where the model is divided over the axis {_join_names(clash)}"
-        broken = next((reason for reason in map(_import_error, self.imports) if reason is not None), None)
-        return broken if broken is None or self.install is None else f"{broken}; {self.install}"
+        error = next((reason for reason in map(_import_error, self.imports) if reason is not None), None)
+        return error if error is None or self.install is None else f"{error}; {self.install}"
 
 
 ANYWHERE = Requirements()
@@ -107,11 +106,11 @@ class Replacement(ABC):
     only_by_name: ClassVar[bool] = False
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
-        """Whether a search may gain from it: it is usable on ``cluster``, and the model likely holds what it replaces."""
+        """Whether a search may gain from it: usable on ``cluster``, with modules that it likely replaces."""
         return False
 
     def traced(self, cluster: Cluster) -> Replacement | None:
-        """The same for a copy of the model that is traced for its cost on ``cluster``; ``None`` if it cannot be traced."""
+        """Its form for a copy of the model traced for cost on ``cluster``; ``None`` if there is none."""
         return self if self.requirements.package is None else None
 
     def concerns(self, model: nn.Module) -> bool:
@@ -127,14 +126,14 @@ class Replacement(ABC):
         raise InputError(f"the replacement {self.name!r} has no settings, but configs sets some.")
 
     def unknown_settings(self, config: Mapping[str, Any]) -> Mapping[str, Iterable[str]]:
-        """Settings of ``config`` that it does not take, each with those that it takes; as far as known unbuilt."""
+        """Settings of ``config`` that it does not take, as far as known, each with those that it takes."""
         return {}
 
     @abstractmethod
-    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
+    def replace(self, model: nn.Module, earlier: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
         """Replaces what it can in ``model``, in place, keeping parameters, buffers and their names.
 
-        Modules in ``spared``, which earlier replacements made, stay.
+        Modules in ``earlier``, which earlier replacements made, stay.
         """
 
 
@@ -153,9 +152,9 @@ class ModuleReplacement(Replacement):
         """Whether the model holds a module of the kind."""
         return any(map(self.wants, model.modules()))
 
-    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
+    def replace(self, model: nn.Module, earlier: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
         """Replaces every module of the kind for which there is a new one."""
-        return replace_modules(model, self.wants, self.make, spared)
+        return replace_modules(model, self.wants, self.make, earlier)
 
 
 def classes_in(profile: Profile) -> set[str]:
@@ -235,8 +234,8 @@ class ClassPair(ModuleReplacement):
 
     def unknown_settings(self, config: Mapping[str, Any]) -> Mapping[str, Iterable[str]]:
         """Settings that neither the function nor the constructor takes, each with the accepted ones."""
-        accepted = settings_of(self.convert)
-        return {} if accepted is None else {key: accepted for key in config if key not in accepted}
+        keys = settings_of(self.convert)
+        return {} if keys is None else {key: keys for key in config if key not in keys}
 
     def wants(self, module: nn.Module) -> bool:
         """Whether it is of the source class, or a subclass where these are included."""
@@ -252,12 +251,12 @@ class ClassPair(ModuleReplacement):
             RegistrationError: if it cannot be made, or does not have the old one's parameters and buffers.
         """
         old = f"{self.name!r}, replacing {type(module).__name__}"
-        accepted = settings_of(self.convert, module)
-        unknown = [] if accepted is None else [key for key in self.config if key not in accepted]
+        keys = settings_of(self.convert, module)
+        unknown = [] if keys is None else [key for key in self.config if key not in keys]
         if unknown:
             raise RegistrationError(
                 f"{old}: module_replace.configs.{self.name}.{unknown[0]} (or config= of register_replace_pair) "
-                f"is not one of its settings. Accepted: {', '.join(accepted or ()) or 'none'}."
+                f"is not one of its settings. Accepted: {', '.join(keys or ()) or 'none'}."
             )
         try:
             new = self.convert(module, **self.config)
@@ -266,8 +265,8 @@ class ClassPair(ModuleReplacement):
         except Exception as error:
             raise RegistrationError(f"{old}: making the new module failed: {error!r}") from error
         if not isinstance(new, nn.Module if self.target is None else self.target):
-            wanted = "a module" if self.target is None else f"a {self.target.__name__}"
-            raise RegistrationError(f"{old}: the function returned {with_article(new)} instead of {wanted}.")
+            target = "a module" if self.target is None else f"a {self.target.__name__}"
+            raise RegistrationError(f"{old}: the function returned {with_article(new)} instead of {target}.")
         try:
             move_state(module, new)
         except RegistrationError as error:
@@ -277,38 +276,38 @@ class ClassPair(ModuleReplacement):
 
 def replace_modules(
     model: nn.Module,
-    wanted: Callable[[nn.Module], bool],
+    wants: Callable[[nn.Module], bool],
     make: Callable[[nn.Module], nn.Module | str],
-    spared: Set[nn.Module] = frozenset(),
+    earlier: Set[nn.Module] = frozenset(),
 ) -> ReplacementOutcome:
     """Replaces modules of ``model`` in place, wherever each of them stands; inner ones first.
 
     Args:
         model: the model, whose root may be replaced too.
-        wanted: whether a module is to be replaced.
+        wants: whether a module is to be replaced.
         make: gives the new module, or the reason why there is none.
-        spared: modules that stay, since an earlier replacement made them; what is inside them does not.
+        earlier: modules that stay, since an earlier replacement made them; what is inside them does not.
     """
     places: defaultdict[nn.Module, list[str]] = defaultdict(list)
     # A module that stands at several paths is made once.
     for path, module in model.named_modules(remove_duplicate=False):
-        if module not in spared and wanted(module):
+        if module not in earlier and wants(module):
             places[module].append(path)
-    replaced: Counter[str] = Counter()
-    kept: Counter[str] = Counter()
+    replacements: Counter[str] = Counter()
+    refusals: Counter[str] = Counter()
     new_modules: set[nn.Module] = set()
     root = model
     # Paths list parents first; in reverse a new parent is made from new children.
     for module, paths in reversed(places.items()):
         new = why_untouchable(module) or make(module)
         if isinstance(new, str):
-            kept[f"{type(module).__name__}: {new}"] += 1
+            refusals[f"{type(module).__name__}: {new}"] += 1
             continue
-        replaced[f"{type(module).__name__} → {type(new).__name__}"] += 1
+        replacements[f"{type(module).__name__} → {type(new).__name__}"] += 1
         new_modules.add(new)
         for path in paths:
             if path:
                 root.set_submodule(path, new)
             else:
                 root = new  # the model itself
-    return ReplacementOutcome(model=root, replaced=replaced, kept=kept, new_modules=new_modules)
+    return ReplacementOutcome(model=root, replaced=replacements, kept=refusals, new_modules=new_modules)

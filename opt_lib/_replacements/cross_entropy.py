@@ -1,9 +1,9 @@
 """Last layer and loss of a causal language model of transformers as one, without all logits at once.
 
-A model's forward pass stays as it is. In training with labels its last layer gives :class:`DeferredLogits` in the
-place of a tensor, and its loss function, transformers' own, is exchanged for one that takes them and never holds
-the [N, V] logits. Whatever else a model does to its logits before the loss, such as capping them, makes them a
-tensor first, and then its own loss is computed: the result is right in any case.
+A model's forward pass stays as it is. In training with labels its last layer returns :class:`DeferredLogits`,
+and a loss function that takes them, without the [N, V] logits in memory, replaces transformers' own. Any
+other use of the logits, such as capping them, makes them a tensor first, of which the model's own loss is
+computed.
 
 Legend: B samples, T tokens, N tokens of all samples, D features, V classes.
 """
@@ -54,29 +54,29 @@ class DeferredLogits:
     def __init__(self, head: Any, x: torch.Tensor) -> None:
         self._head = head
         self._x = x
-        self._computed: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None
 
     def tensor(self) -> torch.Tensor:
         """The logits."""
-        if self._computed is None:
+        if self._logits is None:
             # The head is called as the model calls it, with its hooks.
             deferring, self._head._deferring = self._head._deferring, False
             try:
-                self._computed = cast(torch.Tensor, self._head(self._x))
+                self._logits = cast(torch.Tensor, self._head(self._x))
             finally:
                 self._head._deferring = deferring
-        return self._computed
+        return self._logits
 
     @property
     def if_computed(self) -> torch.Tensor | None:
         """The logits, where something has asked for them."""
-        return self._computed
+        return self._logits
 
     def operands(self, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """x [N, D], weight and bias; ``None`` where the logits exist, or the weight is in parts or flat."""
         weight = self._head.weight
         whole = not isinstance(weight, DTensor) and weight.shape == (vocab_size, self._x.shape[-1])
-        if self._computed is not None or not whole:
+        if self._logits is not None or not whole:
             return None
         return self._x.reshape(-1, self._x.shape[-1]), weight, self._head.bias
 
@@ -84,7 +84,6 @@ class DeferredLogits:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Computes them and goes on."""
         return func(*map(computed, args), **{key: computed(value) for key, value in (kwargs or {}).items()})
 
     def __getattr__(self, name: str) -> Any:
@@ -143,7 +142,7 @@ class DeferredLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """The loss of transformers' ``ForCausalLMLoss``: label ``t + 1`` against the logits of token ``t``."""
+        """transformers' ``ForCausalLMLoss``: label ``t + 1`` against the logits of token ``t``."""
         operands = logits.operands(vocab_size) if isinstance(logits, DeferredLogits) else None
         if operands is None:
             return self._function(
@@ -196,10 +195,10 @@ def chunked_cross_entropy(
     """
     rows = max(1, chunk_bytes // (4 * weight.shape[0]))  # tokens; 4 bytes for each logit in fp32
     total = x.new_zeros((), dtype=torch.float32)
-    for part, wanted in zip(x.split(rows), target.split(rows), strict=True):
+    for part, labels in zip(x.split(rows), target.split(rows), strict=True):
         # Nothing in a chunk is random, so no random state is kept for its recomputation.
         total = total + checkpoint(
-            _loss_sum, part, weight, bias, wanted, ignore_index, use_reentrant=False, preserve_rng_state=False
+            _loss_sum, part, weight, bias, labels, ignore_index, use_reentrant=False, preserve_rng_state=False
         )
     return total / (target != ignore_index).sum() if reduction == "mean" else total
 
@@ -237,10 +236,10 @@ class LinearCrossEntropy(Replacement):
         """Whether a model computes a loss."""
         return any(map(_computes_a_loss, model.modules()))
 
-    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
+    def replace(self, model: nn.Module, earlier: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
         """Replaces the last layer, and the classes of the models that compute a loss with it."""
         outcome = ReplacementOutcome(model=model)
-        for part in [each for each in model.modules() if _computes_a_loss(each) and each not in spared]:
+        for part in [each for each in model.modules() if _computes_a_loss(each) and each not in earlier]:
             reason = _why_not(part)
             if reason is None:
                 model = self._fuse_head_and_loss(model, part)
@@ -254,11 +253,11 @@ class LinearCrossEntropy(Replacement):
         head: Any = derive(old, "Deferring", _head_forward)
         head._deferring = False  # on only in a training pass with labels
         replace_modules(part, lambda module: module is old, lambda module: head)
-        joined: Any = derive(part, "Chunked" if self.kernel == "torch" else "Liger", _model_forward)
+        new: Any = derive(part, "Chunked" if self.kernel == "torch" else "Liger", _model_forward)
         # Not a module of it: it stands in its place already, under its own name.
-        object.__setattr__(joined, "_deferring_head", _Reference(head))
-        joined._loss_function = DeferredLoss(part.loss_function, self.kernel)
-        return _swap_module(model, part, joined)
+        object.__setattr__(new, "_deferring_head", _Reference(head))
+        new._loss_function = DeferredLoss(part.loss_function, self.kernel)
+        return _swap_module(model, part, new)
 
 
 def _swap_module(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:

@@ -2,9 +2,9 @@
 
 Legend: D features, I inner features, V classes, N rows, H heads, T tokens, B samples.
 
-Their kernels run on plain CUDA tensors, outside of what is compiled. On all others, such as the small CPU ones that a
-division is tested with, and DTensors, torch's own operators compute the same. In a copy of a model that is traced for its
-cost, each kernel is one operator without values, which reads, writes and keeps what the kernel does.
+Kernels run on plain CUDA tensors outside of compiled code. On others, such as DTensors and the small CPU
+tensors that test a division, torch's own operators compute the same. In a copy of a model that is traced for
+its cost, each kernel is one operator without values, which reads, writes and keeps what the kernel does.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ RmsKernel = Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
 def runs_kernels(*tensors: torch.Tensor | None) -> bool:
     """Whether all are plain tensors on a CUDA device, and nothing is being compiled.
 
-    TorchInductor fuses torch's operators with those around them, and copies what a Triton kernel of others might change.
-    A step of a compiled Llama with 1.3 billion parameters took 269 ms with Liger's normalisations and MLPs, and 258 ms
-    with torch's (H200, torch 2.11, Liger 0.8.5; 1.4 GiB less at its peak; one run of eight steps each). The benchmark ``gpu``
-    compares them anew.
+    TorchInductor fuses torch's operators with those around them, and copies what foreign Triton kernels may
+    change. A step of a compiled Llama of 1.3 billion parameters took 269 ms with Liger's norms and MLPs; 258
+    ms and 1.4 GiB less at the peak with torch's (H200, torch 2.11, Liger 0.8.5; eight steps each; see the
+    benchmark ``gpu``).
     """
     return not torch.compiler.is_compiling() and all(t is None or _is_on_gpu(t) for t in tensors)
 
@@ -75,7 +75,7 @@ def apex() -> Any:
 
 
 def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-    """torch's kernel. With an offset in fp32: ``1 + weight`` has no room for a small weight in half precision."""
+    """torch's kernel; in fp32 with an offset, since ``1 + weight`` in half precision loses small weights."""
     if offset:
         x, weight = x.float(), weight.float() + offset
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -135,10 +135,10 @@ def layer_norm(
 
 
 def silu_mul(kernel: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up``, both [..., I], by Liger where it can run; it keeps neither result for the backward pass."""
+    """``silu(gate) * up``, both [..., I], by Liger where it can run, which saves no result for backward."""
     if kernel == TRACED:
-        traced: torch.Tensor = _TracedSiluMul.apply(gate, up)  # type: ignore[no-untyped-call]
-        return traced
+        product: torch.Tensor = _TracedSiluMul.apply(gate, up)  # type: ignore[no-untyped-call]
+        return product
     if not runs_kernels(gate, up) or gate.dtype != up.dtype:
         return F.silu(gate) * up
     result: torch.Tensor = liger().liger_swiglu(gate, up)
@@ -150,6 +150,7 @@ def rotate(
     original: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     q: torch.Tensor,
     k: torch.Tensor,
+    *,
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,12 +158,12 @@ def rotate(
     # cos and sin turn whole heads: partial rotary embeddings go to the model's own function.
     is_usual = cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
     if kernel == TRACED and is_usual:
-        turned: tuple[torch.Tensor, torch.Tensor] = _TracedRotation.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
-        return turned
+        pair: tuple[torch.Tensor, torch.Tensor] = _TracedRotation.apply(q, k, cos, sin)  # type: ignore[no-untyped-call]
+        return pair
     if not is_usual or not runs_kernels(q, k, cos, sin):
         return original(q, k, cos, sin)
-    rotated: tuple[torch.Tensor, torch.Tensor] = liger().liger_rope(q, k, cos, sin)
-    return rotated
+    result: tuple[torch.Tensor, torch.Tensor] = liger().liger_rope(q, k, cos, sin)
+    return result
 
 
 def linear_cross_entropy(
@@ -180,8 +181,7 @@ def linear_cross_entropy(
     return result
 
 
-# What is traced for its cost. These operators have shapes and no values; what they keep for the backward pass, and
-# what they overwrite, is what the functions of liger-kernel 0.8 and torch 2.13 do.
+# Operators without values, for tracing; they save and overwrite what liger-kernel 0.8 and torch 2.13 do.
 
 _SCHEMAS: Final = {
     "rms_norm": "(Tensor x, Tensor weight) -> (Tensor, Tensor)",
@@ -249,5 +249,5 @@ class _TracedRotation(torch.autograd.Function):
 
 def _rotate_heads(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     # The kernel works in place if heads [B, H, T, D] lie behind tokens in memory, as after a linear layer.
-    turned = _kernel.rotate(q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous(), cos, sin)
-    return tuple(each.transpose(1, 2) for each in turned)
+    heads = _kernel.rotate(q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous(), cos, sin)
+    return tuple(each.transpose(1, 2) for each in heads)

@@ -1,8 +1,7 @@
-"""Liger's kernels: rotary embeddings of transformers' attention, and gated MLPs ``down(silu(gate(x)) * up(x))``.
+"""Liger's rotary embeddings for transformers' attention, and gated MLPs ``down(silu(gate(x)) * up(x))``.
 
-Attention modules of transformers call a function ``apply_rotary_pos_emb`` of their file. A module that is replaced
-has the same forward pass, compiled from the same source, in which this one name means another function: neither the
-file nor its class is altered.
+Attention modules of transformers call ``apply_rotary_pos_emb`` of their file. A replaced module runs the same
+code with another function under this name; neither the file nor its class is altered.
 
 Legend: B samples, H heads, T tokens, D features (of a head, or of an MLP's input), I inner features.
 """
@@ -33,8 +32,6 @@ _FUNCTION: Final = "apply_rotary_pos_emb"
 
 @dataclass(frozen=True, kw_only=True)
 class _Liger(ModuleReplacement):
-    """A replacement that runs Liger's kernels."""
-
     requirements: Requirements = LIGER
     kernel: str = "liger"  # or ``traced`` in a copy of a model that is traced for its cost
 
@@ -93,10 +90,10 @@ def _why_not_rope(rotation: Callable[..., Any]) -> str | None:
             actual = rotation(q, k, cos, sin)
     except Exception as error:
         return f"its {_FUNCTION} could not be tried on a small input ({type(error).__name__})"
-    wanted = (_apply_rotation(q, cos, sin), _apply_rotation(k, cos, sin))
+    reference = (_apply_rotation(q, cos, sin), _apply_rotation(k, cos, sin))
     alike = len(actual) == 2 and all(
         tensor.shape == other.shape and torch.allclose(tensor, other, atol=1e-6)
-        for tensor, other in zip(actual, wanted, strict=True)
+        for tensor, other in zip(actual, reference, strict=True)
     )
     return None if alike else f"its {_FUNCTION} computes something else than Liger's"
 
@@ -114,7 +111,7 @@ def _rope_forward(source: Any, kernel: str) -> Forward:
     def rotation(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:  # heads in another dimension
             return original(q, k, cos, sin, *args, **kwargs)
-        return rotate(kernel, original, q, k, cos, sin)
+        return rotate(kernel, original, q, k, cos=cos, sin=sin)
 
     # Without the file's name torch.compile guards these globals, not those of the file.
     others = {name: value for name, value in old.__globals__.items() if name != "__name__"}
@@ -178,23 +175,23 @@ def _why_not_swiglu(module: nn.Module, layers: tuple[str, str, str]) -> str | No
         return "it has other parameters or buffers than those of its three layers"
     x = torch.randn(2, 3, _D, generator=generator)
     try:
-        # What a user's forward leaves on its module stays on a copy, which shares the weights: others stand for them.
-        tried = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
+        # What a user's forward sets on its module stays on this copy; the call replaces its shared weights.
+        trial = copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
         with torch.no_grad(), random_states_kept():
-            actual = torch.func.functional_call(tried, weights, (x,))
-            again = torch.func.functional_call(tried, weights, (x,))
+            actual = torch.func.functional_call(trial, weights, (x,))
+            again = torch.func.functional_call(trial, weights, (x,))
     except Exception as error:
         return f"it could not be tried on a small input ({type(error).__name__})"
     gate, up, down = layers
-    wanted = _apply_linear(
+    reference = _apply_linear(
         F.silu(_apply_linear(x, weights, gate)) * _apply_linear(x, weights, up), weights, down
     )
     # Two calls must agree exactly, else something random is in it; the tolerance is for rounding.
     same = (
         isinstance(actual, torch.Tensor)
-        and actual.shape == wanted.shape
+        and actual.shape == reference.shape
         and torch.equal(actual, again)
-        and torch.allclose(actual, wanted, rtol=1e-6, atol=1e-6)
+        and torch.allclose(actual, reference, rtol=1e-6, atol=1e-6)
     )
     return None if same else "it computes something else than down(silu(gate(x)) * up(x))"
 

@@ -1,8 +1,8 @@
 """New modules from old ones: settings are read off, parameters are moved, never copied.
 
-A class made at run time is a module's own class with another forward pass. A module whose class derives from its old
-one keeps its attributes, is still chosen by the old class's name and initialised by the model's own rules. Classes are
-changed for one module at a time: no class of the model, and no function of its module, is altered.
+A class made at run time is a module's own class with another forward pass. The module keeps its attributes,
+is still selected by the old class's name and initialised by the model's own rules. Classes are changed for
+one module at a time: no class or function of the model is altered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Forward = Callable[..., Any]
 """A forward pass, ``self`` first."""
 
 MakeForward = Callable[..., Forward]
-"""Makes the forward pass from the old class and settings; a function of a module, so that it can be pickled."""
+"""Makes the forward pass from the old class and settings; a module-level function, so it can be pickled."""
 
 
 class Derived(nn.Module):
@@ -88,7 +88,7 @@ def converter(source: type[nn.Module], target: type[nn.Module]) -> Convert:
 
 
 def settings_of(convert: Convert, module: nn.Module | None = None) -> tuple[str, ...] | None:
-    """The settings that ``convert`` takes; ``None`` if it takes any, or if only ``module``, the old one, tells."""
+    """The settings that ``convert`` takes; ``None`` for any, or if they depend on ``module``, the old one."""
     made_by = getattr(convert, "func", None)
     if made_by is _take_over_with:
         if module is None:
@@ -134,10 +134,10 @@ def move_state(old: nn.Module, new: nn.Module) -> None:
         RegistrationError: if the two do not have the same ones, of the same shapes.
     """
     theirs, ours = old.state_dict(keep_vars=True), new.state_dict(keep_vars=True)
-    missing, added = sorted(theirs.keys() - ours.keys()), sorted(ours.keys() - theirs.keys())
-    if missing or added:
+    missing, extra = sorted(theirs.keys() - ours.keys()), sorted(ours.keys() - theirs.keys())
+    if missing or extra:
         parts = [f"lacks {', '.join(missing)}"] if missing else []
-        parts += [f"adds {', '.join(added)}"] if added else []
+        parts += [f"adds {', '.join(extra)}"] if extra else []
         raise RegistrationError(
             f"the new {type(new).__name__} {' and '.join(parts)}. It must have the parameters and "
             f"buffers of {type(old).__name__} under the same names, or checkpoints would not fit."

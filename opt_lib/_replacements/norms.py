@@ -38,7 +38,7 @@ _PROBED_DTYPES = (torch.float32, torch.bfloat16)
 _ROW_SCALES = (1e-3, 1.0, 30.0)
 """Rows of these sizes: in the smallest, the epsilon decides."""
 _LEADING = ((12,), (3, 12), (3, 2, 5))
-"""Dimensions before the last: a module may do something else for another number of them, or for more tokens."""
+"""Dimensions before the last: a module may depend on their number, or on the number of tokens."""
 _PLAIN_NAMES = frozenset({"elementwise_affine"})
 """Attributes that only a constructor reads: whether there is a weight."""
 _MARKS = ("__", "_is_hf_", "_stands_for_")
@@ -79,21 +79,21 @@ def form_of(module: nn.Module, num_features: int, eps: float) -> RmsNormForm | s
     pairs = [(x, weight) for x in _PROBED_DTYPES for weight in _PROBED_DTYPES]
     probes = [(lead, *pair) for lead in _LEADING for pair in pairs]
     try:
-        tried = copy.deepcopy(module)  # a forward pass may count its calls or keep its input
-        before = _module_state(tried)
+        trial = copy.deepcopy(module)  # a forward pass may count its calls or keep its input
+        before = _module_state(trial)
         by_mode = [
             [
-                _run_probe(functools.partial(_call_with_weight, tried.train(mode)), num_features, *each)
+                _run_probe(functools.partial(_call_with_weight, trial.train(mode)), num_features, *each)
                 for each in probes
             ]
             for mode in (not module.training, module.training)
         ]
     except Exception as error:
         return f"it could not be tried on a small input ({type(error).__name__})"
-    after = _module_state(tried)
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    if changed:
-        return f"its forward pass changes {', '.join(changed)}"
+    after = _module_state(trial)
+    changes = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if changes:
+        return f"its forward pass changes {', '.join(changes)}"
     # Weights of Gemma count from 0: it multiplies by 1 + weight.
     for offset in (0.0, 1.0):
         for result in get_args(ResultDtype):
@@ -109,15 +109,14 @@ def form_of(module: nn.Module, num_features: int, eps: float) -> RmsNormForm | s
 
 
 def why_not_plain(module: nn.Module, eps_names: Iterable[str]) -> str | None:
-    """Why a fused pass might not follow what a module is set to later; ``None`` if all it has is seen through.
+    """Why a fused pass might not follow what a module is set to later; ``None`` if it would.
 
-    A fused pass reads the weight and the epsilon, at every call, and nothing else: a switch, a scale or a counter
-    that somebody changes in training would be ignored. The epsilon may be any of the attributes ``eps_names``.
+    It reads only weight and epsilon, one of ``eps_names``: switches, scales or counters would be ignored.
     """
     buffers = sorted(name for name, _ in module.named_buffers())
     if buffers:
         return f"it has buffers ({', '.join(buffers)}), which a fused pass would not follow"
-    known = {*eps_names, *_PLAIN_NAMES}
+    safe_names = {*eps_names, *_PLAIN_NAMES}
     members = {name: value for name, value in vars(module).items() if name not in _OWN}
     classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
     of_class = {
@@ -132,7 +131,7 @@ def why_not_plain(module: nn.Module, eps_names: Iterable[str]) -> str | None:
     for name, value in {**of_class, **members}.items():
         if name.startswith(_MARKS) or _is_size(value, size):
             continue
-        if name not in known or isinstance(value, (property, functools.cached_property)):
+        if name not in safe_names or isinstance(value, (property, functools.cached_property)):
             return f"its attribute {name!r} may change what it computes, and a fused pass would not follow"
     return None
 
@@ -183,9 +182,9 @@ def _is_equivalent(
     dtypes: tuple[torch.dtype, ...],
 ) -> bool:
     """Whether all tensors agree but for rounding; the original's are of training and of evaluation."""
-    reduced = min(dtypes, key=lambda dtype: dtype.itemsize)
+    lowest = min(dtypes, key=lambda dtype: dtype.itemsize)
     # The original may round once more than the fused pass, in the lower dtype.
-    tolerance = 1e-6 if reduced == torch.float32 else 4 * torch.finfo(reduced).eps
+    tolerance = 1e-6 if lowest == torch.float32 else 4 * torch.finfo(lowest).eps
     return all(
         _is_close(each, output, tolerance)
         for of_mode in (original, other_mode)
@@ -221,10 +220,7 @@ class FusedRmsNorm(Replacement):
     looks_for = "hand-written RMSNorms"
 
     def wanted_in(self, profile: Profile, cluster: Cluster) -> bool:
-        """Whether a class other than torch's own is called an RMSNorm, on a device for which kernels are fused.
-
-        On CPUs torch computes ``rms_norm`` by the operators that it is written with.
-        """
+        """Whether a class not of torch is called an RMSNorm, except on CPUs, where none is fused."""
         if cluster.device_type == "cpu" or not self.requirements.usable_on(cluster):
             return False
         names = classes_in(profile) - {"RMSNorm"}
@@ -242,7 +238,7 @@ class FusedRmsNorm(Replacement):
             "norm" in type(module).__name__.lower() and _is_candidate(module) for module in model.modules()
         )
 
-    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
+    def replace(self, model: nn.Module, earlier: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
         """Replaces what computes the same."""
         forms: dict[Any, RmsNormForm | str] = {}
 
@@ -260,7 +256,7 @@ class FusedRmsNorm(Replacement):
                 return form
             return derive(module, _PREFIXES[self.kernel], _rms_norm_forward, form, eps_name, self.kernel)
 
-        outcome = replace_modules(model, _is_candidate, make, spared)
+        outcome = replace_modules(model, _is_candidate, make, earlier)
         if self.kernel == "torch":
             _count_fused(outcome, nn.RMSNorm)
         return outcome
@@ -289,14 +285,14 @@ class FusedLayerNorm(Replacement):
         """Whether there is one."""
         return any(type(module) is nn.LayerNorm for module in model.modules())
 
-    def replace(self, model: nn.Module, spared: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
+    def replace(self, model: nn.Module, earlier: Set[nn.Module] = frozenset()) -> ReplacementOutcome:
         """Replaces them, or counts them."""
         if self.kernel == "apex":
             return replace_modules(
                 model,
                 lambda module: type(module) is nn.LayerNorm,
                 lambda module: derive(module, _PREFIXES[self.kernel], _layer_norm_forward),
-                spared,
+                earlier,
             )
         outcome = ReplacementOutcome(model=model)
         _count_fused(outcome, nn.LayerNorm)

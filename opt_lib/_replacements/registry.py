@@ -22,7 +22,7 @@ from opt_lib._replacements.norms import FusedLayerNorm, FusedRmsNorm
 
 _HALF: Final = frozenset({"float16", "bfloat16"})
 _CUDA: Final = frozenset({"cuda"})
-# How a division is found and proved runs the model on small tensors of the CPU, where flash-attn has no kernel.
+# Divisions are found and tested on small CPU tensors, for which flash-attn has no kernel.
 _WHOLE_MODEL: Final = frozenset({"tensor", "sequence", "pipeline"})
 
 
@@ -132,15 +132,13 @@ def register_replace_pair(
         @register_replace_pair("fast_attention", replaces=Attention)
         def fast_attention(attention: nn.Module) -> nn.Module: ...
 
-    The new module is made by the first of these that there is: ``convert``; the class method
-    ``Target.from_module(module)``; taking over the attributes, where the target is a subclass of the source
-    (its ``__init__`` is not called); the target's constructor, its parameters read off the attributes of the
-    same name. Then it is given the parameters and buffers of the old one, the same objects, by name: it must
-    have exactly these.
+    The first of these that applies makes the new module: ``convert``; ``Target.from_module(module)``, a class
+    method; taking over the attributes, without ``__init__``, where the target is a subclass of the source;
+    the target's constructor, its parameters read off the attributes of the same name. Then it is given the
+    old one's parameters and buffers, the same objects, by name: it must have exactly these.
 
-    Settings, those of ``config`` and over them those that ``module_replace`` is given under the pair's name in
-    ``configs``, are keyword arguments of the function or the constructor, and attributes of a module that took
-    over the old one's.
+    Settings are those of ``config``, overridden by those under the pair's name in ``configs`` of
+    ``module_replace``: keyword arguments of the function or the constructor, or attributes of the target.
 
     Args:
         name: the name in ``include`` and ``exclude``.
@@ -194,8 +192,8 @@ def unregister_replace_pair(name: str) -> None:
         RegistrationError: if none of that name was.
     """
     if name not in _REGISTERED:
-        registered = ", ".join(sorted(_REGISTERED)) or "none"
-        raise RegistrationError(f"no replacement {name!r} is registered; registered: {registered}.")
+        names = ", ".join(sorted(_REGISTERED)) or "none"
+        raise RegistrationError(f"no replacement {name!r} is registered; registered: {names}.")
     del _REGISTERED[name]
 
 
@@ -258,9 +256,9 @@ def _is_module_class(value: object) -> bool:
 def _dtype_names(name: str, dtypes: Iterable[torch.dtype | str] | None) -> frozenset[str] | None:
     if dtypes is None:
         return None
-    listed = [dtypes] if isinstance(dtypes, (str, torch.dtype)) else dtypes
+    items = [dtypes] if isinstance(dtypes, (str, torch.dtype)) else dtypes
     try:
-        names = frozenset(dtype_name(dtype) for dtype in listed)
+        names = frozenset(dtype_name(dtype) for dtype in items)
     except (TypeError, ValueError) as error:
         raise RegistrationError(
             f"{name!r}: supported_dtypes={dtypes!r}: {error}. Accepted: a set of torch.float32, "

@@ -97,10 +97,10 @@ class ShardConfig(MethodConfig):
     device_id: int | str | None = Field(default=None, description="Not used: the launcher gives the device.")
     reduce_each_micro_batch: Literal["auto"] | Flag | None = Field(
         default=None,
-        description="With gradient accumulation: true reduces and shards gradients after every micro-batch (less memory, "
-        "more traffic), false keeps whole ones until the last. null or auto reduces each where whole gradients would "
-        "take more than a quarter of the device's memory, and in a search where they would not fit. A pipeline reduces "
-        "at the end of a step.",
+        description="With gradient accumulation: true reduces and shards gradients after every micro-batch "
+        "(less memory, more traffic), false keeps whole ones until the last. null or auto reduces each where "
+        "whole gradients would take more than a quarter of the device's memory, and in a search where they "
+        "would not fit. A pipeline reduces at the end of a step.",
     )
     sync_batchnorm: SyncBatchNorm = False
     ignored_modules: ModuleSelectors = Field(
@@ -160,7 +160,7 @@ class ShardConfig(MethodConfig):
         return self.model_copy(update={"reduce_each_micro_batch": True})
 
     def not_used(self) -> Iterator[str]:
-        """Settings of FullyShardedDataParallel without a counterpart in FSDP2, each with what FSDP2 does instead."""
+        """Settings of FSDP1 that FSDP2 does not have, each with what FSDP2 does instead."""
         if self.version == 1:
             yield (
                 "version=1: torch has deprecated FullyShardedDataParallel (FSDP1); fully_shard (FSDP2) trains the same"
@@ -174,9 +174,9 @@ class ShardConfig(MethodConfig):
             yield "limit_all_gathers=False: FSDP2 always bounds the gathered parameters in flight"
         if not self.use_orig_params:
             yield "use_orig_params=False: FSDP2 always keeps the model's own parameters"
-        wanted = self.mixed_precision
-        if isinstance(wanted, MixedPrecisionConfig) and wanted.buffer_dtype is not None:
-            yield f"mixed_precision.buffer_dtype={wanted.buffer_dtype}: FSDP2 leaves buffers in their own dtype"
+        precision = self.mixed_precision
+        if isinstance(precision, MixedPrecisionConfig) and precision.buffer_dtype is not None:
+            yield f"mixed_precision.buffer_dtype={precision.buffer_dtype}: FSDP2 leaves buffers in their own dtype"
         if self.device_id is not None:
             yield "device_id is not used: the launcher's local rank gives the device"
 
@@ -211,10 +211,9 @@ def unmatched_selectors(method: str, config: ShardConfig, profile: Profile | Non
 def plan_shards(plan: Plan, config: ShardConfig, *, keep_gathered: bool) -> Plan:
     """The plan with parameters, gradients and optimizer states divided over the axes for shards.
 
-    In a pipeline parameters stay gathered until the step is over, unless the user says otherwise. torch keeps what
-    a backward pass has gathered for the micro-batch that comes next in any case, so that all of a stage is gathered
-    when a backward pass ends. To free it after forward passes lowers the peak by what one micro-batch keeps, at most,
-    and gathers every unit again for each micro-batch.
+    In a pipeline parameters stay gathered for the step, unless the user says otherwise. torch keeps a stage
+    gathered after a backward pass anyway, for the next micro-batch. Freeing it after forward passes would
+    lower the peak by what one micro-batch keeps, at most, and gather every unit again for each micro-batch.
 
     ``keep_gathered``: whether the method keeps parameters gathered from forward to backward.
     """

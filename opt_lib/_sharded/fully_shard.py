@@ -55,12 +55,12 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     assert job.mesh is not None
     require_dense_gradients(job.module, method)
     materialiser = job.materialiser(init_function(config.param_init_fn))
-    ignored = ignored_parameters(job.module, config, materialiser)
-    options = _shard_options(job, config, ignored)
+    ignored_params = ignored_parameters(job.module, config, materialiser)
+    options = _shard_options(job, config, ignored_params)
     units = [unit for unit in wrap_units(job.module, config) if unit not in expert_modules(job)]
     # Before the rest, since experts are sharded over fewer ranks.
     shard_experts(job, options, sync=config.sync_module_states)
-    options["ignored_params"] = ignored | expert_parameters(job) | parameters_kept_whole(job)
+    options["ignored_params"] = ignored_params | expert_parameters(job) | parameters_kept_whole(job)
     norms = _full_precision_norms(job.module, units, options)
     together = _trainable_modules(job, method, norms) if config.wrap_trainable_outmost else []
     units = [unit for unit in units if unit not in together]
@@ -70,7 +70,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
     in_fp32 = {**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
     inner = {**dict.fromkeys([*units, *others], options), **dict.fromkeys(norms, in_fp32)}
     inner |= _keep_read_by_hooks(job, method, [unit for unit in inner if unit not in norms], options)
-    _make_units(job, config, materialiser, units, inner, together, options)
+    _make_units(job, config, materialiser, units, inner=inner, together=together, options=options)
     for root in job.roots:
         _prepare_module(job, config, materialiser, root)
         if keeps_input_dtypes(job, config):
@@ -80,7 +80,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
         cast_inputs_where_refused(job, units)
     # After fully_shard, so that its hooks come before torch's.
     passes = [ShardsBetweenPasses(root, is_written=not job.parts.stages) for root in job.roots]
-    move_to_device(job, ignored)
+    move_to_device(job, ignored_params)
     if config.forward_prefetch:
         for current, following in itertools.pairwise(units):
             assert isinstance(current, FSDPModule)
@@ -88,10 +88,12 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
             current.set_modules_to_forward_prefetch([following])
     reduces_each = _reduces_each(job)
     job.gradients.skip_sync = nullcontext if reduces_each else skip_sync(job.roots)
-    average_ignored(job, ignored)
+    average_ignored(job, ignored_params)
     leave_sequence_sums(job, options["ignored_params"])
     job.placed = True
-    _explain_sharding(job, method, config, (len(units), len(norms), len(others), len(ignored)), options)
+    _explain_sharding(
+        job, method, config, (len(units), len(norms), len(others), len(ignored_params)), options=options
+    )
     gather_where_read(job, method, options)
     reduce_idle_parameters(job, method, options["ignored_params"])
     call_skipped_units(job, method, units)
@@ -109,7 +111,7 @@ def shard(job: Job, method: str, config: ShardConfig) -> None:
 def _keep_read_by_hooks(
     job: Job, method: str, units: Sequence[nn.Module], options: dict[str, Any]
 ) -> dict[nn.Module, dict[str, Any]]:
-    # A penalty that hooks compute of weights may have a backward pass of its own, for which nothing gathers the unit.
+    # A penalty that hooks compute of weights may have its own backward pass, for which no unit is gathered.
     read = [unit for unit in units if _is_read_by_hooks(unit)]
     if read:
         number = counted(len(read), "unit")
@@ -133,11 +135,12 @@ def _make_units(
     config: ShardConfig,
     materialiser: Materialiser,
     units: Sequence[nn.Module],
+    *,
     inner: Mapping[nn.Module, dict[str, Any]],
     together: Sequence[nn.Module],
     options: dict[str, Any],
 ) -> None:
-    """Makes units of the modules of ``inner``, by their options, and one of those that are gathered ``together``."""
+    """Makes a unit of each module of ``inner``, by its options, and one a dtype of those in ``together``."""
     of_dtype: dict[torch.dtype | None, list[nn.Module]] = {}
     for module in together:
         of_dtype.setdefault(own_dtype(module, options["ignored_params"]), []).append(module)
@@ -146,7 +149,7 @@ def _make_units(
     inside = {child for module in together for child in module.modules()}
     # Children before parents: a unit manages what no unit inside it manages.
     order = [module for module in reversed(paths) if module in inner]
-    for modules, chosen in (
+    for modules, unit_options in (
         *(([module], inner[module]) for module in order if module in inside),
         *((alike, gathered_once) for alike in of_dtype.values()),
         *(([module], inner[module]) for module in order if module not in inside),
@@ -157,7 +160,7 @@ def _make_units(
                 module.register_forward_hook(torch.compiler.disable(_without_views))
                 module.register_forward_hook(torch.compiler.disable(refuse_hidden_outputs(paths[module])))
             module.register_forward_hook(torch.compiler.disable(_gather_before_hidden))
-        fully_shard(modules, **chosen)
+        fully_shard(modules, **unit_options)
 
 
 def _refuse_copies(model: nn.Module) -> None:
@@ -197,12 +200,12 @@ def _gather_before_hidden(module: nn.Module, inputs: Any, output: Any) -> None:
     visit_first(tensors_of(output))
 
 
-def _shard_options(job: Job, config: ShardConfig, ignored: set[nn.Parameter]) -> dict[str, Any]:
+def _shard_options(job: Job, config: ShardConfig, ignored_params: set[nn.Parameter]) -> dict[str, Any]:
     assert job.mesh is not None
     num_ranks = job.mesh.unit_shard.size()
     options: dict[str, Any] = {
         "mesh": job.mesh.replicate_and_shard,
-        "ignored_params": ignored,
+        "ignored_params": ignored_params,
         "shard_placement_fn": lambda parameter: _shard_placement(parameter, num_ranks),
     }
     if config.reshard_after_forward is not None:
@@ -246,22 +249,21 @@ def _full_precision_norms(
 
 def _mixed_precision(job: Job, config: ShardConfig) -> MixedPrecisionPolicy | None:
     """The dtypes of communication and compute; ``None`` for those of the weights."""
-    wanted = config.mixed_precision
-    if wanted == "auto":
+    precision = config.mixed_precision
+    if precision == "auto":
         if job.plan.precision.compute_dtype is None:
             return None
-        # Autocast would cast each gathered fp32 weight to this dtype anyway; casting before the all-gather
-        # halves what is sent and held. Gradients are reduced in fp32. The inputs of a unit are cast too: on
-        # CPU, autocast leaves normalisation alone, which refuses fp32 inputs with reduced weights. Those of the
-        # root are the user's, and stay.
-        wanted = MixedPrecisionConfig(param_dtype=job.plan.precision.compute_dtype, reduce_dtype="float32")
-    if wanted is None:
+        # Autocast would cast each gathered fp32 weight anyway; casting before the all-gather halves what is
+        # sent and held. Gradients are reduced in fp32. Inputs of units are cast too, but for the user's own:
+        # on CPU, normalisation, which autocast leaves alone, refuses fp32 inputs with reduced weights.
+        precision = MixedPrecisionConfig(param_dtype=job.plan.precision.compute_dtype, reduce_dtype="float32")
+    if precision is None:
         return None
     param, reduce, output = (
         None if name is None else getattr(torch, name)
-        for name in (wanted.param_dtype, wanted.reduce_dtype, wanted.output_dtype)
+        for name in (precision.param_dtype, precision.reduce_dtype, precision.output_dtype)
     )
-    return MixedPrecisionPolicy(param, reduce, output, wanted.cast_forward_inputs)
+    return MixedPrecisionPolicy(param, reduce, output, precision.cast_forward_inputs)
 
 
 def _prepare_module(job: Job, config: ShardConfig, materialiser: Materialiser, module: nn.Module) -> None:
@@ -302,23 +304,23 @@ def _trainable_modules(job: Job, method: str, norms: Iterable[nn.Module]) -> lis
 
 def skip_sync(roots: Iterable[nn.Module]) -> SkipSync:
     """Keeps gradients of sharded or replicated ``roots`` local for a while."""
-    sharded = [root for root in roots if isinstance(root, FSDPModule)]
+    units = [root for root in roots if isinstance(root, FSDPModule)]
 
     @contextmanager
     def skip() -> Iterator[None]:
-        for root in sharded:
+        for root in units:
             root.set_requires_gradient_sync(False)  # goes down to all units inside
         try:
             yield
         finally:
-            for root in sharded:
+            for root in units:
                 root.set_requires_gradient_sync(True)
 
     return skip
 
 
 def _explain_sharding(
-    job: Job, method: str, config: ShardConfig, counts: tuple[int, int, int, int], options: dict[str, Any]
+    job: Job, method: str, config: ShardConfig, counts: tuple[int, int, int, int], *, options: dict[str, Any]
 ) -> None:
     assert job.mesh is not None
     num_units, num_norms, num_others, num_ignored = counts
@@ -342,8 +344,7 @@ def _explain_sharding(
 
 
 _REFUSE: Final = (nn.EmbeddingBag, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-"""Modules that refuse fp32 inputs (of the first: the weights of samples) beside reduced weights, and that autocast
-leaves alone."""
+"""Modules that autocast leaves alone and that refuse fp32 inputs, or sample weights, with reduced weights."""
 _REFUSE_ON_CPU: Final = (nn.LayerNorm, nn.GroupNorm, nn.Bilinear)
 """Modules that autocast computes in fp32 on GPUs and leaves alone on CPUs."""
 
@@ -351,17 +352,13 @@ _REFUSE_ON_CPU: Final = (nn.LayerNorm, nn.GroupNorm, nn.Bilinear)
 def keeps_input_dtypes(job: Job, config: ShardConfig) -> bool:
     """Whether the model's inputs stay as they are given, as autocast alone leaves them.
 
-    Times, positions and weights of samples lose in 16 bits what the model computes from them; operators that are
-    better off in 16 bits are cast by autocast. Dtypes of the user's own, in ``mixed_precision``, decide for themselves.
+    Autocast casts where 16 bits suffice, but times and positions need more. ``mixed_precision`` overrides it.
     """
     return config.mixed_precision == "auto" and job.plan.precision.compute_dtype is not None
 
 
 def cast_inputs_where_refused(job: Job, units: Iterable[nn.Module]) -> None:
-    """Lets modules outside of ``units`` take fp32 inputs beside their reduced weights.
-
-    The inputs of a unit, a module that is gathered as one, are cast at its edge.
-    """
+    """Lets modules outside of ``units``, which cast inputs anyway, take fp32 beside reduced weights."""
     kinds = (*_REFUSE, *(_REFUSE_ON_CPU if job.device.type == "cpu" else ()))
     inside = {id(module) for unit in units for module in unit.modules()}
     for root in job.roots:

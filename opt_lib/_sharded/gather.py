@@ -1,4 +1,4 @@
-"""Sharded parameters for code outside of their unit: reads, as ``F.linear(x, layer.weight)``, and methods such as ``encode``."""
+"""Sharded parameters read outside of their unit, as in ``F.linear(x, layer.weight)``, and by methods."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _OF_GRADIENTS = ("requires_grad_", "register_hook", "register_post_accumulate_gr
 
 
 class ReadsOutsideOfUnits(TorchFunctionMode):
-    """Finds sharded parameters that a function is called with outside of their unit, which gathers them for its own forward pass alone.
+    """Finds sharded parameters that functions read outside of the forward pass of their unit.
 
-    Functions gather them (:mod:`atorch_ns.torch_compat.divided_tensors`). Later passes are watched if the first read one so.
+    Functions gather them (``torch_compat.divided_tensors``). Later passes are watched if the first reads so.
 
     Args:
         dtype: the dtype that units gather in; ``None`` for the parameters' own.
@@ -87,7 +87,7 @@ class ReadsOutsideOfUnits(TorchFunctionMode):
 
 
 def gather_where_read(job: Job, method: str, options: Mapping[str, Any]) -> None:
-    """Lets the model's code read parameters of units that it does not call, and says in the report which it reads."""
+    """Lets the model's code read parameters of units that it does not call, and reports which it reads."""
     if job.plan.compiled:  # the compiler would trace the hooks
         return
     policy = options.get("mp_policy")
@@ -102,13 +102,13 @@ def gather_where_read(job: Job, method: str, options: Mapping[str, Any]) -> None
 
 
 class ShardsBetweenPasses:
-    """Has a model show its shards between its passes, also where parameters stay gathered for the backward pass.
+    """Shows a model's shards between its passes, even if parameters stay gathered for the backward pass.
 
-    torch leaves the root's gathered, under ``replicate`` all. What a user computed of these would lose its memory in the
-    next backward pass, and what an optimizer or a loop wrote to them no later pass would read.
+    torch leaves the root's gathered, and under ``replicate`` all. Values computed from them would lose their
+    memory in the next backward pass, and no later pass would read what an optimizer or a loop wrote to them.
 
     Args:
-        is_written: whether code of the user's may write to them before a backward pass; a next pass gathers anew then.
+        is_written: whether the user's code may write to them before a backward pass; then passes gather anew.
     """
 
     def __init__(self, root: nn.Module, *, is_written: bool) -> None:
@@ -202,10 +202,10 @@ _RUN: Final = "run_with_gathered_parameters"
 
 
 def gather_for_methods(job: Job, passes: Sequence[ShardsBetweenPasses]) -> None:
-    """Has the methods of the user's model do what they did before a model of ``fully_shard`` was made of it.
+    """Lets the methods of the user's model work as before ``fully_shard``.
 
-    A method that is given tensors counts as a forward pass of the root, unless it is called inside of one. Others, such as
-    ``get_input_embeddings()`` and ``save_pretrained(state_dict=...)``, which a rank may call alone, stay as they are.
+    A method that is given tensors counts as a forward pass of the root, unless it is called inside of one.
+    Others, such as ``get_input_embeddings()``, stay: a rank may call them alone.
     """
     if job.parts.stages:  # a pipeline has no model to call
         return

@@ -20,13 +20,13 @@ from atorch_ns.text import first_few
 from atorch_ns.torch_compat import after_backward, in_backward, plain_name, unwrap_checkpoint
 
 
-def reduce_idle_parameters(job: Job, method: str, ignored: Collection[nn.Parameter]) -> None:
+def reduce_idle_parameters(job: Job, method: str, ignored_params: Collection[nn.Parameter]) -> None:
     """Lets ranks call different modules of a unit, and says in the report which were left out.
 
     Args:
-        ignored: parameters that belong to no unit.
+        ignored_params: parameters that belong to no unit.
     """
-    idle = IdleParameters(ignored)
+    idle = IdleParameters(ignored_params)
     for root in job.roots:
         idle.attach(root, calls=not job.plan.compiled)  # hooks on modules inside of a unit would be traced
     job.explain(method, idle.text)
@@ -35,24 +35,24 @@ def reduce_idle_parameters(job: Job, method: str, ignored: Collection[nn.Paramet
 class IdleParameters:
     """Gives parameters that a pass has not used a gradient that adds nothing.
 
-    ``fully_shard`` reduces what a rank has gradients of, so that ranks which use different parameters would exchange
-    buffers of different sizes. A parameter that no rank has used has no gradient afterwards, as in one process. A rank
-    that holds nothing of a parameter has none where it has not used it itself.
+    ``fully_shard`` reduces the gradients that a rank has, so that ranks that use different parameters would
+    exchange buffers of different sizes. A parameter that no rank uses has no gradient afterwards, as in one
+    process. A rank that holds nothing of a parameter has none if it has not used it itself.
 
     Args:
-        ignored: parameters that belong to no unit.
+        ignored_params: parameters that belong to no unit.
     """
 
-    def __init__(self, ignored: Collection[nn.Parameter]) -> None:
-        self._ignored = ignored
+    def __init__(self, ignored_params: Collection[nn.Parameter]) -> None:
+        self._outside = ignored_params
         self._names: dict[nn.Module, str] = {}
         self._idle: dict[nn.Module, None] = {}  # of the backward pass that runs
         self._late: dict[nn.Module, list[nn.Module]] = {}  # units whose input has no gradient
         self._placeholders: set[nn.Parameter] = set()  # also in earlier passes of the same step
-        self._seen: dict[str, None] = {}  # names for the report
+        self._idle_names: dict[str, None] = {}  # names for the report
 
     def attach(self, root: nn.Module, *, calls: bool = True) -> None:
-        """Watches the passes of the units in ``root``, and which modules they call where ``calls`` says so."""
+        """Watches the passes of the units in ``root``, and with ``calls`` which modules they call."""
         self._names |= {module: plain_name(name) for name, module in root.named_modules()}
         root.register_forward_pre_hook(disable(self._begin_forward))
         # Before what reduces the last gradients.
@@ -63,16 +63,16 @@ class IdleParameters:
             parts = [
                 part
                 for part in (unit, *_gathered_by(unit))
-                if any(p not in self._ignored for p in _trainable_parameters(part))
+                if any(p not in self._outside for p in _trainable_parameters(part))
             ]
             if calls:
-                _watch_unit(unit, [part for part in parts if part is not unit], self._ignored, self._left_out)
+                _watch_unit(unit, [part for part in parts if part is not unit], self._outside, self._left_out)
             unit.register_forward_pre_hook(disable(partial(self._watch_unit_input, parts)), with_kwargs=True)
 
     def text(self) -> str:
         """What is known by now, for the report."""
         what = "modules that some pass has not used on this rank, where their gradients count as none: "
-        return what + first_few(list(self._seen)) if self._seen else ""
+        return what + first_few(list(self._idle_names)) if self._idle_names else ""
 
     def _begin_forward(self, *_: Any) -> None:
         self._idle.clear()  # of a backward pass that has failed
@@ -100,11 +100,11 @@ class IdleParameters:
         if not self._idle:  # the first of this pass
             after_backward(self._remove_placeholders)
         self._idle.update(dict.fromkeys(parts))
-        self._seen.update(dict.fromkeys(self._names[part] for part in parts))
+        self._idle_names.update(dict.fromkeys(self._names[part] for part in parts))
         for part in parts:
             for parameter in _trainable_parameters(part):
                 if self._has_none(parameter) and parameter.grad is None:
-                    # A sum is -0.0 only if every summand is: a gradient that some rank has is never taken for none.
+                    # A sum is -0.0 only if all summands are: no rank's gradient is taken for none.
                     parameter.grad = torch.full_like(parameter, -0.0)
                     self._placeholders.add(parameter)
 
@@ -116,7 +116,7 @@ class IdleParameters:
     def _has_none(self, parameter: nn.Parameter) -> bool:
         # A placeholder of an earlier micro-batch is no gradient either.
         is_none = parameter.grad is None or parameter in self._placeholders
-        return is_none and parameter not in self._ignored and not awaits_gradient(parameter)
+        return is_none and parameter not in self._outside and not awaits_gradient(parameter)
 
     def _remove_placeholders(self) -> None:
         parts = list(self._idle)
@@ -145,35 +145,35 @@ def _trainable_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 def _watch_unit(
     unit: nn.Module,
     parts: list[nn.Module],
-    ignored: Collection[nn.Parameter],
+    ignored_params: Collection[nn.Parameter],
     left_out: Callable[[list[nn.Module]], None],
 ) -> None:
     """Calls ``left_out`` in backward passes of ``unit`` with ``parts`` that its forward pass did not call."""
-    called: set[nn.Module] = set()
+    active_parts: set[nn.Module] = set()
     # As the user has named it, before torch has put its own class around it.
     class_name = type(unwrap_checkpoint(unit)).__name__.removeprefix("FSDP").removeprefix("Replicate")
 
     def end(_: nn.Module, inputs: Any, output: Any) -> None:
-        idle = [part for part in parts if part not in called] if torch.is_grad_enabled() else []
+        idle = [part for part in parts if part not in active_parts] if torch.is_grad_enabled() else []
         if idle:  # a tied parameter is used by any of its modules
-            used = {id(parameter) for part in called for parameter in _trainable_parameters(part)}
-            idle = [part for part in idle if any(id(p) not in used for p in _trainable_parameters(part))]
+            used_ids = {id(parameter) for part in active_parts for parameter in _trainable_parameters(part)}
+            idle = [part for part in idle if any(id(p) not in used_ids for p in _trainable_parameters(part))]
         if idle:
             call_in_backward(output, partial(left_out, idle))
 
     # Ignored parameters are whole at all times.
-    sharded = {id(p) for part in parts for p in _trainable_parameters(part) if p not in ignored}
+    sharded_ids = {id(p) for part in parts for p in _trainable_parameters(part) if p not in ignored_params}
 
     def note(part: nn.Module, _: Any) -> None:
-        called.add(part)
-        if in_backward() and any(id(parameter) in sharded for parameter in _trainable_parameters(part)):
+        active_parts.add(part)
+        if in_backward() and any(id(parameter) in sharded_ids for parameter in _trainable_parameters(part)):
             raise StepError(
                 f"{type(part).__name__} is called in the backward pass, by a torch.autograd.Function of the model's own, "
                 f"while its parameters are divided: they are gathered where {class_name} is called. Train it with "
                 f"ddp or zero1 alone, or leave it out of sharding: atorch_ignored_cls=[{class_name!r}]."
             )
 
-    unit.register_forward_pre_hook(lambda *_: called.clear())
+    unit.register_forward_pre_hook(lambda *_: active_parts.clear())
     for part in parts:
         part.register_forward_pre_hook(note)
     unit.register_forward_hook(end)

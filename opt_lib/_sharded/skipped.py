@@ -1,4 +1,4 @@
-"""Units that a forward pass skips on some ranks, as LayerDrop does: ranks still gather and reduce them together."""
+"""Units that some ranks skip in a forward pass, as in LayerDrop, while others gather and reduce them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from atorch_ns.torch_compat import in_backward, plain_name
 
 def call_skipped_units(job: Job, method: str, units: Iterable[nn.Module]) -> None:
     """Lets ranks skip different units, and says in the report which were."""
-    wanted = set(units)
-    watched = [
-        SkippedUnits(job, root, [module for module in root.modules() if module in wanted])
+    unit_set = set(units)
+    watches = [
+        SkippedUnits(job, root, [module for module in root.modules() if module in unit_set])
         for root in job.roots
         if isinstance(root, FSDPModule)
     ]
-    job.explain(method, lambda: "".join(each.text() for each in watched))
+    job.explain(method, lambda: "".join(each.text() for each in watches))
 
 
 class SkippedUnits:
-    """Calls each unit that a forward pass of ``root`` has left out as the identity, where other ranks call it.
+    """Calls units that a forward pass of ``root`` has left out as the identity, where other ranks call them.
 
-    Ranks gather a unit before its forward pass, and reduce its gradients after its backward pass, all in one order. A rank
-    that skips it would wait for others in the wrong collective. Units are expected in the order of the first pass, on which
-    the ranks agree at its end, and until then in that of the model's modules. The backward passes come in the opposite order,
-    since autograd runs what was computed last first.
+    Ranks gather a unit before its forward pass and reduce its gradients after its backward pass, all in one
+    order: a rank that skips it would wait in the wrong collective. Units are expected in the order of the
+    model's modules, and after the first pass in the order of that pass, on which ranks agree. Backward passes
+    run in the opposite order.
     """
 
     def __init__(self, job: Job, root: nn.Module, units: list[nn.Module]) -> None:
@@ -43,13 +43,13 @@ class SkippedUnits:
         self._names = {module: plain_name(name) for name, module in root.named_modules()}
         self._order = list(range(len(units)))
         self._is_agreed = False
-        self._called: dict[int, bool] = {}  # whether the model itself called it; in the order of first calls
+        self._calls: dict[int, bool] = {}  # whether the model itself called it; in the order of first calls
         # Whether the input that the model gives a unit has a gradient; units without one are reduced at the
         # end. Until the ranks agree, and for units that they do not know, it counts as having one.
         self._has_gradient: dict[int, bool] = {}
         self._due = 0  # place in the order that comes next
         self._results: list[torch.Tensor] = []
-        self._seen: dict[str, None] = {}
+        self._skipped_names: dict[str, None] = {}
         root.register_forward_pre_hook(disable(self._begin_forward), with_kwargs=True)
         for index, unit in enumerate(units):
             before = disable(partial(self._before_unit, index))
@@ -59,57 +59,57 @@ class SkippedUnits:
     def text(self) -> str:
         """What is known by now, for the report."""
         what = "units that some pass has skipped on this rank, gathered beside those of the others: "
-        return what + first_few(list(self._seen)) if self._seen else ""
+        return what + first_few(list(self._skipped_names)) if self._skipped_names else ""
 
     def _begin_forward(self, root: nn.Module, args: Any, kwargs: Any) -> None:
         if not in_backward():
-            self._called, self._results, self._due = {}, [], 0
+            self._calls, self._results, self._due = {}, [], 0
 
     def _before_unit(self, index: int, unit: nn.Module, args: Any, kwargs: Any) -> Any:
         if in_backward() or isinstance(unit.forward, _Identity):
             return None
         # Units that this rank has left out come first: other ranks gather them now.
         end = self._order.index(index)
-        skipped = [due for due in self._order[self._due : end] if due not in self._called]
+        absent = [due for due in self._order[self._due : end] if due not in self._calls]
         self._due = max(self._due, end + 1)
-        self._call_skipped(skipped)
-        if not self._called.get(index):
-            self._called.pop(index, None)  # if it was called as the identity, since it was expected before
-            self._called[index] = True
+        self._call_skipped(absent)
+        if not self._calls.get(index):
+            self._calls.pop(index, None)  # if it was called as the identity, since it was expected before
+            self._calls[index] = True
         if not torch.is_grad_enabled():
             return None
         # Ranks must agree where a unit is reduced: behind its input, or at the end of the backward pass.
         has_gradient = any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
         is_known = self._is_agreed and index in self._has_gradient
-        wanted = self._has_gradient.setdefault(index, has_gradient or bool(skipped) or self._is_agreed)
-        if has_gradient or (is_known and not wanted):
+        common = self._has_gradient.setdefault(index, has_gradient or bool(absent) or self._is_agreed)
+        if has_gradient or (is_known and not common):
             return None
         return map_tensors(_with_gradient, (args, kwargs))
 
     def _end_forward(self, root: nn.Module, _: Any, output: Any) -> Any:
         if in_backward():
             return None
-        self._call_skipped([index for index in self._order if index not in self._called])
+        self._call_skipped([index for index in self._order if index not in self._calls])
         if not self._is_agreed and torch.is_grad_enabled():
             self._is_agreed = True
             assert self._job.mesh is not None
-            known = (self._called, self._has_gradient)
-            passes = self._job.cluster.gathered(known, group=self._job.mesh.data_group)
+            record = (self._calls, self._has_gradient)
+            passes = self._job.cluster.gathered(record, group=self._job.mesh.data_group)
             for _, flags in passes:
                 for index, has_gradient in flags.items():
                     self._has_gradient[index] = has_gradient or self._has_gradient.get(index, False)
             # The pass that called most units knows their order best.
-            fullest = max(passes, key=lambda known: sum(known[0].values()))
+            fullest = max(passes, key=lambda record: sum(record[0].values()))
             self._order = list(fullest[0])
         return _join_results(output, self._results) if self._results else None
 
-    def _call_skipped(self, skipped: list[int]) -> None:
-        """Calls units as the identity, on a tensor that nothing else sees, with a gradient where theirs has one."""
-        for index in skipped:
+    def _call_skipped(self, indices: list[int]) -> None:
+        """Calls units as the identity, on a separate tensor, with a gradient where their input has one."""
+        for index in indices:
             unit = self._units[index]
             has_gradient = self._has_gradient.get(index, True)
-            self._called[index] = False
-            self._seen[self._names[unit]] = None
+            self._calls[index] = False
+            self._skipped_names[self._names[unit]] = None
             override = vars(unit).pop("forward", None)  # one that is set on the object; put back below
             unit.forward = _Identity()
             try:
@@ -122,7 +122,7 @@ class SkippedUnits:
 
 
 class _Identity:
-    """The forward pass of a unit that is skipped; its result always has a gradient, as that of the unit has."""
+    """The forward pass of a unit that is skipped; its result has a gradient, as that of the unit has."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.zeros_like(x, requires_grad=not x.requires_grad)
@@ -151,7 +151,7 @@ def _join_results(values: Any, results: list[torch.Tensor]) -> Any:
     def join(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
-        joined: torch.Tensor = _Join.apply(tensor, *results)  # type: ignore[no-untyped-call]
-        return joined
+        result: torch.Tensor = _Join.apply(tensor, *results)  # type: ignore[no-untyped-call]
+        return result
 
     return map_tensors(join, values)

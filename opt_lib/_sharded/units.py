@@ -99,19 +99,19 @@ def own_dtype(module: nn.Module, left_alone: Collection[nn.Parameter]) -> torch.
     Raises:
         InputError: if there are several.
     """
-    named = {
+    dtypes = {
         name: parameter.dtype
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad and parameter not in left_alone
     }
-    if len(set(named.values())) > 1:
-        listed = ", ".join(f"{name} {dtype}" for name, dtype in named.items())
+    if len(set(dtypes.values())) > 1:
+        text = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise InputError(
-            f"{type(module).__name__} has trainable parameters of several dtypes ({listed}), but torch shards those of one dtype "
+            f"{type(module).__name__} has trainable parameters of several dtypes ({text}), but torch shards those of one dtype "
             "together. Give them one dtype, move some into a separate module, or replicate the module: "
             "atorch_ignored_cls."
         )
-    return next(iter(named.values()), None)
+    return next(iter(dtypes.values()), None)
 
 
 def _count_parameter_uses(module: nn.Module) -> Counter[int]:
@@ -143,15 +143,14 @@ def ignored_parameters(
 ) -> set[nn.Parameter]:
     """The parameters that are replicated instead of sharded, with memory if the model is on meta.
 
-    They belong to ignored modules, or cannot be divided: scalars (a learned temperature, say) and empty ones, which
-    are left where one size of a model is the difference of two others.
+    They belong to ignored modules or cannot be divided: scalars, as a learned temperature, and empty ones.
     """
     modules = [match.module for match in select_modules(model, config.ignored)]
     materialiser.materialise(modules)
     owners = [module for module in model.modules() if any(map(_is_indivisible, _own_parameters(module)))]
     materialiser.materialise(owners, recurse=False)
-    ignored = {parameter for module in modules for parameter in module.parameters()}
-    return ignored | {p for module in owners for p in _own_parameters(module) if _is_indivisible(p)}
+    parameters = {parameter for module in modules for parameter in module.parameters()}
+    return parameters | {p for module in owners for p in _own_parameters(module) if _is_indivisible(p)}
 
 
 def _is_indivisible(parameter: nn.Parameter) -> bool:
@@ -163,10 +162,9 @@ def _own_parameters(module: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def parameters_kept_whole(job: Job) -> set[nn.Parameter]:
-    """Parameters that several stages of this rank use, so that they are neither sharded nor averaged with the
-    others; moved to this rank's device."""
-    named = job.module.named_parameters() if job.gradients.kept_whole else ()
-    parameters = {parameter for name, parameter in named if plain_name(name) in job.gradients.kept_whole}
+    """Parameters that several stages of this rank use: neither sharded nor averaged; moved to its device."""
+    pairs = job.module.named_parameters() if job.gradients.kept_whole else ()
+    parameters = {parameter for name, parameter in pairs if plain_name(name) in job.gradients.kept_whole}
     move_to_device(job, parameters)
     return parameters
 
@@ -177,19 +175,19 @@ def move_to_device(job: Job, parameters: Iterable[nn.Parameter]) -> None:
         parameter.data = parameter.data.to(job.device)  # the object stays, as groups and hooks know it
 
 
-def average_ignored(job: Job, ignored: Collection[nn.Parameter]) -> None:
+def average_ignored(job: Job, whole: Collection[nn.Parameter]) -> None:
     """Averages the gradients of ignored parameters over the data once a step, whichever ranks have any."""
     assert job.mesh is not None
-    names = [plain_name(name) for name, parameter in job.module.named_parameters() if parameter in ignored]
+    names = [plain_name(name) for name, parameter in job.module.named_parameters() if parameter in whole]
     job.gradients.sums.add(names, job.mesh.data_group, mean=True)
 
 
-def leave_sequence_sums(job: Job, kept: Collection[nn.Parameter]) -> None:
-    """Leaves to units the means of gradients over ``sequence``, but for parameters that are ``kept`` out of them."""
+def leave_sequence_sums(job: Job, ignored_params: Collection[nn.Parameter]) -> None:
+    """Leaves means of gradients over ``sequence`` to units, but for ``ignored_params``."""
     assert job.mesh is not None
     if job.mesh.size("sequence") > 1:
-        named = job.module.named_parameters(remove_duplicate=False)
-        names = [plain_name(name) for name, parameter in named if parameter not in kept]
+        pairs = job.module.named_parameters(remove_duplicate=False)
+        names = [plain_name(name) for name, parameter in pairs if parameter not in ignored_params]
         job.gradients.sums.leave(names, job.mesh.axis("sequence").get_group())
 
 
@@ -213,7 +211,7 @@ def init_function(name: str | None) -> Callable[[nn.Module], object] | None:
 def broadcast_from_first(
     job: Job, tensors: Iterable[torch.Tensor], *, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Gives ``tensors``, or this rank's shards of them, the values they have on the first rank of a group; collective.
+    """Gives ``tensors``, or this rank's shards of them, the values of a group's first rank; collective.
 
     Args:
         job: the job, for its device and mesh.
@@ -226,27 +224,27 @@ def broadcast_from_first(
         data = tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
         if data.is_meta:
             continue
-        sent = data.to(job.device).contiguous()
-        work = dist.broadcast(sent, group=group or job.mesh.data_group, group_src=0, async_op=True)
-        if sent is data:  # nothing was copied, so sends may wait together
+        buffer = data.to(job.device).contiguous()
+        work = dist.broadcast(buffer, group=group or job.mesh.data_group, group_src=0, async_op=True)
+        if buffer is data:  # nothing was copied, so sends may wait together
             under_way.append(work)
         else:  # one copy at a time
             work.wait()
-            _copy_values(data, sent)
+            _copy_values(data, buffer)
     for work in under_way:
         work.wait()
 
 
 @torch.no_grad()
 def broadcast_together(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Gives small tensors the values of a group's first rank, in one collective for those of a dtype; collective."""
+    """Gives small tensors the values of a group's first rank, by one collective for each dtype."""
     of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         of_dtype.setdefault(tensor.dtype, []).append(tensor)
     for alike in of_dtype.values():
-        sent = torch.cat([tensor.reshape(-1) for tensor in alike])
-        dist.broadcast(sent, group=group, group_src=0)
-        for tensor, part in zip(alike, sent.split([tensor.numel() for tensor in alike]), strict=True):
+        buffer = torch.cat([tensor.reshape(-1) for tensor in alike])
+        dist.broadcast(buffer, group=group, group_src=0)
+        for tensor, part in zip(alike, buffer.split([tensor.numel() for tensor in alike]), strict=True):
             _copy_values(tensor.data, part.view_as(tensor))
 
 
@@ -256,9 +254,8 @@ def _copy_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.copy_(values)
 
 
-# Experts that are divided over the expert axis. The ranks along ``data`` and ``zero`` hold copies of a rank's experts;
-# those along ``expert`` hold others. So experts are sharded and averaged over the former, while everything else is over
-# all ranks that see different data.
+# Ranks along ``data`` and ``zero`` hold copies of a rank's experts, ranks along ``expert`` hold others. So
+# experts are sharded and averaged over the former, everything else over all ranks that see different data.
 
 
 def expert_modules(job: Job) -> set[nn.Module]:
@@ -292,8 +289,7 @@ def shard_experts(job: Job, options: dict[str, Any], *, sync: bool) -> None:
         sync: whether the first of these ranks gives the values.
 
     Raises:
-        InputError: if a parameter cannot be divided evenly, the user wants experts left alone, or they are modules
-            of their own.
+        InputError: if a parameter does not divide evenly, or experts are ignored or separate modules.
     """
     assert job.mesh is not None
     if job.parts.listed_experts:

@@ -57,7 +57,7 @@ def test_an_estimate_and_an_operator_plan_agree(name: str) -> None:
             input_format=case.model_input_format or "auto",  # type: ignore[arg-type]
         )
         assembled = assemble(
-            graph, legal_rules(graph, 2), OperatorPrices.on(cluster, 2, "float32"), States(), CPU
+            graph, legal_rules(graph, 2), OperatorPrices.on(cluster, 2, "float32"), States(), device=CPU
         )
         price = assembled.price(batch_plan(graph, 2))
         assert price.compute_seconds == pytest.approx(estimate.time.compute, rel=0.08), spec
@@ -76,7 +76,7 @@ def test_megatron_with_divided_sequences_is_one_price_too() -> None:
     cluster, degree = cluster_from_spec("8xH100-80GB"), 8
     graph = capture_shallow(model, (), batch, device=CPU).graph
     prices = OperatorPrices.on(cluster, degree, "bfloat16")
-    price = solved_plan(graph, degree, prices, States(), CPU, allow=by_heads).outcome.price
+    price = solved_plan(graph, degree, prices, States(), device=CPU, allow=by_heads).outcome.price
     axes = ("parallel_mode", ([("tensor", degree)], None))
     strategy = [axes, ("tensor_parallel", {"sequence": True}), ("half", "bf16")]
     estimate = planning.estimate(model, strategy, cluster, batch=1, sample=batch)
@@ -102,7 +102,7 @@ def test_a_step_takes_as_long_as_its_host() -> None:
     graph = capture_shallow(model, args, kwargs, device=CPU).graph
     cluster = cluster_from_spec("2xH100-80GB")
     assembled = assemble(
-        graph, legal_rules(graph, 2), OperatorPrices.on(cluster, 2, "float32"), States(), CPU
+        graph, legal_rules(graph, 2), OperatorPrices.on(cluster, 2, "float32"), States(), device=CPU
     )
     price = assembled.price(batch_plan(graph, 2))
     assert price.seconds == price.host_seconds > price.compute_seconds + price.conversion_seconds

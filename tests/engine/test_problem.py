@@ -96,7 +96,7 @@ def _peak(profile: Profile, **plan: Any) -> float:
 
 
 def _with(kind: type[Method[Any]], model: nn.Module) -> Profile:
-    return with_replaced_costs(_traced(model), model, Cluster(), Registry([kind]), _traced)
+    return with_replaced_costs(_traced(model), model, Cluster(), Registry([kind]), trace_of=_traced)
 
 
 def test_the_plan_with_replaced_modules_costs_what_the_replaced_model_does() -> None:
@@ -127,7 +127,7 @@ def test_what_cannot_be_profiled_is_a_note(kind: type[Method[Any]], note: str) -
 
 def test_without_such_a_method_nothing_is_traced_again() -> None:
     profile = _traced(_model())
-    assert with_replaced_costs(profile, _model(), Cluster(), Registry(), _fail) is profile
+    assert with_replaced_costs(profile, _model(), Cluster(), Registry(), trace_of=_fail) is profile
 
 
 def _fail(model: nn.Module) -> Profile:

@@ -151,7 +151,7 @@ def test_auto_is_priced_as_what_the_pipeline_would_choose(more: dict[str, Any]) 
     plan = plan_of("auto", **more)
     work = Workload(global_batch=64, num_tokens=512)
     table = PlanTable.of([plan, replace(plan, axes=())])
-    found = with_chosen_schedules(table, trace(), CLUSTER, work, Memo())
+    found = with_chosen_schedules(table, trace(), CLUSTER, work, memo=Memo())
     context = PricingContext.of(
         plan, PlanTable.of([plan]).sizes(0, work, Memo())[1], trace(), CLUSTER, work, Memo()
     )

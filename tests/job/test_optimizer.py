@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -40,6 +41,19 @@ def test_fp32_and_frozen_parameters_have_no_master() -> None:
     on_host = MasterWeights([full], on_host=True)
     assert on_host.master_of(full) is not full
     assert torch.equal(on_host.master_of(full), full)
+
+
+def test_another_optimizer_on_16_bit_weights_is_said() -> None:
+    weight, full = _weight(1.0, torch.bfloat16), _weight()
+    masters = MasterWeights([weight, full])
+    optimizer = StepOptimizer(torch.optim.SGD(masters.groups([{"params": [weight, full]}])), masters=masters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weight.grad, full.grad = torch.ones_like(weight), torch.ones(2)
+        optimizer.step()
+        torch.optim.SGD([full]).step()
+        with pytest.raises(UserWarning, match="a SGD not created by auto_accelerate updates 16-bit weights"):
+            torch.optim.SGD([weight]).step()
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

@@ -28,7 +28,7 @@ def test_rows_add_up_to_the_price_and_a_named_choice_is_priced_as_the_solver_pri
     batch = case.make_batch(4, seed=0)
     graph = capture_shallow(case.build().train(), (), batch, device=CPU).graph
     prices = OperatorPrices.on(cluster_from_spec("2xcpu"), 2, "float32")
-    assembled = assemble(graph, legal_rules(graph, 2), prices, States(), CPU)
+    assembled = assemble(graph, legal_rules(graph, 2), prices, States(), device=CPU)
     whole = assembled.price(OperatorPlan(degree=2))
     assert whole.bytes_moved == 0
     for plan in (batch_plan(graph, 2), random_plan(graph, 2, 1), random_plan(graph, 2, 2)):

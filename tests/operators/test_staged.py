@@ -64,7 +64,7 @@ def staged(name: str, pivots: Sequence[str] = (), **fields: Any) -> Any:
             }
         )
 
-    return staged_plan(shallow, units, task, prices, STATES, CPU, pivots=pivots)
+    return staged_plan(shallow, units, task, prices, states=STATES, device=CPU, pivots=pivots)
 
 
 def test_stages_begin_where_they_may() -> None:

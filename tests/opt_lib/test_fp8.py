@@ -229,7 +229,7 @@ def test_only_rank_0_warns() -> None:
 def test_a_search_takes_it_only_where_it_was_asked_for() -> None:
     def searched(cluster: Cluster, **asked: Any) -> list[set[str]]:
         profile = Profile.of(get_case("tied_llama").build())
-        space = explore(profile, cluster, workload, load_registry(), SearchSettings(), **asked)
+        space = explore(profile, cluster, workload, load_registry(), settings=SearchSettings(), **asked)
         return [{name for name, _ in one.steps} for one in space.candidates if one.pruned is None]
 
     workload = Workload(global_batch=8, num_tokens=8)

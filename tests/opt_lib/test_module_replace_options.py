@@ -55,7 +55,7 @@ def test_registered_pairs_are_a_reason(register: Callable[..., Any]) -> None:
 def test_the_scores_that_eager_attention_saves_are_predicted_to_go() -> None:
     cluster, workload = CPU.with_hardware(), Workload(global_batch=2, num_tokens=12)
     eager, fused = llama("eager"), llama("sdpa")
-    profile = with_replaced_costs(_traced(eager), eager, cluster, load_registry(), _traced)
+    profile = with_replaced_costs(_traced(eager), eager, cluster, load_registry(), trace_of=_traced)
     peak = {
         replaced: estimate(Plan(replaced=replaced), profile, cluster, workload).peak_bytes
         for replaced in (False, True)

@@ -172,7 +172,7 @@ def _joined(num_columns: int, recipe: str | None, num_samples: int) -> tuple[lis
         patch.setattr(dist, "is_nccl_available", lambda: True)
         group = TensorGroup(init_device_mesh("cpu", (2,)), traced=True)
         spec = RegionSpec(columns, rows, one_input=True, one_use=True)
-        divide(model, layout, group, [spec], StreamSpec((("block",),)))
+        divide(model, layout, group, [spec], stream=StreamSpec((("block",),)))
         model.block.compile(options=micro_pipelined(None))
         model(torch.randn(num_samples, 16, 32, dtype=torch.bfloat16)).sum().backward()
     dist.destroy_process_group()
@@ -246,7 +246,7 @@ def test_a_search_takes_it_only_where_it_was_asked_for() -> None:
     workload = Workload(global_batch=16, num_tokens=8)
 
     def plans(**asked: Any) -> list[Any]:
-        space = explore(traced, NODES, workload, load_registry(), SearchSettings(), **asked)
+        space = explore(traced, NODES, workload, load_registry(), settings=SearchSettings(), **asked)
         kept = [one for one in space.candidates if one.pruned is None]
         found = [resolve(Strategy(one.steps), NODES, load_registry()).plan for one in kept]
         return [plan for plan in found if plan.size("tensor") > 1]

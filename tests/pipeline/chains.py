@@ -61,12 +61,17 @@ def chain_pass(
         tracer = CallTracer(whole, found, CPU)
         how = HowToRun(loss_func=loss)
         graph = tracer.trace(batch, how)
-        division = divide_parameters(whole, found, graph, cuts, rank_of)
+        division = divide_parameters(whole, found, graph, cuts, rank_of=rank_of)
         made = install_stages(
-            whole, found, division, rank, StageSettings(device=CPU, model_input_format=None)
+            whole, found, division, rank, settings=StageSettings(device=CPU, model_input_format=None)
         )
         stage_set = StageSet(
-            made, cuts, rank_of, graph.paths, lambda b, *_, t=tracer, h=how: t.trace(b, h), lambda: 7
+            made,
+            cuts,
+            rank_of,
+            graph.paths,
+            trace=lambda b, *_, t=tracer, h=how: t.trace(b, h),
+            draw_seed=lambda: 7,
         )
         stage_set.begin([batch], lambda _, micro_batch, output: loss(micro_batch, output))
         stages.update((stage.number, stage) for stage in made)

@@ -20,7 +20,9 @@ def posterior(
     predicted = np.log([one.estimate.step_seconds for one in candidates if one.estimate])
     indices = np.asarray(list(tried), dtype=np.int64)
     measured = predicted[indices] + np.log(list(tried.values())) if tried else np.zeros(0)
-    return fit_posterior(read_features(candidates), predicted, indices, measured, np.full(len(tried), noise))
+    return fit_posterior(
+        read_features(candidates), predicted, indices, measured, noise=np.full(len(tried), noise)
+    )
 
 
 def factors(one: Posterior) -> np.ndarray:
@@ -66,6 +68,6 @@ def test_without_predictions_trials_still_teach() -> None:
     features = read_features(CANDIDATES)
     predicted = np.full(len(CANDIDATES), np.nan)
     after = fit_posterior(
-        features, predicted, np.asarray([0, 4]), np.log([0.02, 0.05]), np.asarray([0.01, 0.01])
+        features, predicted, np.asarray([0, 4]), np.log([0.02, 0.05]), noise=np.asarray([0.01, 0.01])
     )
     assert after.mean[7] > after.mean[3]

@@ -71,9 +71,9 @@ class Call:
 
     @cached_property
     def _bound_arguments(self) -> dict[str, Any]:
-        declared = self.operator._schema.arguments  # type: ignore[attr-defined]
-        values = {arg.name: arg.default_value if arg.has_default_value() else None for arg in declared}
-        values.update(zip((arg.name for arg in declared), self.args, strict=False))  # the rest keep defaults
+        arguments = self.operator._schema.arguments  # type: ignore[attr-defined]
+        values = {arg.name: arg.default_value if arg.has_default_value() else None for arg in arguments}
+        values.update(zip((arg.name for arg in arguments), self.args, strict=False))  # the rest keep defaults
         return values | dict(self.kwargs)
 
 

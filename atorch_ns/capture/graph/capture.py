@@ -1,8 +1,8 @@
-"""Capture of a model's operators: its forward pass by ``torch.export``, on fake tensors, with any number of samples.
+"""Capture of a model's operators: its forward pass by ``torch.export``, on fake tensors, for any batch size.
 
-The graph is that of export's training form: composite operators are whole, nothing is functional, and autograd and autocast
-act on it as on the model's own code. Operators that write to a tensor become those that return a new one where nothing else
-can see the difference; where something can, they and what shares their memory are *pinned*: never divided.
+The graph is export's training form: composite operators are whole, nothing is functional, and autograd and
+autocast act as on the model's own code. Operators that write to a tensor return a new one instead where
+nothing sees the difference. Else they and what shares their memory are *pinned*: never divided.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from atorch_ns.text import error_line, user_frame
 from atorch_ns.torch_compat import exporting_fake_mode, quiet_fake_kernels
 
 Modes = tuple[tuple[Any, ...], ...]
-"""States that an operator runs in, outermost first: ``("grad", False)``, ``("autocast", device, dtype, enabled, cache)``."""
+"""Modes, outermost first: ``("grad", False)``, ``("autocast", device, dtype, enabled, cache)``."""
 
 
 class CaptureError(InputError):
@@ -65,7 +65,7 @@ class Captured:
         guards: for each input its sizes, an int or the name of a size that may vary, and its dtype.
         structure: the nest of arguments, with numbers for tensors, and their other leaves.
         outputs: the nest that the model returns, with numbers of results for tensors.
-        reads: attributes of modules and configs that its code has read, by the path of their owner and their name.
+        reads: attributes of modules and configs that its code has read: path of the owner, and name.
     """
 
     graph: fx.Graph
@@ -78,7 +78,7 @@ class Captured:
     reads: frozenset[tuple[str, str]] = frozenset()
 
     def fits(self, tensors: Sequence[torch.Tensor], structure: Any) -> bool:
-        """Whether it holds for these inputs: the same nest, dtypes and fixed sizes, and like sizes where they vary."""
+        """Whether it holds for these inputs: same nest, dtypes and fixed sizes, one size for each name."""
         sizes: dict[int | str, int] = {}
         if structure != self.structure or len(tensors) != len(self.guards):
             return False
@@ -87,14 +87,14 @@ class Captured:
                 return False
             for size, guard in zip(tensor.shape, shape, strict=True):
                 # A name stands for one size everywhere. Export assumes that such a size is at least 2.
-                expected = guard if isinstance(guard, int) else sizes.setdefault(guard, size)
-                if expected != size or (isinstance(guard, str) and size < 2):
+                target = guard if isinstance(guard, int) else sizes.setdefault(guard, size)
+                if target != size or (isinstance(guard, str) and size < 2):
                     return False
         return True
 
 
 def flat_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Any]:
-    """The tensors among arguments, in order, and the nest of all arguments with their numbers in their place."""
+    """The tensors among arguments, in order, and the nest of all arguments with numbers for tensors."""
     tensors: list[torch.Tensor] = []
 
     def number(_: Any, leaf: Any) -> Any:
@@ -137,7 +137,6 @@ class _Flat(nn.Module):
         self._results = results  # export takes back what a forward pass writes to its module
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors among the model's results."""
         args, kwargs = filled(self._structure, tensors)
         with repeatable(self.inner), reads_recorded(self.inner) as reads:
             results = self.inner(*args, **kwargs)
@@ -166,20 +165,20 @@ def capture(
     dtypes: Mapping[str, torch.dtype] | None = None,
     device: torch.device,
 ) -> Captured:
-    """Captures the forward pass of ``model`` on ``args`` and ``kwargs``, in the training mode that its modules are in.
+    """Captures the forward pass of ``model`` on ``args`` and ``kwargs``, in its modules' training mode.
 
-    Nothing is computed and no memory is taken: values, those of the model and of the arguments, are not looked at. Casts are
-    those of the autocast that the caller is in, and gradients are on as they are there.
+    Nothing is computed, no memory is taken, and no values of the model or of the arguments are read. Autocast
+    and gradient mode are the caller's.
 
     Args:
         model: the user's model, before any division; its parameters may be on the meta device.
-        containers: lists of blocks of which some are left out, by :func:`~atorch_ns.capture.structure.truncate`.
+        containers: lists of blocks with some left out, by :func:`~atorch_ns.capture.structure.truncate`.
         dtypes: dtypes of parameters, by name, where they differ from the model's own.
         device: device that the tensors claim to be on.
 
     Raises:
-        CaptureError: if the model's code decides by values, does what a graph would not repeat, or cannot be captured for
-            another reason; it names the user's line.
+        CaptureError: naming the user's line, if the code decides by values, does what a graph would not
+            repeat, or cannot be captured for another reason.
     """
     tensors, structure = flat_arguments(args, kwargs)
     mode = exporting_fake_mode()
@@ -194,10 +193,10 @@ def capture(
     results: list[Any] = []
     reads: set[tuple[str, str]] = set()
     with mode:
-        copied = copy_structure(model, fake, containers or {})  # every tensor becomes fake
-        for hooks in (copied._forward_hooks, copied._forward_pre_hooks):
+        clone = copy_structure(model, fake, containers or {})  # every tensor becomes fake
+        for hooks in (clone._forward_hooks, clone._forward_pre_hooks):
             hooks.clear()  # of the model, which is called as before
-        flat = _Flat(copied, structure, results.append, reads)
+        flat = _Flat(clone, structure, results.append, reads)
         inputs = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in tensors)
     # Export bakes in a size of 1.
     shapes = tuple({0: Dim.AUTO} if tensor.dim() and tensor.shape[0] != 1 else None for tensor in tensors)
@@ -207,17 +206,17 @@ def capture(
             try:
                 program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)
             except Exception as error:
-                changed = next(
+                change = next(
                     (cause for cause in _iter_causes(error) if isinstance(cause, ChangedError)), None
                 )
-                if changed is None:
+                if change is None:
                     raise
-                changed.settle()  # keep what a first pass sets once
+                change.settle()  # keep what a first pass sets once
                 program = export(flat, inputs, dynamic_shapes=(shapes,), strict=False)  # if it has settled
     except Exception as error:  # of the model's code, or of what it meets in torch
         raise _make_capture_error(model, error) from error
     _check_outputs(model, results[-1])
-    trace = _clean_program(program, structure, results[-1], tensors, _first_names(flat.inner))
+    trace = _clean_program(program, structure, results[-1], tensors, first_names=_first_names(flat.inner))
     return replace(trace, reads=frozenset(reads))
 
 
@@ -263,8 +262,8 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 
 def _first_names(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
 
 
 def _one_for_each_parameter(
@@ -275,10 +274,10 @@ def _one_for_each_parameter(
     for node, origin in origins.items():
         if origin.kind == "parameter":
             alike.setdefault(first_names.get(origin.name, origin.name), []).append(node)
-    for name, (kept, *others) in alike.items():
-        origins[kept] = Origin("parameter", name)
+    for name, (first, *others) in alike.items():
+        origins[first] = Origin("parameter", name)
         for node in others:
-            node.replace_all_uses_with(kept)
+            node.replace_all_uses_with(first)
             graph.erase_node(node)
             del origins[node]
 
@@ -288,11 +287,12 @@ def _clean_program(
     structure: Any,
     outputs: Any,
     tensors: Sequence[torch.Tensor],
+    *,
     first_names: Mapping[str, str],
 ) -> Captured:
     graph = fx.Graph()
     module = program.graph_module
-    known: dict[fx.Node, Any] = {}
+    nodes: dict[fx.Node, Any] = {}
     origins: dict[fx.Node, Origin] = {}
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     for node in module.graph.nodes:
@@ -301,12 +301,12 @@ def _clean_program(
             origins[clone] = _origin_of(
                 specs[node.name], sum(entry.kind == "input" for entry in origins.values())
             )
-            known[node] = clone
+            nodes[node] = clone
         elif node.op == "output":
-            graph.output(tuple(known[value] for value in node.args[0]))
+            graph.output(tuple(nodes[value] for value in node.args[0]))
         else:
-            _copy_node(module, node, graph, known, ())
-    pinned = _functionalize_graph(graph, {node for node, origin in origins.items() if origin.kind == "input"})
+            _copy_node(module, node, graph, nodes, modes=())
+    whole = _functionalize_graph(graph, {node for node, origin in origins.items() if origin.kind == "input"})
     _one_item_each(graph)
     graph.eliminate_dead_code()  # fx keeps operators that write in place
     _one_for_each_parameter(graph, origins, first_names)
@@ -317,7 +317,7 @@ def _clean_program(
         for node, tensor in zip(inputs, tensors, strict=True)
     )
     alive = set(graph.nodes)
-    return Captured(graph, origins, constants, frozenset(pinned & alive), guards, structure, outputs)
+    return Captured(graph, origins, constants, frozenset(whole & alive), guards, structure, outputs)
 
 
 def _origin_of(spec: Any, num_inputs: int) -> Origin:
@@ -332,10 +332,10 @@ _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "
 
 
 def _copy_node(
-    module: fx.GraphModule, node: fx.Node, graph: fx.Graph, known: dict[fx.Node, Any], modes: Modes
+    module: fx.GraphModule, node: fx.Node, graph: fx.Graph, nodes: dict[fx.Node, Any], *, modes: Modes
 ) -> None:
     if node.op == "get_attr":
-        known[node] = getattr(module, str(node.target))  # the body of a region
+        nodes[node] = getattr(module, str(node.target))  # the body of a region
         return
     name = getattr(node.target, "__name__", "")
     if any(check in str(node.target) for check in _CHECKS):
@@ -348,44 +348,44 @@ def _copy_node(
     region = _match_mode_region(node, name)
     if region is not None:
         mode, body, inputs = region
-        known[node] = _inline_region(known[body], [known[value] for value in inputs], graph, (*modes, mode))
+        nodes[node] = _inline_region(nodes[body], [nodes[value] for value in inputs], graph, (*modes, mode))
         return
     # The results of an inlined region are a tuple of nodes, and the item is one of them.
-    if node.target is operator.getitem and not isinstance(known.get(node.args[0]), fx.Node):  # type: ignore[arg-type]
-        known[node] = known[node.args[0]][node.args[1]]  # type: ignore[index]
+    if node.target is operator.getitem and not isinstance(nodes.get(node.args[0]), fx.Node):  # type: ignore[arg-type]
+        nodes[node] = nodes[node.args[0]][node.args[1]]  # type: ignore[index]
         return
-    new_node = graph.node_copy(node, lambda value: known[value])
+    new_node = graph.node_copy(node, lambda value: nodes[value])
     new_node.meta["modes"] = modes
-    known[node] = new_node
+    nodes[node] = new_node
 
 
 def _match_mode_region(node: fx.Node, name: str) -> tuple[tuple[Any, ...], Any, Sequence[Any]] | None:
     if name == "wrap_with_set_grad_enabled":
-        enabled, body, *inputs = node.args
-        return ("grad", enabled), body, inputs
+        is_enabled, body, *inputs = node.args
+        return ("grad", is_enabled), body, inputs
     if name == "wrap_with_autocast":
-        device, dtype, enabled, cache, body, *inputs = node.args
-        return ("autocast", device, dtype, enabled, cache), body, inputs
+        device, dtype, is_enabled, cache, body, *inputs = node.args
+        return ("autocast", device, dtype, is_enabled, cache), body, inputs
     return None
 
 
 def _inline_region(body: fx.GraphModule, inputs: Sequence[Any], graph: fx.Graph, modes: Modes) -> Any:
-    known: dict[fx.Node, Any] = {}
+    nodes: dict[fx.Node, Any] = {}
     values = iter(inputs)
     for node in body.graph.nodes:
         if node.op == "placeholder":
-            known[node] = next(values)
+            nodes[node] = next(values)
         elif node.op == "output":
-            return fx.node.map_arg(node.args[0], lambda value: known[value])
+            return fx.node.map_arg(node.args[0], lambda value: nodes[value])
         else:
-            _copy_node(body, node, graph, known, modes)
+            _copy_node(body, node, graph, nodes, modes=modes)
     raise AssertionError("a graph without an output")
 
 
 def _functionalize_graph(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
     """Replaces operators that write by those that return; gives what shares memory with other writes."""
     shares = _Shares()
-    written: list[fx.Node] = []
+    write_targets: list[fx.Node] = []
     for node in list(graph.nodes):
         targets = list(_written_inputs(node))
         # Nothing else can see the write where the graph has made the target and nothing shares its memory.
@@ -404,11 +404,11 @@ def _functionalize_graph(graph: fx.Graph, inputs: set[fx.Node]) -> set[fx.Node]:
             raise CaptureError(
                 f"the operators cannot be captured: the forward pass writes to an argument{where}."
             )
-        written += targets
+        write_targets += targets
         for source in _shared_with(node):
             shares.join(node, source)
-    pinned = {node for value in written for node in shares.group(value)}
-    return pinned | {user for value in written for user in value.users if value in _written_inputs(user)}
+    whole = {node for value in write_targets for node in shares.group(value)}
+    return whole | {user for value in write_targets for user in value.users if value in _written_inputs(user)}
 
 
 class _Shares:
@@ -438,8 +438,8 @@ def _shared_with(node: fx.Node) -> Iterator[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None or not _returns_alias(node):
         return
-    for declared, argument in zip(schema.arguments, node.args, strict=False):
-        if declared.alias_info is not None:  # the result may be a view of it
+    for parameter, argument in zip(schema.arguments, node.args, strict=False):
+        if parameter.alias_info is not None:  # the result may be a view of it
             yield from (value for value in _iter_leaves(argument) if isinstance(value, fx.Node))
 
 
@@ -451,8 +451,8 @@ def _returns_alias(node: Any) -> bool:
 def _written_inputs(node: fx.Node) -> Iterator[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if node.op == "call_function" and schema is not None and schema.is_mutable:
-        for declared, argument in itertools.zip_longest(schema.arguments, node.args):
-            if declared is not None and declared.alias_info is not None and declared.alias_info.is_write:
+        for parameter, argument in itertools.zip_longest(schema.arguments, node.args):
+            if parameter is not None and parameter.alias_info is not None and parameter.alias_info.is_write:
                 yield from (value for value in _iter_leaves(argument) if isinstance(value, fx.Node))
 
 
@@ -475,10 +475,10 @@ def _functional_variant(node: fx.Node) -> Callable[..., Any] | None:
 
 
 def _one_item_each(graph: fx.Graph) -> None:
-    seen: dict[tuple[Any, Any], fx.Node] = {}  # by operator and number of the result
+    first_items: dict[tuple[Any, Any], fx.Node] = {}  # by operator and number of the result
     for node in list(graph.nodes):
         if node.target is operator.getitem:
-            first = seen.setdefault((node.args[0], node.args[1]), node)
+            first = first_items.setdefault((node.args[0], node.args[1]), node)
             if first is not node:
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)

@@ -1,11 +1,11 @@
 """OperatorGraph: the operators of a captured model, with keys under which plans name them.
 
-Others of this package: a ``LayerGraph`` has the layers that tensor parallelism divides, a ``CallGraph`` a pipeline's calls
-of units; this one has every operator.
+It has every operator, unlike a ``LayerGraph`` (layers that tensor parallelism divides) or a ``CallGraph`` (a
+pipeline's calls of units).
 
-A key is the path of the module that calls, with ``*`` for the number of a repeated block, the operator's name, and its place
-among those of that name in one call of the module: ``model.layers.*.mlp.down_proj/linear#0``. Blocks of one container whose
-operators differ are told apart by ``*~1``, ``*~2`` …, in the order in which they first come.
+A key is the path of the calling module, with ``*`` for the number of a repeated block, the operator's name,
+and its place among those of that name in one call of the module: ``model.layers.*.mlp.down_proj/linear#0``.
+Blocks of one container whose operators differ get ``*~1``, ``*~2`` …, in the order in which they first come.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Operator:
         path: path of the module that calls it; empty for the model itself.
         classes: classes of the modules that hold the call, joined by dots, the model's first.
         name: the operator's short name, as ``linear``.
-        node: its node.
         inputs: the values it takes, one for each of :attr:`Call.tensors`.
         results: the nodes that hold its results, ``None`` where one is not used.
         call: the call as rules see it.
@@ -87,11 +86,10 @@ class OperatorGraph:
     """The operators of a captured forward pass.
 
     Args:
-        captured: the forward pass.
         blocks: paths of repeated blocks in the captured model.
         counts: how many blocks of the whole model each block stands for, where some were left out.
-        units: paths of modules that are divided each by itself, as a pipeline's stages call them: what goes from one to
-            another is whole, and so is what lies between them. ``None`` if the model is divided as one.
+        units: paths of modules that are divided each by itself, as a pipeline's stages call them: tensors
+            between them are whole. ``None`` if the model is divided as one.
         within: the path, as keys have it, of the unit that the captured model is; empty for a whole model.
     """
 
@@ -163,14 +161,14 @@ class OperatorGraph:
     def _iter_operators(self) -> Iterator[Operator]:
         between: Counter[tuple[str, str]] = Counter()
         for number, segment in enumerate(self.segments):
-            seen = Counter() if segment.path else between
+            counts = Counter() if segment.path else between
             for node in segment.nodes:
                 if not _is_operator(node):
                     continue
                 path = module_path(node)
                 name = short_name(node)
-                index = seen[path, name]
-                seen[path, name] += 1
+                index = counts[path, name]
+                counts[path, name] += 1
                 kind = (
                     segment.kind + path.removeprefix(segment.path) if segment.path else self._shared_key(path)
                 )
@@ -191,10 +189,10 @@ class OperatorGraph:
                 )
 
 
-def _find_learnt_values(captured: Captured) -> frozenset[fx.Node]:
+def _find_learnt_values(program: Captured) -> frozenset[fx.Node]:
     nodes: set[fx.Node] = set()
-    for node in captured.graph.nodes:  # in topological order
-        origin = captured.origins.get(node)
+    for node in program.graph.nodes:  # in topological order
+        origin = program.origins.get(node)
         if origin is not None:
             value = node.meta["val"]
             needs_grad = (
@@ -204,8 +202,8 @@ def _find_learnt_values(captured: Captured) -> frozenset[fx.Node]:
             )
         else:
             # Gradients stop under no_grad, and at detach().
-            stopped = ("grad", False) in node.meta.get("modes", ()) or short_name(node) == "detach"
-            needs_grad = not stopped and any(value in nodes for value in node.all_input_nodes)
+            is_detached = ("grad", False) in node.meta.get("modes", ()) or short_name(node) == "detach"
+            needs_grad = not is_detached and any(value in nodes for value in node.all_input_nodes)
         if needs_grad:
             nodes.add(node)
     return frozenset(nodes)
@@ -295,7 +293,7 @@ def _cut_segments(
     graph: fx.Graph, blocks: frozenset[str], units: frozenset[str]
 ) -> tuple[OperatorSegment, ...]:
     roots = blocks | units
-    placed: list[tuple[str, str, fx.Node]] = []
+    entries: list[tuple[str, str, fx.Node]] = []
     before = ("", "")
     for node in graph.nodes:
         if node.op != "call_function":
@@ -306,16 +304,16 @@ def _cut_segments(
         if paths and node.target is not operator.getitem:
             plain = ((re.sub(r"@\d+", "", path).removeprefix("inner."), path) for path in paths)
             before = next((pair for pair in plain if pair[0] in roots), ("", ""))  # the outermost match
-        placed.append((*before, node))
+        entries.append((*before, node))
     runs = [
-        (path, tuple(node for *_, node in run)) for (path, _), run in groupby(placed, lambda item: item[:2])
+        (path, tuple(node for *_, node in run)) for (path, _), run in groupby(entries, lambda item: item[:2])
     ]
     kinds = _segment_kinds(runs, units - blocks)
     return tuple(OperatorSegment(path, nodes, kind) for (path, nodes), kind in zip(runs, kinds, strict=True))
 
 
 def _segment_kinds(runs: Sequence[tuple[str, tuple[fx.Node, ...]]], single: frozenset[str]) -> list[str]:
-    seen: dict[str, list[Any]] = {}
+    by_base: dict[str, list[Any]] = {}
     kinds = []
     for path, nodes in runs:
         if not path:
@@ -325,10 +323,10 @@ def _segment_kinds(runs: Sequence[tuple[str, tuple[fx.Node, ...]]], single: froz
         base = path if path in single else f"{container}.*".removeprefix(".")
         alike = tuple(_operator_signature(path, node) for node in nodes if _is_operator(node))
         # Blocks of one container, or calls of a unit, whose operators differ get marks: *, *~1, *~2.
-        known = seen.setdefault(base, [])
-        if alike not in known:
-            known.append(alike)
-        mark = known.index(alike)
+        signatures = by_base.setdefault(base, [])
+        if alike not in signatures:
+            signatures.append(alike)
+        mark = signatures.index(alike)
         kinds.append(base + (f"~{mark}" if mark else ""))
     return kinds
 
@@ -383,7 +381,7 @@ def capture_shallow(
     blocks = {path: module for path, module in modules.items() if units is None or path in units}
     containers = truncate(model, blocks, fingerprints(blocks))
     with torch.enable_grad():
-        captured = capture(model, args, kwargs, containers=containers, dtypes=dtypes, device=device)
+        program = capture(model, args, kwargs, containers=containers, dtypes=dtypes, device=device)
     # How many blocks of the model each captured block stands for.
     paths: dict[str, int] = {}
     for path in blocks:
@@ -395,4 +393,4 @@ def capture_shallow(
             paths.update((container.copy_path(index), places[index]) for index in range(len(container.kept)))
     tensors, _ = flat_arguments(args, kwargs)
     single = None if units is None else [path for path in units if path not in blocks]
-    return Shallow(OperatorGraph(captured, tuple(paths), paths, units=single), containers, tensors)
+    return Shallow(OperatorGraph(program, tuple(paths), paths, units=single), containers, tensors)

@@ -1,4 +1,4 @@
-"""Python state of a model: what its code reads beside arguments, which a graph has fixed, and what a graph cannot repeat."""
+"""Python state of a model: what its code reads beside arguments, and effects that a graph cannot repeat."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class UnrepeatableError(Exception):
 
 
 class ChangedError(UnrepeatableError):
-    """A forward pass that has changed attributes; perhaps once and for all, as one that sets what was not set.
+    """A forward pass that has changed attributes; perhaps only once, by setting what was not set.
 
     Args:
         values: the attributes as they are now: ``(owner, name, value)``.
@@ -45,7 +45,7 @@ class ChangedError(UnrepeatableError):
 
 
 def _attribute_facts(owner: Mapping[str, Any], is_custom: bool = True) -> Iterator[tuple[str, Any]]:
-    """Attributes and what stands for their values; of torch's modules, not ``is_custom``, those that are public."""
+    """Attributes and snapshots of their values; only public ones unless ``is_custom`` (not torch's own)."""
     for name, value in owner.items():
         if name in _OF_MODULES or (name[:1] == "_" and not is_custom):
             continue
@@ -63,8 +63,8 @@ def _value_snapshot(value: Any) -> Any:
         items = [_value_snapshot(item) for item in value] if len(value) <= 64 else []
         return (type(value), len(value), [item for item in items if item is not _MISSING])
     if isinstance(value, dict):
-        kept = {key: _value_snapshot(item) for key, item in value.items()} if len(value) <= 64 else {}
-        return (dict, len(value), {key: item for key, item in kept.items() if item is not _MISSING})
+        entries = {key: _value_snapshot(item) for key, item in value.items()} if len(value) <= 64 else {}
+        return (dict, len(value), {key: item for key, item in entries.items() if item is not _MISSING})
     if isinstance(value, torch.Tensor):
         return ("tensor", id(value))  # its identity, not its values
     if isinstance(value, random.Random):
@@ -75,12 +75,12 @@ def _value_snapshot(value: Any) -> Any:
 
 
 def _iter_owners(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
-    """A model's modules and their configs, once each, with names for messages, and whether they are of the user's classes."""
-    seen: set[int] = set()
+    """A model's modules and configs, once each: name for messages, owner, whether its class is the user's."""
+    ids: set[int] = set()
     for path, module in model.named_modules():
         for name, owner in ((path, module), (f"{path}.config".removeprefix("."), vars(module).get("config"))):
-            if owner is not None and hasattr(owner, "__dict__") and id(owner) not in seen:
-                seen.add(id(owner))
+            if owner is not None and hasattr(owner, "__dict__") and id(owner) not in ids:
+                ids.add(id(owner))
                 yield name, owner, not type(owner).__module__.startswith("torch.")
 
 
@@ -98,11 +98,11 @@ class PythonState:
         self._owners = []
         for path, owner, custom in _iter_owners(model):
             facts = _attribute_facts(vars(owner), custom)
-            kept = {
+            relevant = {
                 name: value for name, value in facts if reads is None or (plain_name(path), name) in reads
             }
-            if kept or reads is None:
-                self._owners.append((path, owner, custom, kept))
+            if relevant or reads is None:
+                self._owners.append((path, owner, custom, relevant))
 
     def holds(self) -> bool:
         """Whether all attributes are as they were."""
@@ -115,7 +115,7 @@ class PythonState:
         return True
 
     def changed(self) -> dict[str, tuple[Any, str, Any]]:
-        """The attributes that count and are no longer as they were, or are new: by path the owner, the name, and the value."""
+        """Attributes that count and have changed or are new: owner, name and value by path."""
         changes = {}
         for path, owner, custom, facts in self._owners:
             now = dict(_attribute_facts(vars(owner), custom))
@@ -127,7 +127,7 @@ class PythonState:
 
 @contextmanager
 def reads_recorded(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
-    """The attributes of modules and configs that the code inside reads, by the path of their owner and their name."""
+    """Attributes of modules and configs that the code inside reads: path of the owner, and name."""
     paths = {id(owner): path for path, owner, _ in _iter_owners(model)}
     reads: set[tuple[str, str]] = set()
     kinds: dict[type, type] = {}
@@ -161,13 +161,13 @@ def reads_recorded(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
 def carry_state(model: nn.Module, copy: nn.Module) -> None:
     """Gives the modules of a copy the attributes that those of the model have now."""
     mine = dict(copy.named_modules(remove_duplicate=False))
-    seen: set[int] = set()
+    ids: set[int] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         other = mine.get(plain_name(path))
         module = unwrap_checkpoint(module)
-        if other is None or id(other) in seen:
+        if other is None or id(other) in ids:
             continue
-        seen.add(id(other))
+        ids.add(id(other))
         for owner, target in ((module, other), (vars(module).get("config"), vars(other).get("config"))):
             if owner is None or target is None or not hasattr(owner, "__dict__") or owner is target:
                 continue
@@ -183,34 +183,34 @@ def repeatable(model: nn.Module) -> Iterator[None]:
     Raises:
         UnrepeatableError: naming it.
     """
-    state, registered = PythonState(model), _registered_tensor_ids(model)
-    drawn = random.getstate(), _numpy_state()  # not torch's, so a graph would not repeat the draws
+    state, tensor_ids = PythonState(model), _registered_tensor_ids(model)
+    generator_states = random.getstate(), _numpy_state()  # not torch's, so a graph would not repeat the draws
     with _Watch(), refusing_autograd_functions(_refuse_function):
         yield
-    changed, now = state.changed(), _registered_tensor_ids(model)
-    replaced = [name for name in registered if registered[name] != now.get(name)]
-    if changed or replaced:
+    changes, now = state.changed(), _registered_tensor_ids(model)
+    replacements = [name for name in tensor_ids if tensor_ids[name] != now.get(name)]
+    if changes or replacements:
         text = (
-            f"its forward pass changes {', '.join([*replaced, *changed][:3])}, which a graph would change once and never again; "
+            f"its forward pass changes {', '.join([*replacements, *changes][:3])}, which a graph would change once and never again; "
             "write to a registered buffer in place (copy_, add_) instead"
         )
-        raise UnrepeatableError(text) if replaced else ChangedError(text, list(changed.values()))
-    if drawn != (random.getstate(), _numpy_state()):
+        raise UnrepeatableError(text) if replacements else ChangedError(text, list(changes.values()))
+    if generator_states != (random.getstate(), _numpy_state()):
         raise UnrepeatableError(
             "its forward pass draws random numbers from Python or NumPy, which a graph would draw only once; use torch's"
         )
 
 
 def refuse_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuses forward hooks of the user's on modules that a graph stands for: their side effects would be lost.
+    """Refuses the user's forward hooks on modules that a graph stands for: their side effects would be lost.
 
     Raises:
         UnrepeatableError: naming the module.
     """
     for path, module in modules:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            written = inspect.unwrap(hook)  # of what the compiler leaves alone
-            home = getattr(getattr(written, "func", written), "__module__", None) or type(hook).__module__
+            function = inspect.unwrap(hook)  # of what the compiler leaves alone
+            home = getattr(getattr(function, "func", function), "__module__", None) or type(hook).__module__
             if not home.startswith(_OURS):
                 raise UnrepeatableError(f"{path} has a forward hook, which a graph would not call")
 

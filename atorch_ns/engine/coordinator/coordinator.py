@@ -30,7 +30,7 @@ class _Member:
 
 
 class Membership:
-    """The ranks that take part in one job. Not thread-safe; times are of the coordinator's clock, in seconds."""
+    """The ranks that take part in one job. Not thread-safe. Times are seconds of the coordinator's clock."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.world_size = world_size
@@ -59,7 +59,7 @@ class Membership:
         """Whether a rank has joined."""
         return rank in self._members
 
-    def seen(self, rank: int, now: float) -> None:
+    def record_contact(self, rank: int, now: float) -> None:
         """Notes a sign of life of a rank."""
         self._members[rank].last_seen = now
 
@@ -138,12 +138,12 @@ class Coordinator:
         self._search, self._clock = search, clock
         self._join_timeout_s, self._grace_s = join_timeout_s, grace_s
         self._members = Membership(world_size, heartbeat_timeout_s)
-        self._changed = threading.Condition(threading.RLock())
+        self._condition = threading.Condition(threading.RLock())
         self.events = EventQueue(candidates, on_event)
         self._trial: TrialUnderWay | None = None
-        self._cancelled = False
+        self._is_cancelled = False
         self._over: Over | None = None
-        self._begun = self._last_move = self._last_note = clock()
+        self._start = self._last_move = self._last_note = clock()
 
     @property
     def over(self) -> Over | None:
@@ -153,7 +153,7 @@ class Coordinator:
     @property
     def cancelled(self) -> bool:
         """Whether somebody ended the search before its time."""
-        return self._cancelled
+        return self._is_cancelled
 
     def join(self, rank: int, session: str = "", last_task_id: int = 0) -> float:
         """Takes a rank's first call, and its first one after the coordinator was restarted.
@@ -169,7 +169,7 @@ class Coordinator:
         Raises:
             CoordinatorError: the rank is not of this job, or another process has it.
         """
-        with self._changed:
+        with self._condition:
             self._members.join(rank, session, last_task_id, self._clock())
             self._advance_search()
         self.events.deliver()  # without the lock, here and below: the observer is the user's code
@@ -177,7 +177,7 @@ class Coordinator:
         return min(max(0.2, self.world_size / 200), 2.0, self._members.timeout_s / 4)
 
     def next_task(
-        self, rank: int, done_id: int = 0, *, wait_s: float = 0.0, wanted: Callable[[], bool] = lambda: True
+        self, rank: int, done_id: int = 0, *, wait_s: float = 0.0, active: Callable[[], bool] = lambda: True
     ) -> TrialTask | Over | None:
         """The task that a rank is to run next.
 
@@ -185,7 +185,7 @@ class Coordinator:
             rank: the rank that calls.
             done_id: the last task that the rank has reported.
             wait_s: how long to wait for one.
-            wanted: whether the caller still waits; polled.
+            active: whether the caller still waits; polled.
 
         Returns:
             The task; the end of the search; or ``None``: nothing yet, ask again.
@@ -194,13 +194,13 @@ class Coordinator:
             NotJoinedError: the rank has not joined.
         """
         until = time.monotonic() + wait_s  # real time, also where clock is a test's
-        with self._changed:
+        with self._condition:
             self._record_contact(rank)
             answer = self._pending_answer(rank, done_id)
         self.events.deliver()
-        while answer is None and (left := until - time.monotonic()) > 0 and wanted():
-            with self._changed:
-                self._changed.wait(min(left, _LOOK_EVERY_S))  # gives the lock to other ranks meanwhile
+        while answer is None and (rest_s := until - time.monotonic()) > 0 and active():
+            with self._condition:
+                self._condition.wait(min(rest_s, _LOOK_EVERY_S))  # gives the lock to other ranks
                 self._advance_search()
                 answer = self._pending_answer(rank, done_id)
             self.events.deliver()
@@ -212,7 +212,7 @@ class Coordinator:
         Raises:
             NotJoinedError: the rank has not joined.
         """
-        with self._changed:
+        with self._condition:
             self._record_contact(report.rank)
             verdict: Verdict = "stale"
             if self._trial is not None:
@@ -228,7 +228,7 @@ class Coordinator:
         Raises:
             NotJoinedError: the rank has not joined.
         """
-        with self._changed:
+        with self._condition:
             self._record_contact(rank)
             trial = self._trial
             to_end = trial is not None and trial.cancelled_at is not None and not trial.has_reported(rank)
@@ -240,20 +240,20 @@ class Coordinator:
 
     def leave(self, rank: int, reason: str = "") -> None:
         """Takes a rank's last call. Before the end it ends the search on all ranks, for the reason given."""
-        with self._changed:
+        with self._condition:
             if not self._members.has(rank):
                 return
             self._members.leave(rank)
             if self._over is None:
                 self._end_with_failures({rank: reason or "left before the search was over"})
-            self._changed.notify_all()
+            self._condition.notify_all()
         self.events.deliver()
 
     def cancel(self, reason: str) -> None:
         """Ends the search with the best so far, as soon as the ranks have ended the running trial."""
-        with self._changed:
+        with self._condition:
             if self._over is None:
-                self._cancelled = True
+                self._is_cancelled = True
                 self._search.cancel(reason)
                 if self._trial is not None:  # the end comes when all ranks have left its collectives
                     self._trial.cancel(self._clock())
@@ -263,19 +263,19 @@ class Coordinator:
 
     def tick(self) -> None:
         """Looks at the clock: who has vanished, what is late."""
-        with self._changed:
+        with self._condition:
             self._advance_search()
         self.events.deliver()
 
     def wait_until_left(self, timeout_s: float) -> bool:
         """Waits until every rank that joined has left; returns whether they all did."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._members.present, timeout_s)
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._members.present, timeout_s)
 
     def _record_contact(self, rank: int) -> None:
         if not self._members.has(rank):
             raise NotJoinedError(f"rank {rank} has not joined")
-        self._members.seen(rank, self._clock())
+        self._members.record_contact(rank, self._clock())
         self._advance_search()
 
     def _pending_answer(self, rank: int, done_id: int) -> TrialTask | Over | None:
@@ -293,10 +293,10 @@ class Coordinator:
         if now - self._last_move > self._members.timeout_s / 2:
             self._members.restart_clocks(now)
         self._last_move = now
-        if lost := self._members.silent(now):
-            for rank in lost:
+        if silence := self._members.silent(now):
+            for rank in silence:
                 self._members.leave(rank)  # its last call will not come
-            self._end_with_failures({rank: self._silence_text(seconds) for rank, seconds in lost.items()})
+            self._end_with_failures({rank: self._silence_text(seconds) for rank, seconds in silence.items()})
         elif self._trial is not None:
             self._check_trial(self._trial, now)
         elif self._members.absent:
@@ -309,21 +309,21 @@ class Coordinator:
         if not trial.missing:
             self._conclude_trial(trial)
         elif stuck := trial.stuck(now):
-            if self._cancelled:  # the best so far is known without the ranks that are stuck
+            if self._is_cancelled:  # the best so far is known without the ranks that are stuck
                 self._finish_search()
             else:
                 self._end_with_failures(stuck)
 
     def _wait_for_all(self, now: float) -> None:
-        waited = now - self._begun
-        if waited > self._join_timeout_s:
+        delay = now - self._start
+        if delay > self._join_timeout_s:
             self._end_with_failures(
-                dict.fromkeys(self._members.absent, f"never joined the search, in {waited:.0f} s")
+                dict.fromkeys(self._members.absent, f"never joined the search, in {delay:.0f} s")
             )
         elif now - self._last_note >= _NOTE_EVERY_S:
             self._last_note = now
             names = ", ".join(str(rank) for rank in self._members.absent)
-            self.events.put(SearchNote(f"waiting for rank {names} to join the search, {waited:.0f} s so far"))
+            self.events.put(SearchNote(f"waiting for rank {names} to join the search, {delay:.0f} s so far"))
 
     def _start_next_trial(self) -> None:
         try:
@@ -336,16 +336,16 @@ class Coordinator:
             return
         self._members.last_task_id += 1
         # Ids are this coordinator's own: after a restart none may repeat one that a rank has seen.
-        numbered = replace(task, id=self._members.last_task_id)
+        new_task = replace(task, id=self._members.last_task_id)
         self._trial = TrialUnderWay(
-            task=numbered,
+            task=new_task,
             search_id=task.id,
             world_size=self.world_size,
             started=self._clock(),
             grace_s=self._grace_s,
         )
-        self.events.started(numbered)
-        self._changed.notify_all()
+        self.events.put_start(new_task)
+        self._condition.notify_all()
 
     def _conclude_trial(self, trial: TrialUnderWay) -> None:
         outcome = trial.outcome()
@@ -356,7 +356,7 @@ class Coordinator:
         except Exception as error:
             self._fail_search(error)
             return
-        self.events.ended(trial.task, outcome, best)
+        self.events.put_end(trial.task, outcome, best)
         self._start_next_trial()
 
     def _finish_search(self) -> None:
@@ -367,7 +367,7 @@ class Coordinator:
             return
         self._trial, self._over = None, Over(outcome=outcome)
         self.events.put(Ended(outcome))
-        self._changed.notify_all()
+        self._condition.notify_all()
 
     def _silence_text(self, seconds: float) -> str:
         where = f", in trial {self._trial.task.id}" if self._trial else ""
@@ -383,4 +383,4 @@ class Coordinator:
     def _stop_with_error(self, over: Over) -> None:
         self._trial, self._over = None, over
         self.events.put(SearchNote(over.error))
-        self._changed.notify_all()
+        self._condition.notify_all()

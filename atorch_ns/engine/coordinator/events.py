@@ -95,12 +95,12 @@ class EventQueue:
         if self._observer is not None:
             self._waiting.append(event)
 
-    def started(self, task: TrialTask) -> None:
+    def put_start(self, task: TrialTask) -> None:
         """Adds the start of a trial."""
         self._num_trials += 1
         self.put(TrialStarted(number=self._num_trials, candidate=self._find_candidate(task), task=task))
 
-    def ended(self, task: TrialTask, outcome: TrialOutcome, best: str | None) -> None:
+    def put_end(self, task: TrialTask, outcome: TrialOutcome, best: str | None) -> None:
         """Adds the end of the trial that started last."""
         candidate = self._find_candidate(task)
         self.put(TrialEnded(number=self._num_trials, candidate=candidate, outcome=outcome, best=best))
@@ -120,13 +120,13 @@ class EventQueue:
                 self._delivering.release()
 
     def _find_candidate(self, task: TrialTask) -> Candidate:
-        known = self._candidates.get(task.key)
+        candidate = self._candidates.get(task.key)
         # A candidate that is not in the table is shown by its key.
-        return known or Candidate(key=task.key, steps=task.steps, label=task.key)
+        return candidate or Candidate(key=task.key, steps=task.steps, label=task.key)
 
 
 class EventStream:
-    """Gives an observer the events of a coordinator in another process, each once and in order. Thread-safe."""
+    """Gives an observer the events of a coordinator in another process, once and in order. Thread-safe."""
 
     def __init__(self, on_event: Callable[[Event], None]) -> None:
         self._observer = SafeObserver(on_event)

@@ -167,7 +167,7 @@ class EngineJobs:
         self._clock, self._keep_s = clock, keep_s
         self._heartbeat_timeout_s, self._join_timeout_s = heartbeat_timeout_s, join_timeout_s
         self._lock = threading.RLock()
-        self._served: dict[str, _Served] = {}
+        self._jobs: dict[str, _Served] = {}
         self._store = JobStore(folder)
         try:
             self._history = History(folder / "history.jsonl", on_note=_LOGGER.warning)
@@ -186,7 +186,7 @@ class EngineJobs:
     def names(self) -> tuple[str, ...]:
         """The names of the jobs under way."""
         with self._lock:
-            return tuple(name for name, served in self._served.items() if served.ended is None)
+            return tuple(name for name, job in self._jobs.items() if job.ended is None)
 
     def get(self, job: str) -> Coordinator:
         """The coordinator of a job.
@@ -195,9 +195,9 @@ class EngineJobs:
             NoSuchJobError: there is none, or it was over long ago.
         """
         with self._lock:
-            if (served := self._served.get(job)) is None:
+            if (entry := self._jobs.get(job)) is None:
                 raise NoSuchJobError(f"job '{job}' does not exist on this engine, or it ended long ago")
-            return served.coordinator
+            return entry.coordinator
 
     def create(self, record: JobRecord) -> int:
         """Makes a job; the same again gives the one there is.
@@ -209,8 +209,8 @@ class EngineJobs:
             CoordinatorError: another job has this name, or there are too many.
         """
         with self._lock:
-            if (served := self._served.get(record.job)) is not None:
-                if served.record != record:
+            if (entry := self._jobs.get(record.job)) is not None:
+                if entry.record != record:
                     raise CoordinatorError(f"the name '{record.job}' is taken; choose another name")
                 return 0  # the same call again: its answer was lost
             if len(self.names) >= _MAX_JOBS:
@@ -227,22 +227,22 @@ class EngineJobs:
     def tick(self) -> None:
         """Moves all coordinators; notes what has ended, and forgets what ended long ago."""
         with self._lock:
-            served = list(self._served.items())
+            jobs = list(self._jobs.items())
         now = self._clock()
-        for name, job in served:  # without the lock, so that calls of other jobs are answered meanwhile
+        for name, job in jobs:  # without the lock, so that calls of other jobs are answered meanwhile
             job.coordinator.tick()
             if job.ended is None and job.coordinator.over is not None:
                 self._conclude_job(job, now)
             elif job.ended is not None and now - job.ended > self._keep_s:
                 with self._lock:
-                    del self._served[name]
+                    del self._jobs[name]
 
     def close(self, timeout_s: float) -> None:
         """Waits until ranks know of an end that has come; jobs under way stay in the folder."""
         with self._lock:
-            served = list(self._served.values())
+            jobs = list(self._jobs.values())
         limit = time.monotonic() + timeout_s
-        for job in served:
+        for job in jobs:
             if job.coordinator.over is not None:
                 job.coordinator.wait_until_left(max(0.0, limit - time.monotonic()))
         self.tick()  # writes the ends that have come meanwhile into the history
@@ -257,7 +257,7 @@ class EngineJobs:
             heartbeat_timeout_s=self._heartbeat_timeout_s,
             join_timeout_s=join_timeout_s,
         )
-        self._served[record.job] = _Served(record=record, coordinator=coordinator)
+        self._jobs[record.job] = _Served(record=record, coordinator=coordinator)
         return taken_over
 
     def _conclude_job(self, job: _Served, now: float) -> None:

@@ -59,7 +59,7 @@ _CAUSES: tuple[TrialStatus, ...] = (
 _COLLATERAL_PLACE = _CAUSES.index("hung") + 0.5  # behind every real cause, before a cancelled rank
 
 
-def failed(report: RankReport) -> bool:
+def has_failed(report: RankReport) -> bool:
     """Whether the rank gave no step times."""
     return report.status not in ("ok", "stopped early")
 
@@ -78,7 +78,7 @@ def merge_reports(reports: Sequence[RankReport]) -> TrialOutcome:
     by_rank = sorted(reports, key=lambda report: report.rank)
     first = by_rank[0]
     losses = [report.loss for report in by_rank if report.loss is not None]
-    trouble = failed(cause)
+    trouble = has_failed(cause)
     return TrialOutcome(
         status=cause.status,
         step_seconds=_slowest_steps([report.step_seconds for report in by_rank]),
@@ -106,14 +106,14 @@ def _cause_priority(report: RankReport) -> float:
 
 
 def _slowest_steps(steps: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    timed = [times for times in steps if times]  # a task of one rank is timed there alone
+    rows = [times for times in steps if times]  # a task of one rank is timed there alone
     # A step takes as long as on its slowest rank; steps that only some ranks timed are left out.
-    return tuple(max(times) for times in zip(*timed, strict=False))
+    return tuple(max(times) for times in zip(*rows, strict=False))
 
 
 def _of_all(values: Sequence[int | None]) -> tuple[int, ...]:
-    known = tuple(value for value in values if value is not None)
-    return known if len(known) == len(values) else ()  # a maximum of some ranks would mislead
+    numbers = tuple(value for value in values if value is not None)
+    return numbers if len(numbers) == len(values) else ()  # a maximum of some ranks would mislead
 
 
 Verdict = Literal["taken", "duplicate", "stale"]
@@ -129,8 +129,7 @@ class TrialUnderWay:
         search_id: id of the task in the search.
         world_size: number of ranks that report.
         started: start of the trial, on the coordinator's clock.
-        grace_s: seconds by which a rank may overrun the task's deadline, and within which it ends a cancelled
-            trial.
+        grace_s: seconds by which a rank may overrun the deadline, and within which it ends a cancelled trial.
     """
 
     task: TrialTask
@@ -152,7 +151,7 @@ class TrialUnderWay:
         if report.rank in self._late and report.status == "cancelled":
             report = replace(report, status="hung", reason=self._late_reason(report.rank))
         self._reports[report.rank] = report
-        if failed(report):
+        if has_failed(report):
             self.cancel(now)
         return "taken"
 
@@ -181,8 +180,8 @@ class TrialUnderWay:
         """The ranks that did not end a cancelled trial in time, with the reason."""
         if self.cancelled_at is None or now - self.cancelled_at <= self.grace_s:
             return {}
-        waited = now - self.cancelled_at
-        reason = f"did not end trial {self.task.id} within {waited:.1f} s of being told to"
+        delay = now - self.cancelled_at
+        reason = f"did not end trial {self.task.id} within {delay:.1f} s of being told to"
         return dict.fromkeys(self.missing, reason)
 
     def outcome(self) -> TrialOutcome:

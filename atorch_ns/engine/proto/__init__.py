@@ -1,1 +1,1 @@
-"""Messages between ranks and coordinator. ``make proto`` writes ``coordinator_pb2`` from the ``.proto`` file."""
+"""Messages between ranks and coordinator; ``make proto`` writes ``coordinator_pb2``."""

@@ -19,8 +19,7 @@ class Tls:
     """Files for an encrypted connection, all PEM.
 
     Attributes:
-        cert: the server's certificate with its chain. On a client: the certificates it trusts; ``None`` for
-            those of the system.
+        cert: the server's certificate with its chain; on a client those it trusts, ``None`` for the system's.
         key: the server's private key; not needed on a client.
         server_name: the name that the certificate carries, where it is not that of the address.
     """

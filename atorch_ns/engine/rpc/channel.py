@@ -64,8 +64,8 @@ class CoordinatorChannel:
         self.address = address
         self._metadata = (bearer(token),)
         self._max_bytes = max_message_mib * _MIB
-        self._closed = threading.Event()
-        self._heard = False  # of anybody at the address, ever
+        self._closing = threading.Event()
+        self._has_answered = False  # of anybody at the address, ever
         options = _channel_options(self._max_bytes)
         if tls is None:
             self._channel = grpc.insecure_channel(address, options=options)
@@ -104,7 +104,7 @@ class CoordinatorChannel:
             raise self._translate_error(name, error) from None
         except ValueError as error:  # the channel was closed by another thread
             raise UnreachableError(f"{name}: {error}") from None
-        self._heard = True
+        self._has_answered = True
         return reply
 
     def insist(
@@ -116,13 +116,10 @@ class CoordinatorChannel:
         within_s: float,
         on_silence: Callable[[str], None] = lambda text: None,
     ) -> Any:
-        """Calls until there is an answer, as through a restart of the coordinator.
-
-        Where nobody has ever answered, a connection must come within ten seconds.
+        """Calls until there is an answer, as through a restart. A first connection has ten seconds to come.
 
         Args:
-            name: name of the call.
-            request: its message.
+            name, request: the call and its message.
             timeout_s: deadline of each attempt.
             within_s: seconds to go on without an answer.
             on_silence: called once, with a message, when there has been no answer for ten seconds.
@@ -130,30 +127,30 @@ class CoordinatorChannel:
         Raises:
             NotJoinedError, CoordinatorError: as :meth:`call`; ``UnreachableError`` after ``within_s``.
         """
-        start, noted = time.monotonic(), False
+        start, has_noted = time.monotonic(), False
         while True:
             try:
                 return self.call(name, request, timeout_s=timeout_s)
             except UnreachableError as error:
-                gone = time.monotonic() - start
-                never_heard = not self._heard and not error.connected
+                silence_s = time.monotonic() - start
+                never_heard = not self._has_answered and not error.connected
                 limit_s = min(within_s, _FIRST_CONTACT_S) if never_heard else within_s
-                if gone > limit_s or self._closed.is_set():
+                if silence_s > limit_s or self._closing.is_set():
                     raise UnreachableError(
-                        f"the coordinator at {self.address} has not answered for {gone:.0f} s ({error}). "
+                        f"the coordinator at {self.address} has not answered for {silence_s:.0f} s ({error}). "
                         "Is its process alive, and can this machine reach that address?"
                     ) from None
-                if gone > _NOTE_AFTER_S and not noted:
-                    noted = True
+                if silence_s > _NOTE_AFTER_S and not has_noted:
+                    has_noted = True
                     on_silence(
-                        f"the coordinator at {self.address} has not answered for {gone:.0f} s ({error}); it is looked "
+                        f"the coordinator at {self.address} has not answered for {silence_s:.0f} s ({error}); it is looked "
                         f"for until {within_s:.0f} s have passed"
                     )
-            self._closed.wait(_PAUSE_S)
+            self._closing.wait(_PAUSE_S)
 
     def close(self) -> None:
         """Ends all calls and the connection; may be called twice."""
-        self._closed.set()
+        self._closing.set()
         self._channel.close()
 
     def _translate_error(self, name: str, error: Any) -> Exception:
@@ -161,7 +158,7 @@ class CoordinatorChannel:
         if code in _PASSING or (code == grpc.StatusCode.CANCELLED):
             text = f"{name}: {code.name.lower().replace('_', ' ')}: {details}"
             return UnreachableError(text, connected=code != grpc.StatusCode.UNAVAILABLE)
-        self._heard = True  # a refusal is an answer, too
+        self._has_answered = True  # a refusal is an answer, too
         if code == grpc.StatusCode.FAILED_PRECONDITION:
             return NotJoinedError(details)
         if code == grpc.StatusCode.UNAUTHENTICATED:
@@ -178,15 +175,12 @@ def _channel_options(max_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.enable_retries", 1),
         ("grpc.max_receive_message_length", 4 * max_bytes),  # what the server may send
         ("grpc.max_send_message_length", 2 * max_bytes),  # never reached: call checks before
-        # A proxy for the web is no way to a rank.
-        ("grpc.enable_http_proxy", 0),
-        # A connection of its own, so that closing it ends it.
-        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),  # a proxy for the web is no way to a rank
+        ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, so that closing it ends it
         # A coordinator that comes back is found within a second.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        # Notices a machine that vanished.
-        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_time_ms", 10_000),  # notices a machine that vanished
         ("grpc.keepalive_timeout_ms", 5_000),
     ]

@@ -36,8 +36,7 @@ _MIN_BEAT_TIMEOUT_S = 2.0  # of one heartbeat; small jobs send them every 0.2 s
 class CoordinatorClient:
     """Calls a coordinator for one rank; a thread sends heartbeats from :meth:`join` to :meth:`close`.
 
-    A coordinator that goes away is waited for; when it comes back, this rank joins again, and a trial that
-    ran meanwhile is ended.
+    It waits for a lost coordinator, joins again when it is back, and ends a trial that ran meanwhile.
 
     Args:
         address: ``host:port``.
@@ -49,8 +48,7 @@ class CoordinatorClient:
         poll_s: how long one request for a task waits.
         call_timeout_s: deadline of every other call.
         max_message_mib: a larger message is not sent.
-        on_event: observer of all events in order, called from the heartbeat's thread; for a coordinator in
-            another process, on one rank.
+        on_event: one rank's observer of another process's events, in order, on the heartbeat's thread.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class CoordinatorClient:
         self._heartbeat_s = 1.0
         self._last_id = self._done_id = 0
         self._to_end: frozenset[int] = frozenset()
-        self._ended = ""  # the incarnation that has nothing more for this rank to run
+        self._past_incarnation = ""  # the incarnation that has nothing more for this rank to run
         self._closing = threading.Event()
         self._beats: threading.Thread | None = None
 
@@ -167,7 +165,7 @@ class CoordinatorClient:
 
     def cancelled(self, task_id: int) -> bool:
         """Whether the last heartbeat said to end this running task."""
-        return self._ended == self._incarnation or task_id in self._to_end
+        return self._past_incarnation == self._incarnation or task_id in self._to_end
 
     def cancel(self, reason: str) -> None:
         """Ends the search with the best so far.
@@ -228,22 +226,22 @@ class CoordinatorClient:
                 continue
 
     def _send_heartbeats(self) -> None:
-        heard = time.monotonic()
+        last_answer = time.monotonic()
         while not self._closing.wait(self._heartbeat_s):
             caller = self._make_caller()  # before the call, as the main thread may join anew meanwhile
             try:
                 reply = self._call_heartbeat(caller)
             except UnreachableError:
-                ended = time.monotonic() - heard > self._reconnect_s
+                is_over = time.monotonic() - last_answer > self._reconnect_s
             except (NotJoinedError, CoordinatorError):
                 # Restarted, or the job is gone: the main thread finds out which, once its trial has ended.
-                ended = True
+                is_over = True
             else:
-                heard = time.monotonic()
+                last_answer = time.monotonic()
                 self._to_end = frozenset(reply.cancel)
-                ended = reply.over
-            if ended:
-                self._ended = caller.incarnation
+                is_over = reply.over
+            if is_over:
+                self._past_incarnation = caller.incarnation
 
 
 def _parse_over(message: pb.Over) -> Over:

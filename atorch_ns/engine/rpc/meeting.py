@@ -22,18 +22,18 @@ from atorch_ns.text import error_text
 
 
 class LocalClient:
-    """The interface of :class:`CoordinatorClient`, by direct calls: for jobs of one process, and for tests."""
+    """The interface of :class:`CoordinatorClient` by direct calls, for jobs of one process and for tests."""
 
     def __init__(self, coordinator: Coordinator, rank: int = 0) -> None:
         self._coordinator = coordinator
         self._rank = rank
         self._done_id = 0
-        self._joined = False
+        self._has_joined = False
 
     def join(self) -> None:
         """Joins the job."""
         self._coordinator.join(self._rank, session=f"local-{id(self)}")
-        self._joined = True
+        self._has_joined = True
 
     def next_task(self) -> TrialTask | Over:
         """Waits for the next task or the end."""
@@ -57,7 +57,7 @@ class LocalClient:
 
     def leave(self, reason: str = "") -> None:
         """Leaves the search; with a reason, it ends on all ranks."""
-        if self._joined:
+        if self._has_joined:
             self._coordinator.leave(self._rank, reason)
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ def run_agent(client: Client, worker: Worker, *, rank: int) -> SearchOutcome:
 
 def _take_part(client: Client, worker: Worker, rank: int) -> Over:
     client.join()
-    interrupted = False
+    is_interrupted = False
     while True:
         task: TrialTask | None = None
         try:
@@ -109,9 +109,9 @@ def _take_part(client: Client, worker: Worker, rank: int) -> Over:
             task = step
             client.report(worker.run(task, partial(client.cancelled, task.id)))
         except KeyboardInterrupt:
-            if interrupted:
+            if is_interrupted:
                 raise
-            interrupted = True
+            is_interrupted = True
             client.cancel(f"Ctrl-C on rank {rank}")
             if task is not None:  # the worker has killed the trial, and the others wait for a report
                 client.report(RankReport(task_id=task.id, rank=rank, status="cancelled", reason="Ctrl-C"))

@@ -30,8 +30,7 @@ _LOGGER = logging.getLogger(__name__)
 _MIB = 1024**2
 _TICK_S = 0.5  # between two looks at the clock, which find ranks that are silent or late
 _HEALTH = "grpc.health.v1.Health"
-# One thread each; ranks beyond that call again in half a second.
-_MAX_WAITING = 32
+_MAX_WAITING = 32  # calls with a thread each; ranks beyond that call again in half a second
 _MAX_BRIEF = 8  # threads that no waiting call takes, for heartbeats and reports
 
 
@@ -105,10 +104,7 @@ class CoordinatorServer:
         self._ticker.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Waits a moment for ranks that have not left yet; then ends all calls, threads and the port.
-
-        May be called twice.
-        """
+        """Waits a moment for ranks to leave; then ends calls, threads and the port. May be called twice."""
         if self._closing.is_set():
             return
         self._jobs.close(timeout_s)  # while calls are still answered: ranks ask for the end
@@ -128,22 +124,22 @@ class CoordinatorServer:
         address = _format_address(host, port)
         try:
             if tls is None:
-                bound = self._server.add_insecure_port(address)
+                bound_port = self._server.add_insecure_port(address)
             else:
                 cert, key = tls.read()
                 if cert is None or key is None:
                     raise InputError("TLS needs a certificate and its key on the server")
-                bound = self._server.add_secure_port(address, grpc.ssl_server_credentials([(key, cert)]))
+                bound_port = self._server.add_secure_port(address, grpc.ssl_server_credentials([(key, cert)]))
         except RuntimeError as error:
-            bound, why = 0, f": {error}"
+            bound_port, why = 0, f": {error}"
         else:
             why = ""
-        if not bound:
+        if not bound_port:
             raise CoordinatorError(
                 f"cannot listen on {address}{why}. The port is taken or this machine does not have the address; "
                 "port 0 selects any free port."
             )
-        return int(bound)
+        return int(bound_port)
 
     def _tick_jobs(self) -> None:
         while not self._closing.wait(_TICK_S):
@@ -177,8 +173,8 @@ class CoordinatorServer:
         return grpc.unary_unary_rpc_method_handler(answer)
 
     def _read_request(self, kind: type[Any], data: bytes, context: grpc.ServicerContext) -> Any:
-        shown = dict(context.invocation_metadata()).get("authorization")
-        if not same_token(shown, self._token):
+        header = dict(context.invocation_metadata()).get("authorization")
+        if not same_token(header, self._token):
             self._abort_call(context, grpc.StatusCode.UNAUTHENTICATED, "wrong token")
         if len(data) > self._max_bytes:
             size = f"{bytes_text(len(data))} of {bytes_text(self._max_bytes)}"
@@ -216,8 +212,7 @@ def _server_options(max_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", 4 * max_bytes),
         ("grpc.max_metadata_size", 16 * 1024),
         ("grpc.max_concurrent_streams", 256),
-        # Two servers must not share a port unnoticed.
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", 0),  # two servers must not share a port unnoticed
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),
         ("grpc.keepalive_permit_without_calls", 1),
     ]

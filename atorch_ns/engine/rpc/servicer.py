@@ -1,4 +1,4 @@
-"""Servicer: translates the calls of the protocol to those of :class:`Coordinator`. Knows messages, no sockets."""
+"""Servicer: translates calls of the protocol to those of :class:`Coordinator`. Knows messages, no sockets."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Calls:
     Args:
         jobs: the coordinators by job.
         room: bound of the callers that wait at once.
-        wanted: whether the caller still waits for the answer.
+        active: whether the caller still waits for the answer.
     """
 
     def __init__(
-        self, jobs: EngineJobs | OneJob, room: threading.BoundedSemaphore, wanted: Callable[[], bool]
+        self, jobs: EngineJobs | OneJob, room: threading.BoundedSemaphore, active: Callable[[], bool]
     ) -> None:
-        self._jobs, self._room, self._wanted = jobs, room, wanted
+        self._jobs, self._room, self._active = jobs, room, active
 
     def create_job(self, request: pb.CreateJobRequest) -> pb.CreateJobReply:
         """Makes a job on a standalone engine."""
@@ -65,7 +65,7 @@ class Calls:
                 request.caller.rank,
                 request.done_id,
                 wait_s=min(max(request.wait_s, 0.0), _MAX_WAIT_S) if room else 0.0,
-                wanted=self._wanted,
+                active=self._active,
             )
         finally:
             if room:

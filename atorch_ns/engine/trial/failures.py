@@ -1,4 +1,4 @@
-"""Failures of trials: the kind of an exception, its cause in one line, and the counts of processes killed for memory."""
+"""Failures of trials: an exception's kind, its cause in one line, and the system's kills for memory."""
 
 from __future__ import annotations
 
@@ -70,13 +70,7 @@ class Failure:
 
 
 def explain(error: BaseException, *, applying: bool) -> Failure:
-    """Reads an exception.
-
-    Args:
-        error: the exception.
-        applying: whether the strategy was still being applied, so that an error of this package's own says
-            that it cannot be.
-    """
+    """Reads an exception. While ``applying`` a strategy, this package's own errors are refusals of it."""
     text = error_text(error, 1000)
     if isinstance(error, NonFiniteLoss):
         return Failure("non-finite", str(error))

@@ -36,24 +36,23 @@ from atorch_ns.torch_compat import process_groups
 def structure_with_values(model: nn.Module) -> nn.Module:
     """A copy with parameters on meta that, when materialised, have the statistics of the originals.
 
-    Ties, buffers, hooks and settings are kept. An attribute that cannot be copied (a lock, an open
-    file) is shared with the original.
+    Ties, buffers, hooks and settings are kept. Attributes that cannot be copied (locks, files) are shared.
     """
-    copied, _ = structure_of(model, shallow=False)
-    named = model.named_parameters(remove_duplicate=False)
-    moments = {name: moments_of(tensor) for name, tensor in named if not tensor.is_meta}
+    copy, _ = structure_of(model, shallow=False)
+    parameters = model.named_parameters(remove_duplicate=False)
+    moments = {name: moments_of(tensor) for name, tensor in parameters if not tensor.is_meta}
     if moments:
-        object.__setattr__(copied, "_init_weights", ValueFiller(copied, moments))
-    return copied
+        object.__setattr__(copy, "_init_weights", ValueFiller(copy, moments))
+    return copy
 
 
 class InProcessWorker:
     """Runs trials in this process, over its process group, on a copy of the model's structure.
 
-    Weights, buffers, random states, threads and process groups are restored afterwards. Isolation is limited to
-    what one process allows: cancelling and the deadline take effect between blocks of steps, so a trial
-    that hangs in a collective hangs the search until the group's own timeout, one that crashes ends the
-    process, and what else the process holds reduces the memory of a trial. Nothing is logged to files.
+    Weights, buffers, random states, threads and process groups are restored afterwards. Isolation is
+    limited. Cancelling and the deadline take effect between blocks of steps, so a trial that hangs in a
+    collective hangs the search until the group's timeout. One that crashes ends the process. Memory that the
+    process holds reduces that of a trial. Nothing is logged to files.
 
     Args:
         inputs: the user's objects, with a small dataset.
@@ -69,7 +68,7 @@ class InProcessWorker:
 
     def run(self, task: TrialTask, cancelled: Callable[[], bool]) -> RankReport:
         """Runs a trial; see :class:`~atorch_ns.engine.Worker`. Collective."""
-        started = time.monotonic()
+        start = time.monotonic()
         if task.kind == "single":
             reason = "a trial in one process cannot have the process group that this one is in"
             return RankReport(task_id=task.id, rank=self._cluster.rank, status="refused", reason=reason)
@@ -77,7 +76,7 @@ class InProcessWorker:
         def interrupt() -> Interrupted | None:
             if cancelled():
                 return Interrupted("cancelled", "ended between two blocks of steps")
-            if time.monotonic() - started > task.deadline_s:
+            if time.monotonic() - start > task.deadline_s:
                 return Interrupted("hung", f"still running after {task.deadline_s:g} s")
             return None
 
@@ -95,7 +94,7 @@ class InProcessWorker:
                 self._registry,
                 memory_limit_bytes=self._memory_limit_bytes,
                 interrupt=interrupt,
-                started=started,
+                start=start,
             )
         return run.report
 
@@ -122,7 +121,7 @@ def _kept_groups() -> Iterator[None]:
     finally:
         gc.collect()  # meshes and wrappers in reference cycles use the groups until they are freed
         for group in process_groups():
-            if all(group is not known for known in before):
+            if all(group is not other for other in before):
                 _destroy_group(group)
 
 
@@ -142,12 +141,11 @@ def make_worker(
     rendezvous: Rendezvous | None,
     log_dir: Path,
     obstacle: str | None,
-    carried: Mapping[str, Any] | None = None,
+    states: Mapping[str, Any] | None = None,
 ) -> Worker:
     """The worker of this rank; it ends with ``stack``.
 
-    Trials run in this process if ``obstacle`` says why the arguments of some rank cannot be sent to another one;
-    else as :class:`TrialWorker` has it.
+    Trials run in this process if ``obstacle`` says why some rank's arguments cannot be sent to another one.
     """
     limit = memory_limit(cluster, request.settings).num_bytes or None
     if obstacle is None:
@@ -159,7 +157,7 @@ def make_worker(
             memory_limit_bytes=limit,
             enforce_limit=request.settings.memory_limit_gib is not None,
             keep_logs=False,
-            carried=carried,
+            carried=states,
         )
     else:
         worker = InProcessWorker(inputs, cluster, memory_limit_bytes=limit)

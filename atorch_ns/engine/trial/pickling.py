@@ -1,10 +1,9 @@
 """Pickling of the user's objects for a trial worker: the model's structure, not its weights.
 
-A worker is a child of the process that packs for it and reads only what its parent wrote, so pickle runs no
-code here that the user does not run anyway. Classes and functions of ``__main__``, and lambdas, are sent by
-value. Parameters are replaced by tensors on the meta device with what their values look like
-(:class:`~atorch_ns.engine.trial.pickling.Moments`); so are buffers above :data:`LARGE_BYTES`. Other tensors
-are sent by value.
+A worker reads only what its parent process packed, so pickle runs no code here that the user does not run
+anyway. Classes and functions of ``__main__``, and lambdas, are sent by value. Parameters, and buffers above
+:data:`LARGE_BYTES`, are replaced by tensors on the meta device with moments of their values
+(:class:`~atorch_ns.engine.trial.pickling.Moments`). Other tensors are sent by value.
 
 A trial needs weights with which the model behaves as it does in training: norms near one, logits that are
 finite. Drawn from the moments of the originals they are, and no initialisation needs to be known.
@@ -98,8 +97,8 @@ class ValueFiller:
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    named = (*module._parameters.items(), *module._buffers.items())
-    return {name: tensor for name, tensor in named if tensor is not None and not tensor.is_meta}
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    return {name: tensor for name, tensor in tensors if tensor is not None and not tensor.is_meta}
 
 
 def _initialise_module(module: nn.Module) -> None:
@@ -176,30 +175,30 @@ def pack(
 
 
 def unpack(data: bytes) -> Unpacked:
-    """Rebuilds what :func:`pack` made. Imports the user's modules; the only torch operators it runs are copies."""
+    """Rebuilds what :func:`pack` made. Imports the user's modules; runs no torch operators but copies."""
     reader = _Unpickler(io.BytesIO(data))
     inputs: Inputs
-    carried: dict[str, Any]
-    inputs, carried = reader.load()
+    states: dict[str, Any]
+    inputs, states = reader.load()
     model = inputs.model
     if reader.moments:
         # What materialises a model asks the model itself for initial values first.
-        known = {id(tensor): moments for tensor, moments in reader.moments}
+        by_id = {id(tensor): moments for tensor, moments in reader.moments}
         tensors = itertools.chain(
             model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
         )
-        named = {name: known[id(tensor)] for name, tensor in tensors if id(tensor) in known}
-        object.__setattr__(model, "_init_weights", ValueFiller(model, named))
-    return Unpacked(inputs, reader.on_device, carried)
+        by_name = {name: by_id[id(tensor)] for name, tensor in tensors if id(tensor) in by_id}
+        object.__setattr__(model, "_init_weights", ValueFiller(model, by_name))
+    return Unpacked(inputs, reader.on_device, states)
 
 
-def describe_unpicklable(inputs: Inputs, carried: Mapping[str, Any] | None = None) -> str | None:
+def describe_unpicklable(inputs: Inputs, states: Mapping[str, Any] | None = None) -> str | None:
     """A clause naming the argument that cannot be sent to a trial worker, and why; ``None`` if all can."""
     try:
-        _pickle_value((_for_trials(inputs), dict(carried or {})), inputs.model)
+        _pickle_value((_for_trials(inputs), dict(states or {})), inputs.model)
     except Exception as error:
         reason = f"the arguments cannot be pickled: {error_text(error, 200)}"
-        return _unpicklable_argument(inputs, carried) or reason
+        return _unpicklable_argument(inputs, states) or reason
     return None
 
 
@@ -210,10 +209,10 @@ def _for_trials(inputs: Inputs) -> Inputs:
     return replace(inputs, dataloader_args=args, lr_scheduler_cls=None, lr_scheduler_args=None)
 
 
-def _unpicklable_argument(inputs: Inputs, carried: Mapping[str, Any] | None) -> str | None:
-    prepared = _for_trials(inputs)
-    values = {name: getattr(prepared, name) for name in _SENT}
-    values |= {f"what was registered for {name}": state for name, state in (carried or {}).items()}
+def _unpicklable_argument(inputs: Inputs, states: Mapping[str, Any] | None) -> str | None:
+    trial_inputs = _for_trials(inputs)
+    values = {name: getattr(trial_inputs, name) for name in _SENT}
+    values |= {f"what was registered for {name}": state for name, state in (states or {}).items()}
     for name, value in values.items():
         try:
             _pickle_value(value, inputs.model)

@@ -49,9 +49,7 @@ class Rendezvous:
 
 
 def open_rendezvous(cluster: Cluster) -> tuple[Store, Rendezvous]:
-    """Starts the store; called on rank 0 only.
-
-    It listens on loopback where all ranks are on one node, else on all interfaces.
+    """Starts the store, on rank 0 only. It listens on loopback for ranks of one node, else on all interfaces.
 
     Returns:
         The store, which lives as long as it is referenced, and its address for all ranks.
@@ -133,15 +131,24 @@ def be_trial(
 
     ``loading_bytes`` of host memory were taken by loading what a process that trains loads as well.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     if task.kind == "single":
-        # A script that is started without a launcher has torch's default, a thread for each core. Launchers give each rank
+        # Without a launcher a script has torch's default, a thread for each core. Launchers give each rank
         # its share of the cores, and torchrun a single thread.
         setting = replace(setting, cluster=setting.cluster.alone, num_threads=num_usable_cores())
     try:
         _prepare_process(setting, task, log)
         group = _Group()
-        run = _join_and_run(group, job, setting, registry, task, report_fd, started, loading_bytes)
+        run = _join_and_run(
+            group,
+            job,
+            setting,
+            registry,
+            task=task,
+            report_fd=report_fd,
+            start=start,
+            loading_bytes=loading_bytes,
+        )
         sys.stdout.flush()  # os._exit flushes nothing
         sys.stderr.flush()
         report = REPORT.dump_python(run.report, mode="json")
@@ -168,9 +175,10 @@ def _join_and_run(
     job: Unpacked,
     setting: TrialSetting,
     registry: Registry,
+    *,
     task: TrialTask,
     report_fd: int,
-    started: float,
+    start: float,
     loading_bytes: int,
 ) -> TrialRun:
     def enter(phase: str) -> None:
@@ -196,7 +204,7 @@ def _join_and_run(
         begins_whole=setting.begins_whole and setting.enforce_limit,
         held_bytes=loading_bytes if setting.cluster.device_type == "cpu" else 0,
         on_phase=enter,
-        started=started,
+        start=start,
     )
 
 
@@ -231,7 +239,7 @@ class _Group:
         )
 
     def leave_together(self) -> None:
-        """Keeps connections open until all ranks have finished their last collective, for two seconds at most."""
+        """Keeps connections open until all ranks have finished their last collective, at most two seconds."""
         if self._world_size == 1:
             return
         limit = time.monotonic() + _LINGER_S

@@ -36,8 +36,7 @@ class CollectiveCount(TorchDispatchMode):
     """Counts the collectives that are started inside its ``with`` block, by Python or by C++ (DDP's buckets).
 
     Attributes:
-        totals: by kind, the number of calls and the total bytes of the whole tensors (the gathered result, or
-            the reduced input).
+        totals: by kind, the calls and the bytes of whole tensors (the gathered result, or the reduced input).
         record_bytes: what torch's flight recorder keeps of them, in host memory.
     """
 
@@ -62,10 +61,10 @@ class CollectiveCount(TorchDispatchMode):
         return result
 
     def _count_collective(self, operator: str, args: tuple[Any, ...], result: Any) -> None:
-        known = _KINDS.get(operator)
-        if known is None:  # barriers, waits and other operators that move no tensor
+        entry = _KINDS.get(operator)
+        if entry is None:  # barriers, waits and other operators that move no tensor
             return
-        kind, where = known
+        kind, where = entry
         whole = result if where == "result" else args[int(where)]
         calls, num_bytes = self.totals.get(kind, (0, 0))
         num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(whole))
@@ -75,7 +74,7 @@ class CollectiveCount(TorchDispatchMode):
 
 
 def record_entries() -> int:
-    """Collectives that torch's flight recorder keeps, the last of all: the number that the variable begins with, as C++ reads it."""
+    """Number of latest collectives that torch's flight recorder keeps, read from its variable as C++ does."""
     setting = next((os.environ[name] for name in _RECORD_SIZES if name in os.environ), "")
     number = re.match(r"\s*[+-]?\d+", setting)
     # torch's default where the variable is not set or no number.
@@ -96,9 +95,9 @@ class RankReport:
         status: status on this rank.
         step_seconds: each timed step, the maximum over ranks; the same on every rank.
         peak_bytes: the most that tensors (CPU) or the allocator (GPU) held; ``None`` if it was not measured.
-        process_bytes: the most that the process (CPU) or its part of the device (GPU) grew by, tensors among it;
-            ``None`` if it was not measured.
-        further_bytes: what a run of 1,000 steps is expected to add to that, by the growth over the trial's steps.
+        process_bytes: the most that the process (CPU) or its part of the device (GPU) grew by, tensors
+            among it; ``None`` if it was not measured.
+        further_bytes: expected addition of a run of 1,000 steps, by the growth over the trial's steps.
         state_bytes: parameters, gradients and optimizer states after the last step.
         collectives: calls and bytes in one step by kind.
         loss: loss of the last step, the mean over ranks.
@@ -137,8 +136,7 @@ class Worker(Protocol):
 
         Args:
             task: the task to run. Overrunning ``task.deadline_s`` gives the status "hung".
-            cancelled: polled several times a second; once it is true (another rank failed, the search ended),
-                the trial is ended and the status is "cancelled".
+            cancelled: polled several times a second; once true, the trial ends with the status "cancelled".
         """
 
     def close(self) -> None:

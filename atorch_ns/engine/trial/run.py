@@ -116,7 +116,7 @@ def run_trial(
     begins_whole: bool = False,
     on_phase: Callable[[str], None] = lambda phase: None,
     interrupt: Callable[[], Interrupted | None] = lambda: None,
-    started: float | None = None,
+    start: float | None = None,
 ) -> TrialRun:
     """Runs a task; collective. Changes the model; every failure becomes a report.
 
@@ -126,19 +126,19 @@ def run_trial(
         task: the task to run.
         registry: the methods.
         memory_limit_bytes: a trial that needs more than this is "out of memory".
-        enforce_limit: whether the system is to enforce the limit while the trial runs, so that it ends as training would.
+        enforce_limit: whether the system enforces the limit, so that the trial ends as training would.
         held_bytes: bytes that count towards the limit and that this process has taken before.
-        begins_whole: whether the weights are made before the strategy is applied, as those of a model that a user has built.
+        begins_whole: whether weights are made before the strategy is applied, as in a user's whole model.
         on_phase: called with a short name when each phase begins.
         interrupt: polled between blocks of steps; what it returns on any rank ends the trial on all.
-        started: when the task arrived (``time.monotonic``); ``None`` for now.
+        start: when the task arrived (``time.monotonic``); ``None`` for now.
     """
-    started = time.monotonic() if started is None else started
-    enforced = memory_limit_bytes if enforce_limit else None
+    start = time.monotonic() if start is None else start
+    enforced_bytes = memory_limit_bytes if enforce_limit else None
     # No allocator counts CUDA's context, which is there before the limit is.
     held_bytes += CONTEXT_BYTES if cluster.device_type == "cuda" else 0
     trial = _Trial(
-        inputs, cluster, task, registry, on_phase, interrupt, started, enforced, held_bytes, begins_whole
+        inputs, cluster, task, registry, on_phase, interrupt, start, enforced_bytes, held_bytes, begins_whole
     )
     report = RankReport(task_id=task.id, rank=cluster.rank, status="ok")
     failure = Failure("ok", "")
@@ -192,7 +192,7 @@ class _Trial:
     def measure(self, report: RankReport) -> RankReport:
         """The report with the measurements."""
         device = torch.device(self.cluster.device)
-        executed = CollectiveCount()
+        collectives = CollectiveCount()
         with track_memory(device) as memory:
             # A record takes memory itself: the process is measured, and held to the limit, without one.
             memory.pause()
@@ -200,9 +200,9 @@ class _Trial:
                 ran = self._run_steps(device)
                 # The steps that are watched come last, so that no other one pays for it.
                 self.enter("the step whose collectives are counted")
-                with executed:
+                with collectives:
                     _finite_loss(ran.result.train_step(next(ran.batches)), ran.growth.num_steps + 1)
-                further_bytes = ran.growth.further(executed if device.type == "cpu" else None)
+                further_bytes = ran.growth.further(collectives if device.type == "cpu" else None)
                 if self.enforced and ran.verdict == "enough":
                     self._run_with_less(ran, further_bytes, device)
             self.enter("the step whose tensors are counted")
@@ -217,7 +217,7 @@ class _Trial:
             process_bytes=ran.process_bytes,
             further_bytes=further_bytes,
             state_bytes=states,
-            collectives=executed.totals,
+            collectives=collectives.totals,
             enforced=self.enforced,
             loss=ran.loss,
         )
@@ -282,7 +282,7 @@ class _Trial:
             number = growth.num_steps  # a doubling
             ready_s = time.monotonic() - self.started + number * step_seconds
             interruption = self.interrupt()
-            rising, late, interrupted = _max_over_ranks(
+            rising, late, is_interrupted = _max_over_ranks(
                 [
                     float(not growth.is_level),
                     float(ready_s > self.task.deadline_s / 2),
@@ -290,7 +290,7 @@ class _Trial:
                 ],
                 self.cluster,
             )
-            if interrupted:
+            if is_interrupted:
                 raise interruption or Interrupted("cancelled", "another rank ended the trial")
             if not rising or late:
                 return
@@ -305,11 +305,11 @@ class _Trial:
             Materialiser(self.inputs.model, device, seed=0).materialise([self.inputs.model])
         self.enter("applying the strategy")
         profile = Profile.of(self.inputs.model)
-        resolved = resolve(Strategy(self.task.steps), self.cluster, self.registry, profile=profile)
-        if self.begins_whole and any(resolved.plan.size(axis) > 1 for axis in MODEL_AXES):
+        resolution = resolve(Strategy(self.task.steps), self.cluster, self.registry, profile=profile)
+        if self.begins_whole and any(resolution.plan.size(axis) > 1 for axis in MODEL_AXES):
             # A job that is given this strategy makes this comparison, within the same limit.
-            check_division(self.inputs, self.cluster, resolved, self.registry)
-        result = apply_strategy(self.inputs, self.cluster, resolved)
+            check_division(self.inputs, self.cluster, resolution, self.registry)
+        result = apply_strategy(self.inputs, self.cluster, resolution)
         for axis, (method, reason) in result.job.idle_axes.items():
             refusal = StrategyError(f"the axis {axis} divides nothing of this model: {reason}")
             refusal.refused_by = method
@@ -331,14 +331,14 @@ class _Trial:
             block = []
             for _ in range(max(1, min(rule.block_steps, rule.max_steps - len(times)))):
                 batch = next(batches)
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 loss = result.train_step(batch)
                 if self.cluster.device_type == "cuda":
                     torch.cuda.synchronize()  # train_step returns while its kernels run
-                block.append(time.perf_counter() - begun)
+                block.append(time.perf_counter() - start)
             interruption = self.interrupt()
-            *block, interrupted = _max_over_ranks([*block, float(interruption is not None)], self.cluster)
-            if interrupted:
+            *block, is_interrupted = _max_over_ranks([*block, float(interruption is not None)], self.cluster)
+            if is_interrupted:
                 raise interruption or Interrupted("cancelled", "another rank ended the trial")
             times += block
             growth.step(len(block))
@@ -383,16 +383,15 @@ class _GrowthOverSteps:
     def further(self, collectives: CollectiveCount | None) -> int:
         """Bytes that a long run is expected to add.
 
-        Args:
-            collectives: those of a step, where torch's recorder keeps them in the memory that is measured. It fills at a
-                rate of a few entries a step, more slowly than a trial can see.
+        ``collectives`` are those of a step, if torch's recorder keeps them in the measured memory. It fills
+        by a few entries a step, more slowly than a trial can see.
         """
         growth = self._growth.until(LONG_RUN)
         if collectives is None or not collectives.totals:
             return growth
         calls, entries = sum(number for number, _ in collectives.totals.values()), record_entries()
-        left = min(entries, LONG_RUN * calls) - min(entries, self.num_steps * calls)
-        return growth + left * collectives.record_bytes // calls
+        remaining_entries = min(entries, LONG_RUN * calls) - min(entries, self.num_steps * calls)
+        return growth + remaining_entries * collectives.record_bytes // calls
 
 
 def _cycle_batches(result: Result) -> Iterator[Any]:
@@ -427,10 +426,10 @@ def _max_over_ranks(values: Sequence[float], cluster: Cluster) -> list[float]:
 def _held_to(limit: int | None, report: RankReport) -> RankReport:
     process, further, tensors = report.process_bytes, report.further_bytes, report.peak_bytes
     # A process that had kept memory free grows by less than its tensors take.
-    needed = max(0 if process is None else process + further, tensors or 0)
-    if limit is None or needed <= limit:
+    needed_bytes = max(0 if process is None else process + further, tensors or 0)
+    if limit is None or needed_bytes <= limit:
         return report
-    what = f"a step holds {bytes_text(needed)} at its peak"
+    what = f"a step holds {bytes_text(needed_bytes)} at its peak"
     if process is not None and process + further > limit:
         part = "" if tensors is None else f" ({bytes_text(tensors)} of it tensors)"
         what = f"its process grew by {bytes_text(process)}{part}"
@@ -439,5 +438,5 @@ def _held_to(limit: int | None, report: RankReport) -> RankReport:
     return replace(
         report,
         status="out of memory",
-        reason=f"{what}, {bytes_text(needed - limit)} more than the limit of {bytes_text(limit)}",
+        reason=f"{what}, {bytes_text(needed_bytes - limit)} more than the limit of {bytes_text(limit)}",
     )

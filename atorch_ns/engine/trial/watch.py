@@ -51,7 +51,7 @@ class TrialWatch:
 
     def follow(self, cancelled: Callable[[], bool]) -> RankReport:
         """Waits until the trial has ended, whatever ends it; its report."""
-        started = time.monotonic()
+        start = time.monotonic()
         kills = oom_kills()  # compared when the trial dies
         self.process.command(
             {"do": "trial", "task": TASK.dump_python(self.task, mode="json"), "log": str(self.log)}
@@ -61,16 +61,16 @@ class TrialWatch:
             if self.report is None and self.exit_code is None:
                 if cancelled():
                     self.kill()
-                    return self._make_report("cancelled", started, f"ended in the phase: {self.phase}")
-                if time.monotonic() - started > self.task.deadline_s:
-                    return self._report_hang(started)
-            elif time.monotonic() - started > self.task.deadline_s + _KILL_LIMIT_S:
+                    return self._make_report("cancelled", start, f"ended in the phase: {self.phase}")
+                if time.monotonic() - start > self.task.deadline_s:
+                    return self._report_hang(start)
+            elif time.monotonic() - start > self.task.deadline_s + _KILL_LIMIT_S:
                 self.kill()  # it has reported and does not exit
         if self.report is None:
-            return self._report_death(started, kills)
+            return self._report_death(start, kills)
         if self.secondary and _waits_for(cancelled, _PEER_GRACE_S):
-            return self._make_report("cancelled", started, f"lost another rank: {self.report.reason}")
-        total = time.monotonic() - started
+            return self._make_report("cancelled", start, f"lost another rank: {self.report.reason}")
+        total = time.monotonic() - start
         setup = self.report.setup_seconds
         late = max(0.0, total - self.report.total_seconds)  # forking and, without sound forks, importing
         return replace(self.report, setup_seconds=setup + late if setup else 0.0, total_seconds=total)
@@ -96,7 +96,7 @@ class TrialWatch:
         elif event["is"] == "ended":
             self.exit_code = event["exit_code"]
 
-    def _report_hang(self, started: float) -> RankReport:
+    def _report_hang(self, start: float) -> RankReport:
         before = _file_size(self.log)
         self.process.command({"do": "stacks"})
         limit = time.monotonic() + _STACKS_LIMIT_S
@@ -108,9 +108,9 @@ class TrialWatch:
         self.kill()
         where = _innermost_frame(self.log, before)
         reason = f"no report within {self.task.deadline_s:.3g} s; it was in the phase: {self.phase}{where}"
-        return self._make_report("hung", started, reason)
+        return self._make_report("hung", start, reason)
 
-    def _report_death(self, started: float, kills: tuple[int, ...]) -> RankReport:
+    def _report_death(self, start: float, kills: tuple[int, ...]) -> RankReport:
         if self.exit_code is None:
             how = f"the trial worker ended ({self.process.how_it_died()})"
         elif self.exit_code >= 0:
@@ -122,9 +122,9 @@ class TrialWatch:
         if by_system:
             how += ", as the system ran out of memory"
         status: TrialStatus = "out of memory" if by_system else "died"
-        return self._make_report(status, started, f"{how} in the phase: {self.phase}")
+        return self._make_report(status, start, f"{how} in the phase: {self.phase}")
 
-    def _make_report(self, status: TrialStatus, started: float, reason: str) -> RankReport:
+    def _make_report(self, status: TrialStatus, start: float, reason: str) -> RankReport:
         if status != "cancelled":  # a trial that could not tell its end leaves a log all the same
             with contextlib.suppress(OSError), self.log.open("a", encoding="utf-8") as log:
                 log.write(f"{status}: {reason}\n")
@@ -133,7 +133,7 @@ class TrialWatch:
             rank=self.rank,
             status=status,
             reason=reason,
-            total_seconds=time.monotonic() - started,
+            total_seconds=time.monotonic() - start,
         )
 
 

@@ -30,8 +30,7 @@ def new_log_folder(path: Path | None) -> tuple[Path, str]:
     It belongs to this search alone: reports of earlier ones name the files of theirs.
 
     Args:
-        path: the folder to make, with a number behind its name where that is taken; ``None`` for a temporary
-            one.
+        path: the folder to make, numbered where its name is taken; ``None`` for a temporary one.
 
     Returns:
         The folder, and why it is a temporary one although ``path`` was given; else an empty text.
@@ -50,8 +49,7 @@ def new_log_folder(path: Path | None) -> tuple[Path, str]:
 def log_folder(shared: Path) -> Iterator[Path]:
     """The folder on this rank's machine; a temporary one of its own where it cannot be made there.
 
-    It is removed at the end if nothing is written in it: by the last rank of a machine. Empty files are those of
-    ranks that were killed.
+    A machine's last rank removes it in the end if it holds only empty files, which killed ranks leave.
     """
     try:
         shared.mkdir(mode=0o700, exist_ok=True)
@@ -114,7 +112,7 @@ class TrialWorker:
         keep_logs: bool = True,
         carried: Mapping[str, Any] | None = None,
     ) -> None:
-        self._carried = carried
+        self._method_states = carried
         self._keep_logs = keep_logs
         self._keep_own_log = keep_logs
         self._inputs = inputs
@@ -138,8 +136,7 @@ class TrialWorker:
     def run(self, task: TrialTask, cancelled: Callable[[], bool]) -> RankReport:
         """Runs a trial; see :class:`~atorch_ns.engine.Worker`.
 
-        The deadline counts from when the helper is ready. A trial that is cancelled, hangs or overruns is
-        killed with everything it started.
+        The deadline counts once the helper is ready. A cancelled or late trial is killed with all it started.
         """
         if task.kind == "single" and self._rank:  # rank 0 runs it alone
             return RankReport(task_id=task.id, rank=self._rank, status="ok")
@@ -207,7 +204,7 @@ class TrialWorker:
             # A module that the helper cannot import: its classes and functions are sent by value instead.
             if missing in sys.modules and missing not in self._by_value:
                 self._by_value += (missing,)
-                self._job = pack(self._inputs, by_value=self._by_value, carried=self._carried)
+                self._job = pack(self._inputs, by_value=self._by_value, carried=self._method_states)
                 process.close()
                 self._own_log.unlink(missing_ok=True)  # it names the module that is sent now
                 self._process = self._start_process()

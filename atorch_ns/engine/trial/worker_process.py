@@ -65,8 +65,8 @@ class Receiver:
             message = self._take_message()
             if message is not None or self.closed:
                 return message
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._fd], [], [], left)[0]:
+            remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._fd], [], [], remaining_s)[0]:
                 return None
             chunk = os.read(self._fd, _CHUNK)
             self._data += chunk
@@ -117,17 +117,17 @@ class WorkerProcess:
         self.ready = False
         self.broken: Mapping[str, Any] | None = None
         # A file, not a pipe: it can be of any size and is read again by trials that load everything anew.
-        with tempfile.TemporaryFile() as packed, log.open("ab") as output:
-            pickle.dump((setting, job), packed)
-            packed.seek(0)
-            passed = (commands_read, events_write, packed.fileno())
+        with tempfile.TemporaryFile() as job_file, log.open("ab") as output:
+            pickle.dump((setting, job), job_file)
+            job_file.seek(0)
+            fds = (commands_read, events_write, job_file.fileno())
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, *map(str, passed), json.dumps(list(map(str, sys.path)))],
+                    [sys.executable, "-c", _BOOT, *map(str, fds), json.dumps(list(map(str, sys.path)))],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    pass_fds=passed,
+                    pass_fds=fds,
                     env={**os.environ, **_NO_CUDA_CONTEXT},
                     process_group=0,
                 )

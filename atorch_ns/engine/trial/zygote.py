@@ -1,13 +1,12 @@
 """The zygote: a helper process that has everything imported and forks a fresh process for every trial.
 
-Started by :mod:`atorch_ns.engine.trial.worker_process`, one on each rank. It runs no operator on several threads
-and never initialises CUDA, so forks of it are sound. Where an import has initialised it all the same, every trial is a
-new process that loads everything itself, seconds slower. It ends when its parent closes the pipe or is gone, and
-takes the running trial with it.
+:mod:`atorch_ns.engine.trial.worker_process` starts one on each rank. It runs no operator on several threads
+and never initialises CUDA, so its forks are sound. Where an import has initialised CUDA all the same, every
+trial is a new process that loads everything itself, seconds slower. It ends when its parent closes the pipe
+or is gone, and takes the running trial with it.
 
 Messages from the parent: ``trial`` (a task and its log file), ``stacks``, ``kill``. To the parent: ``ready``
-or ``broken`` once, then ``phase`` and ``report`` of the running trial as they come, and ``ended`` with its
-exit code.
+or ``broken`` once, then ``phase`` and ``report`` of the running trial, and ``ended`` with its exit code.
 """
 
 from __future__ import annotations
@@ -67,14 +66,14 @@ def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
         events_fd: pipe to write to.
         job_fd: file with the pickled setting and the user's packed objects, from its beginning.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     torch.set_num_threads(1)  # trials set their own; threads that exist before a fork are lost in it
-    # Packages ask for GPUs when they are imported. By the driver's library the question leaves this process as it is;
+    # Packages ask for GPUs when imported. By the driver's library the question leaves this process as it is;
     # by the runtime it would spoil CUDA for every fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     try:
-        loaded = _Loaded.read(job_fd)
-        forks = _forks_are_sound(loaded.setting.cluster)
+        contents = _Loaded.read(job_fd)
+        forks = _forks_are_sound(contents.setting.cluster)
     except BaseException as error:
         traceback.print_exc()
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
@@ -84,8 +83,8 @@ def main(commands_fd: int, events_fd: int, job_fd: int) -> None:
     gc.collect()
     gc.freeze()  # collections in forks write to no object that is here now, so its pages stay shared
     with contextlib.suppress(BrokenPipeError):
-        send(events_fd, {"is": "ready", "seconds": time.monotonic() - started})
-        _Zygote(loaded, commands_fd, events_fd, job_fd=None if forks else job_fd).serve()
+        send(events_fd, {"is": "ready", "seconds": time.monotonic() - start})
+        _Zygote(contents, commands_fd, events_fd, job_fd=None if forks else job_fd).serve()
 
 
 def fresh_trial(job_fd: int, report_fd: int, log: str, task: str) -> NoReturn:
@@ -97,13 +96,13 @@ def fresh_trial(job_fd: int, report_fd: int, log: str, task: str) -> NoReturn:
         log: the trial's file.
         task: as JSON.
     """
-    loaded = _Loaded.read(job_fd)
+    contents = _Loaded.read(job_fd)
     be_trial(
-        loaded.job,
-        loaded.setting,
-        loaded.registry,
+        contents.job,
+        contents.setting,
+        contents.registry,
         TASK.validate_json(task),
-        loading_bytes=loaded.loading_bytes,
+        loading_bytes=contents.loading_bytes,
         log=Path(log),
         report_fd=report_fd,
     )
@@ -111,7 +110,7 @@ def fresh_trial(job_fd: int, report_fd: int, log: str, task: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """What trials share: the setting, the user's objects, the methods, and the bytes that loading these took."""
+    """Things that trials share: setting, user's objects, methods, and the bytes that loading these took."""
 
     setting: TrialSetting
     job: Unpacked
@@ -138,8 +137,7 @@ class _Loaded:
 
 @contextlib.contextmanager
 def _process_groups_pretended(cluster: Cluster) -> Iterator[None]:
-    # A user's module may start the process group when it is imported. A real one would wait here for other
-    # ranks, or be in the way of the groups of trials.
+    # A module may start the process group on import: it would wait for other ranks, or hinder trials' groups.
     real = dist.init_process_group
 
     def pretend(*_: Any, **__: Any) -> None:
@@ -159,8 +157,7 @@ def _warm_up() -> None:
     for module in _WARM:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    # The first step of an optimizer imports much as well. No backward: where there is a GPU it would start
-    # threads that a fork misses.
+    # An optimizer's first step imports much as well. No backward: on a GPU it starts threads that forks miss.
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
     torch.optim.AdamW([weight]).step()
@@ -212,8 +209,8 @@ class _Trial:
 class _Zygote:
     """Loop of the zygote: one command, message or end of a trial at a time."""
 
-    def __init__(self, loaded: _Loaded, commands_fd: int, events_fd: int, *, job_fd: int | None) -> None:
-        self._loaded = loaded
+    def __init__(self, contents: _Loaded, commands_fd: int, events_fd: int, *, job_fd: int | None) -> None:
+        self._contents = contents
         self._job_fd = job_fd  # for trials that load everything anew; None where forks can be trials
         self._commands = Receiver(commands_fd)
         self._commands_fd = commands_fd
@@ -239,10 +236,10 @@ class _Zygote:
                 self._trial.kill()
 
     def _wait_for_events(self) -> None:
-        watched: list[Any] = [self._commands, self._woken]
+        sources: list[Any] = [self._commands, self._woken]
         if self._trial is not None and not self._trial.receiver.closed:
-            watched.append(self._trial.receiver)
-        ready = select.select(watched, [], [], _PARENT_CHECK_S)[0]
+            sources.append(self._trial.receiver)
+        ready = select.select(sources, [], [], _PARENT_CHECK_S)[0]
         if self._woken in ready:
             os.read(self._woken, 4096)
 
@@ -282,13 +279,13 @@ class _Zygote:
 
     def _be_trial(self, task: TrialTask, log: Path, report_fd: int) -> NoReturn:
         if self._job_fd is None:
-            loaded = self._loaded
+            contents = self._contents
             be_trial(
-                loaded.job,
-                loaded.setting,
-                loaded.registry,
+                contents.job,
+                contents.setting,
+                contents.registry,
                 task,
-                loading_bytes=loaded.loading_bytes,
+                loading_bytes=contents.loading_bytes,
                 log=log,
                 report_fd=report_fd,
             )

@@ -1,4 +1,4 @@
-"""Activations: bytes that the forward pass saves for the backward pass, and what each segment needs beyond that.
+"""Activations: bytes that the forward pass saves for the backward pass, and the other needs of each segment.
 
 Legend: R plans of one kind, s a segment, j one of its blocks.
 """
@@ -19,8 +19,7 @@ from atorch_ns.profile import Growth, PhaseCost, SegmentCost, Trace
 from atorch_ns.strategy import Plan
 
 GradientLife = Literal["none", "keeping", "passing"]
-"""The time for which a gradient of a parameter counts inside the stretch that makes it: none, to its end, or until
-it has been handed on."""
+"""How long a parameter's gradient counts in the stretch that makes it: not, to its end, until handed on."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,13 @@ class SegmentBytes:
         )
 
     def _let_go(self, s: int) -> np.ndarray | float:
-        """[R] bytes of hidden states that other ranks along ``sequence`` keep, of those that enter the first block."""
+        # [R] bytes of the first block's input that other ranks along ``sequence`` keep.
         segments = self.parts.trace.segments
         if segments[s].is_block or s + 1 == len(segments) or not segments[s + 1].is_block:
             return 0.0
         # Each rank goes on with its part of the sample; bytes that do not grow with it stay.
-        handed = replace(self.costs[s].output, constant=0.0)
-        return self.value(handed, s) * (1.0 - 1.0 / np.asarray(self.parts.positions(s + 1)))
+        output = replace(self.costs[s].output, constant=0.0)
+        return self.value(output, s) * (1.0 - 1.0 / np.asarray(self.parts.positions(s + 1)))
 
     @cached_property
     def until_return(self) -> np.ndarray:
@@ -118,14 +117,14 @@ Place = int | np.ndarray
 """A number of blocks: the same for all plans, or [R]."""
 
 COMPILED_SAVED = 0.78
-"""Share of activations that a compiled block keeps: AOTAutograd's min-cut partitioner, with ``aot_eager`` and
-``inductor`` alike, recomputes element-wise operators whose results no matrix product reads. It is that of Llama's
-and GPT-2's blocks; a block without products of activations (an MLP with one GELU) keeps all."""
+"""Share of activations that a compiled block keeps: AOTAutograd's min-cut partitioner recomputes element-wise
+operators whose results no matrix product reads (``aot_eager`` and ``inductor``). It is that of Llama's and
+GPT-2's blocks; a block without products of activations (an MLP with one GELU) keeps all."""
 
 _COMPILERS = ("inductor", "aot_eager")  # backends that run AOTAutograd's partitioner
 
 RNG_STATE_BYTES = 5056
-"""``torch.get_rng_state()`` of the CPU: recomputation keeps one for each block, and one more while it runs."""
+"""``torch.get_rng_state()`` of the CPU: recomputation keeps one per block, and one more while it runs."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +188,7 @@ class Activations:
     def forward_moments(self, s: int, j: Place) -> list[tuple[np.ndarray, np.ndarray | float]]:
         """Worst moments of a forward pass, each with the bytes of autocast's copies of parameters.
 
-        The cache of autocast is cleared when the model returns. The last stretch ends with the loss: then only
-        what is saved for the backward pass is left of the copies.
+        Autocast's cache is cleared when the model returns: at the loss, only copies saved for later remain.
         """
         if s < len(self.trace.segments) - 1:
             return [(self.forward(s, j), self.casts_made(s, j))]
@@ -207,10 +205,10 @@ class Activations:
         recomputes = self.recomputes(s, j)
         if recomputes is False:
             return np.asarray(alive + peak)
-        kept = self.bytes.outputs[s] + self._kept_inside(s)
-        again = self.bytes.saved[s] - kept  # saved anew before the backward pass of the block
+        checkpoint = self.bytes.outputs[s] + self._kept_inside(s)
+        again = self.bytes.saved[s] - checkpoint  # saved anew before the backward pass of the block
         # Recomputation stops as soon as everything saved is there again, so its output is not made.
-        running = self.bytes.forward_peaks[s] - kept
+        running = self.bytes.forward_peaks[s] - checkpoint
         # Of blocks that are recomputed as one, those before this one keep all that they have saved again.
         more = (self._start_positions[s] + j) % self.plan.recomputation.chunk * self.bytes.saved[s]
         worst = np.maximum(np.maximum(running, again), again + peak) + more
@@ -263,32 +261,31 @@ class Activations:
             total = total + self._cast_bytes[index] * (count - self._num_recomputed(index, count))
         return total + self._cast_bytes[s] * self.recomputes(s, j)
 
-    def _kept_bytes(self, s: int, count: Place) -> np.ndarray:
-        """[R] what the first ``count`` blocks of a segment keep."""
+    def _kept_bytes(self, s: int, count: Place) -> np.ndarray:  # [R] by the first ``count`` blocks
         again = self._num_recomputed(s, count)
-        kept = (count - again) * self._share_saved(s) * self.bytes.saved[s]
+        num_bytes = (count - again) * self._share_saved(s) * self.bytes.saved[s]
         if np.any(again):
             # A chunk of recomputed blocks keeps a random state, and its input unless that is in host memory.
             output = 0.0 if self.offloads else self.bytes.outputs[s]
             chunks = np.ceil(again / self.plan.recomputation.chunk)
-            kept = kept + chunks * (output + RNG_STATE_BYTES) + again * self._kept_inside(s)
-        return np.asarray(kept)
+            num_bytes = num_bytes + chunks * (output + RNG_STATE_BYTES) + again * self._kept_inside(s)
+        return np.asarray(num_bytes)
 
     def _share_saved(self, s: int) -> float:
         segments = self.trace.segments
         # Blocks alone are compiled, or the whole model where it has none.
-        compiled = segments[s].is_block or not any(segment.is_block for segment in segments)
-        if not compiled or self.plan.compiler not in _COMPILERS:
+        is_compiled = segments[s].is_block or not any(segment.is_block for segment in segments)
+        if not is_compiled or self.plan.compiler not in _COMPILERS:
             return 1.0
         return COMPILED_SAVED if any(each.name == "aten.mul" for each in self.costs[s].operators) else 1.0
 
     def _kept_inside(self, s: int) -> np.ndarray | float:
         """Bytes of a block that selective recomputation keeps beside its output: results of operators."""
-        saved = saved_results(self.plan, self.costs[s])
+        results = saved_results(self.plan, self.costs[s])
         is_compiled = self.plan.compiler in _COMPILERS and self.trace.segments[s].is_block
         # A compiled graph keeps only those results that its backward pass reads.
-        kept = (each.read_again if is_compiled else each.size for each in saved)
-        return sum((self.bytes.value(growth, s) for growth in kept), 0.0)
+        growths = (each.read_again if is_compiled else each.size for each in results)
+        return sum((self.bytes.value(growth, s) for growth in growths), 0.0)
 
     def _num_recomputed(self, s: int, count: Place) -> Place:
         if not self._is_recomputable[s]:
@@ -301,11 +298,11 @@ class Activations:
 
     @cached_property
     def _recomputed_prefix_length(self) -> np.ndarray | None:
-        """[R] how many of the rank's blocks are recomputed, its first ones; ``None`` where it is every n-th."""
+        # [R] how many of the rank's first blocks are recomputed; ``None`` where it is every n-th.
         share = self.parts.recomputed_share(self.plan)
         if share is None:
             return None
-        able = sum(c for c, chosen in zip(self.parts.counts, self._is_recomputable, strict=True) if chosen)
+        able = sum(c for c, flag in zip(self.parts.counts, self._is_recomputable, strict=True) if flag)
         return np.asarray(np.floor(share * able + 0.5))  # rounded as the pipeline does (num_recomputed)
 
     @cached_property
@@ -334,7 +331,7 @@ class Activations:
     def _start_positions(self) -> tuple[Place, ...]:
         positions: list[Place] = []
         total: Place = 0
-        for count, chosen in zip(self.parts.counts, self._is_recomputable, strict=True):
+        for count, flag in zip(self.parts.counts, self._is_recomputable, strict=True):
             positions.append(total)  # recomputable blocks before the segment
-            total = total + (count if chosen else 0)
+            total = total + (count if flag else 0)
         return tuple(positions)

@@ -28,7 +28,7 @@ class Moment(NamedTuple):
 
     Attributes:
         name: index into :func:`moment_names`.
-        gradients: [R] of parameters, communication buckets included; one number where all plans have the same.
+        gradients: [R] of parameters, communication buckets included; a number where all plans agree.
         activations: [R] saved for the backward pass, and what operators need.
         temporaries: [R] gathered parameters, casts, buffers of collectives.
     """
@@ -40,8 +40,7 @@ class Moment(NamedTuple):
 
 
 def moment_names(trace: Trace) -> tuple[str, ...]:
-    """The moments in words: forward and backward pass of the first and the last block of each segment, and the
-    optimizer's step."""
+    """The moments in words: both passes of each segment's first and last block, and the optimizer's step."""
     names = []
     for segment in trace.segments:
         first, last = (segment.paths[0], segment.paths[-1]) if segment.paths else (segment.name, segment.name)
@@ -130,7 +129,7 @@ class PlanGroup:
         return np.asarray(mine & self.parameters.trainable if trainable else mine)  # [P] or [K, P]
 
     def later(self, s: int, j: Place, of: Sequence[np.ndarray | float]) -> np.ndarray | float:
-        """The sum of ``of`` (a value for a block of each segment) over all that runs forward after a place."""
+        """The sum of ``of`` (a value for a block of each segment) over all that runs forward later."""
         counts = self.parts.counts
         rest = sum(value * count for value, count in zip(of[s + 1 :], counts[s + 1 :], strict=True))
         return rest + of[s] * (counts[s] - 1 - j)
@@ -144,10 +143,10 @@ class PlanGroup:
         spec = self.trace.optimizer
         if spec is None or self.offloads_optimizer:  # the host updates
             return np.zeros(len(self.row))
-        updated = self.parameters.itemsize
+        itemsize = self.parameters.itemsize
         if self.plan.precision.master_dtype is not None:
-            updated = np.maximum(updated, DTYPE_BYTES[self.plan.precision.master_dtype])
-        num_bytes = self.shares.optimizer.elements * (updated * self.parameters.trainable)
+            itemsize = np.maximum(itemsize, DTYPE_BYTES[self.plan.precision.master_dtype])
+        num_bytes = self.shares.optimizer.elements * (itemsize * self.parameters.trainable)
         copies = self.parameters.copies
         everything = (num_bytes * copies).sum(axis=-1)
         num_bytes = num_bytes * (copies > 0)  # of one copy, where the rank has any
@@ -155,7 +154,7 @@ class PlanGroup:
             largest = everything
         elif self.plan.sharding.layout == "parameters":
             # A share counts whole parameters, as a mean over copies.
-            largest = ((num_bytes > 0) * (self.parameters.elements * updated)).max(axis=1, initial=0.0)
+            largest = ((num_bytes > 0) * (self.parameters.elements * itemsize)).max(axis=1, initial=0.0)
         else:
             largest = num_bytes.max(axis=1, initial=0.0)
         temporaries = spec.parameter_temporaries * largest + spec.temporary_copies * everything
@@ -165,14 +164,13 @@ class PlanGroup:
 def owned_moments(kind: PlanGroup) -> Iterator[Moment]:
     """fairscale's ShardedDataParallel: each gradient is reduced to its owner as it comes and freed elsewhere.
 
-    A gradient that is on its way to another rank is alive until it has arrived; half of those that are not the
-    rank's own are taken to be. Gradients of earlier micro-batches are whole on every rank until the last one's
-    backward pass reduces them.
+    A gradient on its way to another rank is alive until it has arrived: half of those not the rank's own, by
+    assumption. Gradients of earlier micro-batches are whole on every rank until the last one reduces them.
     """
     sizes = [kind.whole(s) for s in range(len(kind.trace.segments))]
     everything = kind.parts.total(sizes)
-    kept = kind.kept.gradients[kind.row]
-    share = kept / np.maximum(everything, 1.0)
+    own_gradients = kind.kept.gradients[kind.row]
+    share = own_gradients / np.maximum(everything, 1.0)
     many = kind.parts.accumulates
     for s, j, forward, backward in places(kind):
         later = kind.later(s, j, sizes)
@@ -181,14 +179,14 @@ def owned_moments(kind: PlanGroup) -> Iterator[Moment]:
         gradients = later * (1 + share) / 2 + (everything - later) * many
         alive, casts = kind.activations.backward(s, j, "passing"), kind.activations.casts_saved(s, j)
         yield Moment(backward, gradients, alive, casts)
-    yield Moment(kind.last_moment(), kept, 0.0, kind.step_temporaries())
+    yield Moment(kind.last_moment(), own_gradients, 0.0, kind.step_temporaries())
 
 
 def flattened_moments(kind: PlanGroup) -> Iterator[Moment]:
     """DeepSpeed's ZeRO 1 and 2: gradients are copied into one buffer of the size of the model.
 
     The buffer is made when the first gradient comes. Stage 1 keeps the gradients as well until the step;
-    stage 2 frees each once it is copied, and adds what is reduced to a rank's part over micro-batches. At the
+    stage 2 frees each once it is copied, and adds reduced ones to a rank's part over micro-batches. At the
     end of the step the updated pieces are gathered and copied out of one more vector.
     """
     sizes = [kind.whole(s) for s in range(len(kind.trace.segments))]
@@ -217,13 +215,13 @@ def flattened_moments(kind: PlanGroup) -> Iterator[Moment]:
 
 
 def _summed_at_once(kind: PlanGroup, sizes: Sequence[np.ndarray | float]) -> np.ndarray:
-    """[R] the largest buffer of gradients that are summed along ``sequence``: a bucket, or one larger gradient."""
-    divided = [np.asarray(kind.parts.positions(s)) > 1 for s in range(len(sizes))]
-    summed = kind.parts.total([size * mask for size, mask in zip(sizes, divided, strict=True)])
+    # [R] the largest buffer of gradients summed along ``sequence``: a bucket, or one larger gradient.
+    masks = [np.asarray(kind.parts.positions(s)) > 1 for s in range(len(sizes))]
+    total = kind.parts.total([size * mask for size, mask in zip(sizes, masks, strict=True)])
     num_bytes = kind.parameters.elements * kind.parameters.itemsize * kind.parameters.trainable
     largest = np.asarray(num_bytes.max(axis=-1, initial=0))  # a number, or [K] where the model is divided
     largest = largest[kind.row] if largest.ndim else largest
-    return np.asarray(np.minimum(summed, np.maximum(DEFAULT_BUCKET_BYTES, largest)))
+    return np.asarray(np.minimum(total, np.maximum(DEFAULT_BUCKET_BYTES, largest)))
 
 
 def _alive_backward(kind: PlanGroup, s: int, j: Place, passing: np.ndarray) -> np.ndarray:
@@ -235,44 +233,42 @@ def _alive_backward(kind: PlanGroup, s: int, j: Place, passing: np.ndarray) -> n
 def replicated_moments(kind: PlanGroup) -> Iterator[Moment]:
     """Gradients come one by one, and are gone when the next step begins.
 
-    Buckets stay, step after step, the last one with what ranks report in it. Gradients are views of them, so what
-    backward makes is copied at once. torch's DDP has the first of several micro-batches add to gradients outside the
-    buckets, and the last one replaces them one by one: at its start both are there.
-
-    Where ranks hold parts of the model, torch's ``replicate`` takes DDP's place: it computes with a copy of the
-    parameters that lives from the forward pass to the end of the backward pass, and then copies all gradients
-    into one buffer; gloo copies that.
+    DDP's buckets stay between steps, the last with the numbers that ranks report. Gradients are views of
+    them, so each is copied at once. The first of several micro-batches add to gradients outside the buckets,
+    and the last one replaces these one by one: at its start both are there. Where ranks hold parts of the
+    model, torch's ``replicate`` takes DDP's place: it computes with a copy of the parameters that lives to
+    the end of the backward pass, and then copies all gradients into one buffer; gloo copies that.
     """
     sizes = [kind.whole(s) for s in range(len(kind.trace.segments))]
     everything = kind.parts.total(sizes)
-    # [R] masks. ``syncs``: gradients are reduced; ``parted``: by ``replicate``; ``reduces``: in buckets;
+    # [R] masks. ``syncs``: gradients are reduced; ``is_split``: by ``replicate``; ``reduces``: in buckets;
     # ``copies``: gradients are views of buckets.
     syncs = (kind.num_ranks > 1) & (kind.plan.gradient_sync == "all_reduce")
-    parted = kind.parts.sizes.divides_model
-    reduces = syncs & ~parted
+    is_split = kind.parts.sizes.divides_model
+    reduces = syncs & ~is_split
     views = kind.plan.sharding.bucket_views
     copies = reduces & (views != "never")
-    reported = reported_bytes(kind.plan, kind.trace) * (reduces & (views == "always"))
-    buckets = everything * reduces + reported
+    report_bytes = reported_bytes(kind.plan, kind.trace) * (reduces & (views == "always"))
+    buckets = everything * reduces + report_bytes
     many = kind.parts.accumulates & ~(reduces & (views == "always"))  # earlier gradients outside of buckets
-    gathered = kind.parts.total([kind.whole(s, trainable=False) for s in range(len(sizes))]) * (
-        syncs & parted
+    weights = kind.parts.total([kind.whole(s, trainable=False) for s in range(len(sizes))]) * (
+        syncs & is_split
     )
     for s, j, forward, backward in places(kind):
         later = kind.later(s, j, sizes)
         waiting = buckets + everything * many
         for alive, casts in kind.activations.forward_moments(s, j):
-            yield Moment(forward, waiting, alive, gathered + casts)
+            yield Moment(forward, waiting, alive, weights + casts)
         alive = _alive_backward(kind, s, j, copies | many)
         # Beside the buckets: all gradients but those that views replaced, or those made so far without views.
         grads = np.where(many, everything - later * copies, later * ~copies)
-        yield Moment(backward, buckets + grads, alive, gathered + kind.activations.casts_saved(s, j))
-    if parted.any():
-        reducing = everything * (syncs & parted) * (1 + kind.is_cpu)  # the one buffer, and gloo's copy
-        yield Moment(kind.last_moment(), np.where(parted, everything + reducing, 0.0), 0.0, 0.0)
+        yield Moment(backward, buckets + grads, alive, weights + kind.activations.casts_saved(s, j))
+    if is_split.any():
+        reducing = everything * (syncs & is_split) * (1 + kind.is_cpu)  # the one buffer, and gloo's copy
+        yield Moment(kind.last_moment(), np.where(is_split, everything + reducing, 0.0), 0.0, 0.0)
     if (kind.parts.sizes.sequence > 1).any():
         yield Moment(kind.last_moment(), everything, 0.0, _summed_at_once(kind, sizes))
-    kept = kind.kept.gradients[kind.row]
-    # ``kept`` counts gradients that are views of buckets; of these only the reported numbers are left to add.
-    hidden = np.where(copies & (kind.plan.precision.master_dtype is None), reported, buckets)
-    yield Moment(kind.last_moment(), kept + hidden, 0.0, kind.step_temporaries())
+    final_gradients = kind.kept.gradients[kind.row]
+    # ``final_gradients`` has gradients that are views of buckets: only the reported numbers are left to add.
+    hidden = np.where(copies & (kind.plan.precision.master_dtype is None), report_bytes, buckets)
+    yield Moment(kind.last_moment(), final_gradients + hidden, 0.0, kind.step_temporaries())

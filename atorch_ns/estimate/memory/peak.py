@@ -1,6 +1,6 @@
-"""Peak memory of plans: states + max over moments of (gradients + activations + temporaries) + what a GPU holds besides.
+"""Peak memory of plans: states + max over moments of (gradients + activations + temporaries) + GPU reserve.
 
-States are parameters and optimizer states as they are kept between steps. Legend: N plans, R of them of one kind.
+States are parameters and optimizer states as kept between steps. Legend: N plans, R of them of one kind.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def price_memory(
     Args:
         table: the plans.
         workload: the batch of a step.
-        device_type: ``"cpu"`` or ``"cuda"``: on the CPU, gloo's collectives work on copies, and what is
-            offloaded is in the same memory; on CUDA devices memory is reserved beyond what tensors need.
+        device_type: ``"cpu"``, where gloo's collectives work on copies and offloading frees nothing, or
+            ``"cuda"``, where memory is reserved beyond the need of tensors.
         capability: of a CUDA device.
         memo: results shared between calls with the same table, trace and workload.
 
@@ -61,7 +61,7 @@ def price_memory(
         rows, sizes = table.sizes(index, workload, memo)
         if rows.size:
             parts, owners = staged(trace, sizes, memo)
-            kind = _build_plan_group(plan, trace, workload, parts, device_type, memo)
+            kind = _build_plan_group(plan, trace, workload, parts, device_type=device_type, memo=memo)
             peaks, moments = _price_peak(kind)
             if device_type == "cuda":
                 _add_device_reserve(peaks, parts.sizes, capability)
@@ -79,12 +79,12 @@ def _add_device_reserve(parts: np.ndarray, sizes: Sizes, capability: tuple[int, 
 
 
 def _build_plan_group(
-    plan: Plan, trace: Trace, workload: Workload, parts: ModelShard, device_type: str, memo: Memo
+    plan: Plan, trace: Trace, workload: Workload, parts: ModelShard, *, device_type: str, memo: Memo
 ) -> PlanGroup:
     sizes = parts.sizes
     degree = sizes.shards(plan.sharding.layout)
     parameters = parameters_of(trace, plan, tied=parts.is_cut)
-    expanded = _count_expanded(parameters, trace)
+    num_blocks = _count_expanded(parameters, trace)
     if parts.divides:  # columns of keys: degree, degree of experts, tensor, expert, blocks of each segment
         keys, row = memo.get(("held", parts, plan.sharding.layout), lambda: _distinct_states(parts, degree))
         parameters = parameters.part(keys[:, 2], keys[:, 3], keys[:, 4:])
@@ -93,7 +93,7 @@ def _build_plan_group(
             degrees = np.where(parameters.is_expert, keys[:, 1:2], keys[:, :1])
     else:
         degrees, row = np.unique(degree, return_inverse=True)
-    shares = shares_of(plan, parameters, trace.optimizer, degrees, memo)
+    shares = shares_of(plan, parameters, trace.optimizer, degrees, memo=memo)
     of_segments = memo.get(
         ("bytes", computed_in(plan), plan.replaced, parts),
         lambda: _segment_bytes(plan, trace, workload, parts),
@@ -112,13 +112,13 @@ def _build_plan_group(
         num_ranks=sizes.num_data_ranks,
         micro_batches=sizes.micro_batches,
         parts=parts,
-        expanded=expanded,
+        expanded=num_blocks,
         is_cpu=device_type == "cpu",
     )
 
 
 def _distinct_states(parts: ModelShard, degree: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[K, 4 + S] what decides about the states that a rank holds, each once, and [R] which of them a row has."""
+    # [K, 4 + S] distinct combinations that determine a rank's states, and [R] the one of each row.
     sizes = parts.sizes
     counts = np.stack([np.broadcast_to(count, len(sizes)) for count in parts.counts], axis=1)
     # Experts are divided over the ranks that have the same ones.
@@ -147,8 +147,8 @@ def _price_peak(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
     for index, moment in enumerate(moments):
         usage[index, 0], usage[index, 1], usage[index, 2] = moment[1:]
     rows = np.arange(len(kind.row))
-    chosen = _mask_absent(kind, names, usage.sum(axis=1)).argmax(axis=0)
-    gradients, activations, temporaries = usage[chosen, :, rows].T  # [R] each, at the worst moment
+    worst = _mask_absent(kind, names, usage.sum(axis=1)).argmax(axis=0)
+    gradients, activations, temporaries = usage[worst, :, rows].T  # [R] each, at the worst moment
     trace, plan, acts, parts = kind.trace, kind.plan, kind.activations, kind.parts
     # A rank's batch of the whole step is on the device throughout.
     batch = trace.batch_bytes.at(acts.bytes.num_samples * kind.micro_batches, acts.bytes.num_tokens)
@@ -165,10 +165,10 @@ def _price_peak(kind: PlanGroup) -> tuple[np.ndarray, np.ndarray]:
         "reserve": float(sum(extra.fixed_bytes for extra in plan.extras)),
         "outside": 0.0,
     }
-    priced = np.empty((len(rows), len(MemoryParts._fields)))
+    table = np.empty((len(rows), len(MemoryParts._fields)))
     for index, name in enumerate(MemoryParts._fields):
-        priced[:, index] = columns[name]
-    return priced, names[chosen]  # [R, 7] parts, [R] the moment
+        table[:, index] = columns[name]
+    return table, names[worst]  # [R, 7] parts, [R] the moment
 
 
 def _mask_absent(kind: PlanGroup, names: np.ndarray, totals: np.ndarray) -> np.ndarray:
@@ -189,13 +189,13 @@ def _iterate_moments(kind: PlanGroup) -> Iterator[Moment]:
     # A stage returns before another pass runs: local variables of the model's code are gone by then.
     transient = kind.activations.bytes.until_return
     others = (kind.parts.live - 1) * (kind.activations.everything() - transient) - transient
-    received = kind.activations.received(kind.micro_batches)
+    buffers = kind.activations.received(kind.micro_batches)
     for moment in _of_passes(kind):
         if moment.name == kind.last_moment():  # all micro-batches have ended
-            yield moment._replace(temporaries=moment.temporaries + received)
+            yield moment._replace(temporaries=moment.temporaries + buffers)
         else:
             yield moment._replace(
-                activations=moment.activations + others, temporaries=moment.temporaries + received
+                activations=moment.activations + others, temporaries=moment.temporaries + buffers
             )
 
 

@@ -1,13 +1,11 @@
-"""Moments of plans that gather parameters unit by unit, as ``fully_shard`` does, and the bytes of their units.
+"""Moments of plans that gather parameters unit by unit, as ``fully_shard`` does, and bytes of their units.
 
-``fully_shard`` gathers a unit's parameters into one buffer and copies them out of it into their own memory. The
-buffer of a forward pass is released when the next unit's parameters have arrived, in the backward pass at once;
-there the next unit is fetched before the present one computes. A unit's gradients are copied into a buffer that
-is reduced, and kept until the next unit reduces. What belongs to no unit, the root, is gathered throughout, and
-its gradients are reduced last. Where micro-batches accumulate, whole gradients wait for the last one, or a rank's part of
-all is kept from the first one on and added to.
-
-On a CPU, gloo gathers into a copy of the buffer, and reduces one.
+``fully_shard`` gathers a unit's parameters into one buffer and copies them into their own memory. The buffer
+is released when the next unit's parameters have arrived (forward) or at once (backward, where the next unit
+is fetched before the present one computes). A unit's gradients are copied into a buffer that is reduced, and
+kept until the next unit reduces. The rest, the root, is gathered throughout, and its gradients are reduced
+last. Where micro-batches accumulate, whole gradients wait for the last one, or a rank's part of all is kept
+from the first one on and added to. On a CPU, gloo gathers into a copy of the buffer, and reduces one.
 
 Legend: R plans of one kind, s a segment, j one of its blocks.
 """
@@ -70,8 +68,8 @@ class UnitBytes:
         return total
 
     def reduced_after(self, s: int, j: Place) -> np.ndarray:
-        """[R] parts of gradients of the units that run forward after a place: these are reduced already; of all units
-        and the root, where each micro-batch is reduced and there were earlier ones."""
+        """[R] reduced parts of gradients: of units that run forward after a place; of all units and the root,
+        where each micro-batch is reduced and there were earlier ones."""
         total = self._none
         for index in self.units:
             if index >= s:
@@ -81,7 +79,7 @@ class UnitBytes:
         return np.where(self.reduces_each & self._kind.parts.accumulates, everything, total)
 
     def waiting_upto(self, s: int, j: Place) -> np.ndarray:
-        """[R] gradients of earlier micro-batches that have not been reduced: all up to a place, and the root's."""
+        """[R] unreduced gradients of earlier micro-batches: those up to a place, and the root's."""
         total = self.of_root(self.waiting)
         for index in self.units:
             if index <= s:
@@ -89,8 +87,7 @@ class UnitBytes:
         return np.asarray(total * (self._kind.parts.accumulates & ~self.reduces_each))
 
     def kept_gathered(self, s: int, j: Place) -> np.ndarray:
-        """[R] what stays gathered of the units up to a place, this one included; in a pipeline, which comes back
-        to them with the next micro-batch, of all."""
+        """[R] bytes that stay gathered: of units up to a place, or of all in a pipeline, for later passes."""
         total = self._none
         if not self._kind.plan.sharding.keeps_gathered:
             return total
@@ -121,7 +118,7 @@ class UnitBytes:
 
 
 def sharded_moments(kind: PlanGroup) -> Iterator[Moment]:
-    """Moments with the parameters gathered, the gradients that wait for reduction, and the buffers of collectives."""
+    """Moments with gathered parameters, gradients that wait for reduction, and buffers of collectives."""
     sizes = UnitBytes(kind)
     yield from _forward_moments(kind, sizes)
     for s, j, _, name in places(kind):
@@ -147,13 +144,13 @@ def _forward_moments(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
     # ``before`` is the buffer of the gather before, which is released when the next unit has arrived.
     before = np.where(sizes.alone, 0.0, sizes.root)
     for s, j, name, _ in places(kind):
-        kept = sizes.kept_gathered(s, j)
+        resident = sizes.kept_gathered(s, j)
         if s not in sizes.units:
-            yield Moment(name, waiting, acts.forward(s, j), sizes.root + kept + before)
+            yield Moment(name, waiting, acts.forward(s, j), sizes.root + resident + before)
             continue
         weights, buffer = sizes.gathered[s], sizes.buffer(s)
-        # ``kept`` counts this unit, whose parameters are added below.
-        base = sizes.root + (kept - weights if kind.plan.sharding.keeps_gathered else 0.0)
+        # ``resident`` counts this unit, whose parameters are added below.
+        base = sizes.root + (resident - weights if kind.plan.sharding.keeps_gathered else 0.0)
         fetching = np.where(np.asarray(j) == 0, before, buffer) + buffer
         before = np.where(kind.parts.has(s), buffer, before)
         yield Moment(name, waiting, acts.before(s, j), base + fetching + gloo * buffer)  # it is gathered
@@ -170,8 +167,8 @@ def _unit_backward(
     ahead = _prefetched_bytes(kind, sizes, s, j)
     if not keeps:  # its own gather
         yield Moment(name, gradients, acts.entering_backward(s, j), base + present + sizes.buffer(s))
-    copied = ahead * (1 + kind.is_cpu)  # the next unit's gather starts before this one computes
-    yield Moment(name, gradients, acts.entering_backward(s, j), base + present + copied)
+    fetch = ahead * (1 + kind.is_cpu)  # the next unit's gather starts before this one computes
+    yield Moment(name, gradients, acts.entering_backward(s, j), base + present + fetch)
     yield Moment(name, gradients, acts.backward(s, j, "keeping"), base + present + ahead)
 
 
@@ -180,28 +177,27 @@ def _unit_reduction(
 ) -> Iterator[Moment]:
     s, j, name = position
     after = kind.activations.leaving_backward(s, j)
-    kept = sizes.kept_gathered(s, j) - sizes.gathered[s] * kind.plan.sharding.keeps_gathered
-    base = sizes.root + kept + _prefetched_bytes(kind, sizes, s, j)
+    resident = sizes.kept_gathered(s, j) - sizes.gathered[s] * kind.plan.sharding.keeps_gathered
+    base = sizes.root + resident + _prefetched_bytes(kind, sizes, s, j)
     # Gradients are copied into the buffer, then the buffer is reduced.
     yield Moment(name, gradients + sizes.gradients[s] + sizes.reduced[s], after, base)
     yield Moment(name, gradients + _reduction_bytes(kind, sizes, s), after, base)
 
 
-def _reduction_bytes(kind: PlanGroup, sizes: UnitBytes, s: int) -> np.ndarray:
-    """[R] what is reduced, gloo's copy of it, and a rank's part of the result."""
+def _reduction_bytes(kind: PlanGroup, sizes: UnitBytes, s: int) -> np.ndarray:  # with gloo's copy
     parts = sizes.reduced_part[s] + sizes.part[s] * sizes.casts_part
     return np.asarray(sizes.reduced[s] * (1 + kind.is_cpu) + parts)
 
 
 def _final_moments(kind: PlanGroup, sizes: UnitBytes) -> Iterator[Moment]:
-    reduced = sizes.reduced_after(-1, 0)  # those of all units
+    unit_gradients = sizes.reduced_after(-1, 0)  # those of all units
     name = next(backward for _, _, _, backward in places(kind))
     every = range(len(kind.trace.segments))
-    joined = [sizes.gradients[s] + sizes.reduced[s] for s in every]
+    both = [sizes.gradients[s] + sizes.reduced[s] for s in every]
     reducing = [_reduction_bytes(kind, sizes, s) for s in every]
     # The root is reduced last, in the same two moments as a unit.
-    yield Moment(name, reduced + sizes.of_root(joined), 0.0, 0.0)
-    yield Moment(name, reduced + sizes.of_root(reducing), 0.0, 0.0)
+    yield Moment(name, unit_gradients + sizes.of_root(both), 0.0, 0.0)
+    yield Moment(name, unit_gradients + sizes.of_root(reducing), 0.0, 0.0)
     gradients = kind.kept.gradients[kind.row] * (not kind.offloads)
     yield Moment(kind.last_moment(), gradients, 0.0, kind.step_temporaries())
 

@@ -1,6 +1,6 @@
 """Shards: the elements of each parameter that a rank holds, for every way of dividing them.
 
-Legend: P distinct parameters (those of a repeated block once), U units, N numbers of ranks, K parts of a model.
+Legend: P distinct parameters (those of a repeated block once), N numbers of ranks, K parts of a model.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Parameters:
         by_expert = np.where(self.is_expert, expert[:, None], 1)
         copies = counts[:, self.segment]
         # A tied parameter is another one where the rank has not the stage of its first use.
-        tied = self.owner >= 0
-        lent = np.where(counts[:, np.maximum(self.owner, 0)] > 0, 0, np.minimum(copies, 1))
+        is_tied = self.owner >= 0
+        loans = np.where(counts[:, np.maximum(self.owner, 0)] > 0, 0, np.minimum(copies, 1))
         rows = self.rows // np.where(self.by_rows, by_tensor, 1) // by_expert
         return replace(
             self,
             elements=self.elements // by_tensor // by_expert,
             rows=np.maximum(rows, np.minimum(self.rows, 1)),
-            copies=np.where(tied, lent, copies),
+            copies=np.where(is_tied, loans, copies),
         )
 
 
@@ -96,9 +96,9 @@ def row_share(parameters: Parameters, degrees: np.ndarray) -> Share:
     """
     rows = np.maximum(parameters.rows, 1)
     per_row = parameters.elements // rows
-    kept = -(-rows // degrees.reshape(len(degrees), -1))  # the first rank's rows, rounded up
-    stored = np.where(parameters.rows > 0, kept * per_row, parameters.elements)
-    return Share(stored, stored, num_trainable(parameters, len(degrees)))
+    local_rows = -(-rows // degrees.reshape(len(degrees), -1))  # the first rank's rows, rounded up
+    storage = np.where(parameters.rows > 0, local_rows * per_row, parameters.elements)
+    return Share(storage, storage, num_trainable(parameters, len(degrees)))
 
 
 def num_trainable(parameters: Parameters, num: int) -> np.ndarray:
@@ -107,29 +107,29 @@ def num_trainable(parameters: Parameters, num: int) -> np.ndarray:
     return np.array(np.broadcast_to(count, num))
 
 
-def flat_share(parameters: Parameters, degrees: np.ndarray, *, multiple: int = 1, fixed: int = 0) -> Share:
+def flat_share(parameters: Parameters, degrees: np.ndarray, *, multiple: int = 1, extra: int = 0) -> Share:
     """Equal pieces of each unit as one vector.
 
     Args:
         parameters: parameters in the order in which they are flattened.
         degrees: [N] numbers of ranks.
         multiple: divisor of the length of each rank's piece.
-        fixed: extra elements per parameter on a rank that has a part of it; the most expensive rank counts.
+        extra: extra elements per parameter on a rank that has a part of it; the most expensive rank counts.
 
     Padding is counted with the last parameter of each unit.
     """
     num = len(parameters.elements)
-    stored, elements = np.zeros((len(degrees), num)), np.zeros((len(degrees), num))
+    storage, elements = np.zeros((len(degrees), num)), np.zeros((len(degrees), num))
     counts = np.zeros(len(degrees), dtype=np.int64)
     for index, degree in enumerate(degrees):
         # Pieces differ: the rank with the most trainable elements is priced.
         lengths, padding = _flat_pieces(parameters, int(degree), multiple)
         parts = (lengths > 0) @ (parameters.copies * parameters.trainable)
-        rank = int(np.argmax(lengths @ (parameters.copies * parameters.trainable) + fixed * parts))
+        rank = int(np.argmax(lengths @ (parameters.copies * parameters.trainable) + extra * parts))
         elements[index] = lengths[rank]
-        stored[index] = lengths[rank] + padding[rank]
+        storage[index] = lengths[rank] + padding[rank]
         counts[index] = parts[rank]
-    return Share(stored, elements, counts)
+    return Share(storage, elements, counts)
 
 
 def _flat_pieces(parameters: Parameters, degree: int, multiple: int) -> tuple[np.ndarray, np.ndarray]:
@@ -164,8 +164,8 @@ def whole_share(parameters: Parameters, degrees: np.ndarray, costs: np.ndarray) 
     shares = np.zeros(shape)
     counts = np.zeros(len(degrees), dtype=np.int64)
     for index, degree in enumerate(degrees):
-        expanded = np.repeat(indices, copies[index, indices])  # copies may go to different ranks
-        order = expanded[np.argsort(-elements[index, expanded], kind="stable")]
+        instances = np.repeat(indices, copies[index, indices])  # copies may go to different ranks
+        order = instances[np.argsort(-elements[index, instances], kind="stable")]
         owner = _assign_owners(elements[index, order].tolist(), int(degree))
         total = np.bincount(owner, weights=costs[index, order], minlength=int(degree))
         mine = order[owner == int(np.argmax(total))]

@@ -39,10 +39,8 @@ class KeptBytes:
 
 
 def parameters_of(trace: Trace, plan: Plan, *, tied: bool = False) -> Parameters:
-    """The distinct parameters, with the units that the plan makes of them: 0 for the rest of the model, then
-    one for each run of equal blocks.
-
-    What is flattened into one vector with the rest of the model stands there once for each block.
+    """The distinct parameters, with their units under the plan: 0 for the rest of the model, then one for
+    each run of equal blocks. Those flattened into one vector with the rest are listed once for each block.
 
     Args:
         plan: the plan, of which only what differs in kind is read.
@@ -123,15 +121,16 @@ def shares_of(
     parameters: Parameters,
     spec: OptimizerSpec | None,
     degrees: np.ndarray,
+    *,
     memo: Memo | None = None,
 ) -> Shares:
     """The division of states over each number of ranks in ``degrees`` ([K], or [K, P] in rows)."""
     everything = _undivided_share(parameters, len(degrees))
-    divided = _divided_share(plan, parameters, spec, degrees, memo or Memo())
+    share = _divided_share(plan, parameters, spec, degrees, memo=memo or Memo())
     return Shares(
-        parameters=divided if plan.sharding.parameters_over else everything,
-        gradients=divided if plan.sharding.gradients_over else everything,
-        optimizer=divided if plan.sharding.optimizer_over else everything,
+        parameters=share if plan.sharding.parameters_over else everything,
+        gradients=share if plan.sharding.gradients_over else everything,
+        optimizer=share if plan.sharding.optimizer_over else everything,
     )
 
 
@@ -141,12 +140,12 @@ def _undivided_share(parameters: Parameters, num: int) -> Share:
 
 
 def _divided_share(
-    plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray, memo: Memo
+    plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, degrees: np.ndarray, *, memo: Memo
 ) -> Share:
     if plan.sharding.layout == "rows":
         return row_share(parameters, degrees)
     if plan.sharding.layout == "flat":
-        share = flat_share(parameters, degrees, multiple=plan.sharding.flat_multiple, fixed=1)
+        share = flat_share(parameters, degrees, multiple=plan.sharding.flat_multiple, extra=1)
         # The optimizer sees one vector for each unit, not the parameters in it.
         units = dict(zip(parameters.unit.tolist(), parameters.copies.tolist(), strict=True))
         return replace(share, parameters=np.full(len(degrees), sum(units.values())))
@@ -161,10 +160,7 @@ def _divided_share(
 def state_bytes_of(
     plan: Plan, parameters: Parameters, spec: OptimizerSpec | None, elements: np.ndarray
 ) -> np.ndarray:
-    """[P] or [K, P] bytes of the states of one copy of each parameter, of which the optimizer sees so many elements.
-
-    States of a size of their own are not among them.
-    """
+    """[P] or [K, P] bytes of states of ``elements`` of one copy of each parameter; without fixed sizes."""
     plain = elements * _state_itemsizes(plan, parameters, spec)
     if spec is None or spec.compact is None:
         return np.asarray(plain)
@@ -173,10 +169,10 @@ def state_bytes_of(
 
 
 def _state_itemsizes(plan: Plan, parameters: Parameters, spec: OptimizerSpec | None) -> np.ndarray:
-    updated = _updated_itemsizes(plan, parameters)
-    total = np.zeros(len(updated))
+    itemsizes = _updated_itemsizes(plan, parameters)
+    total = np.zeros(len(itemsizes))
     for dtype in spec.state_dtypes if spec else ():
-        total += updated if dtype == "same" else DTYPE_BYTES.get(dtype, 4)  # as the updated tensor
+        total += itemsizes if dtype == "same" else DTYPE_BYTES.get(dtype, 4)  # as the updated tensor
     return np.asarray(total * parameters.trainable)  # [P] bytes for each element
 
 
@@ -198,19 +194,19 @@ def kept_of(plan: Plan, parameters: Parameters, shares: Shares, spec: OptimizerS
     """Bytes that a plan keeps between steps, of its parameters as they are shared."""
     copies, trains = parameters.copies, parameters.trainable
     masters = has_master(plan, parameters)
-    updated = _updated_itemsizes(plan, parameters)
+    itemsizes = _updated_itemsizes(plan, parameters)
     weights = _weighted_sum(shares.parameters.stored, copies * parameters.itemsize)
     # Rows of dim 0 come out of the reduction padded; masters copy what is not padding.
     of_gradients = np.where(masters, shares.gradients.elements, shares.gradients.stored)
-    gradients = _weighted_sum(of_gradients, copies * trains * updated)
+    gradients = _weighted_sum(of_gradients, copies * trains * itemsizes)
     elements = shares.optimizer.elements
     optimizer = _all_states(plan, parameters, elements, spec)
     if spec is not None:
         optimizer = optimizer + shares.optimizer.parameters * spec.fixed_bytes
     # Masters are made of every parameter that the rank holds, whoever updates it.
-    optimizer = optimizer + _weighted_sum(shares.parameters.elements, copies * masters * updated)
+    optimizer = optimizer + _weighted_sum(shares.parameters.elements, copies * masters * itemsizes)
     if plan.sharding.updates_copy:  # DeepSpeed's flat copy of the rank's share
-        optimizer = optimizer + _weighted_sum(elements, copies * trains * updated)
+        optimizer = optimizer + _weighted_sum(elements, copies * trains * itemsizes)
     if plan.sharding.frees_gradients:
         gradients = np.zeros_like(gradients)
     return KeptBytes(weights, gradients, optimizer)

@@ -46,7 +46,7 @@ class PricingContext:
 
     @classmethod
     def of(
-        cls, plan: Plan, sizes: Sizes, trace: Trace, cluster: Cluster, workload: Workload, memo: Memo
+        cls, plan: Plan, sizes: Sizes, trace: Trace, *, cluster: Cluster, workload: Workload, memo: Memo
     ) -> PricingContext:
         """The setting of a template with R choices of sizes; every rank has a part of every block."""
         return cls(
@@ -96,8 +96,8 @@ class PricingContext:
         """The ranks that states are divided over, as :meth:`Sizes.shards` counts them."""
         layout = self.plan.sharding.layout
         more = ("sequence",) if layout == "rows" else ()
-        seen = ("data",) if layout == "parameters" else ("data", "expert")
-        return self._choose_groups(self.groups(("zero", *more)), self.groups((*seen, *more)))
+        data_axes = ("data",) if layout == "parameters" else ("data", "expert")
+        return self._choose_groups(self.groups(("zero", *more)), self.groups((*data_axes, *more)))
 
     @cached_property
     def replica_groups(self) -> Groups:
@@ -126,11 +126,11 @@ class PricingContext:
         if not unit.is_root:
             return self.parts.of_parameters(unit.segment)
         # The root has the parameters of no other unit: its share is their mean, weighted by elements.
-        gathered = {member.segment for member in self.units}
+        unit_segments = {member.segment for member in self.units}
         total, local = 0, np.zeros(len(self.sizes))
         for s, segment in enumerate(self.trace.segments):
             elements = sum(spec.num_elements for spec in segment.parameters if spec.tied_to is None)
-            if s not in gathered and elements:
+            if s not in unit_segments and elements:
                 total += elements * segment.count
                 local = local + elements * self.parts.of_parameters(s) * self.parts.counts[s]
         return local / total if total else 1.0
@@ -153,21 +153,21 @@ class PricingContext:
 
     def groups(self, names: Iterable[str]) -> Groups:
         """The groups over these axes together; axes that are not neighbours are taken to be."""
-        wanted = frozenset(names)
-        return self.memo.get(("groups", wanted, self.order, self.sizes), lambda: self._build_groups(wanted))
+        axes = frozenset(names)
+        return self.memo.get(("groups", axes, self.order, self.sizes), lambda: self._build_groups(axes))
 
-    def _build_groups(self, wanted: frozenset[str]) -> Groups:
+    def _build_groups(self, axes: frozenset[str]) -> Groups:
         # Ranks inside the first wanted axis: the distance between neighbours of a group, in rank numbers.
         inner = np.ones(len(self.sizes), dtype=np.int64)
         for name in self.order:
             size = getattr(self.sizes, name)
-            if name in wanted and np.any(size > 1):
+            if name in axes and np.any(size > 1):
                 break
-            inner = inner * np.where(name in wanted, 1, size)
-        return groups_along(inner, self.size(wanted), self.cluster)
+            inner = inner * np.where(name in axes, 1, size)
+        return groups_along(inner, self.size(axes), self.cluster)
 
     @property
     def order(self) -> tuple[str, ...]:
         """The axes, innermost first: as the plan has them, then those that it does not name."""
-        named = tuple(name for name, _ in self.plan.axes)
-        return (*named, *(name for name in INNERMOST_FIRST if name not in named))
+        names = tuple(name for name, _ in self.plan.axes)
+        return (*names, *(name for name in INNERMOST_FIRST if name not in names))

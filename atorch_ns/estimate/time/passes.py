@@ -1,9 +1,9 @@
 """Seconds of the passes over a model's segments (forward, backward, recomputation), and the host's overhead.
 
-Overheads are in units of starting one operator. They were measured on a CPU as the growth of a step's time with the
-number of tiny blocks, in one process, over the time of one operator in a small model (with its module, its autograd
-node and its views, as :attr:`~atorch_ns.cluster.Device.launch_s` has it). In these units the figures move little
-between machines: all are Python.
+Overheads are in units of starting one operator. They were measured in one process on a CPU, as the growth of
+a step's time with the number of tiny blocks over the time of one operator in a small model (with module,
+autograd node and views, as in :attr:`~atorch_ns.cluster.Device.launch_s`). In these units they differ little
+between machines, since all are Python.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class LowBitShare(NamedTuple):
 def low_bit_share(plan: Plan, segment: Segment, num_samples: float, num_tokens: float) -> LowBitShare:
     """The share of a segment under a plan, at the micro-batch that was traced.
 
-    Which layers a product belongs to is not traced: products are shared out by the sizes of weights, to which the
-    operations of a linear layer are proportional.
+    The layer of a product is not traced, so products are assigned by the sizes of weights: operations of
+    linear layers are proportional to them.
     """
     if plan.precision.narrow is None:
         return LowBitShare()
@@ -52,11 +52,11 @@ def low_bit_share(plan: Plan, segment: Segment, num_samples: float, num_tokens: 
     if not total or not share:
         return LowBitShare()
     flops = share * _sum_growths((each.flops for each in products), num_samples, num_tokens) / total
-    moved = share * _sum_growths((each.moved for each in products), num_samples, num_tokens) / total
+    num_bytes = share * _sum_growths((each.moved for each in products), num_samples, num_tokens) / total
     casts = plan.precision.narrow.casts_per_operand
     if plan.compiler == "inductor":
         casts *= _FUSED_CASTS
-    return LowBitShare(flops, moved * max(0.0, casts - _SMALLER_OPERANDS))
+    return LowBitShare(flops, num_bytes * max(0.0, casts - _SMALLER_OPERANDS))
 
 
 # Share of the casts' bytes that is left under a compiler. A cast reads two bytes twice and writes one; the
@@ -67,7 +67,7 @@ _SMALLER_OPERANDS: Final = 1 / 3
 
 
 def low_bit_rate(plan: Plan, device: Device) -> float:
-    """FLOP/s of products in fewer bits: of those in the dtype of all else where the device has no rate for them."""
+    """FLOP/s of products in fewer bits; in the dtype of all else where the device has no rate for them."""
     low_bit = plan.precision.narrow
     if low_bit is not None and low_bit.dtype in device.flops_per_s:
         return low_bit.rate * device.products_of(low_bit.dtype)
@@ -82,8 +82,8 @@ def _sum_growths(values: Iterable[Growth], num_samples: float, num_tokens: float
 def _eligible_share(narrow: NarrowProducts, segment: Segment) -> float:
     matrices = [each for each in segment.parameters if len(each.shape) == 2]
     total = sum(each.num_elements for each in matrices)
-    chosen = sum(each.num_elements for each in matrices if is_chosen(narrow, segment, each))
-    return chosen / total if total else 0.0
+    eligible = sum(each.num_elements for each in matrices if is_chosen(narrow, segment, each))
+    return eligible / total if total else 0.0
 
 
 def is_chosen(narrow: NarrowProducts, segment: Segment, matrix: ParameterSpec) -> bool:
@@ -158,8 +158,8 @@ def update_operators(
 
 
 COMPILED_LAUNCHES = 0.25
-"""Share of operators that a compiled block still launches: TorchInductor fuses chains of element-wise operators
-and reductions, three to six into one (its own fusion logs on transformer blocks)."""
+"""Share of operators that a compiled block still launches: TorchInductor fuses three to six element-wise
+operators and reductions into one (its fusion logs on transformer blocks)."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class SegmentSeconds:
     """One instance of a segment, in one micro-batch.
 
     Attributes:
-        forward, backward, recompute: [R] seconds of computation; where a plan recomputes a share of the blocks, of one
-            that is.
+        forward, backward: [R] seconds of computation.
+        recompute: [R] the same; of one recomputed block, where a plan recomputes a share of the blocks.
         operators: number of operators launched by the host, all passes but recomputation together.
         more_operators: number of those that recomputation launches.
     """
@@ -225,43 +225,43 @@ def _segment_seconds(context: PricingContext, segment: Segment, again: float) ->
     plan, cost = context.plan, cost_of(context.plan, segment)
     forward = phase_seconds(context, segment, cost.forward, "forward")
     backward = phase_seconds(context, segment, cost.backward, "backward")
-    kept = _kept_share(context, segment) if again else 0.0
-    launched = COMPILED_LAUNCHES if _is_fused(context, segment) else 1.0
-    asked = _DISPATCHED if plan.recomputation.kind == "selective" and not plan.compiled else 0.0
+    share = _kept_share(context, segment) if again else 0.0
+    launches = COMPILED_LAUNCHES if _is_fused(context, segment) else 1.0
+    dispatch = _DISPATCHED if plan.recomputation.kind == "selective" and not plan.compiled else 0.0
     guards = _GUARDED if plan.compiled and segment.is_block else 0.0
     return SegmentSeconds(
         forward=forward,
         backward=backward,
-        recompute=forward * again * (1 - kept),
-        operators=(cost.forward.num_operators + cost.backward.num_operators) * launched + guards,
-        more_operators=again * (cost.forward.num_operators * (launched + asked) + _RECOMPUTED),
+        recompute=forward * again * (1 - share),
+        operators=(cost.forward.num_operators + cost.backward.num_operators) * launches + guards,
+        more_operators=again * (cost.forward.num_operators * (launches + dispatch) + _RECOMPUTED),
     )
 
 
 def _kept_share(context: PricingContext, segment: Segment) -> np.ndarray | float:
     """[R] share of a forward pass's seconds that selective recomputation does not spend again."""
     forward = cost_of(context.plan, segment).forward
-    saved = saved_results(context.plan, cost_of(context.plan, segment))
-    if not saved:
+    results = saved_results(context.plan, cost_of(context.plan, segment))
+    if not results:
         return 0.0
-    flops, moved = (sum((getattr(each, name) for each in saved), Growth()) for name in ("flops", "moved"))
-    attention = sum((each.flops for each in saved if is_attention(each.name)), Growth())
+    flops, traffic = (sum((getattr(each, name) for each in results), Growth()) for name in ("flops", "moved"))
+    attention = sum((each.flops for each in results if is_attention(each.name)), Growth())
     at = context.trace.num_samples, context.trace.num_tokens
     products = forward.flops.at(*at) - forward.attention.at(*at)
     # A pass of the kept operators alone; operands and fused bytes are taken in proportion.
-    kept = replace(
+    part = replace(
         forward,
         flops=flops,
         attention=attention,
         operands=forward.operands * ((flops.at(*at) - attention.at(*at)) / (products or 1.0)),
-        moved=moved,
-        fused=forward.fused * (moved.at(*at) / (forward.moved.at(*at) or 1.0)),
+        moved=traffic,
+        fused=forward.fused * (traffic.at(*at) / (forward.moved.at(*at) or 1.0)),
     )
-    spent, saved_seconds = (
+    all_seconds, saved_seconds = (
         _Running(context, segment, phase, "forward").seconds(context.num_samples, context.num_tokens)
-        for phase in (forward, kept)
+        for phase in (forward, part)
     )
-    return np.asarray(np.minimum(1.0, saved_seconds / spent))
+    return np.asarray(np.minimum(1.0, saved_seconds / all_seconds))
 
 
 def _is_fused(context: PricingContext, segment: Segment) -> bool:
@@ -279,14 +279,14 @@ def phase_seconds(context: PricingContext, segment: Segment, phase: PhaseCost, w
     narrow = low_bit_share(plan, segment, context.trace.num_samples, context.trace.num_tokens)
     running = _Running(context, segment, phase, which)
     seconds = factor * running.seconds(context.num_samples, context.num_tokens, index, narrow)
-    measured = context.trace.seconds.get(f"{segment.fingerprint}:{precision_key(*computed_in(plan))}:{which}")
-    if measured is None or _is_fused(context, segment) or not segment.fingerprint:
+    block_s = context.trace.seconds.get(f"{segment.fingerprint}:{precision_key(*computed_in(plan))}:{which}")
+    if block_s is None or _is_fused(context, segment) or not segment.fingerprint:
         return seconds
     # On a CPU the time of a block holds that of starting its operators, which is counted by itself.
-    started = phase.num_operators * device.launch_s if device.type == "cpu" else 0.0
+    start_s = phase.num_operators * device.launch_s if device.type == "cpu" else 0.0
     # The measured time replaces the priced one at the traced size; the price gives its growth with the batch.
-    traced = running.seconds(context.trace.num_samples, context.trace.num_tokens)
-    return np.asarray(seconds * np.maximum(0.1 * measured, measured - started) / traced)
+    price_s = running.seconds(context.trace.num_samples, context.trace.num_tokens)
+    return np.asarray(seconds * np.maximum(0.1 * block_s, block_s - start_s) / price_s)
 
 
 @dataclass(frozen=True)
@@ -325,27 +325,27 @@ class _Running:
         kind = AttentionKind(self.passes, segment.head_width, segment.is_causal, queries)
         attention, flops = on_rank(self.phase.attention), on_rank(self.phase.flops)
         is_fused = _is_fused(self.context, segment)
-        narrowed = rounded = np.zeros_like(flops)
+        narrow_flops = rounding_bytes = np.zeros_like(flops)
         if narrow is not None and low_bit is not None:
-            narrowed = np.minimum(narrow.flops * flops, flops - attention)  # attention is never narrow
-            rounded = flops * narrow.bytes_per_flop
+            narrow_flops = np.minimum(narrow.flops * flops, flops - attention)  # attention is never narrow
+            rounding_bytes = flops * narrow.bytes_per_flop
         seconds = kernel_seconds(
             device,
             dtype,
-            products=flops - attention - narrowed,
+            products=flops - attention - narrow_flops,
             operands=on_rank(self.phase.operands),
             moved=on_rank(self.phase.fused if is_fused else self.phase.moved),
             attention=attention,
             kind=kind,
             is_compiled=is_fused,
         )
-        seconds = seconds + narrowed / low_bit_rate(self.context.plan, device)
-        return np.asarray(seconds + rounded / device.memory_bytes_per_s)
+        seconds = seconds + narrow_flops / low_bit_rate(self.context.plan, device)
+        return np.asarray(seconds + rounding_bytes / device.memory_bytes_per_s)
 
 
 def recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:
-    """Share of each segment's instances that are recomputed: every n-th of all modules that are selected; all of them
-    where ranks recompute shares of their own (:meth:`~atorch_ns.estimate.model_shard.ModelShard.recomputed_share`)."""
+    """Share of each segment's instances that are recomputed: every n-th of the selected modules; all of them
+    where ranks have shares (:meth:`~atorch_ns.estimate.model_shard.ModelShard.recomputed_share`)."""
     if plan.recomputation.share is not None:
         return [float(is_recomputed(plan, segment)) for segment in segments]
     shares, position = [], 0
@@ -361,7 +361,7 @@ def recomputed_shares(plan: Plan, segments: Sequence[Segment]) -> list[float]:
 
 
 def offloaded_activations(context: PricingContext) -> np.ndarray:
-    """[R] seconds of moving inputs of recomputed blocks to the host and back, in a step; none of it is hidden."""
+    """[R] exposed seconds of moving inputs of recomputed blocks to the host and back, in a step."""
     plan, hardware = context.plan, context.hardware
     if not plan.recomputation.offload_activations or hardware.device.type == "cpu":
         return np.zeros(len(context.micro_batches))

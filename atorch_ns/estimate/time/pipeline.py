@@ -27,7 +27,7 @@ class Waiting(NamedTuple):
     Attributes:
         bubble: [R] seconds of waiting for other ranks to compute.
         sends: [R] seconds of waiting for what they send.
-        operators: [R] more operators that the host starts, for each stage and where backward passes are in two parts.
+        operators: [R] more operators on the host, for each stage and for backward passes in two parts.
     """
 
     bubble: np.ndarray
@@ -40,10 +40,10 @@ def as_pipeline(
 ) -> tuple[PricingContext, Waiting]:
     """The context of each pipeline's slowest rank, and what it waits for.
 
-    A rank takes what its device takes, or its host, which starts the operators of every pass, where that is longer.
-    While the slowest rank works without a pause, all others are hidden behind it. Before and after, each of the
-    others takes one micro-batch once, forward and backward: the bubble. Schedules with several stages on a rank,
-    or with the backward pass in two parts, leave a share of it.
+    A rank takes the time of its device, or of its host, which starts the operators, where that is longer.
+    While the slowest rank works without a pause, it hides all others. Before and after, each of the others
+    runs one micro-batch forward and backward: the bubble. Schedules with several stages on a rank, or with
+    the backward pass in two parts, leave a share of it.
     """
     none = np.zeros(len(context.sizes))
     if not (context.sizes.pipeline > 1).any():
@@ -56,14 +56,14 @@ def as_pipeline(
     in_pass = [
         launch * (part.operators + other.operators) for part, other in zip(segments, exchanges, strict=True)
     ]
-    seconds, started = _broadcast_rows(of_pass, none), _broadcast_rows(in_pass, none)  # [S, R]
+    seconds, starts = _broadcast_rows(of_pass, none), _broadcast_rows(in_pass, none)  # [S, R]
     recompute = _broadcast_rows([part.recompute for part in segments], none)
-    restarted = _broadcast_rows([launch * part.more_operators for part in segments], none)
+    restarts = _broadcast_rows([launch * part.more_operators for part in segments], none)
     by_share = context.plan.recomputation.share is not None
     matrices = np.asarray([_num_matrices(part) for part in context.trace.segments])
     again = _recompute_ratio(segments)
     counts = np.tile([segment.count for segment in context.trace.segments], (len(none), 1))
-    recomputed = np.full(len(none), np.nan)
+    again_shares = np.full(len(none), np.nan)
     waiting = Waiting(none.copy(), none.copy(), none.copy())
     sizes, each = context.sizes, _seconds_of_a_send(context)
     for (num_ranks, index), rows in groups(sizes.pipeline, sizes.pipelined):
@@ -73,13 +73,13 @@ def as_pipeline(
         shares = stages.recomputed_on_rank if by_share else np.ones(num_ranks)
         of_rank, host = (  # [p, R']
             stages.on_rank @ first[:, rows] + shares[:, None] * (stages.on_rank @ more[:, rows])
-            for first, more in ((seconds, recompute), (started, restarted))
+            for first, more in ((seconds, recompute), (starts, restarts))
         )
         # A CPU is its own host; a GPU runs behind its host, so the longer of both counts.
         of_rank = of_rank + host if context.hardware.device.type == "cpu" else np.maximum(of_rank, host)
         slowest = of_rank.argmax(axis=0)
         counts[rows] = stages.on_rank[slowest]
-        recomputed[rows] = shares[slowest]
+        again_shares[rows] = shares[slowest]
         # Before and after its own work, a rank waits for one micro-batch on each of the others.
         others = of_rank.sum(axis=0) - of_rank[slowest, np.arange(len(rows))]
         waiting.bubble[rows] = others * _bubble_shares(
@@ -87,14 +87,14 @@ def as_pipeline(
         )
         waiting.sends[rows] = 2.0 * each[rows] * _unhidden_sends(context, rows, stages)
         splits = stages.info.splits_backward and not context.plan.whole_backward
-        deferred = _DEFERRED_OPERATORS * (counts[rows] @ matrices) if splits else 0.0
+        extra = _DEFERRED_OPERATORS * (counts[rows] @ matrices) if splits else 0.0
         num_stages = stages.numbers.shape[1]
-        waiting.operators[rows] = context.micro_batches[rows] * (_STAGE_OPERATORS * num_stages + deferred)
+        waiting.operators[rows] = context.micro_batches[rows] * (_STAGE_OPERATORS * num_stages + extra)
     ones = np.ones(len(none), dtype=bool)  # whether a rank is first or last matters to memory only
-    staged = context.parts.staged(
-        counts, context.parts.live, context.parts.accumulates, ones, ones, recomputed
+    parts = context.parts.staged(
+        counts, context.parts.live, context.parts.accumulates, first=ones, last=ones, recomputed=again_shares
     )
-    return replace(context, parts=staged), waiting
+    return replace(context, parts=parts), waiting
 
 
 def _broadcast_rows(values: Sequence[np.ndarray | float], none: np.ndarray) -> np.ndarray:
@@ -146,7 +146,7 @@ def _as_small(num_ranks: int, micro_batches: int) -> tuple[int, int]:
 
 
 def _simulate_bubble(info: ScheduleInfo, numbers: tuple[int, int, int], again: float, whole: bool) -> float:
-    """Idle seconds of a rank for each second of the others' passes, where all stages are equal; ``numbers`` are p, m, v."""
+    # Idle seconds of a rank for each second of the others' passes, where all stages are equal.
     p, micro_batches, v = numbers
     if info.problem(p, micro_batches, v):  # the schedule does not run it: as with one stage on a rank
         return 1.0

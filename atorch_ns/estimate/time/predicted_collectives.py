@@ -1,4 +1,4 @@
-"""Predicted collectives: what the first rank sends and receives in a step, call by call as torch's libraries do it.
+"""Predicted collectives: calls and bytes of the first rank in a step, as torch's libraries make them.
 
 Legend: B samples in a micro-batch, T tokens, D model, V vocabulary, t ranks along ``tensor``.
 """
@@ -32,15 +32,10 @@ _SCALAR_BYTES = 4  # an fp32 number
 
 
 def collectives(plan: Plan, trace: Trace, workload: Workload) -> tuple[Collective, ...]:
-    """Every collective that the first rank takes part in, in one step after the second, those of one kind along
-    one axis together.
+    """The first rank's collectives in a step after the second, those of one kind along one axis together.
 
-    Clipping by the gradients' norm is not in it: no plan decides about it. Of plans for which :func:`unpredicted`
-    gives a reason, what it names is not in it either.
-
-    Args:
-        plan: the plan, with its axes and micro-batches.
-        workload: the batch, which decides about what is exchanged between parts of a model.
+    Clipping by the gradients' norm is left out, since no plan decides about it; so is the subject of
+    :func:`unpredicted`, where that gives a reason. The workload decides exchanges between parts of a model.
     """
     divides = any(plan.size(name) > 1 for name in MODEL_AXES)
     if plan.size("pipeline") > 1 and plan.num_micro_batches == 1:
@@ -98,18 +93,18 @@ def _of_units(plan: Plan, trace: Trace) -> list[Collective]:
     replicas = plan.num_data_ranks // shards
     each = bool(plan.sharding.reduces_each) and plan.size("pipeline") == 1
     for unit in units_of(plan, trace):
-        reduced = _padded_bytes(
+        gradients = _padded_bytes(
             plan, (p for p in unit.parameters if p.trainable), plan.sharding.reduce_dtype, shards
         )
         reductions = unit.count * (plan.num_micro_batches if each else 1)
         if shards > 1:
-            gathered = _padded_bytes(plan, unit.parameters, plan.sharding.gather_dtype, shards)
+            weights = _padded_bytes(plan, unit.parameters, plan.sharding.gather_dtype, shards)
             calls = unit.count * _count_gathers(plan, unit)
-            result.append(Collective("all_gather", axis, calls, calls * gathered))
-            if reduced:
-                result.append(Collective("reduce_scatter", axis, reductions, reductions * reduced))
-        if replicas > 1 and reduced:  # reduced shards are summed over the replicas
-            result.append(Collective("all_reduce", "data", reductions, reductions * reduced // shards))
+            result.append(Collective("all_gather", axis, calls, calls * weights))
+            if gradients:
+                result.append(Collective("reduce_scatter", axis, reductions, reductions * gradients))
+        if replicas > 1 and gradients:  # reduced shards are summed over the replicas
+            result.append(Collective("all_reduce", "data", reductions, reductions * gradients // shards))
     return result
 
 
@@ -126,21 +121,21 @@ def _gathers_of_stage(plan: Plan) -> int:
     order = info.orders(plan.size("pipeline"), plan.num_micro_batches, plan.pipeline.stages_per_rank or None)[
         0
     ]
-    gathered, calls = False, 0
+    is_gathered, calls = False, 0
     for kind, stage, _ in order:
         if stage == 0:
             # torch keeps parameters that a backward pass has gathered for the pass that comes next.
-            calls += not gathered
-            gathered = kind != "F"
+            calls += not is_gathered
+            is_gathered = kind != "F"
     return calls
 
 
-def _padded_bytes(plan: Plan, parameters: Iterable[ParameterSpec], wanted: str | None, shards: int) -> int:
+def _padded_bytes(plan: Plan, parameters: Iterable[ParameterSpec], dtype: str | None, shards: int) -> int:
     total = 0
     for parameter in parameters:
         rows = parameter.shape[0] if parameter.shape else 1
-        padded = -(-rows // shards) * shards  # torch pads rows to a multiple of the shards
-        total += parameter.num_elements // max(1, rows) * padded * _stored_itemsize(plan, parameter, wanted)
+        num_rows = -(-rows // shards) * shards  # torch pads rows to a multiple of the shards
+        total += parameter.num_elements // max(1, rows) * num_rows * _stored_itemsize(plan, parameter, dtype)
     return total
 
 
@@ -158,13 +153,13 @@ def _broadcast_updates(plan: Plan, trace: Trace) -> list[Collective]:
     return [Collective("broadcast", axis, count, sum(sizes))]
 
 
-def _trainable_bytes(plan: Plan, trace: Trace, wanted: str | None) -> list[int]:
+def _trainable_bytes(plan: Plan, trace: Trace, dtype: str | None) -> list[int]:
     parameters = (p for unit in units_of(plan, trace) for p in unit.parameters * unit.count if p.trainable)
-    return [p.num_elements * _stored_itemsize(plan, p, wanted) for p in parameters]
+    return [p.num_elements * _stored_itemsize(plan, p, dtype) for p in parameters]
 
 
-def _stored_itemsize(plan: Plan, parameter: ParameterSpec, wanted: str | None) -> int:
-    return DTYPE_BYTES[stored_dtype(plan, parameter, wanted)]
+def _stored_itemsize(plan: Plan, parameter: ParameterSpec, dtype: str | None) -> int:
+    return DTYPE_BYTES[stored_dtype(plan, parameter, dtype)]
 
 
 def _merge_collectives(calls: Iterable[Collective]) -> tuple[Collective, ...]:
@@ -179,7 +174,10 @@ def unpredicted(plan: Plan) -> str:
     """The reason why the collectives of a plan are not predicted, as a clause; empty if they are."""
     axes = [name for name in ("sequence", "expert") if plan.size(name) > 1]
     if axes:
-        return f"what is exchanged along {' and '.join(axes)} depends on attention and routing, which a trace does not tell"
+        return (
+            f"what is exchanged along {' and '.join(axes)} depends on attention and routing, which a trace does "
+            "not tell"
+        )
     if plan.size("tensor") > 1 and plan.tensor.sequence:
         return "what Megatron's sequence parallelism gathers depends on the found layout"
     if (
@@ -220,21 +218,21 @@ def _local_spec(spec: ParameterSpec, plan: Plan) -> ParameterSpec:
 
 
 def tied_bytes(plan: Plan, trace: Trace) -> int:
-    """Bytes of the first rank's parameters that other stages have too, and a number for each: their gradients are summed."""
+    """Bytes that tied stages sum: gradients of the first rank's shared parameters, and a number for each."""
     if plan.size("pipeline") == 1:
         return 0
     names = {name for segment in first_part(plan, trace).segments for name in segment.parameter_names}
     counts = stages_of(plan.pipeline, trace, plan.size("pipeline")).on_rank[0]
     away = [part for part, count in zip(trace.segments, counts, strict=True) if not count]
     shards = plan.size(plan.sharding.gradients_over)
-    tied = {
+    sizes = {
         spec.tied_to: (_local_spec(spec, plan).num_elements // shards + 1)
         * DTYPE_BYTES[stored_dtype(plan, spec, None)]
         for segment in away
         for spec in segment.parameters
         if spec.tied_to in names
     }
-    return sum(tied.values())
+    return sum(sizes.values())
 
 
 def exchanged(plan: Plan, trace: Trace, workload: Workload) -> Iterator[Collective]:
@@ -245,28 +243,28 @@ def exchanged(plan: Plan, trace: Trace, workload: Workload) -> Iterator[Collecti
         part = first_part(plan, trace)
         again = recomputed_shares(plan, part.segments)
         for segment, share in zip(part.segments, again, strict=True):
-            for kind, count, num_bytes in _of_segment(plan, trace, segment, share, samples):
+            for kind, count, num_bytes in _of_segment(plan, trace, segment, share, samples=samples):
                 yield Collective(kind, "tensor", passes * count, round(passes * num_bytes))
     if plan.size("pipeline") > 1:
         yield from _of_stages(plan, trace, samples)
         # Their losses.
         yield Collective("broadcast", "pipeline", 1, _SCALAR_BYTES * max(1, plan.num_micro_batches))
-        if tied := tied_bytes(plan, trace):
-            yield Collective("all_reduce", "pipeline", 1, tied)
+        if shared_bytes := tied_bytes(plan, trace):
+            yield Collective("all_reduce", "pipeline", 1, shared_bytes)
 
 
 def _of_segment(
-    plan: Plan, trace: Trace, segment: Segment, again: float, samples: float
+    plan: Plan, trace: Trace, segment: Segment, again: float, *, samples: float
 ) -> Iterator[tuple[str, int, float]]:
     """Kind, calls and bytes of a segment in one micro-batch."""
-    residual, computed = _computed_itemsizes(plan)
+    residual, compute = _computed_itemsizes(plan)
     width = _residual_bytes(plan, trace, samples) / residual  # B T D elements
     if segment.is_block:
         # Results of row layers are summed in the compute dtype, gradients of inputs of column layers in that
         # of the residual stream. Recomputation stops before its last sum.
         forward = segment.count * (segment.num_rows + again * (segment.num_rows - 1))
         backward = segment.count * segment.num_rows
-        yield "all_reduce", round(forward), forward * width * computed
+        yield "all_reduce", round(forward), forward * width * compute
         yield "all_reduce", backward, backward * width * residual
         return
     words = [spec for spec in segment.parameters if spec.tensor_dim == 0 and len(spec.shape) == 2]
@@ -279,7 +277,7 @@ def _of_segment(
     if plan.tensor.parallel_loss:
         yield "all_reduce", LOSS_CALLS, LOSS_NUMBERS * tokens * trace.loss_share * DTYPE_BYTES["float32"]
     else:
-        yield "all_gather", 1, tokens * trace.vocabulary_size * computed
+        yield "all_gather", 1, tokens * trace.vocabulary_size * compute
     yield "all_reduce", 1, width * residual
 
 

@@ -1,8 +1,7 @@
 """Step time of plans of one kind, which differ in sizes only.
 
-A step is priced as its passes over the segments of the model (:mod:`.passes`), the communication between and during
-them (:mod:`.traffic`), the time that a pipeline's ranks wait for each other (:mod:`.pipeline`), and the optimizer's
-update.
+A step is priced as its passes over the model's segments (:mod:`.passes`), communication (:mod:`.traffic`),
+waiting of a pipeline's ranks for each other (:mod:`.pipeline`), and the optimizer's update.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ def update_seconds(context: PricingContext) -> tuple[np.ndarray, np.ndarray]:
     plan, device = context.plan, context.hardware.device
     num_elements = context.elements(trainable=True)
     shards = context.shards(plan.sharding.optimizer_over)
-    updated = plan.precision.master_dtype or plan.precision.parameter_dtype
+    dtype = plan.precision.master_dtype or plan.precision.parameter_dtype
     share = num_elements / shards
-    in_place = (_FUSED if fused else _IN_PLACE)[num_states] * share * DTYPE_BYTES.get(updated, 4)
-    fresh = (0 if fused else _FRESH[num_states]) * share * DTYPE_BYTES.get(updated, 4)
+    in_place = (_FUSED if fused else _IN_PLACE)[num_states] * share * DTYPE_BYTES.get(dtype, 4)
+    fresh = (0 if fused else _FRESH[num_states]) * share * DTYPE_BYTES.get(dtype, 4)
     if plan.precision.master_dtype is not None:  # gradients to new fp32 ones, masters into weights
         in_place, fresh = in_place + share * (4 + 2), fresh + share * (2 + 4)
     if plan.precision.loss_scaling:  # gradients are read and written once to unscale them
@@ -67,7 +66,7 @@ def update_seconds(context: PricingContext) -> tuple[np.ndarray, np.ndarray]:
 
 
 def offload_seconds(context: PricingContext) -> np.ndarray:
-    """[R] seconds of moving shards of parameters to the device and of gradients back, for each micro-batch."""
+    """[R] seconds of moving shards of parameters to the device and gradients back, every micro-batch."""
     plan, device = context.plan, context.hardware.device
     if plan.offload_optimizer and device.type != "cpu":
         return _copied_weights(context)
@@ -109,9 +108,9 @@ _STEP_OPERATORS = 30  # operators of no segment: preparing the batch, the loss's
 
 
 def _price_kind(
-    plan: Plan, sizes: Sizes, trace: Trace, cluster: Cluster, workload: Workload, memo: Memo
+    plan: Plan, sizes: Sizes, trace: Trace, cluster: Cluster, *, workload: Workload, memo: Memo
 ) -> np.ndarray:
-    context = PricingContext.of(plan, sizes, trace, cluster, workload, memo)
+    context = PricingContext.of(plan, sizes, trace, cluster=cluster, workload=workload, memo=memo)
     computing = _compute_fields(plan)
     segments = memo.get(("seconds", computing, context.parts), lambda: segments_of(context))
     key = ("exchanges", computing, context.order, context.parts)
@@ -167,18 +166,18 @@ def _slowest_ratio(context: PricingContext) -> np.ndarray:
 def _compute_fields(plan: Plan) -> tuple[object, ...]:
     again = plan.recomputation
     kernels = (plan.precision.narrow, plan.replaced, plan.compiled, plan.compiler, plan.extras)
-    recomputed = (again.kind, again.every, again.share, again.selectors, again.saved_operators)
-    return (*computed_in(plan), *kernels, *recomputed)
+    recomputation = (again.kind, again.every, again.share, again.selectors, again.saved_operators)
+    return (*computed_in(plan), *kernels, *recomputation)
 
 
 def _host_overhead(context: PricingContext, operators: np.ndarray, device_seconds: np.ndarray) -> np.ndarray:
     """[R] seconds of starting operators that nothing hides, and of what every step does on the host."""
-    exposed = host_seconds(context.hardware.device, operators, device_seconds)
+    host = host_seconds(context.hardware.device, operators, device_seconds)
     extra_s = sum(extra.seconds_per_step for extra in context.plan.extras)
     # The loss's mean, and with loss scaling whether a gradient is infinite: an fp32 number each.
     loss = collective_seconds("all_reduce", 4.0, context.data_groups, context.hardware)
     flags = loss if context.plan.precision.loss_scaling else 0.0
-    return np.asarray(exposed + extra_s + loss + flags)
+    return np.asarray(host + extra_s + loss + flags)
 
 
 def price_time(
@@ -198,5 +197,5 @@ def price_time(
     for kind, plan in enumerate(table.templates):
         rows, sizes = table.sizes(kind, workload, memo)
         if rows.size:
-            times[rows] = _price_kind(plan, sizes, trace, cluster, workload, memo)
+            times[rows] = _price_kind(plan, sizes, trace, cluster, workload=workload, memo=memo)
     return times

@@ -1,4 +1,4 @@
-"""Communication time: gathers, reductions, and activations exchanged between ranks that divide the model or a sample.
+"""Communication time: gathers, reductions, and exchanges between ranks that divide the model or a sample.
 
 Legend: R plans of one kind, B samples in a micro-batch, T tokens, D model, V vocabulary.
 """
@@ -48,25 +48,25 @@ def _of_replicas(context: PricingContext, passes: Passes) -> np.ndarray:
     groups = context.data_groups
     seconds = collective_seconds("all_reduce", num_bytes, groups, context.hardware)
     # Gradients are read and written on their way into one tensor, and on their way out of it.
-    moved = num_bytes * np.where(groups.size > 1, 4, 0) + 3 * num_bytes * (context.micro_batches - 1)
-    at_end = seconds + moved / context.hardware.device.update_bytes_per_s
+    copy_bytes = num_bytes * np.where(groups.size > 1, 4, 0) + 3 * num_bytes * (context.micro_batches - 1)
+    at_end = seconds + copy_bytes / context.hardware.device.update_bytes_per_s
     return np.where(context.sizes.divides_model, at_end, _by_buckets(context, passes))
 
 
 def _by_buckets(context: PricingContext, passes: Passes) -> np.ndarray:
     device, num_bytes = context.hardware.device, float(sum(bucket_sizes(context.plan, context.trace)))
     count = len(bucket_sizes(context.plan, context.trace))
-    seconds = collective_seconds("all_reduce", num_bytes, context.data_groups, context.hardware, count)
+    seconds = collective_seconds("all_reduce", num_bytes, context.data_groups, context.hardware, count=count)
     last = seconds / max(1, count)  # the last bucket has no backward pass left to hide behind
     backward = context.parts.total([each.backward for each in passes.segments])
-    exposed = _exposed_seconds(seconds, backward, context.hardware.within_node.overlap)
+    exposed_s = _exposed_seconds(seconds, backward, context.hardware.within_node.overlap)
     # Each gradient goes into its bucket, which reads one tensor and writes one; further passes add to it.
-    moved = num_bytes * (2 + 3 * (context.micro_batches - 1))
-    return np.asarray(np.maximum(last, exposed) + moved / device.update_bytes_per_s)
+    copy_bytes = num_bytes * (2 + 3 * (context.micro_batches - 1))
+    return np.asarray(np.maximum(last, exposed_s) + copy_bytes / device.update_bytes_per_s)
 
 
 def _exposed_seconds(seconds: np.ndarray, computing: np.ndarray | float, overlap: float) -> np.ndarray:
-    """[R] seconds of collectives that a computation beside them, which hides a share ``overlap``, does not hide."""
+    # [R] seconds of collectives not hidden by the computation beside them, which hides a share ``overlap``.
     return np.asarray(seconds - overlap * np.minimum(seconds, computing))
 
 
@@ -85,24 +85,24 @@ def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.n
     added_share = np.where(each_reduced, 1.0 / context.shard_groups.size, 1.0)
     is_first = True
     for unit in context.units:
-        gathered, reduced, added = _unit_seconds(context, unit)
+        gather_s, reduce_s, add_s = _unit_seconds(context, unit)
         count = context.count(unit)
-        reduce = reduce + (micro_batches - 1) * count * added * added_share
+        reduce = reduce + (micro_batches - 1) * count * add_s * added_share
         if unit.is_root:
-            gather = gather + gathered * np.where(is_cut, 1, micro_batches)
-            reduce = reduce + reduced * passes_reduced
+            gather = gather + gather_s * np.where(is_cut, 1, micro_batches)
+            reduce = reduce + reduce_s * passes_reduced
             continue
         each = passes.segments[unit.segment]
         # Prefetched behind the neighbour's computation, which is taken to be as long as its own; the first
         # has none, and in the backward pass the last reduction has none.
-        ahead = _exposed_seconds(gathered, each.forward, overlap)
-        gather = gather + passes_gathered * (count * ahead + is_first * (gathered - ahead))
+        ahead = _exposed_seconds(gather_s, each.forward, overlap)
+        gather = gather + passes_gathered * (count * ahead + is_first * (gather_s - ahead))
         behind = each.backward + each.recompute
         if not plan.sharding.keeps_gathered:
-            gather = gather + passes_gathered * count * _exposed_seconds(gathered, behind, overlap)
-            behind = np.maximum(0.0, behind - gathered)  # the time left to hide the reduction
-        exposed = _exposed_seconds(reduced, behind, overlap)
-        reduce = reduce + passes_reduced * (count * exposed + is_first * (reduced - exposed))
+            gather = gather + passes_gathered * count * _exposed_seconds(gather_s, behind, overlap)
+            behind = np.maximum(0.0, behind - gather_s)  # the time left to hide the reduction
+        exposed_s = _exposed_seconds(reduce_s, behind, overlap)
+        reduce = reduce + passes_reduced * (count * exposed_s + is_first * (reduce_s - exposed_s))
         is_first = False
     return gather, reduce
 
@@ -110,23 +110,23 @@ def _by_units(context: PricingContext, passes: Passes) -> tuple[np.ndarray, np.n
 def _unit_seconds(
     context: PricingContext, unit: ShardUnit
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | float]:
-    """[R] seconds of one gather and of one reduction of a unit, and of adding one more micro-batch's gradients."""
+    # [R] seconds of one gather, of one reduction, and of adding one more micro-batch's gradients.
     plan, hardware = context.plan, context.hardware
     shard, device = context.shard_groups, hardware.device
     share = context.share_of(unit)
-    gathered = gathered_bytes(plan, unit.parameters) * share
-    reduced = reduced_bytes(plan, unit.parameters) * share
+    weights = gathered_bytes(plan, unit.parameters) * share
+    gradients = reduced_bytes(plan, unit.parameters) * share
     # A gather writes a new buffer and copies it into new parameters; a reduction copies gradients into a new
     # buffer and makes new shards. Shards are cast before and after, where dtypes differ.
-    copied = 3 * gathered + 2 * gathered / shard.size
-    gather = collective_seconds("all_gather", gathered, shard, hardware) + copied / device.memory_bytes_per_s
-    copied = 2 * reduced + 3 * reduced / shard.size
-    reduce = collective_seconds("reduce_scatter", reduced, shard, hardware)
-    reduce = reduce + copied / device.memory_bytes_per_s
+    copies = 3 * weights + 2 * weights / shard.size
+    gather = collective_seconds("all_gather", weights, shard, hardware) + copies / device.memory_bytes_per_s
+    copies = 2 * gradients + 3 * gradients / shard.size
+    reduce = collective_seconds("reduce_scatter", gradients, shard, hardware)
+    reduce = reduce + copies / device.memory_bytes_per_s
     replicas = context.replica_groups
     if (replicas.size > 1).any():
-        reduce = reduce + collective_seconds("all_reduce", reduced / shard.size, replicas, hardware)
-    return gather, reduce, 3 * reduced / device.update_bytes_per_s
+        reduce = reduce + collective_seconds("all_reduce", gradients / shard.size, replicas, hardware)
+    return gather, reduce, 3 * gradients / device.update_bytes_per_s
 
 
 def _broadcast_of_updates(context: PricingContext) -> np.ndarray:
@@ -138,7 +138,7 @@ def _broadcast_of_updates(context: PricingContext) -> np.ndarray:
         parameters, count = [p for p in unit.parameters if p.trainable], context.count(unit)
         num_bytes = num_bytes + count * context.share_of(unit) * gathered_bytes(plan, parameters)
         number = number + count * len(parameters)
-    return collective_seconds("broadcast", num_bytes, context.shard_groups, context.hardware, number)
+    return collective_seconds("broadcast", num_bytes, context.shard_groups, context.hardware, count=number)
 
 
 _OPERATORS = 4.0  # of one exchange, on the host: an autograd node, a buffer, the collective, its wait
@@ -157,8 +157,7 @@ class Exchange(NamedTuple):
 
 
 def exchanges_of(context: PricingContext) -> tuple[Exchange, ...]:
-    """The exchanges of every segment along the axes ``tensor``, ``sequence`` and ``expert``. Nothing hides them, unless
-    those along ``tensor`` are asynchronous."""
+    """Every segment's exchanges along ``tensor`` (asynchronous ones hidden), ``sequence`` and ``expert``."""
     segments = context.trace.segments
     if not context.parts.divides:
         return (Exchange(0.0, 0.0),) * len(segments)
@@ -181,8 +180,7 @@ def exchanges_of(context: PricingContext) -> tuple[Exchange, ...]:
 
 
 def partial_sums(context: PricingContext) -> np.ndarray:
-    """[R] seconds of summing, once a step, gradients that each rank along ``sequence`` has a part of, where no reduction
-    of sharded ones does it."""
+    """[R] seconds of summing gradients along ``sequence`` once a step; 0 if a reduction of shards does so."""
     size = context.sizes.sequence
     sharding = context.plan.sharding
     if not (size > 1).any() or (sharding.gradients_over and sharding.layout == "rows"):
@@ -205,10 +203,10 @@ def _tensor_exchanges(
     if segment.is_block:
         # Of row layers forward, of groups of column layers backward; recomputation stops before its last one.
         count = 2 * segment.num_rows + again * max(0, segment.num_rows - 1)
-        seconds = collective_seconds("all_reduce", output * count, groups, context.hardware, count)
+        seconds = collective_seconds("all_reduce", output * count, groups, context.hardware, count=count)
         if context.sizes.asynchronous.any():
-            joined = context.sizes.asynchronous & (groups.within == groups.size)
-            seconds = seconds - np.where(joined, _hidden_seconds(context, groups, s, again), 0.0)
+            is_joined = context.sizes.asynchronous & (groups.within == groups.size)
+            seconds = seconds - np.where(is_joined, _hidden_seconds(context, groups, s, again), 0.0)
         return seconds, count
     words = [p for p in segment.parameters if p.tensor_dim == 0 and len(p.shape) == 2]
     if not words:
@@ -223,12 +221,12 @@ def _tensor_exchanges(
     hidden = collective_seconds("all_reduce", num_bytes * words[0].shape[1], groups, context.hardware)
     parts = context.sizes.parallel_loss
     numbers = tokens * context.trace.loss_share * LOSS_NUMBERS * DTYPE_BYTES["float32"]
-    sums = collective_seconds("all_reduce", numbers, groups, context.hardware, LOSS_CALLS)
+    sums = collective_seconds("all_reduce", numbers, groups, context.hardware, count=LOSS_CALLS)
     return np.where(parts, sums, logits) + hidden, np.where(parts, LOSS_CALLS, 1) + 1.0
 
 
 def _hidden_seconds(context: PricingContext, groups: Groups, s: int, again: float) -> np.ndarray:
-    """[R] seconds of gathers and scattered sums that asynchronous exchange hides in a block of segment ``s``."""
+    # [R] seconds of gathers and scattered sums that asynchronous exchange hides in a block.
     plan, device = context.plan, context.hardware.device
     if plan.compiler != "inductor":  # inductor alone joins a product with the exchange beside it
         return np.zeros(len(context.sizes))
@@ -239,10 +237,10 @@ def _hidden_seconds(context: PricingContext, groups: Groups, s: int, again: floa
     output = _output_bytes(context, s) / context.sizes.sequence
     exchange = collective_seconds("all_gather", output, groups, context.hardware)
     narrow, width = plan.precision.narrow, DTYPE_BYTES.get(dtype, 4)
-    rounded = collective_seconds("all_gather", output / width, groups, context.hardware)
+    low_bit_s = collective_seconds("all_gather", output / width, groups, context.hardware)
     largest = collective_seconds("all_reduce", DTYPE_BYTES["float32"], groups, context.hardware)
 
-    def saved(matrices: Sequence[ParameterSpec], *, is_scattered: bool) -> np.ndarray:
+    def saving(matrices: Sequence[ParameterSpec], *, is_scattered: bool) -> np.ndarray:
         elements = sum(each.num_elements for each in matrices) / n
         rate, num_bytes, hidden, apart = device.products_of(dtype), width, exchange, np.zeros(1)
         in_fewer = {narrow is not None and is_chosen(narrow, segment, each) for each in matrices}
@@ -253,27 +251,27 @@ def _hidden_seconds(context: PricingContext, groups: Groups, s: int, again: floa
                 # value; with one scale a row they are waited for.
                 if not narrow.gathered or len(in_fewer) > 1:
                     return np.zeros(len(context.sizes))
-                hidden, apart = rounded, rounded + largest - exchange
+                hidden, apart = low_bit_s, low_bit_s + largest - exchange
         product = 2 * tokens * elements / rate
-        moved = (n - 1) * elements * num_bytes  # each of n pieces of the product reads the weight anew
+        traffic = (n - 1) * elements * num_bytes  # each of n pieces of the product reads the weight anew
         if is_scattered:  # a kernel of its own reads and adds the partial sums that ranks have sent
-            moved = moved + output * (1 + 1 / n)
+            traffic = traffic + output * (1 + 1 / n)
         # Copy engines move n - 1 pieces while others are multiplied, and take no multiprocessor from the
         # products: at most 1 - 1/n of a product's time hides an exchange.
-        joined = np.minimum(hidden, product * (1 - 1 / n)) - moved / device.memory_bytes_per_s
-        return np.asarray(joined - apart)
+        gain = np.minimum(hidden, product * (1 - 1 / n)) - traffic / device.memory_bytes_per_s
+        return np.asarray(gain - apart)
 
     total = np.zeros(len(context.sizes))
     for index, (columns, row) in enumerate(regions := _column_row_regions(segment)):
-        gathered, scattered = saved(columns, is_scattered=False), saved([row], is_scattered=True)
+        gathers, sums = saving(columns, is_scattered=False), saving([row], is_scattered=True)
         # Forward, both exchanges are joined. Recomputation stops before its last sum.
-        total = total + (1 + again) * gathered + (1 + again * (index < len(regions) - 1)) * scattered
-        total = total + saved([row], is_scattered=False)  # the gather backward
+        total = total + (1 + again) * gathers + (1 + again * (index < len(regions) - 1)) * sums
+        total = total + saving([row], is_scattered=False)  # the gather backward
         if len(columns) == 1:  # gradients of several columns are added before the scattered sum backward
             is_joined = np.full(len(context.sizes), True)
             if narrow is not None and is_chosen(narrow, segment, columns[0]):
                 is_joined = narrow.gathered & np.equal(context.num_samples, 1)  # fewer bits: one sample
-            total = total + np.where(is_joined, saved(columns, is_scattered=True), 0.0)
+            total = total + np.where(is_joined, saving(columns, is_scattered=True), 0.0)
     return total
 
 
@@ -302,18 +300,20 @@ def _sequence_exchanges(
     if not segment.num_attentions:  # written out: keys and values are gathered, gradients' sums scattered
         gathers = 2 * (2 + again)
         num_bytes = width * heads * gathers
-        return collective_seconds("all_gather", num_bytes, groups, context.hardware, gathers), gathers
+        return collective_seconds("all_gather", num_bytes, groups, context.hardware, count=gathers), gathers
     passes = segment.num_attentions * (2 + again)
     is_ring = context.sizes.is_ring
     # Ulysses: queries, keys, values and results each change between tokens and heads.
     count = 4 * passes
     num_bytes = width * (2 + 2 * heads) * passes / context.sizes.sequence
-    seconds = collective_seconds("all_to_all", num_bytes, groups, context.hardware, count)
+    seconds = collective_seconds("all_to_all", num_bytes, groups, context.hardware, count=count)
     if not is_ring.any():
         return seconds, count
     # A ring: keys and values pass every rank forward, and backward with their gradients.
     turns = segment.num_attentions * (1 + again + 2)
-    around = collective_seconds("all_gather", width * 2 * heads * turns, groups, context.hardware, turns)
+    around = collective_seconds(
+        "all_gather", width * 2 * heads * turns, groups, context.hardware, count=turns
+    )
     return np.where(is_ring, around, seconds), np.where(is_ring, turns, count)
 
 
@@ -322,8 +322,8 @@ def _expert_exchanges(
 ) -> tuple[np.ndarray, float]:
     # Tokens go to the ranks that hold their experts, and results come back, in both passes.
     count = 2 * context.trace.segments[s].num_routed * (2 + again)
-    routed = _output_bytes(context, s) * max(1, context.trace.experts_per_token)
-    return collective_seconds("all_to_all", routed * count, groups, context.hardware, count), count
+    num_bytes = _output_bytes(context, s) * max(1, context.trace.experts_per_token)
+    return collective_seconds("all_to_all", num_bytes * count, groups, context.hardware, count=count), count
 
 
 def _output_bytes(context: PricingContext, s: int) -> np.ndarray:

@@ -37,16 +37,15 @@ def attach_optimizer(
     Args:
         result: what ``auto_accelerate`` returned without ``optim_func``.
         optim_func: ``(parameters, **optim_args) -> torch.optim.Optimizer``.
-        options_of: the options of a parameter by its name in the user's model, such as ``{"weight_decay": 0.0}`` for
-            biases; parameters with equal options form a group. ``None`` for one group.
+        options_of: options of a parameter by its name in the user's model, such as ``{"weight_decay": 0.0}``;
+            parameters with equal options form a group. ``None`` for one group.
         optim_args: keyword arguments of ``optim_func``.
 
     Returns:
         The same objects with ``optim``; ``train_step`` of the given ones uses it, too.
 
     Raises:
-        InputError: on all ranks, if the job has an optimizer, or ``optim_func`` or ``options_of`` do not give what they
-            should.
+        InputError: on all ranks, if the job has an optimizer, or a function does not give what it should.
     """
     job = result.job
 
@@ -70,10 +69,10 @@ def attach_optimizer(
     result.train_step.optimizer = optimizer
     assert optimizer is not None
     result.train_step.memory.follow(optimizer)
-    attached = result.having(optim=optimizer)
+    new_result = result.having(optim=optimizer)
     if (watch := WATCH.get()) is not None:
-        watch.follow(attached)
-    return attached
+        watch.follow(new_result)
+    return new_result
 
 
 def _group_by_options(job: Job, options_of: Callable[[str], Mapping[str, Any]]) -> tuple[NamedGroup, ...]:
@@ -89,7 +88,7 @@ def _group_by_options(job: Job, options_of: Callable[[str], Mapping[str, Any]]) 
                 f"options_of gave {text} for {name}; it must give a dictionary of options, such as "
                 "{'weight_decay': 0.0}, or an empty one."
             )
-        names = next((names for known, names in groups if known == options), None)
+        names = next((names for other, names in groups if other == options), None)
         if names is None:
             groups.append((dict(options), [name]))
         else:
@@ -97,10 +96,10 @@ def _group_by_options(job: Job, options_of: Callable[[str], Mapping[str, Any]]) 
     return tuple(NamedGroup(tuple(names), options) for options, names in groups)
 
 
-def _refuse_misspelt(groups: Iterable[NamedGroup], known: Collection[str]) -> None:
+def _refuse_misspelt(groups: Iterable[NamedGroup], defaults: Collection[str]) -> None:
     for option in {option for group in groups for option in group.options}:
-        if option not in known and (meant := did_you_mean(option, known)):  # torch accepts any key
-            raise InputError(f"options_of gave {option!r}, which the optimizer does not know.{meant}")
+        if option not in defaults and (hint := did_you_mean(option, defaults)):  # torch accepts any key
+            raise InputError(f"options_of gave {option!r}, which the optimizer does not know.{hint}")
 
 
 def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
@@ -119,15 +118,15 @@ def make_optimizer(job: Job) -> torch.optim.Optimizer | None:
     masters = _make_master_weights(job)
     if masters is not None:
         groups = masters.groups(groups)
-    untried = require_separable(job, groups)
+    warning = require_separable(job, groups)
     if job.optimizer.take_over is not None:
         model, optimizer = job.optimizer.take_over(groups)
         job.wrap(model)
     else:
         optimizer = (job.optimizer.make or partial(make_user_optimizer, job))(groups)
-    if untried:
-        job.explain(OPTIMIZER, untried)
-        job.warn(untried)
+    if warning:
+        job.explain(OPTIMIZER, warning)
+        job.warn(warning)
     _watch_ranks(job, optimizer)
     if job.cluster.world_size > 1 and job.optimizer.take_over is None:
         _refuse_foreign_parameters(job, optimizer, groups)
@@ -184,15 +183,15 @@ def _watch_ranks(job: Job, optimizer: torch.optim.Optimizer) -> None:
 def _refuse_foreign_parameters(
     job: Job, optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]
 ) -> None:
-    known = {id(parameter) for group in groups for parameter in group["params"]}
-    counted, foreign = 0, list[torch.Tensor]()
+    known_ids = {id(parameter) for group in groups for parameter in group["params"]}
+    last_number, foreign = 0, list[torch.Tensor]()
 
     def look(*_: Any) -> None:
-        nonlocal counted, foreign
-        if (number := sum(len(group["params"]) for group in optimizer.param_groups)) != counted:
-            ours = known | {id(p) for part in (job.module, *job.parts.stages) for p in part.parameters()}
+        nonlocal last_number, foreign
+        if (number := sum(len(group["params"]) for group in optimizer.param_groups)) != last_number:
+            ours = known_ids | {id(p) for part in (job.module, *job.parts.stages) for p in part.parameters()}
             members = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            counted, foreign = number, [parameter for parameter in members if id(parameter) not in ours]
+            last_number, foreign = number, [parameter for parameter in members if id(parameter) not in ours]
         for parameter in foreign:  # such as by a later add_param_group
             if parameter.grad is not None:
                 raise StepError(
@@ -206,8 +205,8 @@ def _refuse_foreign_parameters(
 
 
 def _frozen_tensors(job: Job) -> list[tuple[str, torch.Tensor]]:
-    named = job.module.named_parameters()
-    return [(plain_name(name), parameter) for name, parameter in named if not parameter.requires_grad]
+    entries = job.module.named_parameters()
+    return [(plain_name(name), parameter) for name, parameter in entries if not parameter.requires_grad]
 
 
 def _without_frozen(job: Job, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -229,7 +228,7 @@ def _without_frozen(job: Job, groups: list[dict[str, Any]]) -> list[dict[str, An
 
 def _make_master_weights(job: Job) -> MasterWeights | None:
     if job.plan.offload_optimizer:
-        return MasterWeights(job.module.parameters(), on_host=True, pinned=job.device.type == "cuda")
+        return MasterWeights(job.module.parameters(), on_host=True, is_pinned=job.device.type == "cuda")
     return MasterWeights(job.module.parameters()) if job.plan.precision.master_dtype else None
 
 
@@ -237,10 +236,10 @@ def _count_once(job: Job, masters: MasterWeights | None) -> Callable[[list[torch
     stages = job.stage_group
     if stages is None:
         return gradient_norm
-    uncounted = [
+    remote = [
         parameter if masters is None else masters.master_of(parameter)
         for name, parameter in job.module.named_parameters(remove_duplicate=False)
         if plain_name(name) in job.gradients.remote_norm_names  # another stage counts them
     ]
-    job.gradients.clip = partial(clip_gradients, stages=stages, uncounted=uncounted)
-    return partial(gradient_norm, stages=stages, uncounted=uncounted)
+    job.gradients.clip = partial(clip_gradients, stages=stages, remote=remote)
+    return partial(gradient_norm, stages=stages, remote=remote)

@@ -1,4 +1,4 @@
-"""Checks of optimizers: what those of torch and of other packages cannot update, found before the first step."""
+"""Checks of optimizers: what those of torch and other packages cannot update, found before the first step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEPS: Final = 6  # per trial
 _LARGE: Final = 1e4
 """Factor of the last gradients: norms that nothing else reaches are clipped there."""
 _TOLERANCES: Final = {torch.float64: 1e-4, torch.float32: 1e-3}
-"""Difference of updates, as a part of the largest. Estimated step sizes begin with 1e-6, below fp32's rounding."""
+"""Difference of updates as a part of the largest. Estimated steps begin with 1e-6, below fp32's rounding."""
 _KNOWN: Final = ("torch.optim.", "torchao.", "bitsandbytes.")
 """Modules whose optimizers, LBFGS excepted, update each parameter by itself."""
 _Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -36,10 +36,9 @@ _Updates = list[list[torch.Tensor]]
 def require_separable(job: Job, groups: ParameterGroups) -> str:
     """Tries the user's optimizer on two small parameters together and on each alone.
 
-    Only where the optimizer of a rank has a part of the parameters: flat or whole ones of ZeRO, or a pipeline's
-    stages. There, an optimizer that looks at all of them, as a norm over all gradients does, trains wrongly without
-    an error. Where parameters are DTensors, what reads numbers out of them is refused. The random states
-    are left as they were.
+    Only where the optimizer of a rank has a part of the parameters (ZeRO, pipelines): one that looks at all,
+    as a norm over all gradients does, would train wrongly without an error. Where parameters are DTensors,
+    optimizers that read numbers out of them are refused. The random states are left as they were.
 
     Args:
         job: the job, with ``optim_func`` and how parameters are divided.
@@ -53,8 +52,8 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
     """
     if job.inputs.optim_func is None or job.inputs.optimizer_is_trusted or _is_known(job.inputs.optim_func):
         return ""
-    sharded = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
-    if not sharded and not _is_divided(job):
+    has_shards = any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+    if not has_shards and not _is_divided(job):
         return ""
     if _is_divided(job):
         _refuse_choice(job, groups)
@@ -65,10 +64,8 @@ def require_separable(job: Job, groups: ParameterGroups) -> str:
                 optimizer = make(_make_parameters(torch.float32, torch.device("cpu")))
             except Exception as error:  # also what is wrong with the real call, which tells it better
                 return _untried_text(job, error)
-            judged = isinstance(optimizer, (torch.optim.LBFGS, *NOT_OF_DTENSORS)) or _is_known(
-                type(optimizer)
-            )
-            if sharded and not judged:
+            skip = isinstance(optimizer, (torch.optim.LBFGS, *NOT_OF_DTENSORS)) or _is_known(type(optimizer))
+            if has_shards and not skip:
                 _require_tensors(job, make)
             if not _is_divided(job):
                 continue
@@ -88,17 +85,15 @@ def _refuse_choice(job: Job, groups: ParameterGroups) -> None:
     function, params = job.inputs.optim_func, [p for group in groups for p in group["params"]]
     if job.inputs.optim_param_func is not None or not isinstance(function, FunctionType):
         return
-    shapes = [
-        nn.Parameter(torch.empty(p.shape, device="meta"), requires_grad=p.requires_grad) for p in params
-    ]
+    fakes = [nn.Parameter(torch.empty(p.shape, device="meta"), requires_grad=p.requires_grad) for p in params]
     # Called with meta parameters, a function that filters shows it. Given groups, it would take all.
     try:
-        chosen = function(shapes, **_copy_arguments(job)).param_groups
+        new_groups = function(fakes, **_copy_arguments(job)).param_groups
     except Exception:  # what is wrong with the real call tells it better
         return
-    if len(chosen) > 1 or len(chosen[0]["params"]) < len(params):
+    if len(new_groups) > 1 or len(new_groups[0]["params"]) < len(params):
         raise InputError(
-            f"optim_func makes {counted(len(chosen), 'group')} of {sum(len(group['params']) for group in chosen)} of the "
+            f"optim_func makes {counted(len(new_groups), 'group')} of {sum(len(group['params']) for group in new_groups)} of the "
             f"{counted(len(params), 'parameter')}. Under this strategy it gets groups, [{{'params': [...]}}], of which ranks hold "
             "parts: split groups by optim_param_func=lambda model: groups, or train under ddp, fsdp or zero2."
         )
@@ -163,8 +158,8 @@ class _Reads(TorchDispatchMode):
 
 
 def _is_known(kind: Any) -> bool:
-    known = isinstance(kind, type) and kind.__module__.startswith(_KNOWN)
-    return known and kind is not torch.optim.LBFGS
+    has_known_module = isinstance(kind, type) and kind.__module__.startswith(_KNOWN)
+    return has_known_module and kind is not torch.optim.LBFGS
 
 
 def _distinct_options(groups: ParameterGroups) -> list[dict[str, Any]]:
@@ -247,18 +242,18 @@ def _run_updates(
     dtype: torch.dtype,
     device: torch.device,
     with_closure: bool,
-    chosen: Sequence[int],
+    indices: Sequence[int],
     *,
     seed: int = 0,
 ) -> _Updates:
     torch.manual_seed(seed)
     random.seed(seed)
-    parameters = [_make_parameters(dtype, device)[index] for index in chosen]
+    parameters = [_make_parameters(dtype, device)[index] for index in indices]
     optimizer = make(parameters)
     updates = []
     for step in _make_gradients():
         before = [parameter.detach().clone() for parameter in parameters]
-        give = partial(_set_gradients, parameters, [step[index] for index in chosen])
+        give = partial(_set_gradients, parameters, [step[index] for index in indices])
         give()
         arguments: list[Any] = [give] if with_closure else []
         optimizer.step(*arguments)
@@ -313,7 +308,7 @@ def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
             "torchao.optim.AdamW8bit, or shard with zero1 or ('zero2', {'not_use_fsdp': True}), whose optimizers see "
             "plain tensors."
         )
-    # DTensors keep the dtype that torchao's quantized states seem to have, so mixed dtypes fail in the first step.
+    # torchao's quantized states seem to have the dtype of DTensors, so mixed dtypes fail in the first step.
     if dtypes - {torch.float32} and package == "torchao":
         raise InputError(
             f"{name} cannot update DTensors in 16 bits. Use ('amp_native', 'bf16') instead of half, or "
@@ -337,7 +332,7 @@ def refuse_what_fails(optimizer: torch.optim.Optimizer) -> None:
 
 
 def keeps_blocks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of bitsandbytes with 8-bit states: some of them have one value for a block of elements.
+    """Whether it is a bitsandbytes optimizer with 8-bit states, some with one value per block of elements.
 
     Parameters that are too small for 8 bits have states of one value an element all the same.
     """

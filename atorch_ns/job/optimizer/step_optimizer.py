@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -29,14 +30,14 @@ class MasterWeights:
     Args:
         parameters: the model's parameters; those that are not floating or already fp32 are their own master.
         on_host: whether all floating parameters, plain tensors then, have a master, in host memory.
-        pinned: whether that memory is pinned, so that copies are asynchronous.
+        is_pinned: whether that memory is pinned, so that copies are asynchronous.
     """
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], *, on_host: bool = False, pinned: bool = False
+        self, parameters: Iterable[torch.Tensor], *, on_host: bool = False, is_pinned: bool = False
     ) -> None:
         self._on_host = on_host
-        self._pinned = pinned
+        self._is_pinned = is_pinned
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # host buffers by parameter
         self._masters: dict[torch.Tensor, torch.Tensor] = {}
         self._marks: dict[torch.Tensor, tuple[int, int]] = {}  # of parameters, at the last update
@@ -57,13 +58,10 @@ class MasterWeights:
 
     def groups(self, groups: Iterable[Any]) -> list[dict[str, Any]]:
         """Parameter groups with every parameter replaced by its master."""
-        return [
-            {**group, "params": [self.master_of(parameter) for parameter in group["params"]]}
-            for group in groups
-        ]
+        return [{**group, "params": [self.master_of(p) for p in group["params"]]} for group in groups]
 
     def adopt(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Puts masters in the places of parameters that have been thawed, in the groups of their optimizer."""
+        """Puts masters in the places of thawed parameters, in the groups of their optimizer."""
         masters = set(self._masters.values())
         for group in groups:
             for index, parameter in enumerate(group["params"]):
@@ -84,8 +82,8 @@ class MasterWeights:
     def take_gradients(self, *, keeps: bool = False, adds: bool = False) -> None:
         """Moves the parameters' gradients to the masters, in fp32; the parameters' own are freed.
 
-        ``keeps``: whether masters without a new one keep theirs, as zeros that ``zero_grad`` has left, which optimizers decay by.
-        ``adds``: whether masters have gradients of the same step, to which those of a later pass are added.
+        ``keeps``: whether masters without a new one keep theirs, as zeros of ``zero_grad``, for weight decay.
+        ``adds``: whether gradients of a later pass are added to those of the same step.
         """
         for parameter, master in self._masters.items():
             if parameter.grad is None:
@@ -97,43 +95,43 @@ class MasterWeights:
                 if parameter not in self._gradients:  # allocated once and reused
                     self._gradients[parameter] = self._host_tensor(parameter)
                 gradient = self._gradients[parameter]
-                master.grad = gradient.copy_(parameter.grad, non_blocking=self._pinned)
+                master.grad = gradient.copy_(parameter.grad, non_blocking=self._is_pinned)
             else:
                 master.grad = parameter.grad.to(torch.float32)
             parameter.grad = None
-        if self._pinned:
+        if self._is_pinned:
             torch.cuda.current_stream().synchronize()  # the host reads them next
 
     @torch.no_grad()
     def take_writes(self) -> None:
         """Takes over what a loop has written to the parameters since the last update.
 
-        A write through ``parameter.data`` leaves no mark: all parameters are looked at before the first updates, and in a loop that
-        has made such a write by then before each. Elements that are as they were keep their precision.
+        A write through ``parameter.data`` leaves no mark: all parameters are compared before the first
+        updates, and before each in a loop that has made such a write by then. Unchanged elements stay exact.
         """
         for parameter, master in self._masters.items():
             is_marked = self._marks.get(parameter) != _version_mark(parameter)
             is_new = self._versions.get(master) != master._version
             if is_new or is_marked or self._is_written or self._num_updates < _NUM_LOOKS:
-                kept = local_part(master)  # each rank looks at its own part
-                here = local_part(parameter).to(device=kept.device)
-                is_same = here == kept.to(here.dtype)
+                master_part = local_part(master)  # each rank looks at its own part
+                here = local_part(parameter).to(device=master_part.device)
+                is_same = here == master_part.to(here.dtype)
                 # The master was written since the last update, while the model computed with other values.
                 if not is_same.all() and self._versions.get(master, master._version) != master._version:
                     raise StepError(_WRITTEN_MASTERS)
                 self._is_written |= not is_marked and not bool(is_same.all())  # written through .data
-                kept.copy_(torch.where(is_same, kept, here.to(kept.dtype)))
+                master_part.copy_(torch.where(is_same, master_part, here.to(master_part.dtype)))
 
     @torch.no_grad()
     def copy_to_parameters(self) -> None:
         """Rounds the masters into the parameters."""
         self._num_updates += 1
         for parameter, master in self._masters.items():
-            parameter.copy_(master, non_blocking=self._pinned)
+            parameter.copy_(master, non_blocking=self._is_pinned)
             self._marks[parameter], self._versions[master] = _version_mark(parameter), master._version
 
     def _host_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
-        return torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=self._pinned)
+        return torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=self._is_pinned)
 
 
 _WRITTEN_MASTERS: Final = (
@@ -141,7 +139,7 @@ _WRITTEN_MASTERS: Final = (
     "Write to result.model.parameters(); the copies take it over."
 )
 _NUM_LOOKS: Final = 3
-"""Updates before which all parameters are compared with their masters: what a loop writes each time it writes by then."""
+"""Updates before which all parameters are compared with masters; a loop's repeated writes show by then."""
 
 
 def _version_mark(tensor: torch.Tensor) -> tuple[int, int]:
@@ -149,7 +147,7 @@ def _version_mark(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class StateView(MutableMapping[Any, Any]):
-    """States of an optimizer by the parameters that a user knows; ``find`` gives the tensor that is updated, or raises."""
+    """States of an optimizer by the user's parameters; ``find`` gives the updated tensor, or raises."""
 
     def __init__(self, states: MutableMapping[Any, Any], find: Callable[[Any], Any]) -> None:
         self._states, self._find = states, find
@@ -182,7 +180,7 @@ class StateView(MutableMapping[Any, Any]):
 class StepOptimizer(torch.optim.Optimizer):
     """An optimizer around an optimizer: unscales gradients, skips bad steps, keeps fp32 master weights.
 
-    Everything but :meth:`step`, :meth:`zero_grad` and, under masters, hooks before a step is the inner optimizer's, so that
+    All but :meth:`step`, :meth:`zero_grad` and, under masters, hooks before a step is the inner optimizer's:
     schedulers, other hooks and ``state_dict`` see that one.
 
     Args:
@@ -220,44 +218,44 @@ class StepOptimizer(torch.optim.Optimizer):
         self._group = group
         self._finish = finish
         self._norm = norm
-        self._prepared = False  # gradients are fp32 and unscaled
+        self._is_prepared = False  # gradients are fp32 and unscaled
         self._overflow = False  # on any rank
-        self._scaled: dict[torch.Tensor, tuple[int, int, int]] = {}
+        self._scaled_versions: dict[torch.Tensor, tuple[int, int, int]] = {}
         # Mixed: some have no scale. Late: a pass after preparing. Cleared: zeros that zero_grad has left.
         self._is_mixed = self._is_late = self._is_cleared = self._is_in_hooks = False
         self._hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         if scaler is not None:
             scaler.at_backward = self._begin_backward
-            refuse = WeakMethod(self._refuse_other)  # torch's global hooks outlive this object
-            handle = register_optimizer_step_pre_hook(lambda *args: (method := refuse()) and method(*args))
+        if scaler is not None or masters is not None:
+            check = WeakMethod(self._check_other)  # torch's global hooks outlive this object
+            handle = register_optimizer_step_pre_hook(lambda *args: (method := check()) and method(*args))
             finalize(self, handle.remove)
 
     def prepare_gradients(self) -> None:
         """Makes ``grad`` of the optimizer's parameters what clipping and stepping expect: fp32, unscaled.
 
-        Done once a step, by clipping or by :meth:`step`, whichever comes first. Collective. A loop that changes gradients
-        by itself calls it first, after the last backward pass.
+        Done once a step, by clipping or by :meth:`step`, whichever comes first. Collective. A loop that
+        changes gradients by itself calls it first, after the last backward pass.
 
         Raises:
-            StepError: if the loss was scaled nowhere, because it did not come from the result's loss function, or if
-                gradients were changed while they had the scale.
+            StepError: if the loss is not from the result's loss function, or scaled gradients were changed.
         """
         if self._is_late:
             raise StepError(
                 "a backward pass ran after the gradients were clipped or prepared in the same step. Under fp16 run all backward "
                 "passes of a step first; bf16 has no scale."
             )
-        is_again = self._prepared  # a further pass in the same step
+        is_again = self._is_prepared  # a further pass in the same step
         if is_again and (self.masters is None or self.scaler is not None):
             return
-        if self._scaled and (self._is_mixed or self._is_changed()):
+        if self._scaled_versions and (self._is_mixed or self._is_changed()):
             raise StepError(
                 "gradients were changed while they had the loss scale of fp16: clipped, written to, kept from an earlier step "
                 "(zero_grad), or added to by the backward pass of a loss that is not from result.loss_func. Add losses to that, call "
                 "result.clip_grad_norm_ or result.prepare_gradients() before you change gradients otherwise (then change those of "
                 "result.optim.param_groups), or use bf16, which has no scale."
             )
-        self._prepared, self._scaled = True, {}
+        self._is_prepared, self._scaled_versions = True, {}
         if self._finish is not None:
             self._finish()
         if self.masters is not None:
@@ -282,35 +280,42 @@ class StepOptimizer(torch.optim.Optimizer):
         self._note_gradients()
         self._is_mixed = is_mixed  # changes of the block count as scaled
 
-    def _refuse_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if any(p in self._scaled for group in optimizer.param_groups for p in group["params"]):
+    def _check_other(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        updated = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.masters is not None and any(self.masters.master_of(p).dtype != p.dtype for p in updated):
+            warnings.warn(  # once, by Python's filter
+                f"a {type(optimizer).__name__} not created by auto_accelerate updates 16-bit weights: its updates are rounded, and "
+                "the fp32 copies take over what is rounded. Let result.optim update them (optim_func, with groups).",
+                stacklevel=2,
+            )
+        if any(p in self._scaled_versions for p in updated):
             raise StepError(
                 f"a {type(optimizer).__name__} not created by auto_accelerate would update parameters whose gradients have the "
                 "loss scale of fp16. Let result.optim update them (optim_func, with groups), or use bf16, which has no scale."
             )
 
     def _begin_backward(self) -> None:
-        self._is_late = self._is_late or self._prepared
+        self._is_late = self._is_late or self._is_prepared
         self._is_mixed = self._is_mixed or self._is_changed(zeros=False)
         # After what completes gradients, which waits for others twice.
         after_backward(lambda: after_backward(lambda: after_backward(self._note_gradients)))
 
     def _note_gradients(self) -> None:
-        self._scaled = gradient_versions(self._with_scale())
+        self._scaled_versions = gradient_versions(self._with_scale())
 
     def _is_changed(self, *, zeros: bool = True) -> bool:
         # Zeros are right under any scale.
         return any(
-            version != self._scaled.get(parameter)
-            and ((zeros and parameter in self._scaled) or bool(local_part(parameter.grad).any()))
+            version != self._scaled_versions.get(parameter)
+            and ((zeros and parameter in self._scaled_versions) or bool(local_part(parameter.grad).any()))
             for parameter, version in gradient_versions(self._with_scale()).items()
         )
 
     def _with_scale(self) -> list[torch.Tensor]:
         # After preparation the masters hold the gradients, unscaled.
         models = {} if self.masters is None else {master: p for p, master in self.masters.pairs()}
-        groups = [] if self.scaler is None or self._prepared else self.inner.param_groups
-        return [models.get(updated, updated) for group in groups for updated in group["params"]]
+        groups = [] if self.scaler is None or self._is_prepared else self.inner.param_groups
+        return [models.get(target, target) for group in groups for target in group["params"]]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the weights, or skips the update on every rank if a gradient is infinite or NaN."""
@@ -354,7 +359,7 @@ class StepOptimizer(torch.optim.Optimizer):
         return loss
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Calls it while gradients are the model's; they are moved to masters when it asks for ``optimizer.param_groups``."""
+        """Calls it while gradients are the model's; ``optimizer.param_groups`` moves them to masters."""
         if self.masters is None:
             return self.inner.register_step_pre_hook(hook)
         handle = RemovableHandle(self._hooks)
@@ -369,14 +374,14 @@ class StepOptimizer(torch.optim.Optimizer):
                 parameter.grad = None
         if self.scaler is not None:
             self.scaler.num_backwards = 0
-            if self._prepared:  # the step is left out
+            if self._is_prepared:  # the step is left out
                 self.scaler.forget_unscaled()
         self._forget_gradients()
         self._is_cleared = True
 
     def _forget_gradients(self) -> None:
-        self._prepared = self._overflow = self._is_mixed = self._is_late = self._is_cleared = False
-        self._scaled = {}
+        self._is_prepared = self._overflow = self._is_mixed = self._is_late = self._is_cleared = False
+        self._scaled_versions = {}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -442,9 +447,7 @@ class StepOptimizer(torch.optim.Optimizer):
         return repr(self.inner)
 
     def _has_gradients(self) -> bool:
-        return any(
-            parameter.grad is not None for group in self.inner.param_groups for parameter in group["params"]
-        )
+        return any(p.grad is not None for group in self.inner.param_groups for p in group["params"])
 
     def _has_nonfinite(self) -> bool:
         parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
@@ -462,8 +465,8 @@ def _names_in(method: Callable[..., Any], kind: type) -> set[str]:
         for code in nested_codes(getattr(unwrap(function), "__code__", None)):
             new = set(code.co_names) - names
             names |= new
-            called = (getattr(kind, name, None) for name in new if not hasattr(torch.optim.Optimizer, name))
-            methods += [each for each in called if callable(each)]
+            callees = (getattr(kind, name, None) for name in new if not hasattr(torch.optim.Optimizer, name))
+            methods += [each for each in callees if callable(each)]
     return names
 
 

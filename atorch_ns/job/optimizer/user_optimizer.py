@@ -1,4 +1,4 @@
-"""User's optimizer: ``optim_func``, called with a list of parameters where possible, by fused kernels where they fit."""
+"""User's optimizer: ``optim_func``, given a list of parameters if possible, with fused kernels that fit."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from atorch_ns.torch_compat import TorchDispatchMode, has_step_hooks, laid_out, 
 def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
     """The first argument of ``optim_func``.
 
-    A function that is given a list may filter it and make groups of its own. That is right only where parameters
-    have their own shapes, and where this rank has all of them; elsewhere groups stay groups, and
+    A function that is given a list may filter it and make groups of its own. That is right only where
+    parameters have their own shapes and this rank has all of them. Elsewhere groups stay groups, and
     :func:`explained_groups` says so to a function that takes them for parameters.
     """
     whole = job.plan.sharding.layout == "rows" and job.stage_group is None
@@ -41,11 +41,11 @@ def optim_func_parameters(job: Job, groups: ParameterGroups) -> list[Any]:
 
 @contextmanager
 def explained_groups(job: Job, entries: list[Any]) -> Iterator[None]:
-    """Translates what a call of ``optim_func`` raises that takes groups for parameters, or for which a rank has too few.
+    """Translates errors of an ``optim_func`` that takes groups for parameters, or has too few on this rank.
 
     Raises:
-        InputError: for a ``TypeError``, for an ``AttributeError`` if groups are what it was given, and for a ``ValueError``
-            where each rank gives it some of the parameters.
+        InputError: for a ``TypeError``, for an ``AttributeError`` if it was given groups, and for a
+            ``ValueError`` where each rank gives it some of the parameters.
     """
     try:
         yield
@@ -94,19 +94,18 @@ def make_user_optimizer(job: Job, groups: ParameterGroups) -> torch.optim.Optimi
 
 
 def step_on_local_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Lets fused kernels update this rank's parts of DTensors, beside plain tensors and on whatever meshes; and any optimizer
-    of torch those of complex numbers.
+    """Lets fused kernels update this rank's parts of DTensors, and torch's optimizers those of complex ones.
 
-    They update each element by itself, so no rank needs anything of another. torch refuses mixtures, and for DTensors
-    alone it looks at every one of them in every step. Complex numbers it updates as pairs of real ones, which of parts of
-    unequal sizes are copies of the whole: the parameter would stay as it is.
+    Each element is updated by itself, so no rank needs another's. torch refuses DTensors beside plain
+    tensors. It updates complex numbers as pairs of real ones, copies where parts have unequal sizes:
+    the parameter would stay as it is.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    divided = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-    if divided and has_step_hooks(optimizer):
+    shards = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if shards and has_step_hooks(optimizer):
         optimizer.register_step_pre_hook(_average_whole_gradients)
-    has_complex = _is_of_torch(optimizer) and any(map(torch.is_complex, divided))
-    if has_complex or (divided and type(optimizer) in _FUSED):
+    has_complex = _is_of_torch(optimizer) and any(map(torch.is_complex, shards))
+    if has_complex or (shards and type(optimizer) in _FUSED):
         optimizer.__class__ = class_above(_OnLocalParts, type(optimizer))
 
 
@@ -130,21 +129,19 @@ def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             gradient, weight = local_part(grad), local_part(parameter)
             # After p.grad = g.t() strides differ, and fused kernels read memory in order.
             if gradient.stride() != weight.stride() and gradient.shape == weight.shape:
-                laid = torch.empty_like(weight).copy_(gradient)
-                parameter.grad = laid_out(laid, grad) if is_divided else laid
+                copy = torch.empty_like(weight).copy_(gradient)
+                parameter.grad = laid_out(copy, grad) if is_divided else copy
 
 
-def class_above(added: type, kind: type) -> type:
-    """``kind`` with the methods of ``added`` above its own, under its own name, as checkpoints write it."""
+def class_above(mixin: type, kind: type) -> type:
+    """``kind`` with the methods of ``mixin`` above its own, under its own name, as checkpoints write it."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (added, kind), names)
+    return type(kind.__name__, (mixin, kind), names)
 
 
 class _OnLocalParts(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        by_parts = any(
-            group.get("fused") or any(map(torch.is_complex, group["params"])) for group in self.param_groups
-        )
+        by_parts = any(g.get("fused") or any(map(torch.is_complex, g["params"])) for g in self.param_groups)
         if not by_parts:
             return super().step(closure)
         with _LocalParts() as mode:
@@ -153,14 +150,14 @@ class _OnLocalParts(torch.optim.Optimizer):
 
 
 class _LocalParts(TorchDispatchMode):
-    """Runs fused kernels of optimizers on local parts, and takes complex numbers for pairs in their places."""
+    """Runs fused kernels of optimizers on local parts, and takes complex numbers for pairs in place."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_paused = False
 
     def suspend_for(self, closure: Callable[[], float]) -> Callable[[], float]:
-        """The closure of a step, which evaluates the model as outside of it, if the optimizer calls it and when it does."""
+        """The closure of a step, which evaluates the model outside of this mode, whenever it is called."""
 
         def evaluate() -> float:
             self._is_paused = True
@@ -192,10 +189,8 @@ def _view_as_pairs(value: DTensor) -> DTensor:
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     # torch's optimizers call the closure once, before the update; LBFGS calls it during the update.
-    kinds = set(type(optimizer).__mro__) - {torch.optim.Optimizer}
-    return torch.optim.LBFGS not in kinds and any(
-        kind.__module__.startswith("torch.optim.") for kind in kinds
-    )
+    mro = set(type(optimizer).__mro__) - {torch.optim.Optimizer}
+    return torch.optim.LBFGS not in mro and any(kind.__module__.startswith("torch.optim.") for kind in mro)
 
 
 def _local_part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -219,11 +214,10 @@ def choose_fused(
     groups: Iterable[Mapping[str, Any]],
     models: Iterable[nn.Module] = (),
 ) -> tuple[bool, str]:
-    """Whether an optimizer is asked for its fused kernel, and why, for the report; empty if there is nothing to decide.
+    """Whether an optimizer gets its fused kernel, and why, for the report; empty if nothing is to decide.
 
-    A fused kernel updates all parameters of a group in one pass over memory, with no temporary, and of DTensors this
-    rank's parts (:func:`step_on_local_parts`). torch itself leaves it off; a loop over parameters is what it runs on CPUs,
-    and for DTensors on GPUs too.
+    A fused kernel updates all parameters of a group in one pass over memory, with no temporary, and this
+    rank's parts of DTensors (:func:`step_on_local_parts`). torch's default on CPUs and for DTensors loops.
 
     Args:
         optim_func: a class of torch, or a ``functools.partial`` of one; others are left alone.
@@ -261,16 +255,16 @@ def optimizer_arguments(
     groups: Iterable[Mapping[str, Any]],
     models: Iterable[nn.Module] = (),
 ) -> tuple[dict[str, Any], str]:
-    """The keywords that ``optim_func`` is called with, and what the report says of them; see :func:`choose_fused`.
+    """The keywords for ``optim_func``, and a text about them for the report; see :func:`choose_fused`.
 
     Raises:
-        InputError: if the user asks for a fused kernel that fails for these parameters, or is wrong. Where ranks have a part
-            of the parameters each, torch would refuse it on some of them alone.
+        InputError: if the user asks for a fused kernel that fails or is wrong for these parameters. Where
+            ranks have parts of them, torch would refuse it on some ranks alone.
     """
     groups, models = list(groups), list(models)
-    kind, asked = _unwrap_partials(optim_func, dict(optim_args or {}))
-    if kind in _FUSED and asked.get("fused"):
-        reason = _find_sparse_module(models) or _find_fused_fault(kind, asked, groups)
+    kind, keywords = _unwrap_partials(optim_func, dict(optim_args or {}))
+    if kind in _FUSED and keywords.get("fused"):
+        reason = _find_sparse_module(models) or _find_fused_fault(kind, keywords, groups)
         if reason is not None:
             raise InputError(
                 f"optim_args has fused=True for {kind.__name__}, and {reason}. Leave fused out: the kernel is then used where "
@@ -318,6 +312,6 @@ def _find_obstacle(parameters: Iterable[torch.Tensor]) -> str | None:
         if parameter.device.type not in _DEVICES:
             return f"there is no fused kernel for {parameter.device.type}"
         if parameter.device.type == "cpu" and parameter.itemsize < 4:
-            # SGD's kernel loses the momentum of 16-bit numbers (torch 2.13); the others round otherwise than a loop.
+            # SGD's kernel loses 16-bit momentum (torch 2.13); the others round otherwise than a loop.
             return f"torch's fused kernels for CPUs are not right for {parameter.dtype}"
     return None

@@ -1,4 +1,4 @@
-"""Calls of operators on one rank's pieces: kernels, random numbers of each rank's own, and the modes that they run in."""
+"""Calls of operators on one rank's pieces: kernels, random numbers of each rank, and modes of the calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_random(op: Operator) -> bool:
     tags = getattr(op.call.operator, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags:
         return False
-    names = {declared.name for declared in op.call.operator._schema.arguments}  # type: ignore[attr-defined]
+    names = {argument.name for argument in op.call.operator._schema.arguments}  # type: ignore[attr-defined]
     if "dropout_p" in names:  # attention, whose rate may be 0
         return bool(op.call.argument("dropout_p"))
     for rate in ("p", "dropout"):
@@ -70,10 +70,7 @@ def _own_randomness(target: Target, rule: Rule) -> Target:
 
 
 def with_own_randomness(target: Target, rule: Rule, group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs an operator, divided by ``rule``, on random numbers of this rank's own.
-
-    Afterwards all ranks go on from those that they share, one number later.
-    """
+    """Runs a divided operator on this rank's own random numbers, then moves the shared ones on by one."""
     device = next((value.device for value in args if isinstance(value, torch.Tensor)), torch.device("cpu"))
     randomness = RankRandomness(group.rank(), device)
     randomness.enter()
@@ -90,13 +87,13 @@ def _in_modes(target: Target, modes: tuple[tuple[Any, ...], ...]) -> Target:
                 if kind == "grad":  # never on where the caller has it off
                     stack.enter_context(torch.set_grad_enabled(settings[0] and torch.is_grad_enabled()))
                 else:
-                    device, dtype, enabled, cache = settings  # an autocast region
-                    stack.enter_context(torch.autocast(device, dtype, enabled=enabled, cache_enabled=cache))
+                    device, dtype, is_on, cache = settings  # an autocast region
+                    stack.enter_context(torch.autocast(device, dtype, enabled=is_on, cache_enabled=cache))
             return target(*args, **kwargs)
 
-    kept = tuple(mode for mode in modes if mode[0] == "grad")
-    if kept != modes:  # for the check of a division, which runs in full precision
-        call.without_autocast = _in_modes(target, kept)  # type: ignore[attr-defined]
+    grad_modes = tuple(mode for mode in modes if mode[0] == "grad")
+    if grad_modes != modes:  # for the check of a division, which runs in full precision
+        call.without_autocast = _in_modes(target, grad_modes)  # type: ignore[attr-defined]
     return call
 
 

@@ -1,8 +1,8 @@
 """Check of a division: the divided graph on simulated ranks against the whole one, operator by operator.
 
-Both run on the same values: integers of the sample, random floats for parameters (ones and zeros make wrong rules look
-right), in fp32 and, where they differ, once more in fp64. Random operators pass their input on. The first operator whose
-results differ is named, or, where all results are equal, the last whose gradients do.
+Both run on equal values: the sample's integers, and random parameters, as ones and zeros hide wrong rules.
+They run in fp32 and, if results differ, again in fp64. Random operators return their input. The error names
+the first operator whose results differ or, if all results agree, the last whose gradients differ.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def check_division(
     model: nn.Module,
     tensors: Sequence[torch.Tensor],
     device: torch.device,
+    *,
     run: Sequence[Piece] | None = None,
 ) -> None:
     """Compares a divided graph with the whole one, forward and backward.
@@ -75,7 +76,15 @@ def _check_in(
         ranks = [_Record(dtype) for _ in range(division.degree)]
 
         def run_rank(group: Any) -> None:
-            _run_rank(division, all_pieces, states, inputs, whole.cotangents, group, ranks[group.rank()])
+            _run_rank(
+                division,
+                all_pieces,
+                states,
+                inputs,
+                cotangents=whole.cotangents,
+                group=group,
+                record=ranks[group.rank()],
+            )
 
         try:
             simulate(division.degree, run_rank, device)
@@ -92,7 +101,7 @@ def _check_in(
 
 @dataclass
 class _Record:
-    """The values of a run in one dtype by the whole graph's nodes, and the gradients of parameters by name."""
+    """Values of a run by node of the whole graph, and gradients of parameters by name, all in one dtype."""
 
     dtype: torch.dtype
     values: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
@@ -181,11 +190,11 @@ def _is_group(value: Any) -> bool:
 
 
 def _without_chance(op: Operator, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    declared = [argument.name for argument in op.call.operator._schema.arguments]  # type: ignore[attr-defined]
+    names = [argument.name for argument in op.call.operator._schema.arguments]  # type: ignore[attr-defined]
     for name in ("dropout_p", "p"):  # dropout at a rate of 0
-        if name in declared:
-            named = dict(zip(declared, args, strict=False)) | dict(kwargs) | {name: 0.0}
-            return op.call.operator(**{key: value for key, value in named.items() if key in declared})
+        if name in names:
+            arguments = dict(zip(names, args, strict=False)) | dict(kwargs) | {name: 0.0}
+            return op.call.operator(**{key: value for key, value in arguments.items() if key in names})
     results = op.call.operator(*args, **kwargs)
     if isinstance(results, torch.Tensor):
         return results.zero_()  # in place of random numbers, which differ by rank
@@ -203,9 +212,9 @@ def _run_whole(
     calls = {
         number: producer[0] for number, node in enumerate(nodes) if (producer := graph.producers.get(node))
     }
-    # A node with several results is not the producer of any: its getitem nodes are.
-    calls |= {nodes.index(op.node): op for op in graph.operators if len(op.results) > 1}
-    known = {number: node for number, node in enumerate(nodes) if node in graph.producers}
+    # A node that gives a list or tuple is not the producer of its results: their getitem nodes are.
+    calls |= {nodes.index(op.node): op for op in graph.operators}
+    value_nodes = {number: node for number, node in enumerate(nodes) if node in graph.producers}
     arguments, parameters = [], {}
     for node, origin in graph.origins.items():
         if origin.kind == "input":
@@ -215,7 +224,7 @@ def _run_whole(
         if origin.kind == "parameter":
             value = parameters[origin.name] = value.clone().requires_grad_(graph.spec(node).requires_grad)
         arguments.append(value.clone() if origin.kind == "buffer" else value)  # the run may write to it
-    results = _Quiet(graph.captured.graph, calls, known, record).run(*arguments)
+    results = _Quiet(graph.captured.graph, calls, value_nodes, record).run(*arguments)
     record.cotangents = _run_backward(results, None)
     record.parameters = {name: value.grad for name, value in parameters.items() if value.grad is not None}
     return record
@@ -240,12 +249,13 @@ def _run_rank(
     all_pieces: Sequence[Piece],
     states: Mapping[str, torch.Tensor],
     inputs: Sequence[torch.Tensor],
+    *,
     cotangents: Sequence[torch.Tensor | None],
     group: Any,
     record: _Record,
 ) -> None:
     values: dict[str, Any] = {}
-    named: dict[str, torch.Tensor] = {}
+    copies: dict[str, torch.Tensor] = {}
     for node, origin in division.graph.origins.items():
         if origin.kind == "input":
             values[node.name] = inputs[int(origin.name)]
@@ -256,12 +266,12 @@ def _run_rank(
             if isinstance(placement, Shard):
                 value = value.chunk(group.size(), placement.dim)[group.rank()].clone()
             value.requires_grad_(division.graph.spec(node).requires_grad)
-        values[node.name] = named[origin.name] = value
+        values[node.name] = copies[origin.name] = value
     for piece in all_pieces:
         under = f"{piece.path}." if piece.path else ""
         arguments = [
             group,
-            *(named[under + name] for name in piece.states),
+            *(copies[under + name] for name in piece.states),
             *(values[name] for name in piece.takes),
         ]
         results = _Quiet(piece.body.graph, piece.calls, piece.values, record).run(*arguments)
@@ -271,7 +281,7 @@ def _run_rank(
         converted(values[node.name], division.placement(node), need, group) for node in division.graph.outputs
     ]
     _run_backward(outputs, cotangents)
-    for name, value in named.items():
+    for name, value in copies.items():
         if value.grad is not None:
             record.parameters[name] = total(value.grad, group) if name in division.summed else value.grad
 
@@ -287,24 +297,24 @@ def _compare_records(division: OperatorDivision, whole: _Record, ranks: Sequence
         if value is not None and value.requires_grad and value.grad is not None:
             parts = [_read_gradient(rank.values.get(node)) for rank in ranks]
             layout = WHOLE if isinstance(placement, Partial) else placement  # whole on every rank
-            _require_close(op, "gradient of the result", value.grad, parts, layout, floor)
+            _require_close(op, "gradient of the result", value.grad, parts, placement=layout, floor=floor)
     _compare_parameters(division, whole, ranks, floor)
 
 
 def _compare_results(division: OperatorDivision, whole: _Record, ranks: Sequence[_Record]) -> None:
     for op, node, placement in _operator_results(division):
         parts = [rank.values.get(node) for rank in ranks]  # None where a rank failed before it
-        known = [part for part in parts if part is not None]
-        if node not in whole.values or not known:
+        results = [part for part in parts if part is not None]
+        if node not in whole.values or not results:
             continue
-        expected = local_shape(tuple(whole.values[node].shape), placement, division.degree)
-        for part in known:
-            if tuple(part.shape) != expected:
+        shape = local_shape(tuple(whole.values[node].shape), placement, division.degree)
+        for part in results:
+            if tuple(part.shape) != shape:
                 raise InputError(
-                    f"{op} is divided wrongly: a rank's result has shape {tuple(part.shape)} instead of {expected}."
+                    f"{op} is divided wrongly: a rank's result has shape {tuple(part.shape)} instead of {shape}."
                 )
-        if placement == WHOLE or len(known) == len(parts):  # else a rank has failed
-            _require_close(op, "result", whole.values[node].detach(), known, placement, 0.0)
+        if placement == WHOLE or len(results) == len(parts):  # else a rank has failed
+            _require_close(op, "result", whole.values[node].detach(), results, placement=placement, floor=0.0)
 
 
 def _compare_parameters(
@@ -318,7 +328,7 @@ def _compare_parameters(
     for name, gradient in whole.parameters.items():
         placement = division.parameters.get(name, WHOLE)
         parts = [rank.parameters.get(name) for rank in ranks]
-        _require_close(users[name], f"gradient of {name}", gradient, parts, placement, floor)
+        _require_close(users[name], f"gradient of {name}", gradient, parts, placement=placement, floor=floor)
 
 
 def _operator_results(division: OperatorDivision) -> Iterator[tuple[Operator, fx.Node, Placement]]:
@@ -338,17 +348,18 @@ def _require_close(
     what: str,
     whole: torch.Tensor,
     parts: Sequence[torch.Tensor | None],
+    *,
     placement: Placement,
     floor: float,
 ) -> None:
-    known = [part.detach() for part in parts if part is not None]
-    if not known:
+    tensors = [part.detach() for part in parts if part is not None]
+    if not tensors:
         return  # of a value that the divided graph does not compute
-    if len(known) < len(parts):
+    if len(tensors) < len(parts):
         raise InputError(f"{op} is divided wrongly: some ranks have no {what}.")
-    joined = [torch.cat(known, placement.dim)] if isinstance(placement, Shard) else known
-    joined = [torch.stack(known).sum(0)] if isinstance(placement, Partial) else joined
-    for tensor in joined:
+    results = [torch.cat(tensors, placement.dim)] if isinstance(placement, Shard) else tensors
+    results = [torch.stack(tensors).sum(0)] if isinstance(placement, Partial) else results
+    for tensor in results:
         error = relative_error(tensor, whole, floor=floor)
         if error > TOLERANCE:
             raise InputError(

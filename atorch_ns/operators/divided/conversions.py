@@ -1,8 +1,8 @@
 """Conversions of a tensor from one placement to another, with their adjoints.
 
-A value's gradient is placed as the value is, but for partial sums, whose gradient is whole on every rank. What a call takes
-replicated it may use for a part of its work (:attr:`ArgumentNeed.divides`): then each rank has a part of the gradient, and the
-conversion sums it. A conversion is a chain of collectives, each of which knows its adjoint.
+A value's gradient is placed like the value; that of partial sums is whole on every rank. A call may use a
+replicated argument for a part of its work (:attr:`ArgumentNeed.divides`). Then each rank has a part of the
+gradient, and the conversion sums it. A conversion is a chain of collectives, each with its adjoint.
 
 =============  =======================  =================================  ==============================
 from           to a part of the work    to the same work on every rank     to another placement
@@ -39,12 +39,7 @@ Collective = Callable[..., torch.Tensor]
 
 
 class ArgumentNeed(NamedTuple):
-    """How a call needs an argument.
-
-    Attributes:
-        placement: where it takes it.
-        divides: whether its work is divided; counts for replicated arguments alone.
-    """
+    """An argument's placement in a call; whether a replicated argument is used for a part of the work."""
 
     placement: Placement
     divides: bool
@@ -65,8 +60,7 @@ class ConversionStep:
     """One collective of a conversion: called as ``collective(x, *dims, group)``.
 
     Attributes:
-        forward, backward: what it communicates: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, or
-            nothing.
+        forward, backward: the communication of each pass, such as ``all_reduce``; empty for none.
     """
 
     collective: Collective

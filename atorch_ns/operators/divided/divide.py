@@ -1,7 +1,7 @@
-"""Dividing a captured forward pass: each segment becomes a graph on one rank's pieces, with collectives inserted.
+"""Division of a captured forward pass: for each segment a graph on one rank's pieces, with collectives.
 
-Numbers keep their whole value: a size that is read off a divided tensor is multiplied, and where a result's sizes are an
-argument, the divided one is divided again. Blocks whose graphs are equal share one module.
+Numbers keep their whole value: a size read off a divided tensor is multiplied. Where a result's sizes are an
+argument, the divided size is divided again. Blocks with equal graphs share one module.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ class OperatorDivision:
     """The rules of all operators of a graph, and the placements of its parameters.
 
     Attributes:
-        degree: the number of ranks.
-        rules: the rule of each operator.
         parameters: the placement of each parameter, by name; others are whole.
-        summed: names of whole parameters whose gradients are summed after the backward pass: every rank has a part of them.
+        summed: whole parameters whose gradients, a part on each rank, are summed after the backward pass.
     """
 
     graph: OperatorGraph
@@ -44,9 +42,9 @@ class OperatorDivision:
 
     def placement(self, value: fx.Node) -> Placement:
         """Where a value is when its producer has run."""
-        produced = self.graph.producers.get(value)
-        if produced is not None:
-            op, number = produced
+        producer = self.graph.producers.get(value)
+        if producer is not None:
+            op, number = producer
             return self.rules[op].outputs[number]
         origin = self.graph.origins.get(value)
         if origin is not None and origin.kind == "parameter":
@@ -60,7 +58,7 @@ class OperatorDivision:
                 yield value, op, need_of(rule, number)
 
     def partly_used(self) -> frozenset[str]:
-        """Names of whole parameters of which every use is divided: no rank has more than a part of their gradients."""
+        """Names of whole parameters whose uses are all divided: each rank has a part of their gradients."""
         needs: dict[str, list[ArgumentNeed]] = {}
         for value, _, need in self.uses():
             origin = self.graph.origins.get(value)
@@ -78,10 +76,8 @@ class Piece:
         path: the block that it is the forward pass of; empty between blocks.
         body: called as ``body(group, *states, *values)``; returns a tuple. Shared by equal pieces.
         states: names of the parameters and buffers that it takes, below its block.
-        takes: the values that it takes besides, by name.
-        gives: the values that it gives, by name.
-        calls: the operators that it runs, by the number of the body's node.
-        values: the whole graph's values that it computes, by the number of the body's node.
+        takes, gives: names of the other values that it takes, and of those that it gives.
+        calls, values: its operators, and the captured values it computes, by number of the body's node.
     """
 
     path: str
@@ -105,9 +101,9 @@ def pieces(division: OperatorDivision) -> tuple[Piece, ...]:
         InputError: if a size that a rule divides is not divisible.
     """
     shared: dict[Any, fx.GraphModule] = {}
-    needed = _needed_outside(division.graph)
+    exports = _needed_outside(division.graph)
     return tuple(
-        _Builder(division, segment).piece(needed[number], shared)
+        _Builder(division, segment).piece(exports[number], shared)
         for number, segment in enumerate(division.graph.segments)
     )
 
@@ -135,7 +131,7 @@ class _Builder:
         self._graph = fx.Graph()
         self._group = self._graph.placeholder("group")
         self._raw: dict[fx.Node, fx.Node] = {}  # new node by captured node, placed as its producer gives it
-        self._converted: dict[tuple[fx.Node, ArgumentNeed], fx.Node] = {}  # one for all its readers
+        self._conversions: dict[tuple[fx.Node, ArgumentNeed], fx.Node] = {}  # one for all its readers
         self._divided_numbers: dict[fx.Node, fx.Node] = {}  # sizes over the degree
         self._calls: dict[fx.Node, Operator] = {}
         inside = set(segment.nodes)
@@ -163,13 +159,13 @@ class _Builder:
             shared[key] = fx.GraphModule(torch.nn.Module(), self._graph)
         numbers = {node: number for number, node in enumerate(self._graph.nodes)}  # once dead code is gone
         ran = {numbers[node]: op for node, op in self._calls.items() if node in numbers}
-        computed = {
+        computed_values = {
             numbers[node]: old
             for old, node in self._raw.items()
             if node in numbers and old not in self._outer
         }
-        taken, outputs = (tuple(value.name for value in values) for values in (takes, gives))
-        return Piece(self._segment.path, shared[key], states, taken, outputs, ran, computed)
+        inputs, outputs = (tuple(value.name for value in values) for values in (takes, gives))
+        return Piece(self._segment.path, shared[key], states, inputs, outputs, ran, computed_values)
 
     def _add_placeholders(self) -> tuple[tuple[str, ...], list[fx.Node]]:
         states = {value: name for value in self._outer if (name := self._own_state(value)) is not None}
@@ -209,29 +205,29 @@ class _Builder:
         if isinstance(op.node.meta["val"], torch.Tensor):
             self._raw[op.node] = call
             return
-        for number, result in enumerate(op.results):
-            if result is not None:
-                self._raw[result] = self._graph.call_function(operator.getitem, (call, number))
+        for result in op.node.users:  # its place is among all results, numbers included
+            if result.target is operator.getitem:
+                self._raw[result] = self._graph.call_function(operator.getitem, (call, result.args[1]))
 
     def _value_for(self, value: fx.Node, need: ArgumentNeed, user: Operator) -> fx.Node:
         raw = self._raw[value]
         source = self._division.placement(value)
         origin = self._division.graph.origins.get(value)
-        summed = origin is not None and origin.kind == "parameter" and origin.name in self._division.summed
+        is_summed = origin is not None and origin.kind == "parameter" and origin.name in self._division.summed
         learns = self._division.graph.spec(value).requires_grad
         # Every rank has all of the gradient, which is summed later.
-        if summed and learns and need != ArgumentNeed(WHOLE, True):
+        if is_summed and learns and need != ArgumentNeed(WHOLE, True):
             raw = self._graph.call_function(scale_gradient, (raw, 1 / self._division.degree))
-        if summed or not learns:  # no gradient to sum, or not here
+        if is_summed or not learns:  # no gradient to sum, or not here
             need = ArgumentNeed(need.placement, False)
-        if (value, need) not in self._converted:
+        if (value, need) not in self._conversions:
             node = raw
             for step in steps(source, need):
                 node = self._graph.call_function(step.collective, (node, *step.dims, self._group))
             if node is self._raw[value] or user.pinned:  # what is written to later is not what it was
                 return node
-            self._converted[value, need] = node
-        return self._converted[value, need]
+            self._conversions[value, need] = node
+        return self._conversions[value, need]
 
     def _add_number(self, node: fx.Node) -> None:
         # A size is read off the piece and multiplied below; other numbers need the whole tensor.

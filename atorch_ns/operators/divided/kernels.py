@@ -1,7 +1,7 @@
-"""Kernels: what computes on pieces where the operator itself would not give a piece of the whole result.
+"""Kernels: functions on pieces, for operators that would not give a piece of the whole result themselves.
 
-Each is called as ``kernel(group, rule, operator, *args, **kwargs)`` with one rank's pieces. A result that is whole is summed
-over the ranks inside; its gradient is the same on all.
+Each is called as ``kernel(group, rule, operator, *args, **kwargs)`` with one rank's pieces. Results that are
+whole are summed over the ranks inside; their gradients are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def loss_over_samples(
     ignore_index: int = -100,
     *smoothing: float,
 ) -> torch.Tensor:
-    """The mean loss over the samples of all ranks whose targets are not ignored, by the weights of their classes."""
-    summed = operator(scores, target, weight, _REDUCTIONS.index("sum"), ignore_index, *smoothing)
-    counted = target != ignore_index
-    counts = counted if weight is None else weight[target.where(counted, 0)] * counted  # -100 is no class
-    exact = torch.promote_types(summed.dtype, torch.float32)  # half precision cannot count tokens
-    both = reduce_from(torch.stack([summed.to(exact), counts.sum().to(exact)]), group)  # one all-reduce
-    return (both[0] / both[1].detach()).to(summed.dtype)
+    """The mean loss over all ranks' samples whose targets are not ignored, weighted by class."""
+    loss_sum = operator(scores, target, weight, _REDUCTIONS.index("sum"), ignore_index, *smoothing)
+    mask = target != ignore_index
+    counts = mask if weight is None else weight[target.where(mask, 0)] * mask  # -100 is no class
+    exact = torch.promote_types(loss_sum.dtype, torch.float32)  # half precision cannot count tokens
+    both = reduce_from(torch.stack([loss_sum.to(exact), counts.sum().to(exact)]), group)  # one all-reduce
+    return (both[0] / both[1].detach()).to(loss_sum.dtype)
 
 
 def loss_over_classes(
@@ -70,6 +70,7 @@ def loss_over_classes(
     rule: Rule,
     operator: Operator,
     scores: torch.Tensor,
+    *,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     reduction: int = 1,
@@ -82,4 +83,4 @@ def loss_over_classes(
     call = LossCall(
         tuple(shape), dim, ignore_index, _REDUCTIONS[reduction], weight is not None, label_smoothing
     )
-    return cross_entropy_on_parts(scores, target, weight, call, group)
+    return cross_entropy_on_parts(scores, target, weight, call, group=group)

@@ -1,4 +1,4 @@
-"""Running a divided model: a forward pass by pieces, each block through its own module, captured once for each kind of call."""
+"""Runs of divided models: forward passes by pieces, blocks in their own modules, captures by kind of call."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class DividedForward:
         model: the whole model: its structure is kept, its values are not.
         blocks: paths of the blocks that stay modules, each called for its part of the forward pass.
         divide: gives the operators of a graph their rules.
-        group: the ranks.
-        device: this rank's device.
+        group, device: the ranks, and this rank's device.
         within: the path, as keys have it, of the unit that ``model`` is; empty for a whole model.
     """
 
@@ -56,8 +55,8 @@ class DividedForward:
         blocks: Sequence[str],
         divide: Divide,
         group: Any,
-        device: torch.device,
         *,
+        device: torch.device,
         within: str = "",
     ) -> None:
         self._structure = copy_structure(model, _without_memory, {})  # parameters are on the meta device
@@ -92,7 +91,9 @@ class DividedForward:
         """
         tensors, structure = flat_arguments(args, kwargs)
         return filled(
-            *self._find_pass(model, args, kwargs, tensors, structure).run(model, tensors, self._group)
+            *self._find_pass(model, args, kwargs, tensors, structure=structure).run(
+                model, tensors, self._group
+            )
         )
 
     def _find_pass(
@@ -101,6 +102,7 @@ class DividedForward:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
+        *,
         structure: Any,
     ) -> _Pass:
         # Graphs do not call submodules, so hooks of those would not run; hooks of the model itself do.
@@ -113,8 +115,8 @@ class DividedForward:
             ) from None
         states = self._mode_states(model)
         stale: list[tuple[PythonState, _Pass]] = []
-        for known, attributes, candidate in self._passes:
-            if known == states and candidate.captured.fits(tensors, structure) and candidate.divides(tensors):
+        for modes, attributes, candidate in self._passes:
+            if modes == states and candidate.captured.fits(tensors, structure) and candidate.divides(tensors):
                 if attributes.holds():
                     return candidate
                 stale.append((attributes, candidate))  # fits but for changed attributes
@@ -131,7 +133,7 @@ class DividedForward:
                 return capture(self._structure, args, kwargs, dtypes=dtypes, device=self._device)
 
         try:  # by itself: what recomputes a unit counts what is called in it
-            captured = isolated(captured_here, self._device)
+            new_capture = isolated(captured_here, self._device)
         except CaptureError as error:
             raise CallError(str(error)) from error
         if len(stale) == _MANY:
@@ -143,9 +145,9 @@ class DividedForward:
             )
         if len(stale) >= _MANY:  # the oldest of them goes
             self._passes = [entry for entry in self._passes if entry[2] is not stale[0][1]]
-        division = self._divide(OperatorGraph(captured, self._blocks, within=self._within))
-        new_pass = _Pass(captured, division, pieces(division))
-        self._passes.append((states, PythonState(model, captured.reads), new_pass))
+        division = self._divide(OperatorGraph(new_capture, self._blocks, within=self._within))
+        new_pass = _Pass(new_capture, division, pieces(division))
+        self._passes.append((states, PythonState(model, new_capture.reads), new_pass))
         return new_pass
 
     def _mode_states(self, model: nn.Module) -> Any:
@@ -169,11 +171,11 @@ class _Pass:
 
     @property
     def code(self) -> str:
-        shown: dict[int, str] = {}
+        code_by_body: dict[int, str] = {}
         for piece in self.pieces:
             where = self.division.graph.segments[self.pieces.index(piece)].kind or "between blocks"
-            shown.setdefault(id(piece.body), f"# {where}\n{piece.code}")
-        return "\n".join(shown.values())
+            code_by_body.setdefault(id(piece.body), f"# {where}\n{piece.code}")
+        return "\n".join(code_by_body.values())
 
     def divides(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the sizes that follow the number of samples and are divided are divisible."""
@@ -214,22 +216,22 @@ class _Pass:
 
     @functools.cached_property
     def _dead_values(self) -> tuple[tuple[str, ...], ...]:
-        needed = {name for name, _ in self._output_placements}  # by later pieces and the results
+        later_names = {name for name, _ in self._output_placements}  # by later pieces and the results
         ends: list[tuple[str, ...]] = []
         for piece in reversed(self.pieces):
-            ends.append(tuple(name for name in (*piece.takes, *piece.gives) if name not in needed))
-            needed.update(piece.takes)
+            ends.append(tuple(name for name in (*piece.takes, *piece.gives) if name not in later_names))
+            later_names.update(piece.takes)
         return tuple(reversed(ends))
 
     def run(self, model: nn.Module, tensors: Sequence[torch.Tensor], group: Any) -> tuple[Any, list[Any]]:
         """The nest of results, and the whole results."""
         values = self._initial_values(model, tensors)
         for piece, ends in zip(self.pieces, self._dead_values, strict=True):
-            taken = [values[name] for name in piece.takes]
+            inputs = [values[name] for name in piece.takes]
             if piece.path:
-                outputs = _find_submodule(model, piece.path)(_Call(piece, group), *taken)
+                outputs = _find_submodule(model, piece.path)(_Call(piece, group), *inputs)
             else:
-                outputs = run_piece(model, piece, group, taken)
+                outputs = run_piece(model, piece, group, inputs)
             values.update(zip(piece.gives, outputs, strict=True))
             for name in ends:
                 values.pop(name, None)  # frees memory, unless autograd keeps it
@@ -240,12 +242,12 @@ class _Pass:
         return self.captured.outputs, results
 
     def _initial_values(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-        wanted = {name for piece in self.pieces for name in piece.takes} | {
+        value_names = {name for piece in self.pieces for name in piece.takes} | {
             name for name, _ in self._output_placements
         }
         values: dict[str, Any] = {}
         for node, origin in self.captured.origins.items():
-            if node.name not in wanted:
+            if node.name not in value_names:
                 continue
             if origin.kind == "input":
                 values[node.name] = tensors[int(origin.name)]
@@ -257,7 +259,7 @@ class _Pass:
 
 
 class _Call:
-    """The piece that a block is called for; a function, which recomputation takes for what no call changes."""
+    """The piece that a block is called for; it is callable, so that recomputation takes it for a constant."""
 
     def __init__(self, piece: Piece, group: Any) -> None:
         self._piece, self._group = piece, group
@@ -288,8 +290,8 @@ class _DividedModel:
     """A model that runs by pieces."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        divided: DividedForward = vars(self)[_OPERATORS]
-        return divided.run(self, args, kwargs)
+        operators: DividedForward = vars(self)[_OPERATORS]
+        return operators.run(self, args, kwargs)
 
 
 class _DividedBlock:

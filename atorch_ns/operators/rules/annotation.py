@@ -1,4 +1,4 @@
-"""Annotations: the dimensions of an operator's arguments and results in nnScaler's language, as ``m k+, n k+ -> m n``.
+"""Annotations: dimensions of an operator's arguments and results in nnScaler's form ``m k+, n k+ -> m n``.
 
 =========  =================================================================================================
 ``k``      may be divided; every result must have it
@@ -10,9 +10,9 @@
 ``8``      a fixed size, never divided; ``1`` alone is also a tensor without dimensions
 =========  =================================================================================================
 
-Dividing a name shards every tensor that has it and leaves the other arguments whole. That is right for a factor ``s`` in
-``(x * s) @ w``, and wrong for a bias that is added to a sum: ``m k+, n k+, n -> m n`` would add it once on every rank. An
-annotation cannot tell one from the other. The check of a division refuses the wrong one; freeze ``k^`` there.
+Dividing a name shards every tensor that has it and leaves other arguments whole. That is right for a factor
+``s`` in ``(x * s) @ w``. It is wrong for a bias: ``m k+, n k+, n -> m n`` would add it once on every rank. An
+annotation cannot tell the two apart. The check of a division refuses the wrong one; freeze ``k^`` there.
 """
 
 from __future__ import annotations
@@ -143,12 +143,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Annotation:
-    """A read annotation.
-
-    Attributes:
-        text: as it was written.
-        inputs, outputs: the dimensions of each argument and result.
-    """
+    """The dimensions of each argument and result, read from a text."""
 
     text: str
     inputs: tuple[Dimensions, ...]
@@ -162,10 +157,10 @@ class Annotation:
             InputError: pointing at the place where it cannot be read.
         """
         inputs, outputs = AnnotationReader(text).sides()
-        known = {part.name for dims in inputs for dim in dims or () for part in dim}
+        names = {part.name for dims in inputs for dim in dims or () for part in dim}
         for dims in outputs:
             for part in (part for dim in dims or () for part in dim):
-                if part.name not in known and not part.name.isdecimal():  # a fixed size needs no argument
+                if part.name not in names and not part.name.isdecimal():  # a fixed size needs no argument
                     at = re.compile(rf"(?<!\w){re.escape(part.name)}(?!\w)").search(text, text.index("->"))
                     refuse(text, at.start() if at else 0, f"no argument has {part.name!r}")
         return cls(text, inputs, outputs)
@@ -180,35 +175,34 @@ class Annotation:
         Raises:
             InputError: if the shapes do not fit the annotation.
         """
-        expanded, known = self._measure_sizes(inputs, sizes)
+        full_form, all_sizes = self._measure_sizes(inputs, sizes)
         return tuple(
             None
             if dims is None
             else ()
             if dims == ((AnnotationPart("1"),),) or dims == ((AnnotationPart("1", "^"),),)
-            else tuple(math.prod(_part_size(part, known) for part in dim) for dim in dims)
-            for dims in expanded.outputs
+            else tuple(math.prod(_part_size(part, all_sizes) for part in dim) for dim in dims)
+            for dims in full_form.outputs
         )
 
     def rules(self, inputs: Sequence[Shape | None], degree: int, **sizes: int) -> tuple[Rule, ...]:
         """One rule for each name that may be divided and whose size ``degree`` divides.
 
-        A name among ``sizes`` is not divided: the function that takes it would take the whole size for its piece.
+        A name among ``sizes`` is not divided, as the function would take the whole size for its piece.
 
         Args:
-            inputs: shape of each argument, ``None`` where it is not a tensor; those have no placement in the rules.
-            degree: the number of ranks.
+            inputs: shape of each argument; ``None`` if it is no tensor, which has no placement in the rules.
             sizes: sizes by name.
 
         Raises:
             InputError: if the shapes do not fit the annotation.
         """
-        expanded, known = self._measure_sizes(inputs, sizes)
-        tensors = [dims for dims, shape in zip(expanded.inputs, inputs, strict=True) if shape is not None]
-        marks = expanded.marks
+        full_form, all_sizes = self._measure_sizes(inputs, sizes)
+        tensors = [dims for dims, shape in zip(full_form.inputs, inputs, strict=True) if shape is not None]
+        marks = full_form.marks
         candidates = (
-            _rule_for_name(name, marks[name], tensors, expanded.outputs, known, self.text)
-            for name, size in known.items()
+            _rule_for_name(name, marks[name], tensors, full_form.outputs, sizes=all_sizes, text=self.text)
+            for name, size in all_sizes.items()
             if name in marks and "^" not in marks[name] and name not in sizes  # one ^ freezes all places
             if degree > 1 and size and size % degree == 0
         )
@@ -231,11 +225,11 @@ class Annotation:
                 f"the annotation {self.text!r} has {len(self.inputs)} arguments, but {len(inputs)} were given."
             )
         try:
-            expanded = self._expand_stars(inputs)
-            return expanded, _Sizes(sizes).of(expanded.inputs, inputs)
+            full_form = self._expand_stars(inputs)
+            return full_form, _Sizes(sizes).of(full_form.inputs, inputs)
         except InputError as error:
-            shown = ", ".join("?" if shape is None else str(list(shape)) for shape in inputs)
-            raise InputError(f"the annotation {self.text!r} does not fit {shown}: {error}") from error
+            shapes = ", ".join("?" if shape is None else str(list(shape)) for shape in inputs)
+            raise InputError(f"the annotation {self.text!r} does not fit {shapes}: {error}") from error
 
     def _expand_stars(self, inputs: Sequence[Shape | None]) -> Annotation:
         # `*1` is the last dimension that `*` stands for, `*2` the one before: as broadcasting aligns them.
@@ -243,13 +237,13 @@ class Annotation:
             0 if dims is None or shape is None else len(shape) - len(dims) + 1
             for dims, shape in zip(self.inputs, inputs, strict=True)
         ]
-        starred = [count for dims, count in zip(self.inputs, counts, strict=True) if has_star(dims)]
-        most = max(starred, default=0)  # dimensions of `*` in results
-        if min(starred, default=0) < 0:
+        star_counts = [count for dims, count in zip(self.inputs, counts, strict=True) if has_star(dims)]
+        most = max(star_counts, default=0)  # dimensions of `*` in results
+        if min(star_counts, default=0) < 0:
             raise InputError("an argument has too few dimensions.")
         full = {number: size for number, size in self._star_sizes(inputs, counts).items() if size != 1}
 
-        def named(dims: Dimensions, count: int, shape: Shape | None = None) -> Dimensions:
+        def expand_dims(dims: Dimensions, count: int, shape: Shape | None = None) -> Dimensions:
             if dims is None or not has_star(dims):
                 return dims
             position = next(position for position, dim in enumerate(dims) if dim[0].name == "*")
@@ -261,8 +255,8 @@ class Annotation:
                     parts[index] = (AnnotationPart("1"),)
             return (*dims[:position], *parts, *dims[position + 1 :])
 
-        taken = tuple(map(named, self.inputs, counts, inputs))
-        return Annotation(self.text, taken, tuple(named(dims, most) for dims in self.outputs))
+        arguments = tuple(map(expand_dims, self.inputs, counts, inputs))
+        return Annotation(self.text, arguments, tuple(expand_dims(dims, most) for dims in self.outputs))
 
     def _star_sizes(self, inputs: Sequence[Shape | None], counts: Sequence[int]) -> dict[int, int]:
         sizes: dict[int, int] = {}
@@ -282,7 +276,7 @@ class _Sizes:
     """The sizes of names, as far as they are known."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        self._known = dict(sizes)
+        self._sizes = dict(sizes)
 
     def of(self, inputs: Sequence[Dimensions], shapes: Sequence[Shape | None]) -> dict[str, int]:
         """All sizes, from the shapes of the arguments."""
@@ -305,19 +299,19 @@ class _Sizes:
                     "function an argument named after one of them."
                 )
             waiting = later
-        return self._known
+        return self._sizes
 
     def _learn_sizes(self, dim: Dimension, size: int, where: str) -> bool:
-        unknown = [part for part in dim if not part.name.isdecimal() and part.name not in self._known]
+        unknown = [part for part in dim if not part.name.isdecimal() and part.name not in self._sizes]
         if len(unknown) > 1:
             return False
-        rest = math.prod(_part_size(part, self._known) for part in dim if part not in unknown)
+        rest = math.prod(_part_size(part, self._sizes) for part in dim if part not in unknown)
         if unknown and rest and size % rest == 0:
-            self._known[unknown[0].name] = size // rest
+            self._sizes[unknown[0].name] = size // rest
         elif unknown or rest != size:  # not a multiple, or another size than elsewhere
-            shown = " ".join(part.name for part in dim)
+            dim_text = " ".join(part.name for part in dim)
             raise InputError(
-                f"{shown} is {size} in {where}, and {'a multiple of ' if unknown else ''}{rest} elsewhere."
+                f"{dim_text} is {size} in {where}, and {'a multiple of ' if unknown else ''}{rest} elsewhere."
             )
         return True
 
@@ -327,10 +321,11 @@ def _rule_for_name(
     marks: str,
     inputs: Sequence[Dimensions],
     outputs: Sequence[Dimensions],
+    *,
     sizes: Mapping[str, int],
     text: str,
 ) -> Rule | None:
-    summed = "+" in marks
+    has_sum = "+" in marks
 
     def placement(dims: Dimensions, otherwise: Placement | None) -> Placement | None:
         if dims is None:
@@ -343,9 +338,9 @@ def _rule_for_name(
         alone = len(places) == 1 and first is not None and first.name == name
         return Shard(places[0]) if alone else None  # None: no rule for this name
 
-    taken = [placement(dims, WHOLE) for dims in inputs]
-    results = [placement(dims, SUM if summed else None) for dims in outputs]  # a result without it needs +
-    if any(entry is None for entry in (*results, *taken)):
+    args = [placement(dims, WHOLE) for dims in inputs]
+    results = [placement(dims, SUM if has_sum else None) for dims in outputs]  # a result without it needs +
+    if any(entry is None for entry in (*results, *args)):
         return None
-    outputs_at, inputs_at = (tuple(entry for entry in side if entry is not None) for side in (results, taken))
+    outputs_at, inputs_at = (tuple(entry for entry in side if entry is not None) for side in (results, args))
     return Rule(outputs_at, inputs_at, source=f"{name} of the annotation {text}")

@@ -1,9 +1,9 @@
-"""Partition constraints: nnScaler's file of how operators may be divided, by their names and the modules that call them.
+"""Partition constraints: nnScaler's file of how operators may be divided, by name and calling module.
 
 ::
 
     - name: torch.nn.functional.linear   # or linear, or aten.linear.default
-      parent_module: FeedForward          # part of the dotted classes or of the path of the modules that call it
+      parent_module: FeedForward          # part of the dotted classes or path of the modules that call it
       allowed_partition_dims: ["0,0"]     # argument, dimension; [] for none
       replica_allowed: false              # whether it may be whole
 
@@ -39,7 +39,7 @@ class Constraint:
     Attributes:
         name: the operator's name, with or without the module of its function.
         parent_module: part of the modules that call it; empty for any.
-        allowed_partition_dims: numbers of a tensor argument and of the dimension along which it may be divided.
+        allowed_partition_dims: pairs of a tensor argument's number and a dimension that may be divided.
         replica_allowed: whether the operator may be whole.
     """
 
@@ -88,8 +88,8 @@ def read_constraints(path: str | PathLike[str]) -> tuple[Constraint, ...]:
             constraints[key] = constraint
         problems += [f"entry {number}: {problem}." for problem in errors]
     if problems:
-        shown = "\n".join(f"  {problem}" for problem in problems)
-        raise InputError(f"{counted(len(problems), 'problem')} in the partition constraints {path}:\n{shown}")
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise InputError(f"{counted(len(problems), 'problem')} in the partition constraints {path}:\n{lines}")
     return tuple(constraints.values())
 
 
@@ -101,8 +101,7 @@ def allowed(
     Args:
         rules: its rules, the one that divides nothing included.
         operator: its name, as ``aten.linear.default`` or ``linear``.
-        modules: the modules that call it: their path, and their classes, each joined by dots from the outermost on.
-        constraints: the constraints.
+        modules: path and classes of the modules that call it, each joined by dots, the outermost first.
 
     Raises:
         InputError: if none is left.
@@ -111,14 +110,14 @@ def allowed(
     constraint = _find_constraint(operator, modules, constraints)
     if constraint is None:
         return rules
-    left = tuple(rule for rule in rules if constraint.allows(rule))
-    if not left:
+    legal = tuple(rule for rule in rules if constraint.allows(rule))
+    if not legal:
         raise InputError(
             f"{operator} in {modules[0] or 'the model'} has no rule that its partition constraint allows (name {constraint.name}, "
             f"parent_module {constraint.parent_module!r}). Set replica_allowed, or allow dimensions of its rules: "
             f"{'; '.join(map(str, rules)) or 'none'}."
         )
-    return left
+    return legal
 
 
 def unused(calls: Iterable[tuple[str, Sequence[str]]], constraints: Sequence[Constraint]) -> tuple[str, ...]:
@@ -126,11 +125,10 @@ def unused(calls: Iterable[tuple[str, Sequence[str]]], constraints: Sequence[Con
 
     Args:
         calls: the operator and the modules of each call, as for :func:`allowed`.
-        constraints: the constraints.
     """
     calls = list(calls)
-    used = {id(_find_constraint(operator, modules, constraints)) for operator, modules in calls}
-    return tuple(_unused_text(constraint, calls) for constraint in constraints if id(constraint) not in used)
+    ids = {id(_find_constraint(operator, modules, constraints)) for operator, modules in calls}
+    return tuple(_unused_text(constraint, calls) for constraint in constraints if id(constraint) not in ids)
 
 
 def _unused_text(constraint: Constraint, calls: Sequence[tuple[str, Sequence[str]]]) -> str:
@@ -138,8 +136,8 @@ def _unused_text(constraint: Constraint, calls: Sequence[tuple[str, Sequence[str
     head = f"the partition constraint on {constraint.name} in {constraint.parent_module or 'any module'} is not used:"
     parents = {part for operator, modules in calls if _operator_name(operator) == name for part in modules}
     if not parents:
-        known = {_operator_name(operator) for operator, _ in calls}
-        return f"{head} the model calls no operator {name!r}.{did_you_mean(name, known)}"
+        operators = {_operator_name(operator) for operator, _ in calls}
+        return f"{head} the model calls no operator {name!r}.{did_you_mean(name, operators)}"
     if any(constraint.parent_module in parent for parent in parents):
         return f"{head} constraints with a longer parent_module hold for all its calls."
     names = {part for parent in parents for part in parent.split(".")}
@@ -195,8 +193,8 @@ def _read_constraint(entry: Any, problems: list[str]) -> Constraint | None:
     pairs = [_read_pair(item, problems) for item in dims]
     if problems or not isinstance(name, str):
         return None
-    kept = tuple(pair for pair in pairs if pair is not None)
-    return Constraint(name=name, parent_module=parent, allowed_partition_dims=kept, replica_allowed=whole)
+    numbers = tuple(pair for pair in pairs if pair is not None)
+    return Constraint(name=name, parent_module=parent, allowed_partition_dims=numbers, replica_allowed=whole)
 
 
 def _read_pair(item: object, problems: list[str]) -> tuple[int, int] | None:

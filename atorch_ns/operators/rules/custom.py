@@ -1,10 +1,10 @@
-"""Custom operators: functions that a captured graph holds as one operator each, with rules from an annotation.
+"""Custom operators: functions that a captured graph holds as single operators, with rules from an annotation.
 
-A registered function becomes a composite operator of ``torch.library``: autograd, autocast and recomputation see the operators
-inside as if it were called directly, and a capture alone sees it whole. Its schema follows from the arguments of its first call;
-calls with arguments of other types add overloads. Modules that have imported the function by its name get the operator in its
-place. Where a capture cannot look into a function, as its code decides by values, the annotation gives the shapes of the
-results, and the first float argument their dtype.
+A registered function becomes a composite operator of ``torch.library``: autograd, autocast and recomputation
+see the operators inside, and only a capture sees it whole. Its schema follows from the arguments of its first
+call; arguments of other types add overloads. Modules that have imported the function get the operator in its
+place. Where a capture cannot look into a function because its code depends on values, the annotation gives
+the shapes of the results, and the first float argument their dtype.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ class RegisteredOperator:
     def annotation_of(self, values: Mapping[str, Any]) -> Annotation:
         """The annotation of a call with these arguments.
 
-        A function that gives it takes meta tensors for tensors, arguments without a default by place, and others by name.
+        A function that gives it takes meta tensors, arguments without a default by place, and others by name.
 
         Raises:
             InputError: if the text is not an annotation.
         """
         if isinstance(self.annotation, str):
             return Annotation.read(self.annotation)
-        named = (  # parameters with a default are given by name
+        keyword_names = (  # parameters with a default are given by name
             {parameter.name for parameter in self.parameters if parameter.default is not parameter.empty}
             if self.function
             else set()
         )
         text = self.annotation(
-            *(_on_meta(value) for name, value in values.items() if name not in named),
-            **{name: _on_meta(value) for name, value in values.items() if name in named},
+            *(_on_meta(value) for name, value in values.items() if name not in keyword_names),
+            **{name: _on_meta(value) for name, value in values.items() if name in keyword_names},
         )
         if not isinstance(text, str):
             raise InputError(f"the annotation's function returned {with_article(text)} instead of a string.")
@@ -113,12 +113,12 @@ def shape_of(value: object) -> Shape | None:
     return tuple(value.shape) if isinstance(value, (TensorSpec, torch.Tensor)) else None
 
 
-def sizes_of(annotation: Annotation, named: Mapping[str, Any]) -> dict[str, Any]:
+def sizes_of(annotation: Annotation, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that are sizes of names of the annotation."""
     marks = annotation.marks
     return {
         name: value
-        for name, value in named.items()
+        for name, value in arguments.items()
         if name in marks and isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
     }
 
@@ -162,13 +162,13 @@ def run(entry: RegisteredOperator, values: Sequence[Any], num_results: int) -> A
         InputError: if it returns something else, or a capture sees it write to its arguments.
     """
     tensors = tensors_of(values)
-    captured = any(isinstance(tensor, fake_tensor_type()) for tensor in tensors)
-    error = _needs_values(entry, values) if captured else None  # runs the function once more
+    is_capture = any(isinstance(tensor, fake_tensor_type()) for tensor in tensors)
+    error = _needs_values(entry, values) if is_capture else None  # runs the function once more
     if error is not None:
         return _by_annotation(entry, values, error)
-    versions = [tensor._version for tensor in tensors] if captured else []  # in-place writes raise them
+    versions = [tensor._version for tensor in tensors] if is_capture else []  # in-place writes raise them
     results = entry.call(values)
-    if versions != [tensor._version for tensor in tensors if captured]:
+    if versions != [tensor._version for tensor in tensors if is_capture]:
         raise InputError(f"{entry.name} writes to its arguments. Make it return new tensors instead.")
     outputs = [results] if num_results == 1 else results
     if (
@@ -179,9 +179,9 @@ def run(entry: RegisteredOperator, values: Sequence[Any], num_results: int) -> A
             f"{entry.name} returns {with_article(results)}, but its annotation says it returns {counted(num_results, 'tensor')}. "
             "Correct the annotation, and return only tensors."
         )
-    taken = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}  # the schema promises new memory
+    memory = {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}  # the schema promises others
     copies = [
-        output.clone() if StorageWeakRef(output.untyped_storage()) in taken else output for output in outputs
+        output.clone() if StorageWeakRef(output.untyped_storage()) in memory else output for output in outputs
     ]
     return copies[0] if num_results == 1 else tuple(copies)
 
@@ -200,10 +200,10 @@ def _needs_values(entry: RegisteredOperator, values: Sequence[Any]) -> Exception
 
 
 def _by_annotation(entry: RegisteredOperator, values: Sequence[Any], error: Exception) -> Any:
-    named = entry.named(values)
-    annotation = entry.annotation_of(named)
-    taken = [shape_of(value) for value in named.values()][: len(annotation.inputs)]
-    shapes = annotation.shapes(taken, **sizes_of(annotation, named))
+    arguments = entry.named(values)
+    annotation = entry.annotation_of(arguments)
+    input_shapes = [shape_of(value) for value in arguments.values()][: len(annotation.inputs)]
+    shapes = annotation.shapes(input_shapes, **sizes_of(annotation, arguments))
     tensors = tensors_of(values)
     if None in shapes:
         raise InputError(
@@ -249,18 +249,18 @@ class OperatorRegistry:
         Raises:
             InputError: if the key is another function's, or has another annotation.
         """
-        known = self.entries.get(key)
-        if known is not None and (
-            known.annotation != entry.annotation or not _is_same_function(known.function, entry.function)
+        rival = self.entries.get(key)
+        if rival is not None and (
+            rival.annotation != entry.annotation or not _is_same_function(rival.function, entry.function)
         ):
             raise InputError(
-                f"an operator {key!r} is registered already, with {known.annotation!r}. Give this one another name: "
+                f"an operator {key!r} is registered already, with {rival.annotation!r}. Give this one another name: "
                 "register_op(annotation, name=…)."
             )
         self.entries[key] = entry
 
     def operator(self, name: str, values: Sequence[Any]) -> Overload:
-        """The operator of a function for arguments of the types of ``values``, made when it is first needed."""
+        """The operator of a function for arguments of the types of ``values``, made on first use."""
         entry = self.entries[name]
         parameters = ", ".join(
             f"{schema_type(name, key, value)} {key}" for key, value in entry.named(values).items()
@@ -268,7 +268,7 @@ class OperatorRegistry:
         overload = self._overloads.get((name, parameters))
         if overload is None:
             packet = (  # form1, form2 … are overloads for other types of arguments
-                f"{name}.form{num}" if (num := sum(known == name for known, _ in self._overloads)) else name
+                f"{name}.form{num}" if (num := sum(other == name for other, _ in self._overloads)) else name
             )
             results = len(entry.annotation_of(entry.named(values)).outputs)
             returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
@@ -307,23 +307,23 @@ def register_op(
         @register_op("m k+, k+ n -> m n")
         def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor: ...
 
-    The function must not write to its arguments, nor draw random numbers unless all its dimensions are frozen. It returns one tensor or as many as the annotation has results; one that shares
-    memory with an argument is copied. Its parameters beyond those of the annotation stay whole. ``register_op(…)(function)``
-    also replaces the function in all modules that hold it. An ``autograd.Function`` is registered as a class.
-    For an operator of torch, as ``torch.ops.aten.roll.default`` or ``torch.roll``, the annotation's rules replace those it has.
+    The function must not write to its arguments, nor draw random numbers unless all its dimensions are
+    frozen. It returns as many tensors as the annotation has results, copied if they share an argument's
+    memory. Parameters beyond those of the annotation stay whole. ``register_op(…)(function)`` also replaces
+    it in all modules that hold it. An ``autograd.Function`` is registered as a class. For an operator of
+    torch, as ``torch.ops.aten.roll.default`` or ``torch.roll``, the annotation's rules replace its own.
 
     Args:
-        annotation: :mod:`~atorch_ns.operators.rules.annotation`, or a function that gives one; it takes the arguments that have no
-            default by place, the others by name, and meta tensors for tensors.
+        annotation: :mod:`~atorch_ns.operators.rules.annotation`, or a function that returns one. It takes
+            meta tensors, arguments without a default by place, and others by name.
         name: the operator's name; that of the function by default.
         code_impl_pattern: ``import`` or ``source``, which mean the same here: no code is copied.
-        emit_fn, transform_rules: not supported, as nothing but the annotation decides what runs on pieces.
+        emit_fn, transform_rules: not supported, as only the annotation decides what runs on pieces.
         input_gen_fn: unused, as operators are not timed on generated inputs.
         registry: where to register.
 
     Raises:
-        InputError: if the annotation cannot be read, the function has no name or no fixed list of parameters, or the name is
-            taken.
+        InputError: if the annotation cannot be read, the name is missing or taken, or parameters vary.
     """
     if code_impl_pattern not in ("import", "source"):
         raise InputError(f"code_impl_pattern={code_impl_pattern!r} is unknown. Write 'import' or 'source'.")
@@ -363,27 +363,27 @@ def registered_rules(
     try:
         return _entry_rules(entry, call, degree)
     except InputError as error:
-        shown = " × ".join(str(list(spec.shape)) for spec in call.tensors) or "nothing"
-        raise InputError(f"{call.name} on {shown} is registered wrongly: {error}") from error
+        shapes = " × ".join(str(list(spec.shape)) for spec in call.tensors) or "nothing"
+        raise InputError(f"{call.name} on {shapes} is registered wrongly: {error}") from error
 
 
 def _entry_rules(entry: RegisteredOperator, call: Call, degree: int) -> tuple[Rule, ...]:
     names = [element.name for element in call.operator._schema.arguments]  # type: ignore[attr-defined]
-    named = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
-    annotation = entry.annotation_of(named)
-    measured = {key: shape_of(named.get(key)) for key in names[: len(annotation.inputs)]}
-    shapes, sizes = list(measured.values()), sizes_of(annotation, named)
-    expected, actual = annotation.shapes(shapes, **sizes), [spec.shape for spec in call.outputs]
-    if len(expected) != len(actual) or any(
+    arguments = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
+    annotation = entry.annotation_of(arguments)
+    input_shapes = {key: shape_of(arguments.get(key)) for key in names[: len(annotation.inputs)]}
+    shapes, sizes = list(input_shapes.values()), sizes_of(annotation, arguments)
+    outputs, actual = annotation.shapes(shapes, **sizes), [spec.shape for spec in call.outputs]
+    if len(outputs) != len(actual) or any(
         shape is not None and shape != actual_shape and (*shape, *actual_shape) != (1,)  # () is like (1,)
-        for shape, actual_shape in zip(expected, actual, strict=False)
+        for shape, actual_shape in zip(outputs, actual, strict=False)
     ):
-        raise InputError(f"its annotation {annotation.text!r} gives {list(expected)}, but it gave {actual}.")
-    tensors = [key for key, shape in measured.items() if shape is not None]
+        raise InputError(f"its annotation {annotation.text!r} gives {list(outputs)}, but it gave {actual}.")
+    tensors = [key for key, shape in input_shapes.items() if shape is not None]
     return tuple(
         Rule(
             rule.outputs,
-            tuple(_tensor_placements(named, dict(zip(tensors, rule.inputs, strict=True)))),
+            tuple(_tensor_placements(arguments, dict(zip(tensors, rule.inputs, strict=True)))),
             rule.source,
         )
         for rule in annotation.rules(shapes, degree, **sizes)
@@ -394,11 +394,11 @@ def _entry_rules(entry: RegisteredOperator, call: Call, degree: int) -> tuple[Ru
     )
 
 
-def _tensor_placements(named: dict[str, Any], placed: dict[str, Placement]) -> Iterator[Placement]:
-    for name, value in named.items():
+def _tensor_placements(arguments: dict[str, Any], placements: dict[str, Placement]) -> Iterator[Placement]:
+    for name, value in arguments.items():
         for item in value if isinstance(value, (tuple, list)) else [value]:
             if isinstance(item, TensorSpec):
-                yield placed.get(name, WHOLE)  # whole in lists, and beyond the annotation
+                yield placements.get(name, WHOLE)  # whole in lists, and beyond the annotation
 
 
 def _of_torch(target: object) -> list[Overload]:
@@ -446,32 +446,32 @@ def _register_function(
         raise InputError(
             f"the parameters of {op_name} are not known: {error}. Register a function in Python."
         ) from error
-    starred = [
+    star_args = [
         str(parameter)
         for parameter in signature.parameters.values()
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    if starred:
+    if star_args:
         raise InputError(
-            f"{op_name} takes {' and '.join(starred)}, but an operator has fixed parameters. Name them."
+            f"{op_name} takes {' and '.join(star_args)}, but an operator has fixed parameters. Name them."
         )
     registry.add(op_name, RegisteredOperator(op_name, annotation, function))
 
     @functools.wraps(function)
-    def registered(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        values = list(bound.arguments.values())  # all by place: their types choose the overload
+    def call_operator(*args: Any, **kwargs: Any) -> Any:
+        binding = signature.bind(*args, **kwargs)
+        binding.apply_defaults()
+        values = list(binding.arguments.values())  # all by place: their types choose the overload
         return registry.operator(op_name, values)(*values)
 
-    setattr(registered, _ORIGINAL, target)
+    setattr(call_operator, _ORIGINAL, target)
     if is_autograd(target):
-        target.apply = registered
+        target.apply = call_operator
         return target
     home = sys.modules.get(getattr(target, "__module__", None) or "")
     # It was defined before: others may have imported it.
     if getattr(home, getattr(target, "__name__", op_name), None) is target:
         for module in list(sys.modules.values()):
-            for known in [key for key, value in list(vars(module).items()) if value is target]:
-                setattr(module, known, registered)
-    return registered
+            for attribute in [key for key, value in list(vars(module).items()) if value is target]:
+                setattr(module, attribute, call_operator)
+    return call_operator

@@ -1,7 +1,7 @@
 """Dims: the dimensions of a call's tensors by letters, from which its rules follow.
 
-Equal letters are one dimension. Dividing it shards every tensor that has it and leaves the others whole; results that sum over
-it become partial sums. A letter that is ``None`` is never divided: the operator looks at all of it at once.
+Dividing a letter shards every tensor that has it and leaves the others whole. Results that sum over it become
+partial sums. ``None`` is a dimension that is never divided: the operator needs all of it at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Dims:
         inputs, outputs: letters of each tensor argument and result.
         summed: letters that results lack because they are summed over.
         added: numbers of arguments that are added to a sum once, such as a bias: partial where the sum is.
-        linear: groups of numbers of arguments in which the operator is linear together: partial sums give partial sums.
+        linear: groups of argument numbers. The operator is linear in each: partial sums give partial sums.
         kernels: kernels, by the letter that is divided.
         fits: whether a rank's piece of a dimension may have a size; called with the letter and the size.
         why: the reason that the table gives.
@@ -41,7 +41,7 @@ class Dims:
     why: str = ""
 
     def rules(self, call: Call, degree: int) -> Iterator[Rule]:
-        """A rule for each letter that ``degree`` ranks divide wherever it stands, and for each group of partial sums."""
+        """A rule for each letter that ``degree`` ranks can divide, and for each group of partial sums."""
         sides = list(zip((*self.inputs, *self.outputs), (*call.tensors, *call.outputs), strict=True))
         for letter in dict.fromkeys(letter for dims, _ in sides for letter in dims if letter is not None):
             # One letter may have several sizes: repeat_interleave and reshape change them.
@@ -60,13 +60,13 @@ class Dims:
     def _rule_for_letter(self, letter: str) -> Rule:
         partial = letter in self.summed
 
-        def placed(dims: Letters, otherwise: Placement) -> Placement:
+        def locate(dims: Letters, otherwise: Placement) -> Placement:
             return Shard(dims.index(letter)) if letter in dims else otherwise
 
         # A result without the letter is a sum over it, or its kernel makes it whole on every rank.
-        outputs = tuple(placed(dims, SUM if partial else WHOLE) for dims in self.outputs)
+        outputs = tuple(locate(dims, SUM if partial else WHOLE) for dims in self.outputs)
         inputs = tuple(
-            placed(dims, SUM if partial and number in self.added else WHOLE)  # a bias is added once in total
+            locate(dims, SUM if partial and number in self.added else WHOLE)  # a bias is added once in total
             for number, dims in enumerate(self.inputs)
         )
         return Rule(outputs, inputs, self.why, self.kernels.get(letter, ""))

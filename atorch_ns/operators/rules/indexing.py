@@ -25,20 +25,20 @@ def _dims_of_index(call: Call) -> Dims | None:
     # As in NumPy: dims of adjacent indices stand in their place, other ones first in the result.
     adjacent = read == list(range(read[0], read[-1] + 1))
     first = read[0] if adjacent else 0
-    kept = [dim for dim in range(len(dims)) if dim not in read]
-    before, after = kept[:first], kept[first:]
+    rest = [dim for dim in range(len(dims)) if dim not in read]
+    before, after = rest[:first], rest[first:]
     result = (*(dims[dim] for dim in before), *common, *(dims[dim] for dim in after))
     places = [broadcast(shape, common, spec.shape) for spec in indices]  # letters of each index
-    if "values" not in (entry.name for entry in call.operator._schema.arguments):  # type: ignore[attr-defined]
+    if "values" not in (item.name for item in call.operator._schema.arguments):  # type: ignore[attr-defined]
         return Dims([dims, *places], [result], linear=[[0]], why=_WHY)
     sizes = (*(tensor.shape[dim] for dim in before), *shape, *(tensor.shape[dim] for dim in after))
     if not call.argument("accumulate"):  # the last write to a place wins; ranks cannot tell which
         places, result = (
             frozen(call, 1)[: len(read)],
-            tuple(None if entry in common else entry for entry in result),
+            tuple(None if item in common else item for item in result),
         )
     values = broadcast(sizes, result, call.tensors[-1].shape)
-    return Dims([dims, *places, values], [dims], [str(entry) for entry in common], [0], why=_WHY)
+    return Dims([dims, *places, values], [dims], [str(item) for item in common], [0], why=_WHY)
 
 
 def _index_select(call: Call) -> Dims:
@@ -74,8 +74,8 @@ def _dims_of_gather(call: Call) -> Dims | None:
     if call.name.split(".")[1] in ("gather", "take_along_dim"):
         return Dims([operand, at_index], [at_index], linear=[[0]], why=_WHY)
     adds = "scatter_add" in call.name and call.tensors[1].shape == call.tensors[2].shape
-    written = at_index if adds else operand  # only sums may be written by pieces of the index
-    return Dims([operand, *[written] * (len(call.tensors) - 1)], [operand], ["p"], [0], why=_WHY)
+    writes = at_index if adds else operand  # only sums may be written by pieces of the index
+    return Dims([operand, *[writes] * (len(call.tensors) - 1)], [operand], ["p"], [0], why=_WHY)
 
 
 def _one_hot(call: Call) -> Dims | None:

@@ -1,6 +1,6 @@
 """Rules of layers: matrix products, convolutions, attention, norms, pooling and look-ups.
 
-Legend: B batch, T tokens, N rows, I input features or channels, O output features or channels, V rows of a table.
+Legend: B batch, T tokens, N rows, I input and O output features or channels, V rows of a table.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _dims_of_addmm(call: Call) -> Dims:
     # [N, O], broadcast, + [N, I] × [I, O], of which the first is added once; baddbmm has a batch dim.
     batch = letters(len(call.tensors[1].shape) - 2)
     result = (*batch, "N", "O")
-    added = broadcast(call.outputs[0].shape, result, call.tensors[0].shape)
-    return Dims([added, (*batch, "N", "I"), (*batch, "I", "O")], [result], "I", (0,), why=_SUMMED)
+    bias = broadcast(call.outputs[0].shape, result, call.tensors[0].shape)
+    return Dims([bias, (*batch, "N", "I"), (*batch, "I", "O")], [result], "I", (0,), why=_SUMMED)
 
 
 def _dims_of_einsum(call: Call) -> Dims | None:
@@ -57,14 +57,14 @@ def _dims_of_einsum(call: Call) -> Dims | None:
     counts = [  # dims that each operand's ellipsis stands for
         len(spec.shape) - len(side.replace("...", "")) for side, spec in zip(sides, call.tensors, strict=True)
     ]
-    unused = [chr(code) for code in range(256, 256 + max(counts))]  # letters of equations are a-z and A-Z
+    spares = [chr(code) for code in range(256, 256 + max(counts))]  # letters of equations are a-z and A-Z
     shape = call.outputs[0].shape[right.find("...") :] if "..." in right else ()  # from the ellipsis on
 
     def read(side: str, count: int, sizes: Sequence[int] | None) -> Letters:
         before, dots, after = side.partition("...")
-        middle: Letters = tuple(unused[len(unused) - count :]) if dots else ()  # aligned at the last dims
+        middle: Letters = tuple(spares[len(spares) - count :]) if dots else ()  # aligned at the last dims
         if sizes is not None and dots:
-            middle = broadcast(shape[: len(unused)], tuple(unused), sizes[len(before) : len(before) + count])
+            middle = broadcast(shape[: len(spares)], tuple(spares), sizes[len(before) : len(before) + count])
         return (*before, *middle, *after)
 
     if "..." in left and "..." not in right:  # sums over the ellipsis
@@ -72,8 +72,8 @@ def _dims_of_einsum(call: Call) -> Dims | None:
     inputs = [
         read(side, count, spec.shape) for side, count, spec in zip(sides, counts, call.tensors, strict=True)
     ]
-    summed = {letter for letter in left if letter.isalpha() and letter not in right}
-    return Dims(inputs, [read(right, len(unused), None)], summed, why=_SUMMED)
+    sum_letters = {letter for letter in left if letter.isalpha() and letter not in right}
+    return Dims(inputs, [read(right, len(spares), None)], sum_letters, why=_SUMMED)
 
 
 def _dims_of_convolution(call: Call) -> Dims:
@@ -83,8 +83,8 @@ def _dims_of_convolution(call: Call) -> Dims:
     if call.argument("groups") != 1:  # a piece of the channels would cut groups
         return Dims([(*lead, None, *space), *frozen(call, 1)], [(*lead, None, *space)], why="samples")
     name = name_of(call)
-    swapped = "transpose" in name or (name == "convolution" and call.argument("transposed"))
-    channels: Letters = ("I", "O") if swapped else ("O", "I")  # a transposed weight is [I, O, …]
+    is_swapped = "transpose" in name or (name == "convolution" and call.argument("transposed"))
+    channels: Letters = ("I", "O") if is_swapped else ("O", "I")  # a transposed weight is [I, O, …]
     inputs: list[Letters] = [(*lead, "I", *space), (*channels, *space), ("O",)]
     return Dims(inputs[: len(call.tensors)], [(*lead, "O", *space)], "I", (2,), why=_SUMMED)  # 2 is the bias
 
@@ -95,15 +95,15 @@ def _dims_of_attention(call: Call) -> Dims:
     whole = call.outputs[0].shape[:-2]
     lead = letters(len(whole))
     rows = None if call.argument("is_causal") else "T"  # a causal mask counts rows from 0, in a piece too
-    grouped = bool(call.argument("enable_gqa")) and len(key) > 2  # fewer heads of keys than of queries
+    is_grouped = bool(call.argument("enable_gqa")) and len(key) > 2  # fewer heads of keys than of queries
 
-    def led(shape: Sequence[int]) -> Letters:
+    def lead_of(shape: Sequence[int]) -> Letters:
         prefix = broadcast(whole, lead, shape[:-2])
         # Piece i of the key heads serves piece i of the query heads; a single head serves all.
-        return (*prefix[:-1], lead[-1]) if grouped and shape[-3] > 1 else prefix
+        return (*prefix[:-1], lead[-1]) if is_grouped and shape[-3] > 1 else prefix
 
-    inputs: list[Letters] = [(*led(query), rows, None)]  # scores sum over D before the softmax
-    inputs += [(*led(spec.shape), None, None) for spec in call.tensors[1:3]]  # softmax is over all keys
+    inputs: list[Letters] = [(*lead_of(query), rows, None)]  # scores sum over D before the softmax
+    inputs += [(*lead_of(spec.shape), None, None) for spec in call.tensors[1:3]]  # softmax is over all keys
     scores = (*whole, query[-2], key[-2])
     inputs += [broadcast(scores, (*lead, rows, None), spec.shape) for spec in call.tensors[3:]]
     return Dims(inputs, [(*lead, rows, None)], why="samples, heads and rows of queries are independent")
@@ -147,11 +147,11 @@ def _grouped_product(call: Call) -> Dims | None:
         return None
     item = call.tensors[0].dtype.itemsize
 
-    def aligned(letter: str, size: int) -> bool:
+    def is_aligned(letter: str, size: int) -> bool:
         return name_of(call) != "_grouped_mm" or size * item % _ALIGNMENT == 0
 
     inputs: list[Letters] = [(None, "I"), (None, "I", "O"), (None,)]  # a piece of N would cut groups
-    return Dims(inputs, [(None, "O")], "I", fits=aligned, why=_SUMMED)
+    return Dims(inputs, [(None, "O")], "I", fits=is_aligned, why=_SUMMED)
 
 
 _POOLS = " ".join(f"{kind}_pool{n}d" for kind in ("avg", "max", "adaptive_avg") for n in (1, 2, 3))

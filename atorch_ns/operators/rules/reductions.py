@@ -30,17 +30,17 @@ def _dims_of_reduction(call: Call) -> Dims:
     dims = letters(len(call.tensors[0].shape))
     # No dim, or an empty list of them, stands for all.
     places = range(len(dims)) if axes is None or axes == [] else axes if isinstance(axes, list) else [axes]
-    gone = {dim % len(dims) for dim in places} if dims else set()
+    reduction_dims = {dim % len(dims) for dim in places} if dims else set()
     keeps = "keepdim" in names and call.argument("keepdim")
-    kept = but(dims, *gone) if gone else dims
-    result = tuple(letter for dim, letter in enumerate(kept) if keeps or dim not in gone)
-    summed = [str(dims[dim]) for dim in sorted(gone)]
+    rest = but(dims, *reduction_dims) if reduction_dims else dims
+    result = tuple(letter for dim, letter in enumerate(rest) if keeps or dim not in reduction_dims)
+    sum_dims = [str(dims[dim]) for dim in sorted(reduction_dims)]
     # Extremes of pieces do not add up, and partial sums are of floats alone.
     if name not in ("sum", "nansum", "mean") or not call.outputs[0].is_float:
-        return Dims([kept], [result] * len(call.outputs), why="each kept place by itself")
-    kernels = dict.fromkeys(summed, "mean_of_parts") if name == "mean" else {}
+        return Dims([rest], [result] * len(call.outputs), why="each kept place by itself")
+    kernels = dict.fromkeys(sum_dims, "mean_of_parts") if name == "mean" else {}
     linear = [] if name == "nansum" else [[0]]  # an element with one NaN summand is skipped as a whole
-    return Dims([dims], [result], summed, linear=linear, kernels=kernels, why="a sum or mean of elements")
+    return Dims([dims], [result], sum_dims, linear=linear, kernels=kernels, why="a sum or mean of elements")
 
 
 def _dims_of_axis_op(call: Call) -> Dims | None:
@@ -64,18 +64,18 @@ def _sample_loss(call: Call) -> Dims | None:
     rest = letters(len(scores.shape) - 1)
     alike = target.is_float  # targets are probabilities
     reduction = call.argument("reduction")
-    smoothed = "label_smoothing" in arguments_of(call) and bool(call.argument("label_smoothing"))
+    is_smoothed = "label_smoothing" in arguments_of(call) and bool(call.argument("label_smoothing"))
     # Limits of the kernel over classes: cross-entropy alone, and no smoothing with class weights.
-    whole_classes = alike or name_of(call) != "cross_entropy_loss" or (smoothed and len(call.tensors) > 2)
+    whole_classes = alike or name_of(call) != "cross_entropy_loss" or (is_smoothed and len(call.tensors) > 2)
     dims = (*rest[:class_dim], None if whole_classes else "C", *rest[class_dim:])
     samples = [str(letter) for letter in rest]
     kernels = {} if whole_classes else {"C": "loss_over_classes"}
     if reduction == _MEAN:  # over targets that are not ignored, which all ranks must count
         kernels |= dict.fromkeys(samples, "mean_of_parts" if alike else "loss_over_samples")
-    summed = samples if reduction == _SUM or alike else []  # else the kernel's mean is whole on every rank
+    sum_dims = samples if reduction == _SUM or alike else []  # else the kernel's mean is whole on every rank
     inputs: list[Letters] = [dims, dims if alike else rest, *frozen(call, 2)]  # class weights are whole
     return Dims(
-        inputs, [rest if reduction == _NONE else ()], summed, kernels=kernels, why="samples and classes"
+        inputs, [rest if reduction == _NONE else ()], sum_dims, kernels=kernels, why="samples and classes"
     )
 
 

@@ -1,12 +1,12 @@
 """Rules: how one call of an operator may be divided over the ranks of an axis.
 
-A rule gives each tensor argument and each result a placement, torch's own: ``Replicate`` (whole, and equal on all ranks),
-``Shard(d)`` (equal pieces along ``d``, in the order of the ranks) or ``Partial`` (the whole is the sum over the ranks).
-In text a shard is its dimension: ``1 <- 2,1,R`` has its result divided along 1, its first argument along 2.
+A rule gives each tensor argument and result one of torch's placements: ``Replicate`` (whole on all ranks),
+``Shard(d)`` (equal pieces along ``d``, by rank) or ``Partial`` (the whole is the sum over the ranks). In text
+a shard is its dimension: ``1 <- 2,1,R`` has its result divided along 1, its first argument along 2.
 
-Gradients follow: that of a shard is divided alike, that of a partial sum is whole on every rank. A rule that divides
-anything leaves each rank a part of the gradient of an argument that it takes replicated; what is inserted before such an
-argument sums it (:mod:`~atorch_ns.operators.divided.conversions`). Rules are therefore about the forward pass alone.
+Gradients follow: that of a shard is divided alike, that of a partial sum is whole on every rank. If a rule
+divides anything, each rank has a part of the gradient of a replicated argument, and the conversion before it
+sums them (:mod:`~atorch_ns.operators.divided.conversions`). So rules are about the forward pass alone.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def read_placement(text: str) -> Placement:
     Raises:
         InputError: for another text.
     """
-    stripped = text.strip()
-    if stripped.isdecimal():  # no sign: rules count dimensions from the front
-        return Shard(int(stripped))
-    if stripped not in ("R", "P"):
+    word = text.strip()
+    if word.isdecimal():  # no sign: rules count dimensions from the front
+        return Shard(int(word))
+    if word not in ("R", "P"):
         raise InputError(
             f"{text!r} is not a placement. Write R, P, or the number of the dimension that is divided."
         )
-    return WHOLE if stripped == "R" else SUM
+    return WHOLE if word == "R" else SUM
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Rule:
         outputs: placements of its results, in order.
         inputs: placements of its tensor arguments, in the order of :attr:`Call.tensors`.
         source: where the rule comes from, and why it holds, in a few words.
-        kernel: name of the function in :mod:`~atorch_ns.operators.divided.kernels` that computes on pieces in the operator's place;
-            empty for the operator itself.
+        kernel: function of :mod:`~atorch_ns.operators.divided.kernels` that runs instead; empty for none.
     """
 
     outputs: tuple[Placement, ...]

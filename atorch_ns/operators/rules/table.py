@@ -1,4 +1,4 @@
-"""Rules of operators: the user's own, else those of our tables, else torch's for DTensors, else none but to divide nothing."""
+"""Rules of operators: the user's, else our tables', else torch's for DTensors, else the whole rule alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atorch_ns.operators.rules.rule import Rule, whole_rule
 from atorch_ns.operators.rules.views import VIEWS
 from atorch_ns.torch_compat import dtensor_rules
 
-Registered = Callable[[Call, int], Sequence[Rule] | None]
+UserRules = Callable[[Call, int], Sequence[Rule] | None]
 """The user's rules of a call; ``None`` where the user has none."""
 
 RUN_AS: Mapping[Callable[..., Any], Callable[..., Any]] = {
@@ -48,9 +48,9 @@ _TIMES = frozenset(["mul", "multiply"])  # linear in either
 _OVER = frozenset(["div", "divide", "true_divide"])  # linear in the first
 
 
-def rules_of(call: Call, degree: int, registered: Registered | None = None) -> tuple[Rule, ...]:
+def rules_of(call: Call, degree: int, user_rules: UserRules | None = None) -> tuple[Rule, ...]:
     """All rules by which ``degree`` ranks may divide a call; the first divides nothing."""
-    custom_rules = registered(call, degree) if registered is not None else None
+    custom_rules = user_rules(call, degree) if user_rules is not None else None
     if custom_rules is not None:
         rules: Iterator[Rule] | Sequence[Rule] = custom_rules  # the user's rules replace all others
     elif not hasattr(call.operator, "_schema"):  # control flow and other operators on functions
@@ -83,8 +83,8 @@ def _of_tables(call: Call, degree: int) -> Iterator[Rule]:
 
 
 def _is_reordered(call: Call) -> bool:
-    by_name = {argument.name for argument in call.operator._schema.arguments if argument.kwarg_only}  # type: ignore[attr-defined]
-    return any(isinstance(value, TensorSpec) and name not in by_name for name, value in call.kwargs.items())
+    keywords = {a.name for a in call.operator._schema.arguments if a.kwarg_only}  # type: ignore[attr-defined]
+    return any(isinstance(value, TensorSpec) and name not in keywords for name, value in call.kwargs.items())
 
 
 def _dims_of_pointwise(call: Call) -> Dims | None:

@@ -1,4 +1,4 @@
-"""Rules of operators that move, join, cut or repeat elements and compute nothing, and of those that make tensors."""
+"""Rules of operators that move, join, cut or repeat elements without computing, or that make tensors."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def _swapped_axes(call: Call, name: str) -> tuple[int, int]:
 
 
 def _movedim_order(call: Call, rank: int) -> list[int]:
-    def listed(value: Any) -> list[int]:
+    def list_dims(value: Any) -> list[int]:
         return [dim % rank for dim in (value if isinstance(value, (list, tuple)) else [value])]
 
-    source, target = listed(call.argument("source")), listed(call.argument("destination"))
+    source, target = list_dims(call.argument("source")), list_dims(call.argument("destination"))
     rest = iter(dim for dim in range(rank) if dim not in source)  # they fill the other places in order
     by_target = dict(zip(target, source, strict=True))
     return [by_target[dim] if dim in by_target else next(rest) for dim in range(rank)]
@@ -131,16 +131,17 @@ def _dims_of_unsqueeze(call: Call) -> Dims:
 def _dims_of_squeeze(call: Call) -> Dims:
     shape, dims = call.tensors[0].shape, _input_letters(call)
     axes = call.argument("dim") if "dim" in arguments_of(call) else range(len(shape))
-    asked = {dim % max(len(shape), 1) for dim in (axes if isinstance(axes, (list, tuple, range)) else [axes])}
-    kept = tuple(name for dim, name in enumerate(dims) if dim not in asked or shape[dim] != 1)
-    touched = {name for dim, name in enumerate(dims) if dim in asked}
+    gaps = {dim % max(len(shape), 1) for dim in (axes if isinstance(axes, (list, tuple, range)) else [axes])}
+    result = tuple(name for dim, name in enumerate(dims) if dim not in gaps or shape[dim] != 1)
+    gap_names = {name for dim, name in enumerate(dims) if dim in gaps}
     # A piece of size 1 would lose a dim that the whole tensor keeps.
-    return _movement_dims([dims], [kept], fits=lambda letter, size: size > 1 or letter not in touched)
+    return _movement_dims([dims], [result], fits=lambda letter, size: size > 1 or letter not in gap_names)
 
 
 def _dims_of_split(call: Call) -> Dims:
     dims = but(_input_letters(call), call.argument("dim"))
-    return _movement_dims([dims], [dims] * len(call.outputs), why="the dim that it cuts is whole")
+    inputs = [dims, *frozen(call, 1)]  # places to cut at may be a tensor
+    return Dims(inputs, [dims] * len(call.outputs), linear=[[0]], why="the dim that it cuts is whole")
 
 
 def _dims_of_slice(call: Call) -> Dims:
@@ -182,8 +183,8 @@ def _dims_of_cat(call: Call) -> Dims | None:
 def _dims_of_pad(call: Call) -> Dims:
     pad = call.argument("pad")
     # `pad` holds two sizes for each dim, from the last dim backwards.
-    touched = [-1 - number for number in range(len(pad) // 2) if pad[2 * number] or pad[2 * number + 1]]
-    dims = but(_input_letters(call), *touched)
+    padded_dims = [-1 - number for number in range(len(pad) // 2) if pad[2 * number] or pad[2 * number + 1]]
+    dims = but(_input_letters(call), *padded_dims)
     zeros = not call.argument("value") and (  # another constant would be added once by every rank
         "mode" not in arguments_of(call) or call.argument("mode") == "constant"
     )
@@ -202,16 +203,19 @@ def _dims_of_repeat(call: Call) -> Dims:
 
 
 def _dims_of_repeat_interleave(call: Call) -> Dims | None:
-    dims = _input_letters(call)
-    dim = call.argument("dim")
+    if "dim" not in arguments_of(call):  # it gives indices, as many as its counts add up to
+        return None
+    dims, dim = _input_letters(call), call.argument("dim")
+    is_sized = call.argument("output_size") is not None  # a size of the whole result
     if len(call.tensors) > 1:  # a count for each element: results of pieces differ in size
         if dim is None:
             return None
         rest = but(dims, dim)
         return Dims([rest, *frozen(call, 1)], [rest], linear=[[0]], why="the dim that is repeated is whole")
     if dim is None:  # of all dims one is made
-        dims = but(dims, *range(1, len(dims)))
+        dims = but(dims, *range(0 if is_sized else 1, len(dims)))
         return _movement_dims([dims], [dims[:1] or (None,)])
+    dims = but(dims, dim) if is_sized else dims
     return _movement_dims([dims], [dims], why="each element is repeated beside itself")
 
 
@@ -261,7 +265,7 @@ _SIZES = {  # by operator the argument that has the result's sizes
 
 
 def size_argument(call: Call) -> tuple[str, int, int] | None:
-    """The argument that gives a result's sizes: its name, its place, and the result's dim that its first entry is."""
+    """The argument with the result's sizes: its name, its place, and the result's dim of its first entry."""
     name = _SIZES.get(name_of(call))
     if name is None or name not in arguments_of(call):
         return None

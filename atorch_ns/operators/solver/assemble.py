@@ -1,6 +1,6 @@
 """Assembling of a division problem: a captured graph, its rules and their prices as nodes, options and uses.
 
-Operators of one key are one node. A value is used once in each segment that reads it, since a segment converts it once.
+Operators of one key are one node. Each segment that reads a value is one use, as it converts it only once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class States:
         gradient: of the gradient.
         optimizer: of the optimizer's states; 2 for Adam in one precision.
         shards: the number of data ranks that share gradients and states.
-        gradients_stay: whether gradients are there in forward passes too: with several micro-batches, or in buckets.
+        gradients_stay: whether forward passes hold gradients too, as with several micro-batches or buckets.
     """
 
     gradient: float = 1.0
@@ -58,7 +58,7 @@ class States:
     gradients_stay: bool = False
 
     def of(self, parameter_bytes: float) -> tuple[float, float]:
-        """Bytes that are always held for a parameter, and bytes of a gradient that comes in the backward pass."""
+        """Bytes that are always held for a parameter, and those of a gradient that a backward pass brings."""
         gradient = parameter_bytes * self.gradient / self.shards
         resident = parameter_bytes * (1 + self.optimizer / self.shards)
         return (resident + gradient, 0.0) if self.gradients_stay else (resident, gradient)
@@ -86,7 +86,7 @@ class Assembled:
             for key, options, choice in zip(self.keys, self.rules, outcome.choices, strict=True)
             if options
         }
-        stored = {
+        layout = {
             key: options[choice]
             for key, options, choice in zip(self.keys, self.placements, outcome.choices, strict=True)
             if options
@@ -94,7 +94,7 @@ class Assembled:
         return OperatorPlan(
             operators={key: rule for key, rule in rules.items() if rule.divides},
             parameters={
-                key: placement for key, placement in stored.items() if not isinstance(placement, Replicate)
+                key: placement for key, placement in layout.items() if not isinstance(placement, Replicate)
             },
             degree=degree,
         )
@@ -119,20 +119,19 @@ def assemble(
     legal: LegalRules,
     prices: OperatorPrices,
     states: States,
-    device: torch.device,
     *,
+    device: torch.device,
     recomputed: bool = False,
     stored: Mapping[str, Placement] | None = None,
 ) -> Assembled:
     """The problem of dividing a graph.
 
     Args:
-        states: what parameters keep.
         device: the device that operators are measured on as fakes.
         recomputed: whether blocks are recomputed in the backward pass.
-        stored: by key, where parameters are divided already; the others are whole. ``None`` if they may be divided.
+        stored: fixed placements of parameters by key; others are whole. ``None`` if all are free.
     """
-    return _Assembly(graph, legal, prices, states, device, recomputed, stored).done()
+    return _Assembly(graph, legal, prices, states, device=device, recomputes=recomputed, layout=stored).make()
 
 
 @dataclass
@@ -155,22 +154,23 @@ class _Assembly:
         legal: LegalRules,
         prices: OperatorPrices,
         states: States,
+        *,
         device: torch.device,
-        recomputed: bool,
-        stored: Mapping[str, Placement] | None,
+        recomputes: bool,
+        layout: Mapping[str, Placement] | None,
     ) -> None:
         self._graph, self._legal, self._prices = graph, legal, prices
-        self._states, self._device, self._recomputed, self._stored = states, device, recomputed, stored
+        self._states, self._device, self._recomputes, self._layout = states, device, recomputes, layout
         self._drafts: list[_Draft] = []
         self._numbers: dict[str, int] = {}  # index of a draft by its key
         self._results: dict[fx.Node, tuple[int, int]] = {}  # the draft and the result that give a value
         self._work: dict[str, Work] = {}
-        trained = (op for op in graph.operators if any(spec.requires_grad for spec in op.call.outputs))
-        self._num_readers = Counter(value for op in trained for value in dict.fromkeys(op.inputs))
+        learners = (op for op in graph.operators if any(spec.requires_grad for spec in op.call.outputs))
+        self._num_readers = Counter(value for op in learners for value in dict.fromkeys(op.inputs))
         self._uses: dict[Any, int] = {}  # index of a use by its source, the kind of segment, and its readers
         self._use_fields: list[dict[str, Any]] = []
 
-    def done(self) -> Assembled:
+    def make(self) -> Assembled:
         for node in self._graph.origins:
             self._add_origin(node)
         for op in self._graph.operators:
@@ -180,10 +180,10 @@ class _Assembly:
             draft.group: Group(count=draft.count, recomputed=True) for draft in self._drafts if draft.group
         }
         nodes = tuple(self._build_node(draft) for draft in self._drafts)
-        counted = [(self._work[d.key], d.count) for d in self._drafts if d.key in self._work]
-        started = sum(n * (w.forward.num_operators + w.backward.num_operators) for w, n in counted)
+        works = [(self._work[d.key], d.count) for d in self._drafts if d.key in self._work]
+        launches = sum(n * (w.forward.num_operators + w.backward.num_operators) for w, n in works)
         # Operators of a CPU have it in their own time.
-        host = 0.0 if self._prices.device.type == "cpu" else started * self._prices.device.launch_s
+        host = 0.0 if self._prices.device.type == "cpu" else launches * self._prices.device.launch_s
         problem = PlacementProblem(nodes, tuple(Use(**kwargs) for kwargs in self._use_fields), groups, host)
         return Assembled(
             problem,
@@ -242,8 +242,8 @@ class _Assembly:
         degree = self._prices.degree
         dims = [dim for dim, size in enumerate(spec.shape) if size and size % degree == 0]
         placements: list[Placement] = [WHOLE, *(Shard(dim) for dim in dims)]
-        if self._stored is not None:
-            placements = [self._stored.get(key, WHOLE)]
+        if self._layout is not None:
+            placements = [self._layout.get(key, WHOLE)]
         # Of plans that are as fast, the one whose parameters are whole: their gradients travel together.
         options = tuple(
             Option(
@@ -275,7 +275,7 @@ class _Assembly:
         self._work[op.key] = work
         rules = self._legal[op.key]
         segment = self._graph.segments[op.segment]
-        group = segment.kind if self._recomputed and segment.path else ""  # whole blocks are recomputed
+        group = segment.kind if self._recomputes and segment.path else ""  # whole blocks are recomputed
         return _Draft(
             op.key, tuple(self._build_option(op, rule, work) for rule in rules), rules=rules, group=group
         )
@@ -284,14 +284,14 @@ class _Assembly:
         forward, backward = self._prices.seconds(op, rule, work)
         sizes = zip((*op.call.tensors, *op.call.outputs), (*rule.inputs, *rule.outputs), strict=True)
         local = 0.0 if work.is_view else sum(self._prices.local_bytes(*pair) for pair in sizes)
-        kept = work.saved_bytes / (self._prices.degree if rule.divides else 1)  # such as masks
+        extra_bytes = work.saved_bytes / (self._prices.degree if rule.divides else 1)  # such as masks
         return Option(
             outputs=tuple(map(placement_text, rule.outputs)),
             needs=tuple(str(need_of(rule, index)) for index in range(len(rule.inputs))),
             seconds=forward + backward,
             forward_seconds=forward,
-            resident=0.0 if self._recomputed else kept,
-            transient=local,  # besides what is saved: what it reads and makes, or in the backward pass their gradients
+            resident=0.0 if self._recomputes else extra_bytes,
+            transient=local,  # what it reads and makes, or in the backward pass their gradients
         )
 
     def _link_readers(self) -> None:
@@ -303,9 +303,9 @@ class _Assembly:
             source = self._results[value]
             marks = tuple((self._numbers[op.key], index) for op, index in reads)
             kind = self._graph.segments[segment].kind or segment  # equal blocks share their uses
-            saved = [self._work[self._drafts[number].key].saved_inputs[index] for number, index in marks]
-            use = self._add_use(value, source, segment, (source, kind, marks), saved=any(saved))
-            for (number, index), one_saves in zip(marks, saved, strict=True):
+            saves = [self._work[self._drafts[number].key].saved_inputs[index] for number, index in marks]
+            use = self._add_use(value, source, segment, (source, kind, marks), is_saved=any(saves))
+            for (number, index), one_saves in zip(marks, saves, strict=True):
                 self._drafts[number].inputs[index, use] = Input(use, one_saves)
         self._add_results()
 
@@ -315,22 +315,22 @@ class _Assembly:
             RESULTS, lambda: _Draft(RESULTS, (Option(needs=("R",) * len(leaving)),), count=1)
         )
         for index, value in enumerate(leaving):
-            produced = self._graph.producers.get(value)
-            segment = produced[0].segment if produced else 0
-            use = self._add_use(value, self._results[value], segment, (RESULTS, index), saved=True)
+            producer = self._graph.producers.get(value)
+            segment = producer[0].segment if producer else 0
+            use = self._add_use(value, self._results[value], segment, (RESULTS, index), is_saved=True)
             self._drafts[number].inputs[index, use] = Input(use, True)
 
     def _add_use(
-        self, value: fx.Node, source: tuple[int, int], segment: int, mark: Any, *, saved: bool
+        self, value: fx.Node, source: tuple[int, int], segment: int, mark: Any, *, is_saved: bool
     ) -> int:
         if mark not in self._uses:
             self._uses[mark] = len(self._use_fields)
             spec = self._graph.spec(value)
             origin = self._graph.origins.get(value)
-            produced = self._graph.producers.get(value)
+            producer = self._graph.producers.get(value)
             inside = (
-                produced is not None
-                and self._graph.segments[produced[0].segment].path == self._graph.segments[segment].path
+                producer is not None
+                and self._graph.segments[producer[0].segment].path == self._graph.segments[segment].path
             )
             is_parameter = origin is not None and origin.kind == "parameter"
             node, result = source
@@ -339,12 +339,12 @@ class _Assembly:
                     "node": node,
                     "result": result,
                     "conversions": self._price_conversions(
-                        spec, is_parameter, saved=saved, by_whole=self._graph.in_units and not inside
+                        spec, is_parameter, is_saved=is_saved, by_whole=self._graph.in_units and not inside
                     ),
                     "saved": {} if is_parameter else self._saved_bytes(spec),
                     "count": 0,
                     # A parameter is converted inside of the block, again where it is recomputed.
-                    "enters": self._recomputed
+                    "enters": self._recomputes
                     and not (inside or is_parameter)
                     and bool(self._graph.segments[segment].path),
                 }
@@ -354,25 +354,25 @@ class _Assembly:
         return number
 
     def _price_conversions(
-        self, spec: TensorSpec, is_parameter: bool, *, saved: bool, by_whole: bool
+        self, spec: TensorSpec, is_parameter: bool, *, is_saved: bool, by_whole: bool
     ) -> Mapping[tuple[Label, Label], ConversionCost]:
         conversions: dict[tuple[Label, Label], ConversionCost] = {}
         for source in self._possible_placements(spec):
             for need in self._needs_for(spec):
                 if is_parameter and (source, need) == (WHOLE, ArgumentNeed(WHOLE, True)):
-                    seconds, moved = self._prices.gradient_sum(spec)
+                    seconds, num_bytes = self._prices.gradient_sum(spec)
                     forward = 0.0  # summed after the backward pass: nothing to repeat
                 else:
                     way = [(source, need)]
                     if by_whole and not is_parameter and source != WHOLE:
                         way = [(source, ArgumentNeed(WHOLE, False)), (WHOLE, need)]  # whole between units
                     costs = [self._prices.conversion(spec, *step) for step in way]
-                    seconds, moved = sum(cost for cost, _ in costs), sum(cost for _, cost in costs)
+                    seconds, num_bytes = sum(cost for cost, _ in costs), sum(cost for _, cost in costs)
                     forward = seconds / 2  # the backward pass takes as long
-                copied = is_parameter and saved and source != need.placement  # a gathered copy
-                memory = self._prices.local_bytes(spec, need.placement) if copied else 0.0
+                is_copied = is_parameter and is_saved and source != need.placement  # a gathered copy
+                memory = self._prices.local_bytes(spec, need.placement) if is_copied else 0.0
                 conversions[placement_text(source), str(need)] = ConversionCost(
-                    seconds, moved, forward, memory
+                    seconds, num_bytes, forward, memory
                 )
         return conversions
 

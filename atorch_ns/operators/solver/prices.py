@@ -1,7 +1,7 @@
-"""Prices of operators and conversions on a cluster: seconds, bytes that are exchanged, and the bytes that stay.
+"""Prices of operators and conversions on a cluster: seconds, bytes exchanged and bytes held.
 
-Each operator is run once on fake tensors, forward and backward, which tells its floating point operations, the bytes that
-it moves and what autograd saves; nothing is computed.
+Each operator is run once on fake tensors, forward and backward. That gives its floating point operations, the
+bytes that it moves and those that autograd saves; nothing is computed.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Work:
         backward = self.backward
         for spec, count in zip(outputs, readers, strict=True):
             if spec.requires_grad and count > 1:
-                moved = 3 * spec.num_bytes * (count - 1)  # an addition reads two and writes one
-                backward += OperatorCounts(moved=moved, num_operators=count - 1)
+                num_bytes = 3 * spec.num_bytes * (count - 1)  # an addition reads two and writes one
+                backward += OperatorCounts(moved=num_bytes, num_operators=count - 1)
         return replace(self, backward=backward)
 
 
 def work_of(op: Operator, device: torch.device, priced_for: str) -> Work:
-    """What an operator takes: by a run on fake tensors, or, where it does not run on them, by its tensors' bytes alone.
+    """The work of an operator: by a run on fake tensors or, where that fails, by its tensors' bytes alone.
 
     Args:
         device: the device that the fake tensors claim to be on.
@@ -69,11 +69,11 @@ def work_of(op: Operator, device: torch.device, priced_for: str) -> Work:
             return _measure_call(op.call, device)
         except RuntimeError:  # an operator without a fake kernel, or a gradient for its dtype
             call = op.call
-            moved = sum(spec.num_bytes for spec in (*call.tensors, *call.outputs))
+            num_bytes = sum(spec.num_bytes for spec in (*call.tensors, *call.outputs))
             is_trained = any(spec.requires_grad for spec in call.outputs)
             # A backward pass reads what was saved and the gradient, and writes one.
             forward, backward = (
-                OperatorCounts(moved=times * moved, num_operators=times) for times in (1, 2 * is_trained)
+                OperatorCounts(moved=times * num_bytes, num_operators=times) for times in (1, 2 * is_trained)
             )
             return Work(forward, backward, False, (True,) * len(call.tensors), 0)
 
@@ -88,10 +88,10 @@ def _measure_call(call: Call, device: torch.device) -> Work:
         return type(value)(build(item) for item in value) if isinstance(value, (tuple, list)) else value
 
     args, kwargs = build(call.args), {name: build(value) for name, value in call.kwargs.items()}
-    kept: dict[int, torch.Tensor] = {}  # by memory, so that views of one tensor count once
+    saves: dict[int, torch.Tensor] = {}  # by memory, so that views of one tensor count once
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept[_storage_id(tensor)] = tensor
+        saves[_storage_id(tensor)] = tensor
         return tensor
 
     with OperatorCounter() as counter:
@@ -100,16 +100,16 @@ def _measure_call(call: Call, device: torch.device) -> Work:
         gradients = [value for value in outputs if value.requires_grad]
         grad_outputs = [torch.empty_like(value) for value in gradients]
         forward, counter.counts = counter.counts, OperatorCounts()  # from here on the backward pass
-        trained = [value for value in inputs if value.requires_grad]
-        if gradients and trained:  # not backward(), which would copy a gradient that two arguments share
-            torch.autograd.grad(gradients, trained, grad_outputs, allow_unused=True)
-    sources, made_here = [_storage_id(x) for x in inputs], [_storage_id(x) for x in outputs]
-    other = sum(x.untyped_storage().nbytes() for key, x in kept.items() if key not in (*sources, *made_here))
+        leaves = [value for value in inputs if value.requires_grad]
+        if gradients and leaves:  # not backward(), which would copy a gradient that two arguments share
+            torch.autograd.grad(gradients, leaves, grad_outputs, allow_unused=True)
+    sources, results = [_storage_id(x) for x in inputs], [_storage_id(x) for x in outputs]
+    other = sum(x.untyped_storage().nbytes() for key, x in saves.items() if key not in (*sources, *results))
     return Work(
         forward,
         counter.counts,
-        all(memory in sources for memory in made_here),
-        tuple(memory in kept for memory in sources),
+        all(memory in sources for memory in results),
+        tuple(memory in saves for memory in sources),
         other,
     )
 
@@ -146,10 +146,10 @@ class OperatorPrices:
         Raises:
             InputError: if the table does not know the cluster's device.
         """
-        known = cluster.with_hardware()
-        assert known.hardware is not None
-        within = min(degree, max(1, known.local_world_size))  # ranks of the group on one node
-        return cls(known.hardware, Groups(np.array([degree]), np.array([within])), degree, compute_dtype)
+        machine = cluster.with_hardware()
+        assert machine.hardware is not None
+        within = min(degree, max(1, machine.local_world_size))  # ranks of the group on one node
+        return cls(machine.hardware, Groups(np.array([degree]), np.array([within])), degree, compute_dtype)
 
     @property
     def device(self) -> Device:
@@ -159,9 +159,9 @@ class OperatorPrices:
     def seconds(self, op: Operator, rule: Rule, work: Work) -> tuple[float, float]:
         """Of the forward and of the backward pass of one rank's part of a call."""
         call = op.call
-        placed = list(zip((*call.tensors, *call.outputs), (*rule.inputs, *rule.outputs), strict=True))
-        whole = sum(spec.num_bytes for spec, _ in placed)
-        local = sum(self.local_bytes(spec, placement) for spec, placement in placed)
+        pairs = list(zip((*call.tensors, *call.outputs), (*rule.inputs, *rule.outputs), strict=True))
+        whole = sum(spec.num_bytes for spec, _ in pairs)
+        local = sum(self.local_bytes(spec, placement) for spec, placement in pairs)
         # Ranks divide operations evenly; a rank's bytes include arguments that are whole.
         share, part = 1 / self.degree if rule.divides else 1.0, local / (whole or 1)
         forward, backward = (
@@ -175,7 +175,7 @@ class OperatorPrices:
         return spec.num_bytes / (self.degree if placement.is_shard() else 1)
 
     def gradient_sum(self, spec: TensorSpec) -> tuple[float, float]:
-        """Seconds and bytes exchanged of summing the gradient of a whole parameter: it travels in a bucket with others."""
+        """Seconds and bytes exchanged of summing a whole parameter's gradient, in a bucket with others."""
         if not spec.requires_grad:
             return 0.0, 0.0
         sizes = (float(spec.num_bytes), 0.0)
@@ -187,11 +187,11 @@ class OperatorPrices:
 
     def conversion(self, spec: TensorSpec, source: Placement, need: ArgumentNeed) -> tuple[float, float]:
         """Seconds and bytes exchanged of a conversion of one value, forward and backward."""
-        seconds = moved = 0.0
+        seconds = num_bytes = 0.0
         for step in steps(source, need):
             kinds = (step.forward, step.backward if spec.requires_grad else "")
             for kind in filter(None, kinds):
                 seconds += float(collective_seconds(kind, spec.num_bytes, self.groups, self.hardware)[0])
-                moved += spec.num_bytes  # of the whole value, for any collective
+                num_bytes += spec.num_bytes  # of the whole value, for any collective
             seconds += self.device.launch_s
-        return seconds, moved
+        return seconds, num_bytes

@@ -1,9 +1,9 @@
 """A division problem: the options of a model's operators, the values between them, and the price of a choice.
 
-Operators that are equal in every layer are one node, with the number of its instances. A value goes from one result of a
-node to its *uses*: one use is the readers of the value in one segment of the model, such as a layer. The readers of a use
-that need the value in the same label share one conversion. Labels are any hashable texts or objects; those of a value
-that comes from outside are fixed by a node that has one option and no inputs.
+Operators that are equal in every layer are one node, with the number of its instances. A value goes from a
+result of a node to its *uses*. A use is the readers of the value in one segment of the model, such as a
+layer. Those that need the same label share one conversion. Labels are any hashable objects. A value from
+outside has a node with one option and no inputs, which fixes its label.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Option:
 
 
 class Input(NamedTuple):
-    """A value that a node reads: the index of its use in :attr:`PlacementProblem.uses`, and whether the backward pass reads it again."""
+    """A value that a node reads: its index in :attr:`PlacementProblem.uses`; whether autograd saves it."""
 
     use: int
     saved: bool = False
@@ -57,9 +57,9 @@ class OperatorNode:
     Attributes:
         name: as messages show it.
         options: the ways to run it; one is a fixed choice.
-        inputs: the values that it reads. An argument that comes from different values in different instances, such as
-            the embedding in the first layer and the layer before in others, is listed once for each of them, and every
-            option needs the same label of both.
+        inputs: the values that it reads. If an argument has several values, such as the embedding in the
+            first layer and a layer's result in others, it is listed for each, and every option needs the same
+            label of them.
         count: the number of instances.
         group: the recomputation group, a key of :attr:`PlacementProblem.groups`; empty for none.
     """
@@ -72,8 +72,8 @@ class OperatorNode:
 
 
 class ConversionCost(NamedTuple):
-    """The cost of converting one instance of a value, as :class:`Option` counts time: forward and backward, and the part of
-    it that recomputation repeats; and the bytes of a copy that is held until the backward pass, as of a gathered parameter."""
+    """Cost of converting one instance of a value, forward and backward. Recomputation repeats
+    ``forward_seconds``. A copy, such as a gathered parameter, is held until the backward pass."""
 
     seconds: float = 0.0
     bytes_moved: float = 0.0
@@ -83,16 +83,14 @@ class ConversionCost(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """The readers of a value in one segment of the model; all of them are in the same recomputation group, or in none.
+    """The readers of a value in one segment of the model, all in the same recomputation group or in none.
 
     Attributes:
         node, result: the node that gives the value, and the position of the value among its results.
-        conversions: the cost by ``(label given, label needed)``; a pair that is absent is impossible, and equal labels
-            need one too.
-        saved: bytes of one instance by label needed, held until the backward pass if a reader saves the value.
+        conversions: cost by ``(label given, label needed)``, also of equal labels; others are impossible.
+        saved: bytes of one instance by label needed, held until the backward pass if a reader saves it.
         count: the number of instances.
-        enters: whether the value comes from outside of the recomputed part. It is converted there once, and
-            held for recomputation, whether or not a reader saves it.
+        enters: whether it comes from outside of the recomputed part, converted once and always held.
     """
 
     node: int
@@ -109,12 +107,7 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Nodes that are recomputed together.
-
-    Attributes:
-        count: the number of instances.
-        recomputed: whether they are; ``None`` leaves it to the solver.
-    """
+    """Nodes in ``count`` copies, recomputed together if ``recomputed``; ``None`` leaves it to the solver."""
 
     count: int = 1
     recomputed: bool | None = None
@@ -189,15 +182,13 @@ class Price:
     """The costs of a choice.
 
     Attributes:
-        compute_seconds: time of all operators, recomputation included.
-        conversion_seconds: time of all conversions, recomputation included.
+        compute_seconds, conversion_seconds: time of all operators and conversions, recomputation included.
         bytes_moved: bytes that conversions move, without recomputation.
         resident: bytes that are always held.
         gradients: bytes of gradients that stand where activations stood.
         saved: bytes held until the backward pass.
         transient: bytes of the two largest peaks inside operators.
         recomputing: bytes that the largest recomputed group saves while its backward pass runs.
-        host_seconds: as the problem has it.
     """
 
     compute_seconds: float
@@ -227,7 +218,6 @@ def price(
     """The price of one option for each node.
 
     Args:
-        choices: the index of an option, by node.
         recomputed: the groups that are recomputed; ``None`` for :attr:`PlacementProblem.always_recomputed`.
 
     Raises:
@@ -236,31 +226,31 @@ def price(
     again = problem.always_recomputed if recomputed is None else recomputed
     nodes = problem.nodes
     options = [node.options[choice] for node, choice in zip(nodes, choices, strict=True)]
-    conversion_seconds = bytes_moved = saved = 0.0
+    conversion_seconds = bytes_moved = saved_bytes = 0.0
     inner = dict.fromkeys(again, 0.0)  # bytes that one instance of a recomputed group saves
     for use, readers, group in problem.read():
         label = use.label(options[use.node])
         copies = 0.0
         # Readers that need the same label share its conversion.
-        needed = {reader.label(options[reader.node]): reader for reader in readers}
-        for other, reader in needed.items():
+        by_label = {reader.label(options[reader.node]): reader for reader in readers}
+        for other, reader in by_label.items():
             if (label, other) not in use.conversions:
                 raise InputError(
                     f"{nodes[use.node].name} gives {label}, but {nodes[reader.node].name} needs {other}, and there is "
                     f"no conversion between them. Choose another option for one of the two."
                 )
             conversion = use.conversions[label, other]
-            repeated = conversion.forward_seconds if group in again and not use.enters else 0.0
-            conversion_seconds += use.count * (conversion.seconds + repeated)
+            repeat_seconds = conversion.forward_seconds if group in again and not use.enters else 0.0
+            conversion_seconds += use.count * (conversion.seconds + repeat_seconds)
             bytes_moved += use.count * conversion.bytes_moved
             copies += conversion.copy_bytes
         whole = group in again and use.enters  # held for recomputation, even if no reader saves it
-        kept = {entry.label(options[entry.node]) for entry in readers if whole or problem.saves(entry)}
-        num_bytes = use.count * (copies + sum(use.saved.get(other, 0.0) for other in kept))
+        labels = {entry.label(options[entry.node]) for entry in readers if whole or problem.saves(entry)}
+        num_bytes = use.count * (copies + sum(use.saved.get(other, 0.0) for other in labels))
         if group in again and not use.enters:
             inner[group] += num_bytes / problem.groups[group].count  # one instance is recomputed at a time
         else:
-            saved += num_bytes
+            saved_bytes += num_bytes
     peaks = [  # both of the largest may be of one node, if it has two instances
         entry.transient for entry, node in zip(options, nodes, strict=True) for _ in range(min(2, node.count))
     ]
@@ -273,7 +263,7 @@ def price(
         bytes_moved=bytes_moved,
         resident=sum(entry.resident for entry in options),
         gradients=sum(entry.gradients for entry in options),
-        saved=saved,
+        saved=saved_bytes,
         transient=sum(nlargest(2, peaks)),
         recomputing=max(inner.values(), default=0.0),
         host_seconds=problem.host_seconds,

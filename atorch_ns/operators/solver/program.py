@@ -1,8 +1,8 @@
 """A division problem as a mixed-integer program, which HiGHS solves.
 
-Every option of a node is a column that is 0 or 1; the label of a value is the sum of its producer's options. A use needs a
-label as much as the reader that needs it most. That need is split into one column for each conversion that leads to the
-label, each of which is at most the label that it starts from. The relaxation of this form is tight, so that HiGHS rarely
+Every option of a node is a 0-1 column; the label of a value is the sum of its producer's options. A use needs
+a label as much as the reader that needs it most. That need is split into one column for each conversion to
+the label, each at most the label that it starts from. This form has a tight relaxation, so HiGHS rarely
 branches. A column is left out where a sum of others takes its place.
 """
 
@@ -37,7 +37,7 @@ _SEARCH = {"mip_allow_restart": False, "mip_heuristic_run_root_reduced_cost": Fa
 
 
 class Solution(NamedTuple):
-    """The values of the columns, empty if none were found, with their objective, and the least that it can be."""
+    """The columns' values, empty if none were found, with their objective and its lower bound."""
 
     status: Literal["optimal", "infeasible", "time limit"]
     values: tuple[float, ...]
@@ -179,7 +179,7 @@ class Program:
         self._milp = Milp()
         self._seconds: Terms = {}
         self._memory: Terms = {}  # this and the following in memory units
-        self._saved: Terms = {}  # until the backward pass
+        self._stash: Terms = {}  # until the backward pass
         self._gradients: Terms = {}  # they come as saved memory goes: the larger of the two counts
         self._inner: dict[str, Terms] = defaultdict(dict)  # saved within a group while it is recomputed
         column = self._milp.column
@@ -187,7 +187,7 @@ class Program:
             name: {} if group.recomputed is False else {ONE if group.recomputed else column(whole=True): 1.0}
             for name, group in problem.groups.items()
         }
-        self._chosen: list[dict[int, int]] = [  # column by option; an option without a rival is certain
+        self._columns: list[dict[int, int]] = [  # column by option; an option without a rival is certain
             {index: column(whole=True) if len(indices) > 1 else ONE for index in indices}
             for indices in options
         ]
@@ -195,7 +195,7 @@ class Program:
         for use, readers, group in problem.read():
             self._add_use(use, readers, group)
         self._add_peaks()
-        add(self._memory, self._milp.largest([self._saved, self._gradients], math.inf))
+        add(self._memory, self._milp.largest([self._stash, self._gradients], math.inf))
         add(self._memory, self._milp.largest(self._inner.values(), math.inf))
 
     @property
@@ -219,13 +219,13 @@ class Program:
     def choices(self, solution: Solution) -> tuple[tuple[int, ...], frozenset[str]]:
         """The option of each node, and the groups that are recomputed."""
         values = solution.values
-        chosen = (max(columns, key=lambda index: values[columns[index]]) for columns in self._chosen)
-        return tuple(chosen), frozenset(
+        indices = (max(columns, key=lambda index: values[columns[index]]) for columns in self._columns)
+        return tuple(indices), frozenset(
             name for name, terms in self._groups.items() if any(values[column] > 0.5 for column in terms)
         )
 
     def _add_nodes(self) -> None:
-        for node, columns in zip(self._problem.nodes, self._chosen, strict=True):
+        for node, columns in zip(self._problem.nodes, self._columns, strict=True):
             if len(columns) > 1:  # exactly one option is chosen
                 self._milp.at_least(dict.fromkeys(columns.values(), 1.0), {ONE: 1.0}, equal=True)
             for index, column in columns.items():
@@ -236,35 +236,35 @@ class Program:
 
     def _add_use(self, use: Use, readers: Sequence[UseReader], group: str) -> None:
         sources = self._label_sums(use.node, use.label)
-        wanted: dict[Label, list[Terms]] = defaultdict(list)
-        saved: dict[Label, list[Terms]] = defaultdict(list)
+        demands: dict[Label, list[Terms]] = defaultdict(list)
+        saves: dict[Label, list[Terms]] = defaultdict(list)
         for reader in readers:
             for label, terms in self._label_sums(reader.node, reader.label).items():
-                wanted[label].append(terms)
+                demands[label].append(terms)
                 if self._problem.saves(reader):
-                    saved[label].append(terms)
-        needed = {label: self._milp.largest(terms) for label, terms in wanted.items()}
-        self._charge_conversions(use, sources, needed, "" if use.enters else group, shared=len(readers) > 1)
-        for label, terms in needed.items():
+                    saves[label].append(terms)
+        needs = {label: self._milp.largest(terms) for label, terms in demands.items()}
+        self._charge_conversions(use, sources, needs, "" if use.enters else group, shared=len(readers) > 1)
+        for label, terms in needs.items():
             size = use.count * use.saved.get(label, 0.0) / self._unit
-            saved_max = self._milp.largest(saved[label])
+            saved_max = self._milp.largest(saves[label])
             if not size:
                 continue
             if use.enters:  # held if a reader saves it or the group is recomputed
-                add(self._saved, self._milp.largest([saved_max, self._recomputed_terms(terms, group)]), size)
+                add(self._stash, self._milp.largest([saved_max, self._recomputed_terms(terms, group)]), size)
             else:
                 self._add_held_bytes(saved_max, size, group)
 
     def _add_held_bytes(self, terms: Terms, size: float, group: str) -> None:
         again = self._recomputed_terms(terms, group) if terms else {}
-        add(self._saved, terms, size)
-        add(self._saved, again, -size)  # not until the backward pass where the group is recomputed
+        add(self._stash, terms, size)
+        add(self._stash, again, -size)  # not until the backward pass where the group is recomputed
         if again:
             add(self._inner[group], again, size / self._problem.groups[group].count)  # one instance
 
     def _label_sums(self, node: int, label: Callable[[Option], Label]) -> dict[Label, Terms]:
         sums: dict[Label, Terms] = defaultdict(dict)
-        for index, column in self._chosen[node].items():
+        for index, column in self._columns[node].items():
             sums[label(self._problem.nodes[node].options[index])][column] = 1.0  # 1 for the chosen label
         return sums
 
@@ -272,13 +272,13 @@ class Program:
         self,
         use: Use,
         sources: Mapping[Label, Terms],
-        needed: Mapping[Label, Terms],
+        needs: Mapping[Label, Terms],
         group: str,
         *,
         shared: bool,
     ) -> None:
         leaving: dict[Label, Terms] = defaultdict(dict)  # flows by the label that they start from
-        for target, terms in needed.items():
+        for target, terms in needs.items():
             ways = {
                 source: use.conversions[source, target]
                 for source in sources
@@ -307,7 +307,7 @@ class Program:
 
     def _add_peaks(self) -> None:
         # The two largest add up to the least of 2 t + sum(max(0, peak - t)), where t is the second largest.
-        nodes = list(zip(self._problem.nodes, self._chosen, strict=True))
+        nodes = list(zip(self._problem.nodes, self._columns, strict=True))
         peaks = [[node.options[index].transient / self._unit for index in columns] for node, columns in nodes]
         times = [min(2, node.count) for node, _ in nodes]  # how often a node may be among the two
         certain = chain.from_iterable(
@@ -331,7 +331,7 @@ class Program:
             add(self._seconds, self._recomputed_terms(terms, group), forward_seconds)
 
     def _recomputed_terms(self, terms: Terms, group: str) -> Terms:
-        recomputed = self._groups[group] if group else {}
-        if not recomputed or ONE in recomputed:  # never, or always
-            return terms if recomputed else {}
-        return recomputed if terms == {ONE: 1.0} else self._milp.product(terms, recomputed)
+        group_terms = self._groups[group] if group else {}
+        if not group_terms or ONE in group_terms:  # never, or always
+            return terms if group_terms else {}
+        return group_terms if terms == {ONE: 1.0} else self._milp.product(terms, group_terms)

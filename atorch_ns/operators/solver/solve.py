@@ -1,4 +1,4 @@
-"""Solver of division problems: the fastest choice of options within a memory limit, as a mixed-integer program.
+"""Solver of division problems: the fastest options within a memory limit, by a mixed-integer program.
 
 A plan is priced again from scratch before it is returned, and compared with the sums of the solver.
 """
@@ -28,7 +28,6 @@ class SolvedProblem:
     Attributes:
         choices: the index of an option, by node.
         recomputed: the groups that are recomputed.
-        price: the costs of the choice.
         bound: seconds that no choice is faster than.
         gap: the part of the seconds by which the choice may be slower than the best.
         status: ``"time limit"`` if the search was ended before the gap was as small as demanded.
@@ -78,8 +77,8 @@ def solve(
         raise InputError(
             f"no division was found within {seconds_text(time_limit)}. Allow more time, or a higher memory limit."
         )
-    choices, recomputed = program.choices(solution)
-    cost = price(problem, choices, recomputed)
+    choices, groups = program.choices(solution)
+    cost = price(problem, choices, groups)
     work = cost.compute_seconds + cost.conversion_seconds  # the objective knows nothing of the host
     slack = _TOLERANCE * max(abs(solution.objective), work)
     assert solution.bound - slack <= work <= solution.objective + slack, (cost, solution.objective)
@@ -88,7 +87,7 @@ def solve(
     bound = max(min(solution.bound, work), problem.host_seconds)
     return SolvedProblem(
         choices=choices,
-        recomputed=recomputed,
+        recomputed=groups,
         price=cost,
         bound=bound,
         gap=(cost.seconds - bound) / cost.seconds if cost.seconds else 0.0,
@@ -100,32 +99,32 @@ def solve(
 
 def _possible_options(problem: PlacementProblem, *, memory: bool) -> list[list[int]]:
     # Leaves out options that another one dominates, and those that no conversion joins to a neighbour.
-    kept = [_undominated_options(node.options, memory=memory) for node in problem.nodes]
-    nodes, changed = problem.nodes, True
+    options = [_undominated_options(node.options, memory=memory) for node in problem.nodes]
+    nodes, has_changed = problem.nodes, True
 
     def labels(node: int, label: Callable[[Option], Label]) -> set[Label]:
-        return {label(nodes[node].options[index]) for index in kept[node]}
+        return {label(nodes[node].options[index]) for index in options[node]}
 
-    def restrict(node: int, label: Callable[[Option], Label], allowed: set[Label], other: int) -> bool:
-        left = [index for index in kept[node] if label(nodes[node].options[index]) in allowed]
-        if not left:
+    def restrict(node: int, label: Callable[[Option], Label], legal_labels: set[Label], other: int) -> bool:
+        indices = [index for index in options[node] if label(nodes[node].options[index]) in legal_labels]
+        if not indices:
             raise InputError(
                 f"{nodes[node].name} cannot be joined to {nodes[other].name}: no conversion turns any placement of "
                 f"the value between them into the needed one. Allow more options for one of the two."
             )
-        shorter = len(left) < len(kept[node])
-        kept[node] = left
+        shorter = len(indices) < len(options[node])
+        options[node] = indices
         return shorter
 
-    while changed:  # an option that goes may have been the last partner of others
-        changed = False
+    while has_changed:  # an option that goes may have been the last partner of others
+        has_changed = False
         for use, readers, _ in problem.read():
             for reader in readers:
                 sources, targets = labels(use.node, use.label), labels(reader.node, reader.label)
                 pairs = [pair for pair in use.conversions if pair[0] in sources and pair[1] in targets]
-                changed |= restrict(use.node, use.label, {source for source, _ in pairs}, reader.node)
-                changed |= restrict(reader.node, reader.label, {target for _, target in pairs}, use.node)
-    return kept
+                has_changed |= restrict(use.node, use.label, {source for source, _ in pairs}, reader.node)
+                has_changed |= restrict(reader.node, reader.label, {target for _, target in pairs}, use.node)
+    return options
 
 
 def _undominated_options(options: Sequence[Option], *, memory: bool) -> list[int]:

@@ -1,10 +1,10 @@
 """Crossings: the tensors that are sent from stage to stage, and where a model can be cut.
 
-A stage runs the model's own code from the start, with stand-ins for the units of other stages. A tensor that it needs
-from before its first call reaches that code in one of two ways:
+A stage runs the model's own code from the start, with stand-ins for other stages' units. A tensor that it
+needs from before its first call reaches that code in one of two ways:
 
-* as an **output**: the stand-in of the unit that made it returns the received tensor. What the code between units
-  computes from it is computed again on every stage that needs it.
+* as an **output**: the stand-in of its unit returns the received tensor. Results of the code between units
+  are computed again from it on every stage that needs them.
 * as an **argument** of the first call of the stage: the code has computed it from stand-ins, and the received
   tensor is copied into it. So the sum of a residual stream crosses a cut as one tensor.
 """
@@ -59,7 +59,7 @@ class Crossing:
 
 def refused_cuts(graph: CallGraph) -> dict[int, str]:
     """The positions at which the model cannot be cut, each with the reason."""
-    refused: dict[int, str] = {}
+    problems: dict[int, str] = {}
     for cut in range(1, len(graph.calls)):
         problem = _cut_problem(graph, cut)
         if not problem:
@@ -68,8 +68,8 @@ def refused_cuts(graph: CallGraph) -> dict[int, str]:
             except InputError as error:
                 problem = str(error)
         if problem:
-            refused[cut] = problem
-    return refused
+            problems[cut] = problem
+    return problems
 
 
 def plan_crossings(graph: CallGraph, cuts: Sequence[int]) -> tuple[Crossing, ...]:
@@ -81,17 +81,17 @@ def plan_crossings(graph: CallGraph, cuts: Sequence[int]) -> tuple[Crossing, ...
         InputError: if the model cannot be cut there.
     """
     crossings: list[Crossing] = []
-    forced: set[int] = set()  # outputs from before this cut that later stages receive through it
+    transit: set[int] = set()  # outputs from before this cut that later stages receive through it
     for index in range(len(cuts) - 1, -1, -1):  # later cuts decide what earlier ones forward
         cut = cuts[index]
         problem = _cut_problem(graph, cut)
         if problem:
             raise InputError(f"the model cannot be cut before {graph.calls[cut].path}: {problem}")
-        crossing = _find_crossing(graph, cut, forced)
+        crossing = _find_crossing(graph, cut, transit)
         crossings.append(crossing)
         before = cuts[index - 1] if index else 0
         outputs = {tensor.value for tensor in crossing.carried if not tensor.is_argument}
-        forced = {value for value in outputs if graph.values[value].call < before}
+        transit = {value for value in outputs if graph.values[value].call < before}
     return tuple(reversed(crossings))
 
 
@@ -107,13 +107,13 @@ def stage_parameters(
     """
     waiting = [value for call in graph.calls[begin:end] for value in call.arguments]
     waiting += (*graph.results, *graph.shown) if sent is None else [tensor.value for tensor in sent.carried]
-    known = {tensor.value for tensor in received.carried} if received else set()  # not computed here
+    known_values = {tensor.value for tensor in received.carried} if received else set()  # not computed here
     names: set[str] = set()
     while waiting:
         number = waiting.pop()
-        if number in known:
+        if number in known_values:
             continue
-        known.add(number)
+        known_values.add(number)
         value = graph.values[number]
         names.update(value.parameters)
         if not value.is_output:
@@ -121,10 +121,10 @@ def stage_parameters(
     return frozenset(names)
 
 
-def _find_crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossing:
+def _find_crossing(graph: CallGraph, cut: int, transit: Iterable[int]) -> Crossing:
     alive = graph.alive_at(cut)
     first = graph.calls[cut].arguments
-    outputs = set(forced)
+    outputs = set(transit)
     # Values that code after the first call reads are computed again there, from outputs that cross.
     for value in alive:
         if value not in first:
@@ -143,12 +143,12 @@ def _find_crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossin
                 outputs |= sources
             else:
                 arguments.append(value)  # it is copied into what the code computes from stand-ins
-    carried = [
+    tensors = [
         Carried(value=number, spec=_carried_spec(graph, number), call=value.call, leaf=value.leaf)
         for number in sorted(outputs)  # sender and receiver use one order
         for value in (graph.values[number],)
     ]
-    carried += [
+    tensors += [
         Carried(
             value=number,
             spec=_carried_spec(graph, number),
@@ -158,7 +158,7 @@ def _find_crossing(graph: CallGraph, cut: int, forced: Iterable[int]) -> Crossin
         )
         for number in arguments
     ]
-    return Crossing(cut=cut, carried=tuple(carried))
+    return Crossing(cut=cut, carried=tuple(tensors))
 
 
 def _carried_spec(graph: CallGraph, number: int) -> TensorSignature:
@@ -204,12 +204,12 @@ def _describe_unfollowed(graph: CallGraph, number: int) -> str:
 
 
 def _find_hidden_source(graph: CallGraph, number: int) -> str:
-    waiting, seen = [number], set()  # back over the code between units
+    waiting, visited_ids = [number], set()  # back over the code between units
     while waiting:
         index = waiting.pop()
-        if index in seen:
+        if index in visited_ids:
             continue
-        seen.add(index)
+        visited_ids.add(index)
         value = graph.values[index]
         if value.hidden:
             return value.hidden

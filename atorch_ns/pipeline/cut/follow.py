@@ -56,17 +56,17 @@ class Follower(TorchFunctionMode):
         self._grads: list[bool] = []  # whether each value needs a gradient
         self._numbers: dict[int, int] = {}  # by id of a tensor, its latest value
         self._by_storage: dict[int, list[torch.Tensor]] = {}  # tensors that share memory
-        self._kept: list[torch.Tensor] = []  # an id is unique only while the tensor is alive
+        self._references: list[torch.Tensor] = []  # an id is unique only while the tensor is alive
         self._nodes: list[tuple[Any, ...]] = []  # where the gradient of each value arrives
-        self._unreached: frozenset[int] = frozenset()
+        self._unreached_values: frozenset[int] = frozenset()
         self._results: list[int] = []
-        self._shown: list[int] = []
+        self._shown_values: list[int] = []
         self._reads: list[tuple[int, int]] = []  # (calls before it, value)
         self._mutates = False
         self._taken_apart: set[str] = set()
         self._without_grad: list[int] = []  # calls made without gradients, as an autograd function makes them
         self._gradless: set[int] = set()  # values made so
-        self._sealed: set[int] = set()
+        self._sealed_positions: set[int] = set()
         self.on_call: Callable[[int, bool], None] | None = None
 
     @property
@@ -88,29 +88,29 @@ class Follower(TorchFunctionMode):
         ):
             yield self
 
-    def conclude(self, result: Any, shown: Any = ()) -> None:
-        """Records the result of the pass, the loss or the model's output, and outputs that are wanted beside it."""
+    def conclude(self, result: Any, outputs: Any = ()) -> None:
+        """Records the result of the pass, a loss or the model's output, and outputs wanted beside a loss."""
         self._busy = True
         self._results = [self._value_id(tensor) for tensor in tensors_of(result)]
-        reached = _nodes_behind(tensor.grad_fn for tensor in tensors_of(result))
-        if reached:  # empty where nothing trains
-            self._unreached = frozenset(
-                number for number, nodes in enumerate(self._nodes) if nodes and reached.isdisjoint(nodes)
+        ancestors = _nodes_behind(tensor.grad_fn for tensor in tensors_of(result))
+        if ancestors:  # empty where nothing trains
+            self._unreached_values = frozenset(
+                number for number, nodes in enumerate(self._nodes) if nodes and ancestors.isdisjoint(nodes)
             )
-        self._shown = [self._value_id(tensor) for tensor in tensors_of(shown)]
+        self._shown_values = [self._value_id(tensor) for tensor in tensors_of(outputs)]
 
     def graph(self) -> CallGraph:
         """The graph of the pass."""
         return CallGraph(
-            calls=tuple(call.closed() for call in self._calls),
+            calls=tuple(call.to_call() for call in self._calls),
             values=tuple(self._values),
             results=tuple(self._results),
-            shown=tuple(self._shown),
+            shown=tuple(self._shown_values),
             reads=tuple(self._reads),
             mutates=self._mutates,
             taken_apart=frozenset(self._taken_apart),
-            sealed=frozenset(self._sealed),
-            unreached=self._unreached,
+            sealed=frozenset(self._sealed_positions),
+            unreached=self._unreached_values,
         )
 
     def __torch_function__(
@@ -138,11 +138,11 @@ class Follower(TorchFunctionMode):
     def _record_results(self, tensors: list[torch.Tensor], versions: list[int], result: Any) -> None:
         # A function that works in place returns its argument, which is no new tensor.
         outputs = [tensor for tensor in tensors_of(result) if id(tensor) not in {id(arg) for arg in tensors}]
-        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
-        if not outputs and not changed:
+        changed_tensors = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        if not outputs and not changed_tensors:
             return
         inputs = [self._value_id(tensor) for tensor in tensors]
-        for tensor in changed:
+        for tensor in changed_tensors:
             self._record_mutation(tensor, inputs)
         for tensor in outputs:
             self._derive_value(tensor, inputs)
@@ -174,7 +174,7 @@ class Follower(TorchFunctionMode):
             self._gradless.add(number)
         self._grads.append(needs_grad and tensor.is_floating_point())
         self._numbers[id(tensor)] = number
-        self._kept.append(tensor)
+        self._references.append(tensor)
         self._nodes.append(self._nodes_of(tensor))
         sharers = self._by_storage.setdefault(_storage_id(tensor), [])
         if not any(tensor is sharer for sharer in sharers):
@@ -208,7 +208,7 @@ class Follower(TorchFunctionMode):
         # A result with a gradient of calls without: an autograd function of the model's own made these calls.
         if self._without_grad:
             # The model may be cut before the first of these calls or after the last one, but not between.
-            self._sealed.update(range(self._without_grad[0] + 1, len(self._calls)))
+            self._sealed_positions.update(range(self._without_grad[0] + 1, len(self._calls)))
             self._without_grad = []
         inputs = tuple(sharers[-1:]) if number is None else (number,)
         return self._add_value(
@@ -312,7 +312,7 @@ class _OpenCall:
         specs = iter([values[number].spec for number in self.outputs])
         self.output = map_tensors(lambda _: next(specs), output)
 
-    def closed(self) -> UnitCall:
+    def to_call(self) -> UnitCall:
         arguments, outputs = tuple(self.arguments), tuple(self.outputs)
         return UnitCall(path=self.path, arguments=arguments, outputs=outputs, output=self.output)
 

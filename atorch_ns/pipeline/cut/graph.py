@@ -27,8 +27,7 @@ def find_units(
     their parents, runs on every stage that needs it.
 
     Args:
-        at_least: the number wanted. Where a model repeats no block, the largest modules are split
-            until there are enough; blocks are never split for that.
+        at_least: where a model repeats no block, its largest modules are split until it has so many units.
         starts: paths of modules that must begin a unit; a unit that holds one is split.
         leaves: selectors of modules inside of which there is no unit.
 
@@ -65,7 +64,7 @@ def split_units(
 
 
 def _walk_units(entry: NamedModule, blocks: set[int], leaves: Sequence[str]) -> Iterator[NamedModule]:
-    """The units of a module, which is one itself if it is a block or a leaf, or can be called and holds none."""
+    """The units of a module: itself if it is a block or a leaf, or can be called and holds no block."""
     if not _has_parameters(entry.module):
         return
     holds_block = any(id(child) in blocks for child in entry.module.modules())
@@ -105,10 +104,10 @@ def _split_largest(units: list[NamedModule], leaves: Sequence[str]) -> bool:
 
 def _begin_at(model: nn.Module, units: list[NamedModule], path: str, leaves: Sequence[str]) -> None:
     try:
-        wanted = model.get_submodule(path)
+        target = model.get_submodule(path)
     except AttributeError:
         raise InputError(f"the model has no module {path!r} to start a stage at.") from None
-    if not _has_parameters(wanted):
+    if not _has_parameters(target):
         raise InputError(
             f"{path!r} has no parameters, so no stage can begin there. Name a module that has some."
         )
@@ -160,7 +159,7 @@ class TensorSignature:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A tensor that the code between units sees, at one time: an operator that changes it in place makes a new value.
+    """A tensor that the code between units sees, at one time: a change in place makes a new value.
 
     Attributes:
         spec: shape and dtype.
@@ -194,9 +193,7 @@ class UnitCall:
     """One call of a unit.
 
     Attributes:
-        path: the unit's path.
-        arguments: numbers of the values of the tensors in its arguments, in order.
-        outputs: numbers of the values of the tensors in its output, in order.
+        arguments, outputs: numbers of the values of the tensors in them, in order.
         output: its output with a :class:`TensorSignature` in the place of each tensor.
         counts: of the operators of its forward pass, including those of the code before it.
         saved_bytes: bytes kept for the backward pass, without parameters.
@@ -215,16 +212,14 @@ class CallGraph:
     """One forward pass.
 
     Attributes:
-        calls: calls in the order in which they were made.
-        values: values in the order in which they were computed, by number.
+        calls, values: in the order in which they were made and computed; their indices are their numbers.
         results: numbers of the values of the model's result: the loss, or its outputs.
         shown: numbers of the values of outputs that are wanted beside the loss, and have no gradients.
-        reads: ``(position, value)``: after that many calls the code read the elements of that value, which depends
-            on a call, and may have branched on them.
+        reads: ``(calls before, value)`` where the code read elements of a value that depends on a call.
         mutates: whether a value that depends on a call was changed in place.
         taken_apart: paths of units whose parts were called from outside of them.
         sealed: positions inside of autograd functions of the model's own.
-        unreached: values with gradients of which the results' backward pass brings none, as before a ``detach``.
+        unreached: values with gradients that a backward pass does not reach, as before a ``detach``.
     """
 
     calls: tuple[UnitCall, ...]
@@ -279,7 +274,7 @@ class CallGraph:
 
     @cached_property
     def sources(self) -> tuple[frozenset[int] | None, ...]:
-        """The outputs of calls that the code between calls computes each value from; ``None`` if it cannot be followed."""
+        """By value the outputs of calls that the code computes it from; ``None`` if it cannot be followed."""
         origins: list[frozenset[int] | None] = []  # by value; inputs come before what is computed from them
         for number, value in enumerate(self.values):
             if value.last_call < 0:

@@ -1,4 +1,4 @@
-"""Installing a rank's pipeline stages in a model in place: its units, stand-ins for the others', memory released."""
+"""Installation of a rank's pipeline stages in a model: its units, stand-ins for others', memory released."""
 
 from __future__ import annotations
 
@@ -69,38 +69,35 @@ def divide_parameters(
     units: Sequence[NamedModule],
     graph: CallGraph,
     cuts: Sequence[int],
+    *,
     rank_of: Sequence[int],
 ) -> StageAssignment:
-    """Assigns units and parameters to stages.
-
-    Args:
-        cuts: the calls before which it is cut.
-    """
+    """Assigns units and parameters to stages; the model is cut before the calls ``cuts``."""
     stages = ranges(graph, cuts)
     callers: dict[str, set[int]] = {unit.name: set() for unit in units}
     for number, stage in enumerate(stages):
         for call in graph.calls[stage.begin : stage.end]:
             callers[call.path].add(number)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    needed: dict[str, set[int]] = {name: set() for name in names.values()}
+    param_stages: dict[str, set[int]] = {name: set() for name in names.values()}
     for unit in units:
         for parameter in unit.module.parameters():
-            needed[names[id(parameter)]] |= callers[unit.name]
+            param_stages[names[id(parameter)]] |= callers[unit.name]
     # Parameters that the code between units reads, on each stage whose results need that code.
     for number, stage in enumerate(stages):
         between = stage_parameters(graph, stage.begin, stage.end, received=stage.received, sent=stage.sent)
         for name in between:
-            needed[name].add(number)
+            param_stages[name].add(number)
     for unit in units:
         if not callers[unit.name]:  # it goes where its parameters are read, all of them together
             param_names = {names[id(parameter)] for parameter in unit.module.parameters()}
-            callers[unit.name] = set().union(*(needed[name] for name in param_names)) or {0}
-            needed |= {name: needed[name] | callers[unit.name] for name in param_names}
+            callers[unit.name] = set().union(*(param_stages[name] for name in param_names)) or {0}
+            param_stages |= {name: param_stages[name] | callers[unit.name] for name in param_names}
     return StageAssignment(
         ranges=stages,
         rank_of=tuple(rank_of),
         unit_stages={path: tuple(sorted(numbers)) for path, numbers in callers.items()},
-        parameter_stages={name: tuple(sorted(numbers or {0})) for name, numbers in needed.items()},
+        parameter_stages={name: tuple(sorted(numbers or {0})) for name, numbers in param_stages.items()},
     )
 
 
@@ -123,25 +120,24 @@ def install_stages(
     units: Sequence[NamedModule],
     assignment: StageAssignment,
     rank: int,
+    *,
     settings: StageSettings,
 ) -> tuple[StageModule, ...]:
     """Changes ``model`` into this rank's part of it and returns its stages, in the order of the model.
 
-    Parameters and buffers of other ranks' units are released. The model keeps its attributes, and the remaining
-    parameters keep their names.
+    Other ranks' units lose their memory. The model keeps its attributes and other parameters their names.
 
     Args:
-        model: the whole model; changed in place.
         rank: this rank's place along the pipeline.
     """
     numbers = [stage for stage, holder in enumerate(assignment.rank_of) if holder == rank]
-    kept = {
+    own_names = {
         name
         for name, stages in assignment.parameter_stages.items()
         if any(stage in numbers for stage in stages)
     }
     ids = {name: id(parameter) for name, parameter in model.named_parameters()}  # names of the whole model
-    kept_ids = {ids[name] for name in kept}
+    kept_ids = {ids[name] for name in own_names}
     mine = {
         path for path, stages in assignment.unit_stages.items() if any(stage in numbers for stage in stages)
     }
@@ -149,22 +145,24 @@ def install_stages(
     in_use = _modules_in_use(model, units, mine)
     switch = PassSwitch()
     places = _find_registrations(model)
-    asked = {module: param for module in model.modules() if (param := _asked_for(module)) is not None}
+    params = {module: param for module in model.modules() if (param := _asked_for(module)) is not None}
     modules: dict[str, nn.Module] = {}
     for unit in units:
         new_module: nn.Module
         if unit.name in mine:
             new_module = StageUnit(unit.module, unit.name, switch, settings.method)
         else:
-            new_module = _make_stub(unit.module, unit.name, switch, kept_ids, in_use, settings)
+            new_module = _make_stub(
+                unit.module, unit.name, switch, kept_ids, in_use=in_use, settings=settings
+            )
         modules[unit.name] = new_module
         for parent, name in places[id(unit.module)]:  # a shared module has several
             parent._modules[name] = new_module
-        if unit.module in asked:
-            asked[new_module] = asked[unit.module]
+        if unit.module in params:
+            params[new_module] = params[unit.module]
     _replace_references(model, {unit.module: modules[unit.name] for unit in units})
     _release_between(model, units, kept_ids, settings.device)
-    for module, parameter in asked.items():
+    for module, parameter in params.items():
         if module is not model and next(module.parameters(), None) is None:  # all are on other ranks
             module.__dict__["parameters"] = partial(
                 _placeholder_parameters, _without_memory(parameter, settings.device)
@@ -173,7 +171,7 @@ def install_stages(
     return tuple(
         StageModule(
             model,
-            _modules_of_stage(model, modules, assignment, stage, ids) if len(numbers) > 1 else [model],
+            _modules_of_stage(model, modules, assignment, stage, ids=ids) if len(numbers) > 1 else [model],
             number=stage,
             is_last=stage == len(assignment.ranges) - 1,
             switch=switch,
@@ -188,20 +186,20 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that torch manages, suc
 
 
 def _replace_references(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Puts units and stand-ins where modules keep children in lists of their own too, and call them by these."""
+    """Puts units and stand-ins also into a module's own lists of children, by which it may call them."""
 
-    def replaced(value: Any) -> Any:
+    def swap_modules(value: Any) -> Any:
         if isinstance(value, nn.Module):
             return replacements.get(value, value)
         if type(value) is dict:  # the constructor of a subclass may take other arguments
-            return {key: replaced(item) for key, item in value.items()}
-        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
+            return {key: swap_modules(item) for key, item in value.items()}
+        return type(value)(map(swap_modules, value)) if type(value) in (list, tuple) else value
 
     for module in [each for each in model.modules() if not isinstance(each, StageUnit)]:
         attributes = vars(module)
         attributes.update(
             {
-                name: replaced(value)
+                name: swap_modules(value)
                 for name, value in attributes.items()
                 if name not in _OF_MODULES and type(value) in (list, tuple, dict)
             }
@@ -209,7 +207,7 @@ def _replace_references(model: nn.Module, replacements: Mapping[nn.Module, nn.Mo
 
 
 def _asked_for(module: nn.Module) -> nn.Parameter | None:
-    """The first of the parameters that a class may look for to give its dtype or device, as transformers' do."""
+    """The first parameter that a class may ask for its dtype or device, as transformers' classes do."""
     kind = type(module)
     if not any(isinstance(getattr(kind, name, None), property) for name in ("dtype", "device")):
         return None
@@ -238,25 +236,26 @@ def _modules_of_stage(
     modules: dict[str, nn.Module],
     assignment: StageAssignment,
     stage: int,
+    *,
     ids: dict[str, int],
 ) -> list[nn.Module]:
     members = [module for path, module in modules.items() if stage in assignment.unit_stages[path]]
-    wanted = {ids[name] for name, stages in assignment.parameter_stages.items() if stage in stages}
+    stage_ids = {ids[name] for name, stages in assignment.parameter_stages.items() if stage in stages}
     # A stand-in may hold a parameter too, such as a tied embedding that a function applies as the head.
     members += [
         module
         for module in modules.values()
-        if isinstance(module, Stub) and any(id(p) in wanted for p in module.parameters())
+        if isinstance(module, Stub) and any(id(p) in stage_ids for p in module.parameters())
     ]
-    covered = {id(p) for module in members for p in module.parameters()}
-    return members + _parameter_holders(model, modules.values(), wanted - covered)
+    member_ids = {id(p) for module in members for p in module.parameters()}
+    return members + _parameter_holders(model, modules.values(), stage_ids - member_ids)
 
 
-def _parameter_holders(model: nn.Module, modules: Iterable[nn.Module], wanted: set[int]) -> list[nn.Module]:
+def _parameter_holders(model: nn.Module, modules: Iterable[nn.Module], ids: set[int]) -> list[nn.Module]:
     inside = {id(child) for module in modules for child in module.modules()}
     holders = []
     for owner in model.modules():
-        if id(owner) not in inside and any(id(p) in wanted for p in owner.parameters(recurse=False)):
+        if id(owner) not in inside and any(id(p) in ids for p in owner.parameters(recurse=False)):
             holder = nn.Module()  # for parameters between units
             # One dictionary for both, so that a parameter that is replaced in one is replaced in the other.
             object.__setattr__(holder, "_parameters", owner._parameters)
@@ -275,30 +274,33 @@ def _find_registrations(model: nn.Module) -> dict[int, list[tuple[nn.Module, str
 
 def _modules_in_use(model: nn.Module, units: Sequence[NamedModule], mine: set[str]) -> set[int]:
     away = {id(module) for unit in units if unit.name not in mine for module in unit.module.modules()}
-    used = {id(module) for module in model.modules()} - away  # what lies between units runs on every rank
+    local_ids = {id(module) for module in model.modules()} - away  # code between units runs on every rank
     for unit in units:  # a submodule may be shared by units of several ranks
         if unit.name in mine:
-            used |= {id(module) for module in unit.module.modules()}
-    return used
+            local_ids |= {id(module) for module in unit.module.modules()}
+    return local_ids
 
 
 def _make_stub(
     module: nn.Module,
     path: str,
     switch: PassSwitch,
-    kept: set[int],
+    kept_ids: set[int],
+    *,
     in_use: set[int],
     settings: StageSettings,
 ) -> Stub:
-    """A stand-in for ``module``, whose memory is released; parameters that this rank needs move into the stand-in."""
+    """A stand-in for ``module``, whose memory is released; parameters that this rank needs move into it."""
     stub, device = Stub(module, path, switch, settings.method), settings.device
     for name, child in module.named_children():
-        if any(id(p) in kept for p in child.parameters()):
-            stub._modules[name] = _make_stub(child, f"{path}.{name}", switch, kept, in_use, settings)
+        if any(id(p) in kept_ids for p in child.parameters()):
+            stub._modules[name] = _make_stub(
+                child, f"{path}.{name}", switch, kept_ids, in_use=in_use, settings=settings
+            )
         else:
             for inner in child.modules():
                 _release_memory(inner, in_use, device)
-    _release_memory(module, in_use, device, kept)
+    _release_memory(module, in_use, device, kept_ids)
     if id(module) not in in_use:
         # For code that reads the parts of one that never runs, such as lists.
         module._modules.update(stub._modules)
@@ -307,27 +309,27 @@ def _make_stub(
 
 
 def _release_memory(
-    module: nn.Module, in_use: set[int], device: torch.device, kept: Collection[int] = ()
+    module: nn.Module, in_use: set[int], device: torch.device, kept_ids: Collection[int] = ()
 ) -> None:
-    """Frees the memory of a module that does not run here, but for tensors whose ids are ``kept``."""
+    """Frees the memory of a module that does not run here, but for tensors with ``kept_ids``."""
     if id(module) in in_use:
         return
     for tensors in (module._parameters, module._buffers):
         for name, tensor in list(tensors.items()):
-            if tensor is not None and id(tensor) not in kept:
+            if tensor is not None and id(tensor) not in kept_ids:
                 del tensors[name]
                 object.__setattr__(module, name, _without_memory(tensor, device))  # code may read its shape
 
 
 def _release_between(
-    model: nn.Module, units: Sequence[NamedModule], kept: set[int], device: torch.device
+    model: nn.Module, units: Sequence[NamedModule], kept_ids: set[int], device: torch.device
 ) -> None:
     inside = {id(child) for unit in units for child in unit.module.modules()}
     for module in model.modules():
         if id(module) in inside or isinstance(module, (StageUnit, Stub)):  # _make_stub has released these
             continue
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) not in kept:
+            if parameter is not None and id(parameter) not in kept_ids:
                 del module._parameters[name]
                 object.__setattr__(module, name, _without_memory(parameter, device))
 

@@ -1,7 +1,7 @@
 """Shards: runs of calls between which alone a pipeline is cut, found by the values that cross each place.
 
-A place ``c`` is before call ``c``. The methods are those that Merak divides the nodes of a traced model by, on calls of
-units, which are fewer: inside of a unit nothing is cut.
+A place ``c`` is before call ``c``. Merak divides the nodes of a traced model by the same methods. Here they
+divide calls of units, which are fewer: inside of a unit nothing is cut.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SKIP_READERS = 2
 
 
 class Shards(NamedTuple):
-    """Where shards begin, the first left out, and what they are in words; no words where every call is one."""
+    """Where shards begin, the first left out, with a description; it is empty where every call is a shard."""
 
     starts: tuple[int, ...]
     text: str = ""
@@ -42,8 +42,7 @@ def make_shards(
 
     Args:
         method: ``units`` for each call by itself, or one of the two below.
-        graph: a pass of the model.
-        units: the modules that it calls.
+        graph, units: a pass of the model, and the modules that it calls.
         sizes: parameters of each call.
         count: for ``farthest_min_deps``, as there, but at most the number of calls; 0 for as many.
         refused: places that cannot be cut; ``units`` has them nevertheless.
@@ -53,22 +52,22 @@ def make_shards(
         return Shards(tuple(range(1, num)))
     live, count = live_values(graph, refused), min(count or num, num)
     if method == "nearest_min_deps":
-        starts, wanted = nearest_min_deps(live), ""
+        starts, count_text = nearest_min_deps(live), ""
     else:
         starts = farthest_min_deps(sizes, live, count, embeddings=_embedding_calls(graph, units))
-        wanted = f" with shard_count={count}"
+        count_text = f" with shard_count={count}"
     begin = first_few([graph.paths[start] for start in (0, *starts)], 24)
     return Shards(
         starts,
-        f"{len(starts) + 1} shard(s) of the model's {num} units by {method}{wanted}, which begin with {begin}",
+        f"{len(starts) + 1} shard(s) of the model's {num} units by {method}{count_text}, which begin with {begin}",
     )
 
 
 def live_values(graph: CallGraph, refused: Collection[int]) -> dict[int, frozenset[int]]:
     """The values that cross each place that can be cut, ascending.
 
-    Context, which more calls read than a skip connection has readers (an encoder's output, a bias of positions), is left
-    out: it crosses every place of a long stretch, and so says nothing about where to cut.
+    Context is left out: values that more calls read than a skip connection (an encoder's output, a bias of
+    positions). They cross every place of a long stretch, and so say nothing about where to cut.
     """
     readers: Counter[int] = Counter()
     for call in graph.calls:
@@ -93,11 +92,10 @@ def farthest_min_deps(
 ) -> tuple[int, ...]:
     """Where about ``count`` shards of equal parameters begin, the first shard left out.
 
-    The target is what a shard has of all parameters but those of embeddings; an embedding counts as just more than
-    that. A shard ends at the place that the fewest values cross, the first of these, among those between one and two
-    targets after its begin; at the next one that can be cut if none of them can. So a skip connection is cut through
-    only if it is longer. Merak ends a shard as soon as it exceeds the target, and joins all that a value skips over,
-    however large that becomes.
+    The target is a shard's part of all parameters but embeddings'; an embedding counts as just more. A shard
+    ends between one and two targets after its begin, at the first of the places that the fewest values cross,
+    or at the next place that can be cut if none can there. So a skip connection is cut only if it is longer.
+    Merak ends a shard once it exceeds the target, and joins all that a value skips over.
 
     Args:
         sizes: parameters of each call.
@@ -113,8 +111,8 @@ def farthest_min_deps(
         (1, 3, 5)
     """
     target = sum(size for call, size in enumerate(sizes) if call not in embeddings) // count
-    counted = [target + 1 if call in embeddings else size for call, size in enumerate(sizes)]
-    before = [0, *accumulate(counted)]  # parameters before each call
+    call_sizes = [target + 1 if call in embeddings else size for call, size in enumerate(sizes)]
+    before = [0, *accumulate(call_sizes)]  # parameters before each call
     starts = [0]
     while True:
         begin = starts[-1]
@@ -126,11 +124,11 @@ def farthest_min_deps(
 
 
 def nearest_min_deps(live: Mapping[int, Collection[int]]) -> tuple[int, ...]:
-    """Where shards begin that are as small as they can be without cuts that a neighbouring place is better for.
+    """Where the smallest shards begin whose cuts no neighbouring place is better for.
 
-    Every call begins as a shard, and neighbours are joined while the number of values that cross does not grow. What
-    stays are its local minima. Places that one value crosses in equal company are one place in this: of those that a
-    skip connection crosses all stay or none. The ends of the model are places that one value crosses.
+    Every call begins as a shard, and neighbours are joined while the number of crossing values does not grow:
+    its local minima stay. Neighbouring places with equal numbers and a common value count as one: of those
+    that a skip connection crosses, all stay or none. One value crosses each end of the model.
 
     Args:
         live: the values that cross each place that can be cut.

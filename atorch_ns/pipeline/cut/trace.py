@@ -26,11 +26,11 @@ from atorch_ns.torch_compat import fake_tensor_mode, quiet_fake_kernels
 
 
 class CallCosts(OperatorCounter):
-    """Counts the costs of operators, call by call. Code before a call counts to it, code after the last call to that.
+    """Counts the costs of operators call by call; code before a call counts to it, the last code to the last.
 
     Args:
         follower: reports which call runs.
-        parameters: tensors that are in memory anyway, so that saving them for the backward pass costs nothing.
+        parameters: tensors that are in memory anyway, so saving them for the backward pass costs nothing.
     """
 
     def __init__(self, follower: Follower, parameters: Iterable[nn.Parameter]) -> None:
@@ -38,13 +38,13 @@ class CallCosts(OperatorCounter):
         self._by_call: dict[int, _CallCost] = {}
         self._cost = self._by_call.setdefault(0, _CallCost(self.counts))
         self._storages = {p.untyped_storage()._cdata for p in parameters}
-        self._kept: list[torch.Tensor] = []  # so that the address of a counted storage is not reused
+        self._saved_tensors: list[torch.Tensor] = []  # so that the address of a counted storage is not reused
         follower.on_call = self._on_call
 
     @contextmanager
     def counting(self) -> Iterator[CallCosts]:
         """Counts the costs of the code inside the block."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, lambda packed: packed), self:
+        with torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, lambda tensor: tensor), self:
             yield self
 
     def added_to(self, graph: CallGraph) -> CallGraph:
@@ -61,7 +61,7 @@ class CallCosts(OperatorCounter):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:  # views of one storage keep it once
             self._storages.add(storage._cdata)
-            self._kept.append(tensor.detach())
+            self._saved_tensors.append(tensor.detach())
             self._cost.saved_bytes += storage.nbytes()
         return tensor
 
@@ -83,7 +83,7 @@ class HowToRun:
 
     Attributes:
         model_input_format: how a batch is passed to it.
-        loss_func: ``(batch, output) -> loss``, which shows what of the output is used; ``None`` for all of it.
+        loss_func: ``(batch, output) -> loss``, which shows the used part of the output; ``None`` for all.
         outputs: whether all of the output is wanted beside the loss.
         autocast: the dtype of autocast around it, if any.
         weights: the dtype that weights and inputs are cast to, if any.
@@ -115,17 +115,17 @@ class CallTracer:
             self._copy = copy_structure(model, self._make_fake_tensor, {})
             self._copy.train(model.training)
 
-    def trace(self, batch: Any, how: HowToRun, thawed: Collection[str] = ()) -> CallGraph:
+    def trace(self, batch: Any, how: HowToRun, thaw_names: Collection[str] = ()) -> CallGraph:
         """One forward pass on fake tensors; the batch's small integers keep their values.
 
         Args:
-            thawed: names of parameters that are trained by now and were frozen when this was made.
+            thaw_names: names of parameters that are trained by now and were frozen when this was made.
 
         Raises:
             InputError: if the model does not run on them.
         """
         units = [NamedModule(path, self._copy.get_submodule(path)) for path in self._paths]
-        for name in thawed:
+        for name in thaw_names:
             self._copy.get_parameter(name).requires_grad_(True)
         follower = Follower(self._copy, units)
         with random_states_kept(), self._mode, quiet_fake_kernels():
@@ -136,7 +136,7 @@ class CallTracer:
             costs = CallCosts(follower, self._copy.parameters())  # after the cast, which makes new storages
             with RealValues(largest), costs.counting():
                 try:
-                    _run_model(self._copy, fake, follower, how, self._device)
+                    _run_model(self._copy, fake, follower, how, device=self._device)
                 except Exception as error:
                     raise InputError(_refusal_message(follower, error)) from error
         return costs.added_to(follower.graph())
@@ -146,7 +146,7 @@ class CallTracer:
 
 
 def trace_with_values(
-    model: nn.Module, units: Sequence[NamedModule], batch: Any, how: HowToRun, device: torch.device
+    model: nn.Module, units: Sequence[NamedModule], batch: Any, how: HowToRun, *, device: torch.device
 ) -> CallGraph:
     """One real forward pass, for models that do not run on fake tensors. Buffers and random states are kept.
 
@@ -155,10 +155,10 @@ def trace_with_values(
     """
     follower = Follower(model, units)
     empty = torch.empty(0)  # in place of what a backward pass would need
-    nothing_saved = torch.autograd.graph.saved_tensors_hooks(lambda _: empty, lambda kept: kept)
+    nothing_saved = torch.autograd.graph.saved_tensors_hooks(lambda _: empty, lambda tensor: tensor)
     with buffers_and_generators_kept(model, device), torch.enable_grad(), nothing_saved:
         try:
-            _run_model(model, batch, follower, how, device)
+            _run_model(model, batch, follower, how, device=device)
         except Exception as error:
             raise InputError(f"the model raised {type(error).__name__} on a sample batch: {error}") from error
     return follower.graph()
@@ -175,17 +175,19 @@ def without_memory(model: nn.Module) -> nn.Module:
     return copy_structure(model, make, {})
 
 
-def _run_model(model: nn.Module, batch: Any, follower: Follower, how: HowToRun, device: torch.device) -> None:
+def _run_model(
+    model: nn.Module, batch: Any, follower: Follower, how: HowToRun, *, device: torch.device
+) -> None:
     autocast = torch.autocast(device.type, how.autocast) if how.autocast else nullcontext()
     with follower.watching(), autocast:
         inputs = batch if how.weights is None else floats_to(batch, how.weights)
-        used = output = call_model(model, inputs, how.model_input_format)
+        result = output = call_model(model, inputs, how.model_input_format)
         if how.loss_func is not None:
             try:
-                used = how.loss_func(batch, output)
+                result = how.loss_func(batch, output)
             except Exception:  # a loss that cannot be followed may use anything
-                used = output
-    follower.conclude(used, output if how.outputs else ())
+                result = output
+    follower.conclude(result, output if how.outputs else ())
 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
@@ -196,5 +198,5 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _refusal_message(follower: Follower, error: Exception) -> str:
     read = follower.last_read
-    looked = f" It looked into a value that {read} computes." if read else ""
-    return f"the model does not run without its data ({error_line(error)}).{looked}"
+    reason = f" It looked into a value that {read} computes." if read else ""
+    return f"the model does not run without its data ({error_line(error)}).{reason}"

@@ -1,1 +1,1 @@
-"""Plans of pipelines: where a model is cut, in which order stages compute, and how many devices divide each."""
+"""Plans of pipelines: where a model is cut, in which order stages run, and how many devices divide each."""

@@ -19,29 +19,27 @@ from atorch_ns.pipeline.schedule.simulate import PipelineStep, StageCosts, simul
 from atorch_ns.text import bytes_text
 
 BUFFERS: Final = 2
-"""Buffers of a micro-batch's tensors on each side of a cut, in each direction: one that is used, and one on its way."""
+"""Buffers of a micro-batch's tensors on each side of a cut, by direction: one in use, one on its way."""
 
 _WEIGHT_SHARE = 0.3
-"""Share of a backward pass that is the products of linear layers' weight gradients: 0.28 to 0.33, in fp32 on one CPU core,
-of two blocks of GPT-2, Llama and BERT, width 512 and 512 tokens (benchmark ``schedules``)."""
+"""Share of linear layers' weight gradients in a backward pass: 0.28 to 0.33, in fp32 on one CPU core, for two
+blocks of GPT-2, Llama and BERT, width 512 and 512 tokens (benchmark ``schedules``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """Seconds and bytes of a model's blocks, in the order in which the forward pass calls them.
+    """Seconds and bytes of a model's blocks for one micro-batch, in the order of their calls.
+
+    Values are by block unless said otherwise. Those of bytes are empty where memory does not matter.
 
     Attributes:
-        forward: seconds of one micro-batch's forward pass, by block.
-        backward_input: seconds of its backward pass for the input, without recomputation, by block.
-        backward_weight: seconds of its backward pass for the weights, by block.
-        backward: seconds of the whole backward pass where it is not their sum, by block; empty if it is.
-        recompute: seconds of recomputing it, by block, 0 for those that never are; empty for none.
-        send: seconds to carry what a cut sends one way, at index ``c - 1`` for the cut before block ``c``;
-            empty for none.
-        state_bytes: parameters, gradients and optimizer state, by block; empty where memory does not matter.
-        activation_bytes: kept of one micro-batch between forward and backward, by block; empty as above.
-        recomputed_bytes: the same of blocks that are recomputed, by block; empty as above.
-        boundary_bytes: what a cut sends of one micro-batch, indexed like ``send``; empty as above.
+        forward, backward_input, backward_weight: seconds of these passes, without recomputation.
+        backward: seconds of the whole backward pass where it is not the sum of its parts; empty if it is.
+        recompute: seconds of recomputation, 0 for blocks that never are recomputed; empty for none.
+        send: seconds to send over the cut before block ``c``, one way, at index ``c - 1``; empty for none.
+        state_bytes: parameters, gradients and optimizer state.
+        activation_bytes, recomputed_bytes: kept between forward and backward, without and with recomputation.
+        boundary_bytes: bytes sent over a cut, indexed like ``send``.
         allowed_cuts: positions that may be cut; ``None`` for all.
     """
 
@@ -67,13 +65,13 @@ class BlockCosts:
         """What recomputation keeps, as a share of all that the backward passes of such blocks need."""
         # Blocks that are never recomputed keep everything. The tuples are empty where memory does not matter.
         pairs = [
-            (recomputed, every)
-            for recomputed, every, again in zip(
+            (after, every)
+            for after, every, again in zip(
                 self.recomputed_bytes, self.activation_bytes, self.recompute, strict=False
             )
             if again
         ]
-        return min(1.0, sum(kept for kept, _ in pairs) / (sum(every for _, every in pairs) or 1.0))
+        return min(1.0, sum(part for part, _ in pairs) / (sum(every for _, every in pairs) or 1.0))
 
     def seconds(self, shares: Sequence[float]) -> list[list[float]]:
         """Seconds of forward and whole backward, by stage and block, for shares that are recomputed."""
@@ -83,7 +81,7 @@ class BlockCosts:
         return [[first + share * more for first, more in zip(once, again, strict=True)] for share in shares]
 
     def recomputed(self, cuts: Sequence[int], shares: Sequence[float]) -> tuple[frozenset[int], ...]:
-        """The blocks that each stage recomputes: the first of those that can be, rounded to a whole number."""
+        """The blocks that each stage recomputes: the first that can be; their number is rounded."""
         by_stage = []
         for blocks, share in zip(stage_ranges(cuts, self.num_blocks), shares, strict=True):
             able = [block for block in blocks if self.recompute and self.recompute[block]]
@@ -91,21 +89,20 @@ class BlockCosts:
         return tuple(by_stage)
 
     def stages(self, cuts: Sequence[int], shares: Sequence[float] | None = None) -> StageCosts:
-        """The costs of the stages into which cuts divide the blocks, which recompute shares; ``None`` for all blocks that
-        can be."""
-        chosen = self.recomputed(cuts, [1.0] * (len(cuts) + 1) if shares is None else shares)
+        """The costs of the stages between cuts, with their recomputed shares; ``None`` for all blocks."""
+        by_stage = self.recomputed(cuts, [1.0] * (len(cuts) + 1) if shares is None else shares)
         spans = stage_ranges(cuts, self.num_blocks)
-        again = tuple(sum(self.recompute[block] for block in blocks) for blocks in chosen)
+        again = tuple(sum(self.recompute[block] for block in blocks) for blocks in by_stage)
 
-        def added(values: tuple[float, ...], *more: tuple[float, ...]) -> tuple[float, ...]:
+        def stage_sums(values: tuple[float, ...], *more: tuple[float, ...]) -> tuple[float, ...]:
             sums = tuple(sum(values[block] for block in blocks) for blocks in spans)
             return tuple(map(sum, zip(sums, *more, strict=True)))
 
         return StageCosts(
-            forward=added(self.forward),
-            backward_input=added(self.backward_input, again),  # this part runs after the recomputation
-            backward_weight=added(self.backward_weight),
-            backward=added(self.backward, again) if self.backward else (),
+            forward=stage_sums(self.forward),
+            backward_input=stage_sums(self.backward_input, again),  # this part runs after the recomputation
+            backward_weight=stage_sums(self.backward_weight),
+            backward=stage_sums(self.backward, again) if self.backward else (),
             recompute=again,
             send=tuple(self.send[cut - 1] for cut in cuts) if self.send else (),
         )
@@ -116,15 +113,15 @@ class BlockCosts:
         every = self.activation_bytes or none
         # Bytes of each block when it is recomputed; a block that cannot be recomputed keeps all of its bytes.
         again = tuple(
-            kept if more else whole
-            for kept, whole, more in zip(
+            part if more else whole
+            for part, whole, more in zip(
                 self.recomputed_bytes or every, every, self.recompute or none, strict=True
             )
         )
         return StageMemory(
             states=self.state_bytes or none,
             activations=[
-                [whole + share * (kept - whole) for whole, kept in zip(every, again, strict=True)]
+                [whole + share * (part - whole) for whole, part in zip(every, again, strict=True)]
                 for share in shares
             ],
             live=live,
@@ -206,8 +203,7 @@ def choose_schedule(
 
     Args:
         limit_bytes: the bytes that a rank may hold; ``None`` for no limit.
-        schedules: the schedules to consider, without those that cannot be used, such as schedules that split the
-            backward pass where stages are compiled; ``None`` for all that are of use.
+        schedules: those that the stages can run; ``None`` for all that are of use.
         stages_per_rank: numbers of stages on a rank to try.
         cuts: the user's cuts; then only schedules of as many stages are legal. ``None`` to look for the best.
         recompute: the share of the blocks that stages recompute.
@@ -217,20 +213,29 @@ def choose_schedule(
     """
     if schedules is None:
         schedules = _of_use(costs)
-    evaluated = [
-        _evaluate_schedule(costs, info, on_rank, num_ranks, num_micro_batches, limit_bytes, cuts, recompute)
+    trials = [
+        _evaluate_schedule(
+            costs,
+            info,
+            on_rank,
+            num_ranks,
+            num_micro_batches=num_micro_batches,
+            limit_bytes=limit_bytes,
+            cuts=cuts,
+            recompute=recompute,
+        )
         for info in schedules
         for on_rank in sorted(set(stages_per_rank))
         if info.fewest_stages <= on_rank and (info.most_stages is None or on_rank <= info.most_stages)
     ]
-    usable = [candidate for candidate in evaluated if not candidate.problem]
+    usable = [candidate for candidate in trials if not candidate.problem]
     if not usable:
-        raise InputError(_none_usable(evaluated, num_ranks, num_micro_batches, stages_per_rank))
+        raise InputError(_none_usable(trials, num_ranks, num_micro_batches, stages_per_rank))
     fastest = min(candidate.step_seconds for candidate in usable)
     equal = [trial for trial in usable if trial.step_seconds <= fastest * (1 + _SAME)]
     best = min(equal, key=lambda trial: max(trial.peak_bytes))  # of equal peaks the first: the simplest
-    ranked = sorted(evaluated, key=lambda trial: (trial is not best, bool(trial.problem), trial.step_seconds))
-    return ScheduleChoice(best=best, candidates=tuple(ranked))
+    ranking = sorted(trials, key=lambda trial: (trial is not best, bool(trial.problem), trial.step_seconds))
+    return ScheduleChoice(best=best, candidates=tuple(ranking))
 
 
 def _of_use(costs: BlockCosts) -> list[ScheduleInfo]:
@@ -250,18 +255,15 @@ def choose_for_device(
     cuts: Sequence[int] | None = None,
     recompute: RecomputeShare = _ALL,
 ) -> ScheduleChoice:
-    """The schedule that a pipeline runs on a device, which an estimate prices too: :func:`choose_schedule` among all
-    that can be used there.
+    """The schedule that a pipeline runs on a device, by :func:`choose_schedule`; estimates price it too.
 
     Args:
-        schedule: the schedule that the user names, only to be cut; ``None`` for the fastest.
-        stages_per_rank: the user's number of stages on a rank; ``None`` for the schedule's own, or one and two.
+        schedule: the user's schedule, which is only cut; ``None`` for the fastest.
+        stages_per_rank: the user's number of stages on a rank; ``None`` for the usual one, or one and two.
         whole_backward: whether backward passes are never split, as those of compiled blocks.
-        limit_bytes: the user's limit for a rank; ``None`` for the device's memory, which a schedule may exceed if
-            none fits, since the bytes are an estimate.
+        limit_bytes: the user's limit for a rank; ``None`` for the device's memory, exceeded if none fits.
         memory_bytes: the memory of the device.
-        cuts: the user's cuts; ``None`` to look for the best.
-        recompute: the share of the blocks that stages recompute.
+        cuts, recompute: as for :func:`choose_schedule`.
 
     Raises:
         InputError: as :func:`choose_schedule` does.
@@ -307,8 +309,7 @@ class _Pipeline:
         return sum(values[stage] for stage in stages)
 
     def stage_bytes(self, cuts: Sequence[int]) -> tuple[list[float], list[float], list[float]]:
-        """Bytes that each stage always holds, and bytes that it holds of one micro-batch: as it recomputes, and where it
-        recomputes nothing."""
+        """By stage bytes always held, and those of one micro-batch with its recomputation and with none."""
         costs, spans = self.costs, stage_ranges(cuts, self.costs.num_blocks)
         # Both stages at a cut have buffers for it: one sends from them and the other receives into them.
         edges = {
@@ -316,7 +317,7 @@ class _Pipeline:
             for cut in cuts
             if costs.boundary_bytes
         }
-        base, kept, every = [], [], []  # each by stage
+        base, activations, every = [], [], []  # each by stage
         for blocks, again in zip(spans, costs.recomputed(cuts, self.shares), strict=True):
             states = sum(costs.state_bytes[block] for block in blocks) if costs.state_bytes else 0.0
             base.append(states + edges.get(blocks.start, 0.0) + edges.get(blocks.stop, 0.0))
@@ -326,8 +327,8 @@ class _Pipeline:
             every.append(sum(of_block.values()))
             if costs.recomputed_bytes:
                 of_block.update({block: costs.recomputed_bytes[block] for block in again})
-            kept.append(sum(of_block.values()))
-        return base, kept, every
+            activations.append(sum(of_block.values()))
+        return base, activations, every
 
     def most_able(self, cuts: Sequence[int]) -> int:
         """The most blocks that a stage can recompute."""
@@ -341,15 +342,15 @@ class _Pipeline:
 
     def moving_bytes(self, cuts: Sequence[int], rank: int) -> float:
         """The most bytes of activations that a rank holds."""
-        _, kept, every = self.stage_bytes(cuts)
-        return live_bytes([self.orders[rank]], kept, every)[0]
+        _, activations, every = self.stage_bytes(cuts)
+        return live_bytes([self.orders[rank]], activations, every)[0]
 
     def peaks(self, cuts: Sequence[int], ranks: Sequence[int] | None = None) -> tuple[float, ...]:
         """The most bytes that each rank holds, or each of some."""
-        chosen = range(self.num_ranks) if ranks is None else ranks
-        base, kept, every = self.stage_bytes(cuts)
-        moving = live_bytes([self.orders[rank] for rank in chosen], kept, every)
-        return tuple(more + self.of_rank(base, rank) for more, rank in zip(moving, chosen, strict=True))
+        rank_ids = range(self.num_ranks) if ranks is None else ranks
+        base, activations, every = self.stage_bytes(cuts)
+        moving = live_bytes([self.orders[rank] for rank in rank_ids], activations, every)
+        return tuple(more + self.of_rank(base, rank) for more, rank in zip(moving, rank_ids, strict=True))
 
     def slowest(self, cuts: Sequence[int]) -> float:
         """Seconds of the slowest stage."""
@@ -372,6 +373,7 @@ def _evaluate_schedule(
     info: ScheduleInfo,
     on_rank: int,
     num_ranks: int,
+    *,
     num_micro_batches: int,
     limit_bytes: float | None,
     cuts: Sequence[int] | None,
@@ -387,20 +389,20 @@ def _evaluate_schedule(
         pipeline = _Pipeline(costs, info, orders, num_stages, num_micro_batches, shares)
         if cuts is not None and len(cuts) + 1 != num_stages:
             raise InputError(f"it has {num_stages} stages, but the cuts {list(cuts)} make {len(cuts) + 1}.")
-        chosen = _choose_cuts(pipeline, limit_bytes) if cuts is None else tuple(cuts)
+        positions = _choose_cuts(pipeline, limit_bytes) if cuts is None else tuple(cuts)
         if recompute.is_chosen:
-            pipeline, chosen = _least_recomputing(pipeline, chosen, limit_bytes, look=cuts is None)
+            pipeline, positions = _least_recomputing(pipeline, positions, limit_bytes, look=cuts is None)
         elif recompute.by_stage == "level":
-            pipeline = _level_shares(pipeline, chosen)
-        step = pipeline.step(chosen)
+            pipeline = _level_shares(pipeline, positions)
+        step = pipeline.step(positions)
         timeline = simulate(orders, step.costs)
     except InputError as error:
         return ScheduleCandidate(schedule=info, stages_per_rank=on_rank, problem=str(error))
-    peaks = pipeline.peaks(chosen)
+    peaks = pipeline.peaks(positions)
     return ScheduleCandidate(
         schedule=info,
         stages_per_rank=on_rank,
-        cuts=chosen,
+        cuts=positions,
         shares=pipeline.shares,
         step=step,
         step_seconds=timeline.step_seconds,
@@ -437,11 +439,11 @@ def _least_recomputing(
     if limit_bytes is None:  # everything fits without recomputation
         return nothing, _choose_cuts(nothing, None) if look else cuts
     # The cut on which most fits, and the fastest cut without recomputation, which may fit with a little.
-    tried = [cuts, _choose_cuts(nothing, None)] if look else [cuts]
+    options = [cuts, _choose_cuts(nothing, None)] if look else [cuts]
     candidates = [
-        (fitted, option)
-        for option in tried
-        if (fitted := _fit_shares(nothing, pipeline.shares, option, limit_bytes))
+        (fit, option)
+        for option in options
+        if (fit := _fit_shares(nothing, pipeline.shares, option, limit_bytes))
     ]
     return min(
         candidates,
@@ -487,14 +489,14 @@ def _stage_limits(pipeline: _Pipeline, fastest: tuple[int, ...], limit_bytes: fl
     if on_rank == 1:
         return
     # The bytes that each stage takes in the fastest cut, plus an equal part of what its rank has left.
-    base, kept, _ = pipeline.stage_bytes(fastest)
+    base, activations, _ = pipeline.stage_bytes(fastest)
     live = live_micro_batches(pipeline.orders)
-    taken = [states + num * size for states, num, size in zip(base, live, kept, strict=True)]
+    sizes = [states + num * size for states, num, size in zip(base, live, activations, strict=True)]
     limits = [0.0] * pipeline.num_stages
     for rank in range(pipeline.num_ranks):
-        slack = limit_bytes - pipeline.of_rank(taken, rank)  # negative where the rank is over its limit
+        slack = limit_bytes - pipeline.of_rank(sizes, rank)  # negative where the rank is over its limit
         for stage in pipeline.info.stages_of(rank, pipeline.num_ranks, on_rank):
-            limits[stage] = taken[stage] + slack / on_rank
+            limits[stage] = sizes[stage] + slack / on_rank
     yield limits
 
 
@@ -510,7 +512,7 @@ def _limit_problem(peak_bytes: Sequence[float], limit_bytes: float | None, where
 
 
 def _none_usable(
-    evaluated: Sequence[ScheduleCandidate],
+    trials: Sequence[ScheduleCandidate],
     num_ranks: int,
     num_micro_batches: int,
     stages_per_rank: Collection[int],
@@ -519,11 +521,11 @@ def _none_usable(
         f"no schedule runs {num_micro_batches} micro-batches on a pipeline of {num_ranks} ranks:",
         *(
             f"  {candidate.schedule.name}, {candidate.stages_per_rank} on a rank: {candidate.problem}"
-            for candidate in evaluated
+            for candidate in trials
         ),
     ]
-    if not evaluated:
+    if not trials:
         lines.append(f"  none can have {' or '.join(map(str, sorted(stages_per_rank)))} stages on a rank.")
-    if any(candidate.step is not None for candidate in evaluated):
+    if any(candidate.step is not None for candidate in trials):
         lines.append("Use a higher pipeline degree, more and smaller micro-batches, or recomputation.")
     return "\n".join(lines)

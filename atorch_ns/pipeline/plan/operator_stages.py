@@ -1,8 +1,8 @@
-"""Planning of divided pipelines: where a model is cut, how many devices divide each stage, and which stages recompute.
+"""Planning of divided pipelines: where a model is cut, the devices of each stage, and which stages recompute.
 
-A model is segments between the positions where it may be cut. A dynamic program finds the stages with the least sum of
-seconds below a largest term; lowering that term from one solution to the next gives every pair of the two that no other
-beats, as far as it can be the best: the least estimate is exact. The best few are simulated.
+Segments lie between positions where a model may be cut. A dynamic program finds the stages with the least sum
+of seconds below a largest term. Lowering that term step by step gives every pair of sum and term that no
+other beats and that can be the best, so the least estimate is exact. The best few are simulated.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Array = NDArray[np.float64]
 
 
 class StageSplit(NamedTuple):
-    """A sum of seconds, and the column and the number of segments of each stage, in the order of the model."""
+    """A sum of seconds, and by stage, in the order of the model, its column and its number of segments."""
 
     total: float
     stages: tuple[tuple[int, int], ...]
 
 
 class _Kinds(NamedTuple):
-    """Pairs of a column and a length that keep to a limit, with the column's devices; and seconds, ``[level, pair, start]``."""
+    """Pairs of a column and a length within a limit, devices, and seconds, ``[level, pair, start]``."""
 
     columns: NDArray[np.intp]
     lengths: NDArray[np.intp]
@@ -57,8 +57,8 @@ class StageTables:
     """All stages of a model.
 
     Attributes:
-        seconds: what is added up over the stages, ``[level, column, length, first segment]``; infinite where there is no
-            such stage. The last level is that of all positions from it on.
+        seconds: terms of the sum, ``[level, column, length, first segment]``; infinite where there is no such
+            stage. The last level is that of all positions from it on.
         largest: what is limited in every stage, likewise.
         degrees: devices of a stage, by column.
         num_devices: devices of all stages together.
@@ -103,8 +103,8 @@ class StageTables:
     def least_sum(self, most: float) -> StageSplit | None:
         """The stages with the least sum of seconds that keep to a limit; ``None`` if there are none.
 
-        Each table holds sums by first segment and number of devices, for the stages from that segment on: the table at index
-        ``k`` for ``k`` stages, and the last one for all numbers of stages that reach the last level, if any number is allowed.
+        Each table holds sums by first segment and number of devices, for the stages from there on. Table
+        ``k`` is for ``k`` stages. If any number is allowed, the last is for all that reach the last level.
         """
         columns, lengths = np.nonzero(self._least_terms <= most)  # [K] pairs that can keep to the limit
         largest, seconds = self.largest[:, columns, lengths], self.seconds[:, columns, lengths]
@@ -162,20 +162,20 @@ class StageTables:
         return table
 
     def _find_stages(self, tables: Sequence[Array], kinds: _Kinds, index: int) -> tuple[tuple[int, int], ...]:
-        stages, start, left = [], 0, self.num_devices
+        stages, start, devices = [], 0, self.num_devices
         while index:
-            seconds, total = kinds.at(index)[:, start], tables[index][start, left]
+            seconds, total = kinds.at(index)[:, start], tables[index][start, devices]
             repeats = self.num_stages is None and index == len(tables) - 1  # it holds any number of stages
             # An entry is the sum of just these two terms, so the stage that it comes from gives it exactly.
             kind, index = next(
                 (kind, behind)
-                for kind in np.flatnonzero((seconds < math.inf) & (kinds.degrees <= left))
+                for kind in np.flatnonzero((seconds < math.inf) & (kinds.degrees <= devices))
                 for behind in ([index, index - 1] if repeats else [index - 1])
-                if seconds[kind] + tables[behind][start + kinds.lengths[kind], left - kinds.degrees[kind]]
+                if seconds[kind] + tables[behind][start + kinds.lengths[kind], devices - kinds.degrees[kind]]
                 == total
             )
             stages.append((int(kinds.columns[kind]), int(kinds.lengths[kind])))
-            start, left = start + int(kinds.lengths[kind]), left - int(kinds.degrees[kind])
+            start, devices = start + int(kinds.lengths[kind]), devices - int(kinds.degrees[kind])
         return tuple(stages)
 
 
@@ -209,8 +209,8 @@ def plan_stages(cost: Cost, task: PipelineTask) -> StagePlan:
     candidates = sorted(different.items(), key=lambda row: row[1])[:_NUM_SIMULATED]
     if not candidates:
         raise InputError(_none_fits(cost, task))
-    simulated = [(step_seconds(stages, task), estimate, stages) for stages, estimate in candidates]
-    seconds, estimate, stages = min(simulated, key=lambda row: row[:2])
+    rows = [(step_seconds(stages, task), estimate, stages) for stages, estimate in candidates]
+    seconds, estimate, stages = min(rows, key=lambda row: row[:2])
     return StagePlan(stages=stages, step_seconds=seconds, estimated_seconds=estimate)
 
 
@@ -255,8 +255,8 @@ class _Search:
     def frontier(self) -> Iterator[tuple[float, tuple[Stage, ...]]]:
         """Estimates and stages of pipelines, one of the least estimate among them.
 
-        The first is found by raising the largest term until a pipeline keeps to it. What is better than it has a largest term
-        of at most its estimate less the least sum, from which the term is lowered.
+        The first is found by raising the largest term until a pipeline keeps to it. A better one has a
+        largest term of at most its estimate less the least sum, from which the term is lowered.
         """
         tables = self._tables
         most, optimum = 0.0, tables.least_sum(0.0)
@@ -283,7 +283,7 @@ class _Search:
             return False
         high = len(self._levels) - 1
         last = self._fitting_cost(column, start, stop, high) if high else first
-        self._fill_between(column, start, stop, (0, first), (high, last))
+        self._fill_between(column, start, stop, (0, first), high=(high, last))
         return last is None or _step_times(first) != _step_times(last)  # whether costs vary
 
     def _fill_between(
@@ -292,23 +292,24 @@ class _Search:
         start: int,
         stop: int,
         low: tuple[int, StageCost],
+        *,
         high: tuple[int, StageCost | None],
     ) -> None:
         (bottom, first), (top, last) = low, high
         # Costs never fall with the level: equal ends mean equal levels between. Other spans are bisected.
         constant = last is not None and _step_times(first) == _step_times(last)
         if constant or top - bottom < 2:
-            self._write_costs(slice(bottom, top + 1 if constant else top), column, start, stop, first)
+            self._write_costs(slice(bottom, top + 1 if constant else top), column, start, stop, cost=first)
             if last is not None and not constant:
-                self._write_costs(slice(top, top + 1), column, start, stop, last)
+                self._write_costs(slice(top, top + 1), column, start, stop, cost=last)
             return
         middle = (bottom + top) // 2
         cost = self._fitting_cost(column, start, stop, middle)
-        self._fill_between(column, start, stop, low, (middle, cost))
+        self._fill_between(column, start, stop, low, high=(middle, cost))
         if cost is not None:
-            self._fill_between(column, start, stop, (middle, cost), high)
+            self._fill_between(column, start, stop, (middle, cost), high=high)
 
-    def _write_costs(self, levels: slice, column: int, start: int, stop: int, cost: StageCost) -> None:
+    def _write_costs(self, levels: slice, column: int, start: int, stop: int, *, cost: StageCost) -> None:
         self._seconds[levels, column, stop - start, start] = cost.seconds + self._task.sent(start)
         self._largest[levels, column, stop - start, start] = largest_term(cost, self._task)
 
@@ -320,10 +321,10 @@ class _Search:
     def _build_stages(self, result: StageSplit) -> tuple[Stage, ...]:
         stages, start = [], 0
         for position, (column, length) in zip(range(len(result.stages), 0, -1), result.stages, strict=True):
-            asked = (start, start + length, *self._columns[column], self._task.in_flight(position))
-            cost = self._cost(*asked)  # the tables hold seconds only
-            assert cost is not None, f"a stage that was possible is not: {asked}"
-            stages.append(Stage(*asked, cost))
+            request = (start, start + length, *self._columns[column], self._task.in_flight(position))
+            cost = self._cost(*request)  # the tables hold seconds only
+            assert cost is not None, f"a stage that was possible is not: {request}"
+            stages.append(Stage(*request, cost))
             start += length
         return tuple(stages)
 
@@ -335,12 +336,12 @@ def _step_times(cost: StageCost) -> tuple[float, float]:
 def _none_fits(cost: Cost, task: PipelineTask) -> str:
     what = f"no pipeline of {counted(task.num_segments, 'segment')} fits on {counted(task.num_devices, 'device')}: "
     for start in range(task.num_segments):  # a segment that fits alone on no stage is the reason
-        asked = [
+        costs = [
             cost(start, start + 1, degree, again, task.in_flight(1))
             for degree in task.allowed_degrees
             for again in task.recompute
         ]
-        least = min((stage_cost.memory for stage_cost in asked if stage_cost is not None), default=None)
+        least = min((stage_cost.memory for stage_cost in costs if stage_cost is not None), default=None)
         if least is None or (task.memory_limit is not None and least > task.memory_limit):
             need = (
                 "cannot be divided so"

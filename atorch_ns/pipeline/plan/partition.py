@@ -135,11 +135,9 @@ class StageMemory:
 
     Attributes:
         states: parameters, gradients and optimizer state, by block.
-        activations: kept of one micro-batch between forward and backward, by block; or by stage and block, where stages
-            recompute different shares.
+        activations: bytes of one micro-batch until its backward pass, by block, or by stage and block.
         live: the number of micro-batches whose activations a stage holds at one time, by stage.
-        edges: the bytes that a cut at position ``c`` adds to both its stages, such as the buffers that are received into,
-            at index ``c - 1``; empty for nothing.
+        edges: bytes that the cut at ``c`` adds to both its stages, by index ``c - 1``; empty for none.
     """
 
     states: Sequence[float]
@@ -162,14 +160,14 @@ def partition(
     takes the one whose stages are the most even (least sum of squares).
 
     Args:
-        costs: seconds of one micro-batch, forward and backward, by block, or by stage and block; any other unit will do.
+        costs: seconds, or another unit, of one micro-batch, both passes, by block, or by stage and block.
         num_stages: the number of stages, each of at least one block.
         memory: the bytes of the blocks; needed with ``limit``.
         limit: the bytes that a stage may take, one number for all or one for each.
         allowed_cuts: positions that may be cut; ``None`` for all. Position ``c`` is before block ``c``.
 
     Returns:
-        The positions of the cuts, ``num_stages - 1`` of them, ascending: stage 0 has the blocks before the first.
+        The ``num_stages - 1`` positions of the cuts, ascending: stage 0 has the blocks before the first.
 
     Raises:
         InputError: if there are fewer blocks or allowed cuts than needed, or no cut fits the limit.
@@ -232,7 +230,7 @@ def _allowed_starts(num: int, num_stages: int, allowed_cuts: Collection[int] | N
 
 
 def _span_sums(values: ByBlock, name: str) -> _Matrix:
-    """Sums over blocks ``i`` to ``j - 1`` at ``[i, j]``, or ``[stage, i, j]``; infinite where there is no block."""
+    """Sums over blocks ``i`` to ``j - 1`` at ``[i, j]``, or ``[stage, i, j]``; infinite for no block."""
     array = np.asarray(values, dtype=np.float64)
     if not (np.isfinite(array).all() and (array >= 0).all()):
         raise InputError(f"{name} must be non-negative numbers, but are {list(values)}.")
@@ -243,7 +241,7 @@ def _span_sums(values: ByBlock, name: str) -> _Matrix:
 
 
 def _at_ends(values: Sequence[float], num: int, name: str) -> _Matrix:
-    """The values that the cuts at both ends add to each span ``[i, j]``; the ends of the model are no cuts."""
+    """The values that cuts at both ends add to each span ``[i, j]``; the model's ends are no cuts."""
     if len(values) not in (0, num - 1):
         raise InputError(f"{num} blocks have {num - 1} places to cut, but there are {len(values)} {name}.")
     at = np.zeros(num + 1)
@@ -261,10 +259,10 @@ def _span_bytes(memory: StageMemory, num: int, num_stages: int) -> _Matrix:
             f"{num_stages} live counts, but there are {lengths[0]}, {lengths[1]} and {lengths[2]}."
         )
     states = _span_sums(memory.states, "states") + _at_ends(memory.edges, num, "edges")
-    kept = _span_sums(memory.activations, "activations")
+    activations = _span_sums(memory.activations, "activations")
     live = np.asarray(memory.live, dtype=np.float64)[:, None, None]  # [stage, 1, 1]
-    spans = np.isfinite(kept)  # 0 × infinity is not a number
-    sums: _Matrix = states[None] + live * np.where(spans, kept, 0.0)
+    spans = np.isfinite(activations)  # 0 × infinity is not a number
+    sums: _Matrix = states[None] + live * np.where(spans, activations, 0.0)
     return sums
 
 
@@ -283,19 +281,19 @@ def _of_stage(spans: _Matrix, stage: int) -> _Matrix:
 
 def _least_maximum(spans: _Matrix, num_stages: int) -> float:
     """The least maximum over all cuts of ``[i, j]`` or ``[stage, i, j]``; infinite if there is no cut."""
-    reached = _of_stage(spans, 0)[0]  # reached[j]: the least maximum of stages that end before block j
+    best = _of_stage(spans, 0)[0]  # best[j]: the least maximum of stages that end before block j
     for stage in range(1, num_stages):
-        reached = np.maximum(reached[:, None], _of_stage(spans, stage)).min(axis=0)
-    return float(reached[-1])
+        best = np.maximum(best[:, None], _of_stage(spans, stage)).min(axis=0)
+    return float(best[-1])
 
 
 def _least_sum(spans: _Matrix, num_stages: int) -> tuple[int, ...]:
-    reached, came = _of_stage(spans, 0)[0], []  # came[stage - 1][j]: where the stage that ends at j begins
+    best, came = _of_stage(spans, 0)[0], []  # came[stage - 1][j]: where the stage that ends at j begins
     for stage in range(1, num_stages):
-        sums = reached[:, None] + _of_stage(spans, stage)
+        sums = best[:, None] + _of_stage(spans, stage)
         came.append(sums.argmin(axis=0))
-        reached = sums.min(axis=0)
-    cuts, end = [], len(reached) - 1
+        best = sums.min(axis=0)
+    cuts, end = [], len(best) - 1
     for origin in reversed(came):  # from the end of the model back to its start
         end = int(origin[end])
         cuts.append(end)

@@ -1,10 +1,7 @@
-"""Stages of a pipeline: what one costs, what a pipeline is planned for, and its step as estimated and as simulated.
+"""Stages of a pipeline: their costs, the task of planning, and the step as estimated and as simulated.
 
-The step of ``m`` micro-batches is estimated as
-
-    the sum of ``t_s``, and of all sends there and back, plus the largest ``(m - 1) * t_s + w_s``;
-
-``t_s`` are the seconds of a micro-batch in stage ``s``, forward and backward, and ``w_s`` those that it pays once a step.
+A step of ``m`` micro-batches is estimated as ``sum(t_s) + sends both ways + max((m - 1) * t_s + w_s)``.
+In stage ``s``, ``t_s`` are a micro-batch's seconds, forward and backward, and ``w_s`` those paid once a step.
 """
 
 from __future__ import annotations
@@ -20,8 +17,8 @@ from atorch_ns.text import counted
 
 
 class StageCost(NamedTuple):
-    """Seconds of one micro-batch in a stage, its own collectives and recomputation included; bytes of a device at their peak;
-    and seconds that are paid once a step, such as the synchronization of gradients."""
+    """Seconds of one micro-batch in a stage, its collectives and recomputation included; a device's peak
+    bytes; and seconds that are paid once a step, such as the synchronization of gradients."""
 
     forward: float
     backward: float
@@ -35,10 +32,10 @@ class StageCost(NamedTuple):
 
 
 Cost = Callable[[int, int, int, bool, int], StageCost | None]
-"""``(start, stop, degree, recompute, in_flight) -> cost`` of a stage of the segments from ``start`` up to but without ``stop``,
-divided over ``degree`` devices, that holds the activations of ``in_flight`` micro-batches; ``None`` if there is none.
+"""``(start, stop, degree, recompute, in_flight) -> cost`` of a stage; ``None`` if there is none.
 
-With more in flight a stage is never faster, needs no less memory, and is not possible where it was not.
+It has the segments ``start`` to ``stop - 1`` on ``degree`` devices and holds ``in_flight`` micro-batches.
+With more in flight it is never faster, needs no less memory, and is not possible where it was not.
 """
 
 
@@ -60,13 +57,12 @@ class PipelineTask:
     Attributes:
         num_segments: the segments, each of which is in one stage as a whole.
         num_devices: devices of all stages together.
-        num_micro_batches: of a step.
-        degrees: the numbers of devices that a stage may have; ``None`` for the divisors of :attr:`num_devices`.
+        degrees: numbers of devices that a stage may have; ``None`` for divisors of :attr:`num_devices`.
         num_stages: the number of stages; ``None`` for the fastest.
         equal_degrees: whether all stages have the same degree.
         recompute: whether stages may keep their activations, recompute them, or both.
         schedule: ``"1F1B"`` or ``"GPipe"``.
-        send: seconds to carry the tensors over the cut before segment ``c``, one way, at index ``c - 1``; empty for none.
+        send: seconds to send over the cut before segment ``c``, one way, by index ``c - 1``; empty for none.
         memory_limit: bytes of a device; ``None`` for no limit.
     """
 
@@ -136,8 +132,8 @@ def step_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
 def estimated_seconds(stages: Sequence[Stage], task: PipelineTask) -> float:
     """The estimate of a step that plans minimize."""
     costs = [stage.cost for stage in stages]
-    sent = sum(task.sent(stage.start) for stage in stages)
-    return max(largest_term(cost, task) for cost in costs) + sum(cost.seconds for cost in costs) + sent
+    sends = sum(task.sent(stage.start) for stage in stages)
+    return max(largest_term(cost, task) for cost in costs) + sum(cost.seconds for cost in costs) + sends
 
 
 def largest_term(cost: StageCost, task: PipelineTask) -> float:

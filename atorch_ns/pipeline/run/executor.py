@@ -1,4 +1,4 @@
-"""Executor of a pipeline step: takes the actions of a rank one after the other, and sends and receives what they need."""
+"""Executor of a pipeline step: takes a rank's actions in order, and sends and receives their tensors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Message(NamedTuple):
-    """Tensors that a pass on one rank hands to one on another: activations that enter a stage (F), or gradients of what
-    it has sent (B)."""
+    """Tensors for another rank's pass: activations that enter its stage (F), gradients of its results (B)."""
 
     chain: Literal["F", "B"]
     stage: int
@@ -35,8 +34,8 @@ class Message(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """An action, when its turn came, when what it waits for had arrived, and when it had handed on its results; in seconds
-    of ``time.perf_counter``. On a GPU these are times of the process, which runs ahead of the device."""
+    """An action, when its turn came, when its tensors had arrived, and when it had handed on its results; in
+    ``time.perf_counter`` seconds. On a GPU these are times of the process, ahead of the device."""
 
     action: Action
     due: float
@@ -48,8 +47,8 @@ class Timed(NamedTuple):
 class Links:
     """The connections of a rank along a pipeline.
 
-    One group carries what goes to higher ranks and one what goes to lower: on a GPU the sends and receives between two
-    ranks of a group run one after the other, so that in one group both ranks could wait for each other.
+    One group carries what goes to higher ranks and one what goes to lower. On a GPU a group runs the sends
+    and receives between two ranks one after the other, so that in one group both could wait for each other.
 
     Attributes:
         up, down: the groups, of the same ranks, used for nothing else.
@@ -93,43 +92,43 @@ class _Inbox:
     def __init__(self, execution: Execution, source: int) -> None:
         self._execution = execution
         self._source = source
-        self._posted: dict[Message, tuple[Tensors, list[Any]]] = {}  # receives that are under way
-        self._expected: deque[Message] = deque()  # in the order in which the other rank sends
+        self._receives: dict[Message, tuple[Tensors, list[Any]]] = {}  # receives that are under way
+        self._queue: deque[Message] = deque()  # in the order in which the other rank sends
         self.taken_before: dict[Message, list[Message]] = {}
         rank, rank_of = execution.links.rank, execution.rank_of
-        taken: list[Message] = []
+        deliveries: list[Message] = []
         # Every rank knows all orders, so no message has to say what is sent.
         for action in execution.orders[source]:
-            needed = taken_by(action, len(rank_of))
-            if needed is not None and rank_of[action.stage + (1 if needed.chain == "B" else -1)] == rank:
-                taken.append(needed)
+            request = taken_by(action, len(rank_of))
+            if request is not None and rank_of[action.stage + (1 if request.chain == "B" else -1)] == rank:
+                deliveries.append(request)
             message = given_by(action, len(rank_of))
             if message is not None and rank_of[message.stage] == rank:
-                self._expected.append(message)
-                self.taken_before[message] = taken
-                taken = []
+                self._queue.append(message)
+                self.taken_before[message] = deliveries
+                deliveries = []
         self._post_receive()
 
     def take(self, message: Message) -> Tensors:
-        while message not in self._posted:  # receives match sends by their order alone
+        while message not in self._receives:  # receives match sends by their order alone
             self._post_receive()
-        tensors, works = self._posted.pop(message)
+        tensors, works = self._receives.pop(message)
         for work in works:
             work.wait()
-        if not self._posted:  # the next message arrives while this rank computes
+        if not self._receives:  # the next message arrives while this rank computes
             self._post_receive()
         return tensors
 
     def _post_receive(self) -> None:
-        if not self._expected:
+        if not self._queue:
             return
-        message = self._expected.popleft()
+        message = self._queue.popleft()
         links, device = self._execution.links, self._execution.device
         group = links.between(self._source, links.rank)
         specs = self._execution.specs_of(message)
         tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs)
         works = [dist.irecv(tensor, group=group, group_src=self._source) for tensor in tensors]
-        self._posted[message] = (tensors, works)
+        self._receives[message] = (tensors, works)
 
 
 @dataclass
@@ -154,8 +153,6 @@ class Execution:
     """One step of this rank.
 
     Attributes:
-        links: the connections.
-        device: this rank's device.
         orders: the actions of all ranks.
         rank_of: the rank of every stage.
         stages: this rank's stages by their numbers, ready for the micro-batches.
@@ -163,7 +160,7 @@ class Execution:
         keeping: a context in which forward passes keep the activations that would be recomputed.
         kept: stages whose forward passes run in it.
         idle: micro-batches that leave the stages' buffers as they are.
-        whole_backward: whether gradients of inputs and of weights are computed together, when those of inputs are due.
+        whole_backward: whether gradients of inputs and of weights are computed together.
         timeline: the actions with their times.
         losses: the losses of the micro-batches, on the rank of the last stage.
     """
@@ -188,7 +185,7 @@ class Execution:
             source: _Inbox(self, source) for source in dict.fromkeys(self.rank_of) if source != rank
         }
         self._local: dict[Message, Tensors] = {}  # handed from stage to stage of this rank
-        self._sent: dict[Message, list[tuple[torch.Tensor, Any]]] = {}  # held until the other rank has them
+        self._outbox: dict[Message, list[tuple[torch.Tensor, Any]]] = {}  # held until the other rank has them
         self._states: dict[tuple[int, int], _CallState] = {}
         self._again = {action[1:] for action in self._order if action.kind == "R"}  # forward without a graph
         splits = not self.whole_backward and any(action.kind == "I" for action in self._order)
@@ -197,27 +194,27 @@ class Execution:
     def run(self) -> None:
         """Takes all actions; collective over the pipeline."""
         trains = any(action.kind != "F" for action in self._order)
-        sharded = [stage for stage in self.stages.values() if trains and isinstance(stage, FSDPModule)]
-        for stage in sharded:  # gradients are reduced at the end
+        fsdp_stages = [stage for stage in self.stages.values() if trains and isinstance(stage, FSDPModule)]
+        for stage in fsdp_stages:  # gradients are reduced at the end
             stage.set_is_last_backward(False)
             stage.set_reshard_after_backward(False)  # gathered once for all micro-batches
             stage.set_requires_gradient_sync(False)  # no reduction after each micro-batch
         for action in self._order:
             due = time.perf_counter()
-            arrived = self._receive_tensors(action)
-            begun = time.perf_counter()
+            inputs = self._receive_tensors(action)
+            start = time.perf_counter()
             try:
-                tensors = self._run_action(action, arrived)
+                tensors = self._run_action(action, inputs)
             except Exception:
                 self.stages[action.stage].failed = True  # tells it from a lost connection
                 raise
             message = given_by(action, len(self.rank_of))
             if message is not None:
                 self._hand_on(message, tensors)
-            self.timeline.append(Timed(action, due, begun, time.perf_counter()))
-        for message in list(self._sent):  # no later message of the other rank confirms these
+            self.timeline.append(Timed(action, due, start, time.perf_counter()))
+        for message in list(self._outbox):  # no later message of the other rank confirms these
             self._release_sent(message)
-        for stage in sharded:
+        for stage in fsdp_stages:
             reduce_after_backward(stage)
 
     def specs_of(self, message: Message) -> list[TensorSignature]:
@@ -235,13 +232,13 @@ class Execution:
         if source == self.links.rank:
             return self._local.pop(message)
         inbox = self._inboxes[source]
-        arrived = inbox.take(message)
-        for taken in inbox.taken_before[message]:  # the other rank took them before it sent this
-            self._release_sent(taken)
-        return arrived
+        inputs = inbox.take(message)
+        for delivery in inbox.taken_before[message]:  # the other rank took them before it sent this
+            self._release_sent(delivery)
+        return inputs
 
     def _release_sent(self, message: Message) -> None:
-        for _, work in self._sent.pop(message):
+        for _, work in self._outbox.pop(message):
             work.wait()  # at once, but for the last messages of the step
 
     def _hand_on(self, message: Message, tensors: Tensors) -> None:
@@ -250,17 +247,17 @@ class Execution:
             self._local[message] = tensors
             return
         group = self.links.between(self.links.rank, target)
-        self._sent[message] = [(t, dist.isend(t, group=group, group_dst=target)) for t in tensors]
+        self._outbox[message] = [(t, dist.isend(t, group=group, group_dst=target)) for t in tensors]
 
-    def _run_action(self, action: Action, arrived: Tensors) -> Tensors:
+    def _run_action(self, action: Action, inputs: Tensors) -> Tensors:
         kind, number, micro_batch = action
         key = (number, micro_batch)
         if kind == "F":
-            received = self.ranges[micro_batch][number].received
-            for tensor, value in zip(arrived, received.carried if received else (), strict=True):
+            crossing = self.ranges[micro_batch][number].received
+            for tensor, value in zip(inputs, crossing.carried if crossing else (), strict=True):
                 tensor.requires_grad_(value.spec.requires_grad)  # leaves, whose gradients are sent back
             later = WeightGradients(self._layers[number]) if self._layers else None
-            state = self._states[key] = _CallState(arrived, later=later)
+            state = self._states[key] = _CallState(inputs, later=later)
             results = self._run_forward(action, state, with_graph=key not in self._again)
             if number + 1 == len(self.rank_of):
                 self.losses[micro_batch] = results[0].detach()
@@ -273,7 +270,7 @@ class Execution:
             return ()
         gradients: Tensors = ()
         if kind != "W":
-            state.gradients = arrived or state.gradients  # the last stage begins with ones
+            state.gradients = inputs or state.gradients  # the last stage begins with ones
             self._run_backward(state)
             gradients, state.received = _gradients_of(state.received), ()
         if kind != "I":
@@ -286,14 +283,14 @@ class Execution:
     def _run_forward(self, action: Action, state: _CallState, *, with_graph: bool) -> Tensors:
         stage = self.stages[action.stage]
         keeping = self.keeping if action.stage in self.kept else nullcontext
-        lent = buffers_lent(stage) if action.micro_batch in self.idle else nullcontext()
-        with nullcontext() if with_graph else torch.no_grad(), keeping(), lent, state.later or nullcontext():
+        loan = buffers_lent(stage) if action.micro_batch in self.idle else nullcontext()
+        with nullcontext() if with_graph else torch.no_grad(), keeping(), loan, state.later or nullcontext():
             output = stage(*state.received, index=action.micro_batch)
         results: Tensors = output if isinstance(output, tuple) else (output,)
-        trained = tuple(tensor for tensor in results if tensor.requires_grad)
-        state.edges = tuple(get_gradient_edge(tensor) for tensor in trained)  # an edge keeps no tensor
+        grad_results = tuple(tensor for tensor in results if tensor.requires_grad)
+        state.edges = tuple(get_gradient_edge(tensor) for tensor in grad_results)  # an edge keeps no tensor
         if action.stage + 1 == len(self.rank_of):
-            state.gradients = tuple(torch.ones_like(loss) for loss in trained)
+            state.gradients = tuple(torch.ones_like(loss) for loss in grad_results)
         return results
 
     def _run_backward(self, state: _CallState) -> None:
@@ -303,7 +300,7 @@ class Execution:
         state.edges = state.gradients = ()
 
 
-def _gradients_of(received: Tensors) -> Tensors:
+def _gradients_of(tensors: Tensors) -> Tensors:
     # The other rank expects a tensor for each, also where no gradient came; sends need contiguous memory.
-    wanted = [tensor for tensor in received if tensor.requires_grad]
-    return tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in wanted)
+    leaves = [tensor for tensor in tensors if tensor.requires_grad]
+    return tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in leaves)

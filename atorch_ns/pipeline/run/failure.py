@@ -30,7 +30,7 @@ class FailureNotes:
         self._rank = dist.get_rank()
         name = f"pipeline_failures/{group.group_name}"
         store = group.get_group_store()
-        self._store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # torch leaves it out of __all__
+        self._store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # not in torch's __all__
 
     def note_own(self, error: BaseException, stages: Sequence[int]) -> None:
         """Notes that this rank failed."""
@@ -115,10 +115,10 @@ def tear_down(groups: list[dist.ProcessGroup], error: BaseException, release: Ca
         error: the error, whose frames may refer to the groups.
         release: drops all other references.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
     release()
     while groups:
         with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # a broken group may refuse

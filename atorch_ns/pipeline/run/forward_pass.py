@@ -22,7 +22,7 @@ CALL_STRIDE = 7_919  # coprime to MICRO_BATCH_STRIDE: no two calls of a batch sh
 
 
 class StageEnd(Exception):
-    """Raised after a stage's last call and caught by the stage, so that the rest of the model does not run."""
+    """Raised after a stage's last call and caught by the stage, so that the model does not go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,6 @@ class CrossingPieces:
 
     Attributes:
         dim: the dimension that is divided.
-        num_ranks: the ranks.
         divide: this rank's piece of a tensor.
         join: the tensor, of all pieces.
     """
@@ -113,17 +112,17 @@ class StagePass:
         self._device = device
         self.num_calls = 0
         self._is_inside = False  # whether a unit runs, whose inner calls are its own
-        carried = stage.received.carried if stage.received else ()
+        entries = stage.received.carried if stage.received else ()
         self._pieces = pieces
-        self._arrived = {
+        self._inputs = {
             (entry.is_argument, entry.call, entry.leaf): pieces.join(tensor)
             if pieces and entry.in_pieces
             else tensor
-            for entry, tensor in zip(carried, received, strict=True)
+            for entry, tensor in zip(entries, received, strict=True)
         }
         # Memory of its own, where the code between units may write into a stand-in.
-        self._is_dense = graph.mutates or any(entry.is_argument for entry in carried)
-        self._wanted = {(c.call, c.leaf) for c in _carried_outputs(stage.sent)}  # outputs to send on
+        self._is_dense = graph.mutates or any(entry.is_argument for entry in entries)
+        self._exports = {(c.call, c.leaf) for c in _carried_outputs(stage.sent)}  # outputs to send on
         self._outputs: dict[tuple[int, int], torch.Tensor] = {}  # those made so far, by (call, leaf)
 
     def call(self, path: str, unit: nn.Module | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -157,7 +156,7 @@ class StagePass:
         return output
 
     def call_seeds(self, paths: Sequence[str]) -> tuple[int, ...]:
-        """The seeds of the calls of units, of which the first runs now; none if such calls do not follow one another."""
+        """The seeds of calls of units, the first of which runs now; none if they are not consecutive."""
         calls = range(self.num_calls - 1, self.num_calls - 1 + len(paths))
         if [*self._graph.paths[calls.start : calls.stop]] != [*paths]:
             return ()
@@ -165,11 +164,11 @@ class StagePass:
 
     def _next_call(self, path: str) -> int:
         number = self.num_calls
-        traced = self._graph.paths
-        if number >= len(traced) or traced[number] != path:
-            expected = traced[number] if number < len(traced) else "its end"
+        paths = self._graph.paths
+        if number >= len(paths) or paths[number] != path:
+            old_path = paths[number] if number < len(paths) else "its end"
             raise StepError(
-                f"the model's forward pass called {path} where it called {expected} when it was cut into stages. "
+                f"the model's forward pass called {path} where it called {old_path} when it was cut into stages. "
                 "In a pipeline the calls must be the same for every batch: turn off anything that skips modules at random or by "
                 "batch, such as layerdrop, or use another axis."
             )
@@ -188,10 +187,10 @@ class StagePass:
         places = iter(range(len(self._graph.calls[number].outputs)))
 
         def make(spec: TensorSignature) -> torch.Tensor:
-            arrived = self._arrived.get((False, number, next(places)))
-            if arrived is None:
+            tensor = self._inputs.get((False, number, next(places)))
+            if tensor is None:
                 return _make_zeros(spec, self._device, dense=self._is_dense)
-            return arrived.clone() if self._graph.mutates else arrived  # it may be changed in place
+            return tensor.clone() if self._graph.mutates else tensor  # it may be changed in place
 
         output = map_instances(TensorSignature, make, self._graph.calls[number].output)
         self._keep_outputs(number, output)  # a later stage may need it as well
@@ -199,7 +198,7 @@ class StagePass:
 
     def _fill_arguments(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         tensors = tensors_of((args, kwargs))
-        for (is_argument, _, leaf), tensor in self._arrived.items():
+        for (is_argument, _, leaf), tensor in self._inputs.items():
             if is_argument:
                 stand_in = tensors[leaf]
                 if stand_in.requires_grad and not is_view(stand_in):
@@ -207,23 +206,23 @@ class StagePass:
                 stand_in.copy_(tensor)  # in place: the code may use it elsewhere too
 
     def _keep_outputs(self, number: int, output: Any) -> None:
-        if not any(call == number for call, _ in self._wanted):
+        if not any(call == number for call, _ in self._exports):
             return
         for leaf, tensor in enumerate(tensors_of(output)):
-            if (number, leaf) in self._wanted:  # as it is now: the next stage changes it in place itself
+            if (number, leaf) in self._exports:  # as it is now: the next stage changes it in place itself
                 self._outputs[number, leaf] = tensor.clone() if self._graph.mutates else tensor
 
     def _collect_outgoing(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         assert self._stage.sent is not None
         tensors = tensors_of((args, kwargs))
-        received = {id(tensor) for tensor in self._arrived.values()}
+        input_ids = {id(tensor) for tensor in self._inputs.values()}
         crossing = (
             (value, tensors[value.leaf] if value.is_argument else self._outputs[value.call, value.leaf])
             for value in self._stage.sent.carried
         )
         self.sent = tuple(
             _make_sendable(
-                self._pieces.divide(tensor) if self._pieces and value.in_pieces else tensor, value, received
+                self._pieces.divide(tensor) if self._pieces and value.in_pieces else tensor, value, input_ids
             )
             for value, tensor in crossing
         )
@@ -240,9 +239,9 @@ def _make_zeros(spec: TensorSignature, device: torch.device, *, dense: bool) -> 
     return torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
 
 
-def _make_sendable(tensor: torch.Tensor, carried: Carried, received: set[int]) -> torch.Tensor:
+def _make_sendable(tensor: torch.Tensor, value: Carried, input_ids: set[int]) -> torch.Tensor:
     """The tensor in the form that was traced: dense, of its dtype, not a view, with a gradient or without."""
-    spec = carried.spec
+    spec = value.spec
     if tuple(tensor.shape) != spec.shape:
         raise StepError(
             f"a stage was to send a tensor of shape {list(spec.shape)} and has one of {list(tensor.shape)}: the "
@@ -255,6 +254,6 @@ def _make_sendable(tensor: torch.Tensor, carried: Carried, received: set[int]) -
     if not tensor.is_contiguous():
         return tensor.contiguous()
     # The schedules detach what they have sent in place, which views and received tensors must not be.
-    if tensor.requires_grad and (is_view(tensor) or id(tensor) in received):
+    if tensor.requires_grad and (is_view(tensor) or id(tensor) in input_ids):
         return tensor.clone()
     return tensor

@@ -39,11 +39,9 @@ class StageSet:
         cuts: the calls before which the model is cut.
         rank_of: the rank along the pipeline of every stage.
         paths: the paths of the units, in the order of their calls when the model was cut.
-        trace: ``(micro-batch, whether outputs are wanted, thawed parameters) -> its graph``; called once for micro-batches of
-            the same shapes.
+        trace: ``(micro-batch, outputs wanted, thawed parameters) -> graph``, once for each set of shapes.
         draw_seed: returns a seed for the next batch, the same on all stages of a pipeline.
-        find_thawed: returns the names of parameters that are trained on any rank by now and were frozen when the model was
-            cut; collective over the pipeline.
+        find_thawed: names of parameters frozen at the cut and trained by now on any rank; collective.
     """
 
     def __init__(
@@ -52,6 +50,7 @@ class StageSet:
         cuts: Sequence[int],
         rank_of: Sequence[int],
         paths: Sequence[str],
+        *,
         trace: Callable[[Any, bool, frozenset[str]], CallGraph],
         draw_seed: Callable[[], int],
         find_thawed: Callable[[], frozenset[str]] = frozenset,
@@ -63,7 +62,7 @@ class StageSet:
         self._trace = trace
         self._draw_seed = draw_seed
         self._find_thawed = find_thawed
-        self._traced: dict[
+        self._graphs: dict[
             tuple[Signature, bool, frozenset[str]], tuple[CallGraph, tuple[StageRange, ...]]
         ] = {}
 
@@ -75,7 +74,7 @@ class StageSet:
         Args:
             micro_batches: the same on all ranks of the pipeline.
             loss_of: ``(micro-batch, output) -> loss``, 0-d.
-            outputs: whether the last stage is to have all of the model's outputs, or what the loss needs of them.
+            outputs: whether the last stage gives all of the model's outputs, or those that the loss needs.
 
         Returns:
             For every micro-batch all stages of the pipeline, as they are for its shapes.
@@ -83,15 +82,15 @@ class StageSet:
         Raises:
             StepError: if the model calls other units than when it was cut.
         """
-        thawed = self._find_thawed()
-        known = [self._trace_micro_batch(micro_batch, outputs, thawed) for micro_batch in micro_batches]
+        thaw_names = self._find_thawed()
+        traces = [self._trace_micro_batch(micro_batch, outputs, thaw_names) for micro_batch in micro_batches]
         # An evaluation leaves the masks to come alone.
         draws = any(stage.model_training for stage in self.stages)
         seed = self._draw_seed() if draws else 0
         for stage in self.stages:
-            passes = [(graph, stages[stage.number]) for graph, stages in known]
+            passes = [(graph, stages[stage.number]) for graph, stages in traces]
             stage.begin(micro_batches, passes, loss_of, seed=seed)
-        return [stages for _, stages in known]
+        return [stages for _, stages in traces]
 
     def finish(self) -> None:
         """Releases the batch."""
@@ -99,18 +98,18 @@ class StageSet:
             stage.finish()
 
     def _trace_micro_batch(
-        self, micro_batch: Any, outputs: bool, thawed: frozenset[str]
+        self, micro_batch: Any, outputs: bool, thaw_names: frozenset[str]
     ) -> tuple[CallGraph, tuple[StageRange, ...]]:
-        key = (signature(micro_batch), outputs, thawed)
-        if key not in self._traced:
+        key = (signature(micro_batch), outputs, thaw_names)
+        if key not in self._graphs:
             with torch.enable_grad():  # also where an evaluation is the first to have such shapes
-                graph = self._trace(micro_batch, outputs, thawed)
+                graph = self._trace(micro_batch, outputs, thaw_names)
             if graph.paths != self.paths:
                 raise StepError(_other_calls(self.paths, graph.paths))
             stages = ranges(graph, self._cuts)
             pieces = next((stage.pieces for stage in self.stages), None)  # one for all stages
-            self._traced[key] = (graph, stages if pieces is None else tuple(map(pieces.of, stages)))
-        return self._traced[key]
+            self._graphs[key] = (graph, stages if pieces is None else tuple(map(pieces.of, stages)))
+        return self._graphs[key]
 
 
 def _other_calls(before: Sequence[str], now: Sequence[str]) -> str:
@@ -136,8 +135,7 @@ class PipelineRunner:
         loss_of: ``(micro-batch, output) -> loss``, 0-d.
         keeping: a context in which forward passes keep the activations that would be recomputed.
         kept: stages that recompute nothing.
-        whole_backward: whether gradients of inputs and of weights must be computed together on all stages, even
-            where the schedule would separate them.
+        whole_backward: whether gradients of inputs and of weights are computed together for any schedule.
 
     Attributes:
         timeline: this rank's actions in the last step, with their times.
@@ -161,10 +159,10 @@ class PipelineRunner:
         self._device = device
         self._loss_of = loss_of
         self.timeline: Sequence[Timed] = ()
-        self._keeping, self._kept = keeping, kept
+        self._keeping, self._kept_stages = keeping, kept
         self._whole_backward = whole_backward
         self._notes = FailureNotes(links.up)
-        self._failed = ""
+        self._failure = ""
 
     def forward_backward(self, work: StepWork) -> Passed:
         """Adds the gradients of the shares of all losses; collective over the pipeline."""
@@ -201,7 +199,7 @@ class PipelineRunner:
             stages={stage.number: stage for stage in self._set.stages},
             ranges=self._set.begin(work.micro_batches, share_of, outputs=bool(askers)),
             keeping=self._keeping,
-            kept=self._kept,
+            kept=self._kept_stages,
             idle=work.dummies,
             whole_backward=self._whole_backward,
         )
@@ -228,9 +226,9 @@ class PipelineRunner:
     @contextmanager
     def _share_failure(self) -> Iterator[None]:
         """Makes all ranks of the pipeline fail if one does, each with the reason."""
-        if self._failed:
+        if self._failure:
             raise StepError(
-                f"this pipeline has stopped: {self._failed.rstrip('.')}. Restart the job from a checkpoint."
+                f"this pipeline has stopped: {self._failure.rstrip('.')}. Restart the job from a checkpoint."
             )
         try:
             yield
@@ -248,13 +246,13 @@ class PipelineRunner:
                     self._notes.raise_own(error, stages)
                 self._notes.raise_lost(error)
             except AtorchError as reason:
-                self._failed = str(reason)
+                self._failure = str(reason)
                 raise
 
     def _is_own(self, error: Exception) -> bool:
         # A lost connection is a RuntimeError of torch.distributed. A stage marks the errors of its own code.
-        failed = any(stage.failed for stage in self._set.stages)
-        return failed or isinstance(error, AtorchError) or not isinstance(error, RuntimeError)
+        has_failed = any(stage.failed for stage in self._set.stages)
+        return has_failed or isinstance(error, AtorchError) or not isinstance(error, RuntimeError)
 
     def _release_links(self) -> None:
         del self._links  # gloo closes a group when the last reference to it goes

@@ -68,12 +68,11 @@ class StageUnit(SetsInside, nn.Module):
 
 
 class Stub(nn.Module):
-    """A stand-in for a unit of other ranks, with its attributes and those of its parameters that this rank needs.
+    """A stand-in for a unit of other ranks, with its attributes and the parameters that this rank needs.
 
     Args:
         module: the unit, whose memory has been released.
-        path: the unit's path in the user's model.
-        method: the name of the method that has cut the model, for messages.
+        path, method: as of :class:`StageUnit`.
     """
 
     is_stand_in = True
@@ -102,7 +101,7 @@ class Stub(nn.Module):
         return getattr(original, name)
 
     def _as_unit(self) -> Stub:
-        """This module as one of the unit's class, whose code may say ``super()`` and sees the parameters that are here."""
+        """This module as one of the unit's class, whose code may use ``super()`` and sees this state."""
         kind = type(self.__dict__["_original"])
         instance: Stub = object.__new__(type(kind.__name__, (Stub, kind), {"__call__": nn.Module.__call__}))
         instance.__dict__ = self.__dict__  # one state under two classes
@@ -142,8 +141,7 @@ class StageModule(nn.Module):
         model_input_format: how a micro-batch is passed to the model.
 
     Attributes:
-        pieces: how ranks that have the same stage share in sending and holding what crosses cuts; ``None`` where each sends
-            all.
+        pieces: how ranks with the same stage share what crosses cuts; ``None`` where each sends all.
     """
 
     def __init__(
@@ -193,10 +191,9 @@ class StageModule(nn.Module):
         """Prepares for the forward passes of a batch.
 
         Args:
-            micro_batches: the same on all stages.
-            passes: for each of them the graph, traced with such shapes, and the stage's part of it.
+            micro_batches, seed: of the batch, the same on all stages.
+            passes: for each micro-batch the graph, traced with such shapes, and the stage's part of it.
             loss_of: computes the loss that the last stage returns.
-            seed: the seed of the batch, the same on all stages.
         """
         self._micro_batches = micro_batches
         self._passes, self._loss_of = passes, loss_of

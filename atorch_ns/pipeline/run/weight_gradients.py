@@ -1,8 +1,8 @@
-"""Weight gradients of linear layers apart from the rest of a backward pass, for schedules that compute them later.
+"""Weight gradients of linear layers apart from the backward pass, for schedules that compute them later.
 
-A backward pass computes for each linear layer the gradient of its input, which the layer before waits for, and that of
-its weight, for which nothing waits: two products of the same size. Qi et al. 2023 ("Zero Bubble Pipeline Parallelism")
-fill the bubble with the second. Everything else is computed with the inputs' part, as there is little of it.
+A backward pass computes for each linear layer the gradient of its input, for which the layer before waits,
+and of its weight, for which nothing waits: two equally large products. Qi et al. 2023 ("Zero Bubble Pipeline
+Parallelism") fill the bubble with the second. The rest is little and belongs to the inputs' part.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class WeightGradients:
     def product(
         self, layer: Any, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """What a layer returns, of its weight or of this rank's part of it; nothing where they do not go together."""
+        """A layer's output with its weight, or this rank's part of it; nothing where they do not match."""
         if not _is_wanted(value, weight, bias):
             return None
         dtype = _computed_in(value, weight)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple
 
 PassKind = Literal["F", "B", "I", "W", "R"]
-"""Forward, whole backward, backward for the input, backward for the weights, recomputation of a forward pass."""
+"""Forward, whole backward, backward for the input or for the weights, recomputation of a forward pass."""
 
 
 class Action(NamedTuple):
@@ -56,9 +56,8 @@ def live_bytes(
     """The most bytes of activations that each rank holds at one time, by rank.
 
     Args:
-        activation_bytes: bytes that a stage keeps of one micro-batch between forward and backward, by stage. Bytes
-            that a split backward frees before the weights' part are counted until then; of a micro-batch that is
-            recomputed by a pass of its own, from that pass on.
+        activation_bytes: bytes that a stage keeps of one micro-batch between forward and backward, by stage.
+            All count until the weights' part of a split backward, and after a recomputation of its own.
         recomputed_bytes: bytes after such a pass, by stage; ``None`` for the same.
     """
     again = activation_bytes if recomputed_bytes is None else recomputed_bytes
@@ -78,29 +77,26 @@ def live_bytes(
 
 
 def check_orders(orders: Sequence[Sequence[Action]], num_micro_batches: int, rank_of: Sequence[int]) -> str:
-    """What is wrong with orders, as a clause: a pass that is missing, done twice, or out of turn; empty if nothing is.
+    """The first error of orders, as a clause: a pass that is missing, repeated or out of turn; empty if none.
 
     Whether ranks wait for each other for ever is what :func:`~atorch_ns.pipeline.simulate` finds.
-
-    Args:
-        rank_of: the rank of every stage.
     """
     # The kinds of the passes so far, such as "FI": always the beginning of one of _WHOLE.
-    done = {(stage, index): "" for stage in range(len(rank_of)) for index in range(num_micro_batches)}
+    passes = {(stage, index): "" for stage in range(len(rank_of)) for index in range(num_micro_batches)}
     for rank, order in enumerate(orders):
         for kind, stage, index in order:
-            if (stage, index) not in done:
+            if (stage, index) not in passes:
                 return f"there is no stage {stage} or no micro-batch {index}"
             if rank_of[stage] != rank:
                 return f"rank {rank} does {kind} with stage {stage}, which is on rank {rank_of[stage]}"
-            done[stage, index] += kind
-            if not any(whole.startswith(done[stage, index]) for whole in _WHOLE):
-                return f"stage {stage} does {', '.join(done[stage, index])} with micro-batch {index}"
-    unfinished = next((key for key, kinds in done.items() if kinds not in _WHOLE), None)
-    if unfinished is None:
+            passes[stage, index] += kind
+            if not any(whole.startswith(passes[stage, index]) for whole in _WHOLE):
+                return f"stage {stage} does {', '.join(passes[stage, index])} with micro-batch {index}"
+    open_key = next((key for key, kinds in passes.items() if kinds not in _WHOLE), None)
+    if open_key is None:
         return ""
-    kinds = ", ".join(done[unfinished]) or "nothing"
-    return f"stage {unfinished[0]} does only {kinds} with micro-batch {unfinished[1]}"
+    kinds = ", ".join(passes[open_key]) or "nothing"
+    return f"stage {open_key[0]} does only {kinds} with micro-batch {open_key[1]}"
 
 
 _WHOLE: Final = ("FB", "FIW", "FRB", "FRIW")

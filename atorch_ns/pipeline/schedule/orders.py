@@ -23,7 +23,7 @@ class PipelineSize(NamedTuple):
 
 
 Order = Callable[[int, PipelineSize], Iterable[Action]]
-"""``(rank, size) -> the actions of the rank``; passes wait for what other ranks hand them, and sends follow from them."""
+"""``(rank, size) -> the rank's actions``; passes wait for others' results, and sends follow from them."""
 
 
 def gpipe(rank: int, size: PipelineSize) -> Iterator[Action]:
@@ -48,25 +48,25 @@ def _in_turn(stage: int, ahead: int, num: int) -> Iterator[Action]:
             yield Action("F", stage, ahead + index)
 
 
-# Merak's schedules (Merak, core/pipeline/schedules; IEEE TPDS 34(5), doi 10.1109/TPDS.2023.3247001): 1F1B in which some
-# recomputations begin before the gradient has come that they are for.
+# Merak's schedules (core/pipeline/schedules; IEEE TPDS 34(5), doi 10.1109/TPDS.2023.3247001): 1F1B in which
+# some recomputations begin before the gradients have come that they are for.
 
 
 def pre_recompute(rank: int, size: PipelineSize) -> Iterator[Action]:
-    """1F1B; the last micro-batches, whose backward passes wait for those of later stages, are recomputed meanwhile."""
+    """1F1B that recomputes the last micro-batches while their backward passes wait for later stages."""
     return _recompute_early(one_forward_one_backward(rank, size), _waiting_micro_batches(rank, size))
 
 
 def last_no_recompute(rank: int, size: PipelineSize) -> Iterator[Action]:
-    """As :func:`pre_recompute`, beside a last stage that keeps its activations: the stage before it recomputes its first
-    micro-batch while it waits, and no others."""
+    """As :func:`pre_recompute` with a last stage that keeps its activations: the stage before it recomputes
+    its first micro-batch while it waits, and no others."""
     early = {0} if rank == size.num_stages - 2 else _waiting_micro_batches(rank, size)
     return _recompute_early(one_forward_one_backward(rank, size), early)
 
 
 def shifted_critical_path(rank: int, size: PipelineSize) -> Iterator[Action]:
-    """As :func:`last_no_recompute`; the last stage but one runs a forward pass more ahead, and two backward passes one
-    after the other, so that the longest chain of waiting passes goes through it."""
+    """As :func:`last_no_recompute`; the last stage but one runs one more forward pass ahead and two backward
+    passes in a row, so that the longest chain of waiting passes goes through it."""
     from_end, num = size.num_stages - 1 - rank, size.num_micro_batches
     if from_end == 1:  # the last stage but one
         forwards = [Action("F", rank, index) for index in range(num)]

@@ -18,10 +18,9 @@ class RecomputeShare:
     """How much is recomputed.
 
     Attributes:
-        share: of the blocks that can be, 0 to 1: of the first stage, or of each, the last number for all that follow;
-            ``"auto"`` for the least of each stage that fits into memory.
-        by_stage: how that of the first stage gives the others: the ``same``; ``level``, so that all stages keep as many
-            bytes; or ``merak``, that system's formula.
+        share: of the blocks that can be, 0 to 1: of the first stage, or of each, the last for all that
+            follow; ``"auto"`` for the least of each stage that fits into memory.
+        by_stage: how it gives other stages' shares: ``same``, ``level`` for equal bytes, ``merak``'s formula.
     """
 
     share: float | tuple[float, ...] | Literal["auto"] = 1.0
@@ -64,13 +63,13 @@ class RecomputeShare:
         return self.is_chosen or self.by_stage == "level"
 
     def of_stages(
-        self, live: Sequence[int], kept: float = 0.0, *, keeps_last: bool = False
+        self, live: Sequence[int], kept_share: float = 0.0, *, keeps_last: bool = False
     ) -> tuple[float, ...]:
-        """The share of each stage: before the model is cut, for blocks that are alike; 1 for all while they are to be chosen.
+        """The share of each stage if blocks are alike, before the model is cut; 1 for ``auto``.
 
         Args:
             live: the micro-batches whose activations a stage holds at one time, by stage.
-            kept: what recomputation keeps of a block, as a share of all that its backward pass needs.
+            kept_share: what recomputation keeps of a block, as a share of all that its backward pass needs.
             keeps_last: whether the schedule lets the last stage recompute nothing.
         """
         num = len(live)
@@ -79,7 +78,7 @@ class RecomputeShare:
         elif not isinstance(self.share, (int, float)):
             shares = [self.share[min(stage, len(self.share) - 1)] for stage in range(num)]
         elif self.by_stage == "level":
-            shares = [level_share(self.share, live[0] / each, kept) for each in live]
+            shares = [level_share(self.share, live[0] / each, kept_share) for each in live]
         elif self.by_stage == "merak":
             shares = [merak_share(self.share, stage, num) for stage in range(num)]
         else:
@@ -89,22 +88,22 @@ class RecomputeShare:
         return tuple(shares)
 
 
-def level_share(first: float, fewer: float, kept: float) -> float:
+def level_share(first: float, fewer: float, part: float) -> float:
     """The share of a stage that holds ``1 / fewer`` times the first one's micro-batches, and as many bytes.
 
-    With c and c' the shares that are not recomputed, bytes are equal where (c' + (1 - c') kept) = fewer (c + (1 - c) kept).
+    With shares c and c' not recomputed, equal bytes mean c' + (1 - c') part = fewer (c + (1 - c) part).
 
     Example:
         >>> level_share(0.75, 2.0, 0.0)
         0.5
     """
-    bytes_kept = fewer * (1.0 - first * (1.0 - kept))  # of a stage's whole activations
-    return max(0.0, min(1.0, (1.0 - bytes_kept) / (1.0 - kept))) if kept < 1.0 else 0.0  # 1.0: saves nothing
+    bytes_kept = fewer * (1.0 - first * (1.0 - part))  # of a stage's whole activations
+    return max(0.0, min(1.0, (1.0 - bytes_kept) / (1.0 - part))) if part < 1.0 else 0.0  # 1.0: saves nothing
 
 
 def merak_share(first: float, stage: int, num_stages: int) -> float:
-    """Merak's stage-aware share: what is not recomputed grows with (S - 1) / (S - 1 - stage), and the last stage recomputes
-    nothing (``activation_checkpoint_ratio`` of its pipeline module).
+    """Merak's stage-aware share: the part not recomputed grows with (S - 1) / (S - 1 - stage), and the last
+    stage recomputes nothing (``activation_checkpoint_ratio`` of its pipeline module).
 
     Example:
         >>> [merak_share(0.75, stage, 4) for stage in range(4)]

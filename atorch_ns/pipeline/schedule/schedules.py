@@ -18,8 +18,7 @@ from atorch_ns.text import counted, error_text, near_matches, with_article
 
 
 def train_step_only(method: str) -> str:
-    """The sentence that says that a pipeline, cut by ``method``, is run as a whole, and that a user's training loop cannot
-    call the model."""
+    """The sentence that a pipeline cut by ``method`` runs as a whole, not by calls of the user's own loop."""
     return (
         "a pipeline is run by result.train_step(batch) and result.train_step.evaluate(batch) alone, and "
         f"result.model cannot be called; for a training loop of your own, search with excluded=[{method!r}]"
@@ -37,10 +36,10 @@ class ScheduleInfo:
             that the first and the last stage share rank 0.
         fewest_stages, most_stages: stages on one rank; ``None`` for no bound.
         usual_stages: stages on one rank by default.
-        recomputes: whether passes of their own recompute activations, of use only where a model recomputes any.
+        recomputes: whether passes of their own recompute activations, useful only if a model recomputes any.
         keeps_last: whether the last stage keeps its activations where others recompute theirs.
-        splits_backward: whether gradients of inputs and of weights are computed separately, so that the latter
-            fill idle time. Such schedules run neither compiled stages nor selective recomputation.
+        splits_backward: whether gradients of inputs and weights are computed apart, so that the latter fill
+            idle time. Such schedules run neither compiled stages nor selective recomputation.
         micro_batches: the rule for ``m``: ``"any"``, ``"stages"`` (at least one for every stage) or
             ``"rounds"`` (a multiple of ``max(1, m // p)``).
         fewest_micro_batches: the least ``m``.
@@ -74,7 +73,7 @@ class ScheduleInfo:
             stages_per_rank: the number of stages on a rank; ``None`` for the usual number.
 
         Raises:
-            InputError: if the schedule cannot run so many micro-batches or stages, or a user's order fails or is not whole.
+            InputError: if the schedule cannot run such numbers, or a user's order fails or is not whole.
         """
         on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
         self.check(num_ranks, num_micro_batches, on_rank)
@@ -149,10 +148,10 @@ class ScheduleInfo:
     ) -> tuple[int, ...]:
         """The numbers of micro-batches that can be run: the two nearest below and above the given one."""
         on_rank = self.usual_stages if stages_per_rank is None else stages_per_rank
-        below = _first_accepted(self, num_ranks, on_rank, range(num_micro_batches - 1, 0, -1), 2)
+        below = _first_accepted(self, num_ranks, on_rank, range(num_micro_batches - 1, 0, -1), count=2)
         # A multiple of the ranks that is at least the number of stages can always be run.
         above = range(num_micro_batches + 1, num_micro_batches + num_ranks * (on_rank + 2))
-        return (*reversed(below), *_first_accepted(self, num_ranks, on_rank, above, 2))
+        return (*reversed(below), *_first_accepted(self, num_ranks, on_rank, above, count=2))
 
     def dividing(self, num_ranks: int, stages_per_rank: int | None, rows: int) -> list[int]:
         """The numbers of micro-batches that divide a batch of so many rows and can be run."""
@@ -162,8 +161,7 @@ class ScheduleInfo:
     def usual_micro_batches(self, num_ranks: int, stages_per_rank: int | None, rows: int) -> int | None:
         """The default number of micro-batches for a batch of so many rows; ``None`` if none can be run.
 
-        Of the numbers that divide the batch and can be run, the nearest to twice the number of stages, at most four
-        times that number if possible.
+        It divides the batch and is nearest to twice the stages, at most four times the stages if possible.
         """
         legal = self.dividing(num_ranks, stages_per_rank, rows)
         stages = num_ranks * (self.usual_stages if stages_per_rank is None else stages_per_rank)
@@ -220,8 +218,8 @@ _ALIASES = {
 def get_schedule(name: str) -> ScheduleInfo:
     """The schedule with a name, which may be torch's, a short form, or one of Merak's ``train_schedule``.
 
-    Case, ``_``, ``-`` and a leading ``Schedule`` do not matter. A schedule of one's own is a :class:`ScheduleInfo` that
-    is named with its module: ``"my_package.schedules:MINE"``.
+    Case, ``_``, ``-`` and a leading ``Schedule`` do not matter. A schedule of one's own, a
+    :class:`ScheduleInfo`, is named with its module: ``"my_package.schedules:MINE"``.
 
     Raises:
         InputError: if there is none of the name, with those there are.
@@ -244,8 +242,8 @@ def get_schedule(name: str) -> ScheduleInfo:
         return replace(info, note=f"{name!r} is run as {target}: {note}.") if note else info
     names = [info.name for info in SCHEDULES]
     near = near_matches(key, [*by_key, *_ALIASES])
-    meant = dict.fromkeys(by_key[each].name if each in by_key else _ALIASES[each][0] for each in near)
-    hint = f" Did you mean {' or '.join(meant)}?" if meant else ""
+    matches = dict.fromkeys(by_key[each].name if each in by_key else _ALIASES[each][0] for each in near)
+    hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
     raise InputError(f"there is no pipeline schedule {name!r}.{hint} Known: {', '.join(names)}, or 'auto'.")
 
 
@@ -264,7 +262,7 @@ def _schedule_key(name: str) -> str:
 
 
 def _first_accepted(
-    info: ScheduleInfo, num_ranks: int, on_rank: int, numbers: range, count: int
+    info: ScheduleInfo, num_ranks: int, on_rank: int, numbers: range, *, count: int
 ) -> tuple[int, ...]:
     return tuple(islice((number for number in numbers if info._can_run(num_ranks, number, on_rank)), count))
 

@@ -18,16 +18,15 @@ from atorch_ns.pipeline.schedule.schedules import ScheduleInfo, get_schedule
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Seconds of one micro-batch in each stage.
+    """Seconds of one micro-batch, by stage.
 
     Attributes:
-        forward: seconds of the forward pass, by stage.
-        backward_input: seconds of the backward pass for the stage's input, recomputation included, by stage.
-        backward_weight: seconds of the backward pass for the stage's weights, by stage.
-        backward: seconds of the whole backward pass where it is not the sum of both parts, by stage; empty if it is.
-        recompute: seconds of that recomputation, which a pass of its own may do before, by stage; empty for none.
-        send: seconds to carry activations from stage ``s`` to ``s + 1``, or gradients back, by ``s``; one less than
-            there are stages, or empty for none. Stages on one rank send nothing.
+        forward: of the forward pass.
+        backward_input, backward_weight: of the backward pass for the input, with recomputation, and weights.
+        backward: of the whole backward pass where it is not the sum of both parts; empty if it is.
+        recompute: of that recomputation, which a pass of its own may do before; empty for none.
+        send: to carry activations from stage ``s`` to ``s + 1``, or gradients back, by ``s``; empty for none.
+            Stages on one rank send nothing.
     """
 
     forward: tuple[float, ...]
@@ -91,7 +90,6 @@ class Timeline:
     """A simulated step.
 
     Attributes:
-        orders: the actions of each rank.
         starts, ends: seconds from the step's beginning, for each rank an array like its actions.
     """
 
@@ -133,9 +131,6 @@ def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts) -> Timeline:
 
     A forward pass waits for the stage before, a backward pass for the stage after.
 
-    Args:
-        orders: the actions of every rank, in their order.
-
     Raises:
         InputError: if the costs are of another number of stages, or the actions wait for each other.
     """
@@ -153,18 +148,18 @@ def simulate(orders: Sequence[Sequence[Action]], costs: StageCosts) -> Timeline:
             f"rank {rank} with {_describe_action(orders[rank][len(starts[rank])])}" for rank in stuck[:4]
         )
         raise InputError(f"the actions wait for each other and never end: {waiting}.")
-    begun = tuple(np.array(times, dtype=np.float64) for times in starts)
-    ended = tuple(
-        times + np.array([each.seconds for each in row]) for times, row in zip(begun, passes, strict=True)
+    begins = tuple(np.array(times, dtype=np.float64) for times in starts)
+    ends = tuple(
+        times + np.array([each.seconds for each in row]) for times, row in zip(begins, passes, strict=True)
     )
-    return Timeline(orders=tuple(map(tuple, orders)), starts=begun, ends=ended)
+    return Timeline(orders=tuple(map(tuple, orders)), starts=begins, ends=ends)
 
 
 class _Pass(NamedTuple):
     """The dependencies and duration of a kind of pass through one stage.
 
-    ``chain`` is the stream of micro-batches that it hands on, F or B; W and R are none. ``source`` is the stage that
-    it waits for in that stream; ``None`` for none.
+    It hands on the stream ``chain`` of micro-batches, F or B; W and R hand on none. It waits for the stage
+    ``source`` in that stream; ``None`` for none.
     """
 
     chain: str
@@ -206,7 +201,7 @@ def _of_rank(order: Sequence[Action], kinds: Mapping[tuple[str, int], _Pass]) ->
 
 
 def _start_times(orders: Sequence[Sequence[Action]], passes: Sequence[Sequence[_Pass]]) -> list[list[float]]:
-    ended: dict[tuple[str, int, int], float] = {}  # by (chain, stage, micro-batch)
+    end_times: dict[tuple[str, int, int], float] = {}  # by (chain, stage, micro-batch)
     waiting: dict[tuple[str, int, int], int] = {}  # rank by the pass it waits for; a pass has one reader
     free = [0.0] * len(orders)  # when each rank has ended its last action
     starts: list[list[float]] = [[] for _ in orders]
@@ -214,21 +209,21 @@ def _start_times(orders: Sequence[Sequence[Action]], passes: Sequence[Sequence[_
     # A rank runs on until it needs a pass that has not ended. That pass wakes it: linear in the actions.
     while runnable:
         rank = runnable.pop()
-        order, now, begun = orders[rank], free[rank], starts[rank]
-        for position in range(len(begun), len(order)):
+        order, now, begins = orders[rank], free[rank], starts[rank]
+        for position in range(len(begins), len(order)):
             _, stage, index = order[position]
             chain, source, send, seconds = passes[rank][position]
             start = now
             if source is not None:
-                ready = ended.get((chain, source, index))
+                ready = end_times.get((chain, source, index))
                 if ready is None:
                     waiting[chain, source, index] = rank
                     break
                 start = max(now, ready + send)  # a send travels while both ranks compute
-            begun.append(start)
+            begins.append(start)
             now = start + seconds
             if chain in "FB":
-                ended[chain, stage, index] = now
+                end_times[chain, stage, index] = now
                 woken = waiting.pop((chain, stage, index), None)
                 if woken is not None:
                     runnable.append(woken)

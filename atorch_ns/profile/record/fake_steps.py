@@ -37,7 +37,9 @@ class FakeSteps:
         """One step with batches of the given B and T."""
         paths = copied_paths(self._subject, self._containers)
         with self.prepared(precision, sizes) as (model, batch):
-            return record_step(self._subject, model, batch, precision, paths, device_type=self._device.type)
+            return record_step(
+                self._subject, model, batch, precision, block_paths=paths, device_type=self._device.type
+            )
 
     @contextmanager
     def prepared(self, precision: StepPrecision, sizes: tuple[int, int]) -> Iterator[tuple[nn.Module, Any]]:
@@ -83,7 +85,9 @@ def record_real(subject: TracedModel, precision: StepPrecision, num_samples: int
     """
     model, batch = real_copy(subject, precision, num_samples)
     device_type = next((p.device.type for p in model.parameters()), "cpu")
-    return record_step(subject, model, batch, precision, tuple(subject.blocks), device_type=device_type)
+    return record_step(
+        subject, model, batch, precision, block_paths=tuple(subject.blocks), device_type=device_type
+    )
 
 
 def real_copy(subject: TracedModel, precision: StepPrecision, num_samples: int) -> tuple[nn.Module, Any]:

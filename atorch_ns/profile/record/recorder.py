@@ -97,7 +97,9 @@ class Recording:
     products: dict[int, MatrixProduct] = field(default_factory=dict)
     attentions: dict[int, Attention] = field(default_factory=dict)
 
-    def add(self, kind: Event, key: int, name: str = "", size: int = 0, moved: tuple[int, ...] = ()) -> None:
+    def add(
+        self, kind: Event, key: int, name: str = "", size: int = 0, *, moved: tuple[int, ...] = ()
+    ) -> None:
         """Appends one event."""
         self.kinds.append(kind)
         self.keys.append(key)
@@ -157,10 +159,10 @@ class OperatorRecorder(TorchDispatchMode):
         self.recording = Recording()
         self.phase = -1
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # a storage's address names it only as long as it lives
+        self._storages: list[Any] = []  # a storage's address names it only as long as it lives
         for number, tensor in enumerate(tensors):
             storage = tensor.untyped_storage()
-            self._kept.append(storage)
+            self._storages.append(storage)
             self._numbers.setdefault(storage._cdata, number)
         self._parameters = list(parameters)
         self._parameter_storages = {p.untyped_storage()._cdata for p in self._parameters}
@@ -215,13 +217,15 @@ class OperatorRecorder(TorchDispatchMode):
         for tensor in read:
             self._note_use(tensor)
         flops = count_flops(func, args, kwargs, out)
-        self.recording.add(Event.OPERATOR, -1, label(func), flops, moved_bytes([*read, *results]))
+        self.recording.add(Event.OPERATOR, -1, label(func), flops, moved=moved_bytes([*read, *results]))
         event = len(self.recording.kinds) - 1
         for tensor in results:
             self._record_allocation(tensor)
         if self._counts_workspaces:
             self._pass_through(workspace_bytes(func, args, out))
-        self._note_operands(event, func, args, read, results)  # after the allocations, which number results
+        self._note_operands(
+            event, func, args, read, results=results
+        )  # after the allocations, which number results
         self._note_attention(event, func, args, kwargs)
         if func is torch.ops.aten._to_copy.default:
             self._note_cast(read[0], results[0])
@@ -233,6 +237,7 @@ class OperatorRecorder(TorchDispatchMode):
         func: Any,
         args: tuple[Any, ...],
         read: list[torch.Tensor],
+        *,
         results: list[torch.Tensor],
     ) -> None:
         self.recording.reads[event] = tuple(self._storage_number(tensor) for tensor in read)
@@ -376,7 +381,7 @@ class Boundaries:
         self._blocks = blocks
         self._is_backward = False
         self._inside: str | None = None  # the block that runs
-        self._hooked: list[weakref.ref[torch.Tensor]] = []  # one hook for a tensor between two blocks
+        self._hook_refs: list[weakref.ref[torch.Tensor]] = []  # one hook for a tensor between two blocks
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -416,11 +421,11 @@ class Boundaries:
         self._recorder.enter_phase(forward_of(len(self.occurrences) - 1))
 
     def _hook_gradients(self, tensors: list[torch.Tensor], occurrence: int) -> None:
-        alive = {id(tensor) for ref in self._hooked if (tensor := ref()) is not None}
+        alive = {id(tensor) for ref in self._hook_refs if (tensor := ref()) is not None}
         for tensor in tensors:
             if tensor.grad_fn is not None and id(tensor) not in alive:
                 tensor.register_hook(lambda _: self._begin_backward(occurrence))
-                self._hooked.append(weakref.ref(tensor))
+                self._hook_refs.append(weakref.ref(tensor))
 
     def _begin_backward(self, occurrence: int) -> None:
         phase = backward_of(occurrence)

@@ -21,13 +21,13 @@ from atorch_ns.profile.record.tensor_division import TensorDivision, find_divisi
 from atorch_ns.profile.trace import precision_key
 
 ALL_PRECISIONS = ("float32", "float32/bfloat16", "bfloat16", "bfloat16/bfloat16")
-"""Weights as the model has them, autocast over them, 16-bit weights, and autocast over gathered 16-bit copies."""
+"""The model's weights, autocast over them, 16-bit weights, and autocast over gathered 16-bit copies."""
 
 
 def stays_in_fp32(buffer: str) -> bool:
-    """Whether a buffer of this name stays in fp32 when a model is cast: rotary frequencies lose whole positions in 16 bits.
+    """Whether a buffer so named stays in fp32 in a cast: rotary frequencies lose whole positions in 16 bits.
 
-    transformers keeps them as ``inv_freq``, and for what it computes anew ``original_inv_freq`` and others by layer.
+    transformers keeps them as ``inv_freq``, ``original_inv_freq`` for later changes, and others by layer.
     """
     return buffer.endswith("inv_freq")
 
@@ -101,9 +101,7 @@ class TracedModel:
     """The model and batch that are traced, as the user gave them. Never changed.
 
     Attributes:
-        model: the model, on any device.
-        batch: one sample batch.
-        forward_loss: model call and loss.
+        model, batch, forward_loss: the model, on any device; one sample batch; model call and loss.
         sizes: B and T of the batch.
         at: B and T for which memory peaks are wanted.
         blocks: the repeated blocks, by path; none to follow the model as a whole.
@@ -139,7 +137,7 @@ class RecordedStep:
 
     Attributes:
         occurrences: the stretches of its forward pass, blocks and what runs between them.
-        uses: stretches that use each parameter outside blocks in the forward pass, in order, by its first name.
+        uses: stretches of the forward pass, in order, that use each parameter outside blocks, by first name.
         sizes: B and T that it ran with.
         division: tensors and operators that tensor parallelism would divide.
         dims: dim along which each divided parameter is divided, by its first name.
@@ -173,8 +171,8 @@ def record_step(
     model: nn.Module,
     batch: Any,
     precision: StepPrecision,
-    block_paths: Sequence[str],
     *,
+    block_paths: Sequence[str],
     device_type: str,
 ) -> RecordedStep:
     """Runs forward and backward pass once and records it. ``model`` is changed: hooks stay.

@@ -1,12 +1,10 @@
-"""Tensor-parallel analysis: what tensor parallelism would divide, found by following tensors through operators.
+"""Tensor-parallel analysis: tensors and operators that tensor parallelism would divide.
 
-
-Within a block, the first product with a matrix of weights is divided along its outputs (a *column* layer, as
-Megatron-LM calls it). What is computed from its result is divided too, until a product whose weight is divided along
-its inputs (a *row* layer) gives whole results again. So attention is divided by heads and an MLP by its inner
-features, whatever the modules are called. A column layer whose divided results would meet whole ones (a residual
-stream, another block) divides nothing and is left whole. Outside blocks only matrices with a row for each word of the
-vocabulary are divided.
+Within a block, the first product with a matrix of weights is divided along its outputs (a *column* layer of
+Megatron-LM). What is computed from its result is divided too, until a product whose weight is divided along
+its inputs (a *row* layer) gives whole results. So attention is divided by heads and an MLP by inner features.
+A column layer whose results would meet whole ones (a residual stream, another block) stays whole. Outside
+blocks only matrices with a row for each word of the vocabulary are divided.
 """
 
 from __future__ import annotations
@@ -34,9 +32,9 @@ class TensorDivision:
         storages: numbers of storages of which a rank holds a part.
         operators: events of operators of which a rank computes a part.
         dims: dim of each divided parameter, by its number among the given tensors.
-        words: numbers of storages that hold values for words of the vocabulary, between the head and the loss.
+        words: numbers of storages of values for words of the vocabulary, between the head and the loss.
         word_operators: events of operators that compute those values.
-        loss_share: tokens whose loss is computed, of all that the head computes: below 1 where the loss is shifted.
+        loss_share: share of the head's tokens whose loss is computed: below 1 where the loss is shifted.
         columns, rows: for each phase of a forward pass, products divided along outputs and along inputs.
     """
 
@@ -75,7 +73,7 @@ def find_division(
     whole: set[int] = set()
     while True:  # ends, as each refusal adds weights that stay whole
         try:
-            return _Walk(recording, shapes, block_of, vocabulary, whole).division()
+            return _Walk(recording, shapes, block_of, vocabulary, whole=whole).division()
         except _Refusal as refusal:
             whole |= refusal.weights
 
@@ -89,6 +87,7 @@ class _Walk:
         shapes: Sequence[tuple[int, ...]],
         block_of: Callable[[int], str],
         vocabulary: Mapping[int, int],
+        *,
         whole: set[int],
     ) -> None:
         self._recording = recording
@@ -138,12 +137,12 @@ class _Walk:
                 self._origin[result] = self._origin[reads[0]]
             return
         self._follow_words(event, reads)
-        divided = [mark for mark in reads if mark in self._sources]
-        if not divided:
+        parts = [mark for mark in reads if mark in self._sources]
+        if not parts:
             return
         if label in _MEETING:
-            self._refuse_whole_operands(reads, divided)
-        self._mark_divided(event, frozenset().union(*(self._sources[mark] for mark in divided)))
+            self._refuse_whole_operands(reads, parts)
+        self._mark_divided(event, frozenset().union(*(self._sources[mark] for mark in parts)))
 
     def _follow_words(self, event: int, reads: Sequence[int]) -> None:
         words = self._division.words
@@ -194,12 +193,12 @@ class _Walk:
         same_block = all(self._blocks[source] == self._block for source in sources)
         return forward and same_block and len(self._shapes[number]) == 2 and number not in self._whole
 
-    def _refuse_whole_operands(self, reads: Sequence[int], divided: Sequence[int]) -> None:
-        size = max(self._sizes.get(mark, 0) for mark in divided)  # smaller ones are broadcast, such as a bias
+    def _refuse_whole_operands(self, reads: Sequence[int], parts: Sequence[int]) -> None:
+        size = max(self._sizes.get(mark, 0) for mark in parts)  # smaller ones are broadcast, such as a bias
         others = [mark for mark in reads if mark not in self._sources and mark >= 0]
         # Backward, gradients of what both kinds of layers read meet in whatever order autograd has.
         if self._phase % 2 == 0 and any(self._sizes.get(mark, 0) >= size for mark in others):
-            raise _Refusal(frozenset().union(*(self._sources[mark] for mark in divided)))
+            raise _Refusal(frozenset().union(*(self._sources[mark] for mark in parts)))
 
     def _mark_divided(self, event: int, sources: frozenset[int]) -> None:
         self._division.operators.add(event)

@@ -36,7 +36,7 @@ def waterfall_picture(info: WaterfallInfo) -> str:
         )
     rows.append((f"winner: {info.winner}", 0.0, info.winner_seconds, "total", end))
     title = "From the baseline to the winner"
-    canvas = Canvas("waterfall", title, description, WIDTH, _STEP_ROW * len(rows) + 8)
+    canvas = Canvas("waterfall", title, description, WIDTH, height=_STEP_ROW * len(rows) + 8)
     longest = max(1e-12, *(high for _, _, high, _, _ in rows))  # never zero, as it divides
     scale = (WIDTH - max(text_width(amount) for *_, amount in rows) - _GAP) / longest
     for position, (label, low, high, style, amount) in enumerate(rows):
@@ -69,13 +69,15 @@ def memory_picture(info: MemoryInfo) -> str:
         f"{len(info.bars)} candidates, {over} of them over the limit of "
         f"{bytes_text(info.limit_bytes or None)}. " + _first_bar_sentence(info.bars, bytes_text)
     )
-    return _stacked_bars("memory", "Peak memory per rank", description, info, bytes_text, info.limit_bytes)
+    return _stacked_bars(
+        "memory", "Peak memory per rank", description, info, to_text=bytes_text, limit=info.limit_bytes
+    )
 
 
 def time_picture(info: TimeInfo) -> str:
     """Predicted steps in parts; a diamond where it was measured."""
     description = f"{len(info.bars)} candidates. " + _first_bar_sentence(info.bars, seconds_text)
-    return _stacked_bars("time", "Seconds per step", description, info, seconds_text)
+    return _stacked_bars("time", "Seconds per step", description, info, to_text=seconds_text)
 
 
 def _stacked_bars(
@@ -83,28 +85,29 @@ def _stacked_bars(
     title: str,
     description: str,
     info: MemoryInfo | TimeInfo,
-    shown: Callable[[float | None], str],
+    *,
+    to_text: Callable[[float | None], str],
     limit: float = 0.0,
 ) -> str:
-    used = used_parts(info)
-    legend = legend_rows([info.names[part] for part in used], WIDTH)
+    part_indices = used_parts(info)
+    legend = legend_rows([info.names[part] for part in part_indices], WIDTH)
     top = _LINE * (len(legend) + 1) + 12
-    canvas = Canvas(name, title, description, WIDTH, int(top + _ROW * len(info.bars) + 10))
+    canvas = Canvas(name, title, description, WIDTH, height=int(top + _ROW * len(info.bars) + 10))
     highest = max((_longest_value(bar) for bar in info.bars), default=0.0)
     # A limit far above every bar would press them flat: it is then named, but not drawn.
-    drawn = 0 < limit <= 4 * highest
-    scale = (WIDTH - _EDGE) / (max(highest, limit if drawn else 0.0) or 1.0)
-    _draw_legend(canvas, legend, {info.names[part]: f"p{part}" for part in used}, numbered=True)
+    draws_limit = 0 < limit <= 4 * highest
+    scale = (WIDTH - _EDGE) / (max(highest, limit if draws_limit else 0.0) or 1.0)
+    _draw_legend(canvas, legend, {info.names[part]: f"p{part}" for part in part_indices}, with_numbers=True)
     y = FONT + _LINE * len(legend)
     canvas.mark(7, y - FONT / 2 + 2, "diamond", style="measured")
     canvas.text(FONT + 7, y, "measured; bars are predicted")
     if limit:
         canvas.line(267, y - FONT, 267, y + 2, style="limit")
-        canvas.text(260 + FONT + 7, y, f"limit {shown(limit)}")
+        canvas.text(260 + FONT + 7, y, f"limit {to_text(limit)}")
     for position, bar in enumerate(info.bars):
         y = top + _ROW * position
-        _draw_bar(canvas, bar, y, scale, used, info.names, shown)
-        if drawn:  # across the bar only: a line through the labels would hide them
+        _draw_bar(canvas, bar, y, scale, parts=part_indices, names=info.names, to_text=to_text)
+        if draws_limit:  # across the bar only: a line through the labels would hide them
             canvas.line(limit * scale, y + FONT + 4, limit * scale, y + FONT + _BAR + 10, style="limit")
     return canvas.finish()
 
@@ -114,12 +117,13 @@ def _draw_bar(
     bar: Bar,
     y: float,
     scale: float,
-    used: Sequence[int],
+    *,
+    parts: Sequence[int],
     names: Sequence[str],
-    shown: Callable[[float | None], str],
+    to_text: Callable[[float | None], str],
 ) -> None:
-    measured = bar.measured.value if bar.measured is not None else None
-    amount = shown(bar.predicted) if measured is None else f"{shown(bar.predicted)} (◆ {shown(measured)})"
+    value = bar.measured.value if bar.measured is not None else None
+    amount = to_text(bar.predicted) if value is None else f"{to_text(bar.predicted)} (◆ {to_text(value)})"
     role = " ✓" if bar.is_best else " (baseline)" if bar.is_baseline else ""
     style = "strong" if bar.is_best else ""
     room = canvas.width - FONT * 0.6 * (len(amount) + len(role) + 2)  # what the figure leaves
@@ -127,15 +131,15 @@ def _draw_bar(
     canvas.text(canvas.width, y + FONT, amount, style=style, anchor="end")
     # Parts lie side by side from the left, numbered where they are wide enough.
     x, top = 0.0, y + FONT + 6
-    for number, part in enumerate(used, 1):
+    for number, part in enumerate(parts, 1):
         length = bar.parts[part] * scale
-        canvas.box(x, top, length, _BAR, style=f"p{part}", tip=f"{names[part]}: {shown(bar.parts[part])}")
+        canvas.box(x, top, length, _BAR, style=f"p{part}", tip=f"{names[part]}: {to_text(bar.parts[part])}")
         if length > FONT:  # there is room for its number
             canvas.text(x + length / 2, top + _BAR - 5, str(number), style="on", anchor="middle")
         x += length
-    if measured is not None:
-        tip = f"measured {shown(measured)}"
-        canvas.mark(measured * scale, top + _BAR / 2, "diamond", style="measured", tip=tip)
+    if value is not None:
+        tip = f"measured {to_text(value)}"
+        canvas.mark(value * scale, top + _BAR / 2, "diamond", style="measured", tip=tip)
 
 
 def _draw_legend(
@@ -143,13 +147,13 @@ def _draw_legend(
     rows: Sequence[Sequence[tuple[float, str]]],
     styles: Mapping[str, str],
     *,
-    numbered: bool = False,
+    with_numbers: bool = False,
 ) -> None:
     for line, row in enumerate(rows):
         y = FONT + _LINE * line
         for x, label in row:
             canvas.box(x, y - FONT + 1, FONT + 2, FONT + 2, style=styles[label])
-            if numbered:
+            if with_numbers:
                 number = str(list(styles).index(label) + 1)  # as on the bars
                 canvas.text(x + FONT / 2 + 1, y, number, style="on", anchor="middle")
             if label == _LATER:  # the mark of such passes
@@ -158,16 +162,16 @@ def _draw_legend(
 
 
 def _longest_value(bar: Bar) -> float:
-    measured = bar.measured.value if bar.measured is not None else None
-    return max(bar.predicted, measured or 0.0)
+    value = bar.measured.value if bar.measured is not None else None
+    return max(bar.predicted, value or 0.0)
 
 
-def _first_bar_sentence(bars: Sequence[Bar], shown: Callable[[float | None], str]) -> str:
+def _first_bar_sentence(bars: Sequence[Bar], to_text: Callable[[float | None], str]) -> str:
     if not bars:
         return ""
     first = bars[0]
-    measured = f", measured {shown(first.measured.value)}" if first.measured is not None else ""
-    return f"First: {first.label}, predicted {shown(first.predicted)}{measured}."
+    suffix = f", measured {to_text(first.measured.value)}" if first.measured is not None else ""
+    return f"First: {first.label}, predicted {to_text(first.predicted)}{suffix}."
 
 
 _LEFT, _RIGHT = 34, 46  # for the ranks' numbers and their idle shares
@@ -202,18 +206,18 @@ def timeline_picture(info: TimelineInfo) -> str:
     top = _LINE * (len(legend) + 2)
     bottom = top + _RANK_ROW * len(rows)
     title, height = f"Pipeline: {info.schedule}", int(bottom + 26)
-    canvas = Canvas("timeline", title, timeline_sentence(info), WIDTH, height)
+    canvas = Canvas("timeline", title, timeline_sentence(info), WIDTH, height=height)
     styles = {KIND_NAMES[kind]: style for kind, style in _STYLES.items() if kind in KIND_NAMES}
     styles |= {_MIXED: _STYLES["mixed"], "idle": "idle", _LATER: _STYLES["F"]}
     _draw_legend(canvas, legend, styles)
     canvas.text(0, top - 8, "rank", style="muted")
     canvas.text(WIDTH, top - 8, "idle", style="muted", anchor="end")
-    for position, (row, drawn) in enumerate(zip(rows, spans, strict=True)):
+    for position, (row, row_spans) in enumerate(zip(rows, spans, strict=True)):
         y = top + _RANK_ROW * position
         canvas.text(_LEFT - 8, y + 15, str(row.rank), anchor="end")
         canvas.text(WIDTH, y + 15, percent_text(row.idle_share), anchor="end")
         canvas.box(_LEFT, y, WIDTH - _LEFT - _RIGHT, _RANK_BAR, style="idle")
-        _draw_row(canvas, drawn, y)
+        _draw_row(canvas, row_spans, y)
     _draw_axis(canvas, info, scale, bottom)
     return canvas.finish()
 
@@ -266,8 +270,8 @@ def _draw_axis(canvas: Canvas, info: TimelineInfo, scale: float, y: float) -> No
 
 
 def _timeline_legend(info: TimelineInfo, spans: Sequence[Sequence[_Span]]) -> list[list[tuple[float, str]]]:
-    drawn = {span.kind for row in spans for span in row}
-    kinds = [KIND_NAMES[kind] for kind in info.kinds if kind in drawn]
-    mixed = [_MIXED] if "mixed" in drawn else []
+    span_kinds = {span.kind for row in spans for span in row}
+    kinds = [KIND_NAMES[kind] for kind in info.kinds if kind in span_kinds]
+    mixed = [_MIXED] if "mixed" in span_kinds else []
     later = [_LATER] if any(span.later for row in spans for span in row) else []
     return legend_rows([*kinds, *mixed, "idle", *later], WIDTH)

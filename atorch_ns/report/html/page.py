@@ -92,7 +92,7 @@ class _Section(NamedTuple):
 
 
 def report_html(
-    applied: Report | None,
+    report: Report | None,
     search: SearchOutcome | None,
     actual: ActualInfo | None,
     timeline: TimelineInfo | None = None,
@@ -103,10 +103,10 @@ def report_html(
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"breakable": breakable, "kept_together": kept_together}
     return environment.from_string(PAGE).render(
-        title=_page_title(applied, search),
+        title=_page_title(report, search),
         style=STYLE,
-        applied=None if applied is None else _applied_table(applied),
-        notes=() if applied is None else applied.notes,
+        applied=None if report is None else _applied_table(report),
+        notes=() if report is None else report.notes,
         actual=() if actual is None else actual_lines(actual)[1:],
         search=None if search is None else _search_values(search),
         sections=tuple(_build_sections(search, timeline)),
@@ -121,15 +121,15 @@ def report_figures(search: SearchOutcome | None, timeline: TimelineInfo | None) 
 def _search_values(search: SearchOutcome) -> dict[str, Any]:
     info = candidates_info(search)
     best = next((str(line.number) for line in info.lines if line.is_best), "")
-    shown = tuple(line for line in info.considered if _worth_a_line(line))
+    visible = tuple(line for line in info.considered if _worth_a_line(line))
     lists = (("Self-checks", search.checks), ("Assumed", search.setting.notes))
     settings = {**search.settings.model_dump(), "fingerprint": search.setting.fingerprint}
     return {
         "setting": setting_text(search.setting),
         "sentences": verdict(search),
-        "candidates": candidates_table(info._replace(lines=shown)).without_unknown(),
+        "candidates": candidates_table(info._replace(lines=visible)).without_unknown(),
         "candidates_note": _PLANNED if info.planned else _TRIED,
-        "folded": tuple(_collapsed_tables(info, shown)),
+        "folded": tuple(_collapsed_tables(info, visible)),
         "best": best,
         "lists": tuple((heading, lines) for heading, lines in lists if lines),
         "settings": tuple((name.replace("_", " "), str(value)) for name, value in settings.items()),
@@ -140,8 +140,8 @@ def _worth_a_line(line: CandidateLine) -> bool:
     return line.number <= _SHOWN or line.trial_number > 0 or line.is_baseline
 
 
-def _collapsed_tables(info: CandidatesInfo, shown: tuple[CandidateLine, ...]) -> Iterator[tuple[str, Table]]:
-    rest = tuple(line for line in info.considered if line not in shown)
+def _collapsed_tables(info: CandidatesInfo, first: tuple[CandidateLine, ...]) -> Iterator[tuple[str, Table]]:
+    rest = tuple(line for line in info.considered if line not in first)
     more = "more that were not chosen" if info.planned else "more that were not tried"
     for title, lines in ((more, rest), ("pruned, each with its reason", info.pruned)):
         if lines:
@@ -157,15 +157,19 @@ def _build_sections(search: SearchOutcome | None, timeline: TimelineInfo | None)
         if len(timeline.rows) > MOST_ROWS:
             note += f" {MOST_ROWS} of the {len(timeline.rows)} ranks are drawn."
         table = timeline_table(timeline)
-        yield _figure_section("timeline", "The pipeline's step", timeline_picture(timeline), note, table)
+        yield _figure_section(
+            "timeline", "The pipeline's step", timeline_picture(timeline), note, table=table
+        )
 
 
 def _search_sections(search: SearchOutcome) -> Iterator[_Section]:
     memory, time, pareto = memory_info(search), time_info(search), pareto_info(search)
     caption = "Bars are predicted parts, numbered as in the legend"
     caption += "." if is_planned(search) else "; a diamond is what was measured."
-    yield _figure_section("memory", "Memory per rank", memory_picture(memory), caption, memory_table(memory))
-    yield _figure_section("time", "Time of a step", time_picture(time), caption, time_table(time))
+    yield _figure_section(
+        "memory", "Memory per rank", memory_picture(memory), caption, table=memory_table(memory)
+    )
+    yield _figure_section("time", "Time of a step", time_picture(time), caption, table=time_table(time))
     waterfall = waterfall_info(search)
     if waterfall is not None:
         source = (
@@ -173,14 +177,18 @@ def _search_sections(search: SearchOutcome) -> Iterator[_Section]:
         )
         note, table = f"Which change brought how much{source}.", waterfall_table(waterfall)
         yield _figure_section(
-            "waterfall", "From the baseline to the winner", waterfall_picture(waterfall), note, table
+            "waterfall", "From the baseline to the winner", waterfall_picture(waterfall), note, table=table
         )
     note = "Below and left of the line there is no candidate."
-    yield _figure_section("pareto", "Time against memory", pareto_picture(pareto), note, pareto_table(pareto))
+    yield _figure_section(
+        "pareto", "Time against memory", pareto_picture(pareto), note, table=pareto_table(pareto)
+    )
     history = history_info(search)
     if history.points:
         note = "Medians of the timed steps with their standard errors."
-        yield _figure_section("history", "The search", history_picture(history), note, history_table(history))
+        yield _figure_section(
+            "history", "The search", history_picture(history), note, table=history_table(history)
+        )
         infos = tuple(accuracy_info(search, quantity) for quantity in QUANTITIES)
         note = "On the dashed diagonal the prediction was right."
         figures = (
@@ -192,28 +200,28 @@ def _search_sections(search: SearchOutcome) -> Iterator[_Section]:
         yield _Section("accuracy", "Predicted against measured", tuple(figures), accuracy_table(infos))
 
 
-def _figure_section(name: str, title: str, picture: str, caption: str, table: Table) -> _Section:
+def _figure_section(name: str, title: str, picture: str, caption: str, *, table: Table) -> _Section:
     return _Section(name, title, (Figure(name, picture, caption),), table)
 
 
-def _page_title(applied: Report | None, search: SearchOutcome | None) -> str:
+def _page_title(report: Report | None, search: SearchOutcome | None) -> str:
     if search is not None:
         if search.winner is None:
             return f"{search.setting.model}: no strategy could be chosen"
         candidate = search.winner.candidate
         names = " → ".join(name for name, _ in candidate.steps)
-        chosen = candidate.label if len(candidate.label) <= _LONG_TITLE else names
-        return f"{search.setting.model}: {chosen}"
-    return str(applied.strategy) if applied is not None else "Nothing was applied"
+        strategy_text = candidate.label if len(candidate.label) <= _LONG_TITLE else names
+        return f"{search.setting.model}: {strategy_text}"
+    return str(report.strategy) if report is not None else "Nothing was applied"
 
 
-def _applied_table(applied: Report) -> Table:
-    rows = tuple((row.name, row.why, row.settings) for row in applied.rows)
+def _applied_table(report: Report) -> Table:
+    rows = tuple((row.name, row.why, row.settings) for row in report.rows)
     return Table(("method", "why", "settings"), rows, frozenset({0, 1, 2}))
 
 
 def breakable(text: str) -> Markup:
-    """The text, escaped, with ``<wbr/>`` wherever a line may end besides at spaces; no line begins with a plus."""
+    """The text, escaped, with ``<wbr/>`` where lines may end besides at spaces; none begins with a plus."""
     from markupsafe import Markup
 
     return Markup("<wbr/>").join(pieces(text.replace(" + ", "\u00a0+ ")))

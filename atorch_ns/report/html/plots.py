@@ -18,12 +18,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 36, 54, 44  # margins
 
 
 class _Axes:
-    """The frame of a plot: from values to places. An axis that does not begin near zero may be logarithmic.
-
-    Args:
-        canvas: the canvas to draw on.
-        across, up: ticks of the axes; :func:`_far_ticks` gives those of a logarithmic axis.
-    """
+    """The frame of a plot: places of values, by the axes' ticks (logarithmic by :func:`_far_ticks`)."""
 
     def __init__(self, canvas: Canvas, across: Sequence[float], up: Sequence[float]) -> None:
         self._canvas, self._across, self._up = canvas, tuple(across), tuple(up)
@@ -61,20 +56,20 @@ class _Axes:
 
 def history_picture(info: HistoryInfo) -> str:
     """Every trial's step, the best so far as a stair, failures as crosses above."""
-    failed = [point for point in info.points if point.seconds is None]
-    known = [point.seconds + point.spread for point in info.points if point.seconds is not None]
+    errors = [point for point in info.points if point.seconds is None]
+    upper_ends = [point.seconds + point.spread for point in info.points if point.seconds is not None]
     least = [point.seconds - point.spread for point in info.points if point.seconds is not None]
     if info.lower_bound_seconds is not None:
         least.append(info.lower_bound_seconds)
     best = min((point.best_seconds for point in info.points if point.best_seconds), default=None)
     description = (
-        f"{counted(len(info.points), 'trial')}, {len(failed)} failed; the best step was {seconds_text(best)}."
+        f"{counted(len(info.points), 'trial')}, {len(errors)} failed; the best step was {seconds_text(best)}."
     )
-    canvas = Canvas("history", "Trials in their order", description, WIDTH, 300)
+    canvas = Canvas("history", "Trials in their order", description, WIDTH, height=300)
     last = max((point.trial for point in info.points), default=1)
     step = max(1, round(last / 8))  # about 8 ticks
     medians = [point.seconds for point in info.points if point.seconds is not None]
-    up = _far_ticks(medians) or _linear_ticks([*least, *(value * 1.01 for value in known)], seconds_text)
+    up = _far_ticks(medians) or _linear_ticks([*least, *(value * 1.01 for value in upper_ends)], seconds_text)
     axes = _Axes(canvas, range(0, last + step + 1, step), up)
     axes.draw(("trial", lambda value: f"{value:.0f}"), ("step, measured", seconds_text))
     # The best so far goes down at each trial that is better.
@@ -95,37 +90,37 @@ def history_picture(info: HistoryInfo) -> str:
                 axes.x(point.trial), _TOP + 8, "cross", style="failed", tip=f"{point.label}: {point.status}"
             )
             continue
-        x, won = axes.x(point.trial), point.trial == info.best_trial
+        x, is_winner = axes.x(point.trial), point.trial == info.best_trial
         spread = point.spread
         canvas.line(x, axes.y(point.seconds - spread), x, axes.y(point.seconds + spread), style="whisker")
         tip = f"trial {point.trial}: {point.label}: {seconds_text(point.seconds)} ±{seconds_text(spread)}"
-        shape, style = ("diamond", "won") if won else ("circle", "dot")
-        canvas.mark(x, axes.y(point.seconds), shape, style=style, size=7 if won else 4, tip=tip)
+        shape, style = ("diamond", "won") if is_winner else ("circle", "dot")
+        canvas.mark(x, axes.y(point.seconds), shape, style=style, size=7 if is_winner else 4, tip=tip)
     canvas.text(0, FONT, "● trial   ◆ the winner   ✕ failed   ─ best so far")
     return canvas.finish()
 
 
 def accuracy_picture(info: AccuracyInfo) -> str:
     """Predicted across, measured up; on the diagonal the prediction was right."""
-    shown = seconds_text if info.quantity == "time" else bytes_text
+    to_text = seconds_text if info.quantity == "time" else bytes_text
     merit = (
         f"rank correlation {number_text(info.correlation)}, median error {percent_text(info.median_error)}, "
         f"n={len(info.points)}"
     )
     title = f"{info.quantity.capitalize()}: predicted against measured"
-    canvas = Canvas(f"accuracy-{info.quantity}", title, f"{title}: {merit}.", WIDTH, 330)
+    canvas = Canvas(f"accuracy-{info.quantity}", title, f"{title}: {merit}.", WIDTH, height=330)
     values = [value for point in info.points for value in (point.predicted, point.measured)]
     if info.quantity == "memory":
         ticks = _bytes_ticks(values)
     else:
         ticks = _far_ticks(values) or _linear_ticks(values, seconds_text)
     axes = _Axes(canvas, ticks, ticks)
-    axes.draw(("predicted", shown), ("measured", shown))
+    axes.draw(("predicted", to_text), ("measured", to_text))
     canvas.text(0, FONT, merit)
     canvas.line(axes.x(ticks[0]), axes.y(ticks[0]), axes.x(ticks[-1]), axes.y(ticks[-1]), style="diagonal")
     for point in info.points:
         x, y = axes.x(point.predicted), axes.y(point.measured)
-        figures = f"predicted {shown(point.predicted)}, measured {shown(point.measured)}"
+        figures = f"predicted {to_text(point.predicted)}, measured {to_text(point.measured)}"
         canvas.mark(x, y, "circle", style="dot", size=4, tip=f"#{point.number} {point.label}: {figures}")
         canvas.label(x, y, f"#{point.number}", rise=-6)
     return canvas.finish()
@@ -135,15 +130,15 @@ def pareto_picture(info: ParetoInfo) -> str:
     """Step across, peak memory up; the front is a line that no candidate lies below."""
     front = info.front
     description = f"{len(info.points)} candidates, {len(front)} on the front of time and memory."
-    canvas = Canvas("pareto", "Time against memory", description, WIDTH, 340)
+    canvas = Canvas("pareto", "Time against memory", description, WIDTH, height=340)
     peaks = [point.memory.value or 0.0 for point in info.points]
-    drawn = 0 < info.limit_bytes <= 2 * max(peaks, default=1.0)  # one far above would press the points flat
-    up = _bytes_ticks([*peaks, info.limit_bytes] if drawn else peaks)
+    draws_limit = 0 < info.limit_bytes <= 2 * max(peaks, default=1.0)  # a far limit would flatten the points
+    up = _bytes_ticks([*peaks, info.limit_bytes] if draws_limit else peaks)
     times = [point.time.value or 0.0 for point in info.points]
     across = _far_ticks(times) or _linear_ticks(times, seconds_text)
     axes = _Axes(canvas, across, up)
     axes.draw(("step", seconds_text), ("peak memory per rank", bytes_text))
-    if drawn:
+    if draws_limit:
         y = axes.y(info.limit_bytes)
         canvas.line(_LEFT, y, WIDTH - _RIGHT, y, style="limit")
         limit = f"limit {bytes_text(info.limit_bytes)}"
@@ -152,9 +147,9 @@ def pareto_picture(info: ParetoInfo) -> str:
     canvas.path([_point_position(axes, point) for point in front], style="stair")
     for point in sorted(info.points, key=lambda point: (point.on_front, point.is_best)):  # the winner on top
         x, y = _point_position(axes, point)
-        measured = point.time.source == "measured"
-        shape = "diamond" if point.is_best else "circle" if measured else "square"
-        style = "won" if point.is_best else "dot" if measured else "hollow"
+        is_measured = point.time.source == "measured"
+        shape = "diamond" if point.is_best else "circle" if is_measured else "square"
+        style = "won" if point.is_best else "dot" if is_measured else "hollow"
         tip = f"#{point.number} {point.label}: {point.time.as_seconds()}, {point.memory.as_bytes()}"
         canvas.mark(x, y, shape, style=style, size=7 if point.is_best else 4, tip=tip)
         if point.on_front:
@@ -167,12 +162,12 @@ def _point_position(axes: _Axes, point: ParetoPoint) -> tuple[float, float]:
     return axes.x(point.time.value or 0.0), axes.y(point.memory.value or 0.0)
 
 
-def _linear_ticks(values: Sequence[float], shown: Callable[[float | None], str]) -> tuple[float, ...]:
+def _linear_ticks(values: Sequence[float], to_text: Callable[[float | None], str]) -> tuple[float, ...]:
     """Ticks from zero, or from below the least value where values lie close together far from zero."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if 0.7 * high < low < high:
         near = nice_ticks(high, lowest=low - 0.05 * (high - low))
-        if len({shown(tick) for tick in near}) == len(near):  # no two read alike
+        if len({to_text(tick) for tick in near}) == len(near):  # no two read alike
             return near
     return nice_ticks(high)
 

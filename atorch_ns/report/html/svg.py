@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
 WIDTH = 440
-"""Width of every picture, in its units; the page's style shows it 358 pixels wide on a phone, 680 on a desktop."""
+"""Width of every picture, in its units; the page shows it 358 pixels wide on a phone, 680 on a desktop."""
 
 FONT = 13
 """Height of text, in the units of the picture: legible on a phone, and not huge on a desktop."""
@@ -25,7 +25,7 @@ class Canvas:
         width, height: size of the picture, in its units.
     """
 
-    def __init__(self, name: str, title: str, description: str, width: int, height: int) -> None:
+    def __init__(self, name: str, title: str, description: str, width: int, *, height: int) -> None:
         self.width, self.height = width, height
         self._labels: list[tuple[float, float, float, float]] = []  # left, top, right, bottom
         self._parts = [
@@ -57,7 +57,7 @@ class Canvas:
         self._add_element("polyline", f'points="{text}" fill="none"', style)
 
     def mark(self, x: float, y: float, shape: str, *, style: str, size: float = 5, tip: str = "") -> None:
-        """A point: ``circle``, ``square``, ``diamond`` or ``cross``, so that colour is not needed to distinguish them."""
+        """A ``circle``, ``square``, ``diamond`` or ``cross``: points that differ in more than colour."""
         if shape == "circle":
             self._add_element("circle", f'cx="{x:.1f}" cy="{y:.1f}" r="{size:.1f}"', style, tip)
         elif shape == "square":
@@ -80,7 +80,6 @@ class Canvas:
         """Text next to the point ``(x, y)``: on the first of its sides where no other label is, or nowhere.
 
         Args:
-            x, y, text: the point and its label.
             reach: radius of the point's mark.
             rise: height of a label at the left or right above the point.
         """

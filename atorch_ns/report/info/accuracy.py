@@ -64,11 +64,11 @@ def accuracy_info(outcome: SearchOutcome, quantity: Quantity) -> AccuracyInfo:
         if estimate is None or trial is None or not trial.succeeded:
             continue
         if quantity == "time":
-            predicted, measured = estimate.step_seconds, trial.median_seconds
+            prediction, actual = estimate.step_seconds, trial.median_seconds
         else:
-            predicted, measured = estimate.allocated_bytes, float(trial.max_peak_bytes)
-        if predicted > 0 and measured > 0:
-            points.append(AccuracyPoint(row.candidate.key, row.candidate.label, number, predicted, measured))
+            prediction, actual = estimate.allocated_bytes, float(trial.max_peak_bytes)
+        if prediction > 0 and actual > 0:
+            points.append(AccuracyPoint(row.candidate.key, row.candidate.label, number, prediction, actual))
     errors = [abs(point.error) for point in points]
     return AccuracyInfo(
         quantity=quantity,
@@ -95,9 +95,9 @@ def rank_correlation(first: list[float], second: list[float]) -> float | None:
 
 
 def _average_ranks(values: list[float]) -> list[float]:
-    ordered = sorted(values)
-    first = {value: position for position, value in reversed(list(enumerate(ordered)))}  # of equal values
-    return [first[value] + (ordered.count(value) - 1) / 2 for value in values]  # ties share their mean rank
+    ascending = sorted(values)
+    first = {value: position for position, value in reversed(list(enumerate(ascending)))}  # of equal values
+    return [first[value] + (ascending.count(value) - 1) / 2 for value in values]  # ties share their mean rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,5 +181,5 @@ def actual_info(actual: Actual, search: SearchOutcome | None) -> ActualInfo:
     )
 
 
-def _relative_error(predicted: float | None, actual: float | None) -> float | None:
-    return predicted / actual - 1 if predicted is not None and actual else None
+def _relative_error(prediction: float | None, actual: float | None) -> float | None:
+    return prediction / actual - 1 if prediction is not None and actual else None

@@ -18,8 +18,7 @@ class Bar(NamedTuple):
     Attributes:
         key, label: key and label of the candidate.
         number: number of its line in the table of candidates.
-        is_best: the candidate won.
-        is_baseline: the candidate is the baseline.
+        is_best, is_baseline: whether it won; whether it is the baseline.
         parts: predicted bytes or seconds, in the order of ``MemoryParts`` or ``TimeParts``.
         measured: ``None`` if it was not tried or failed.
         note: moment of the step at which memory peaks.
@@ -54,7 +53,7 @@ class MemoryInfo(NamedTuple):
     limit_bytes: int
 
     def over(self, bar: Bar) -> float:
-        """Bytes by which a candidate is over the limit, tensors measured where they were; negative if it fits."""
+        """Bytes over the limit, with tensors as measured if they were; negative if the candidate fits."""
         if bar.measured is None or bar.measured.value is None:
             return bar.predicted - self.limit_bytes
         # Trials count tensors; what the allocator keeps beyond them, and what lies outside, is predicted.
@@ -65,8 +64,7 @@ class TimeInfo(NamedTuple):
     """Seconds per step, in parts.
 
     Attributes:
-        names: names of the parts.
-        bars: bars of candidates, the winner first.
+        names, bars: as in :class:`MemoryInfo`.
     """
 
     names: tuple[str, ...]
@@ -117,8 +115,8 @@ def _worth_showing(outcome: SearchOutcome, limit: int) -> list[tuple[int, Row]]:
     # Winner and baseline, then what was tried, then what could have been, then what does not fit.
     order = {"won": 0, "lost": 1, "failed": 1, "untried": 2, "pruned": 3}
 
-    def rank(numbered: tuple[int, Row]) -> tuple[int, int]:
-        number, row = numbered
+    def rank(pair: tuple[int, Row]) -> tuple[int, int]:
+        number, row = pair
         if row.candidate.key == outcome.best:
             return (-2, number)
         if row.candidate.is_baseline:
@@ -126,17 +124,16 @@ def _worth_showing(outcome: SearchOutcome, limit: int) -> list[tuple[int, Row]]:
         kind = row.candidate.pruned.kind if row.candidate.pruned else ""  # same, impossible: last
         return (order[row.fate] + (2 if kind in ("same", "impossible") else 0), number)
 
-    ranked = sorted(enumerate(outcome.rows, 1), key=rank)[:limit]
-    return sorted(ranked, key=lambda numbered: numbered[0])  # as in the table
+    first_rows = sorted(enumerate(outcome.rows, 1), key=rank)[:limit]
+    return sorted(first_rows, key=lambda pair: pair[0])  # as in the table
 
 
 class TimelineBlock(NamedTuple):
     """One pass of a micro-batch through a stage.
 
     Attributes:
-        kind: F (forward), R (recomputation), B (backward), I (backward for the input) or W (backward for the weights).
-        stage: index of the stage.
-        micro_batch: index of the micro-batch.
+        kind: F (forward), R (recomputation), B (backward), I (backward for the input) or W (for the weights).
+        stage, micro_batch: their indices.
         start, end: seconds from the step's beginning.
         lap: 0 for the first of the rank's stages, 1 for the next, and so on.
     """
@@ -156,8 +153,7 @@ class TimelineRow(NamedTuple):
         rank: index along the pipeline.
         stages: stages that it holds.
         blocks: its forward and backward passes, in order.
-        busy_seconds: seconds that it computes.
-        idle_share: idle share of the step.
+        busy_seconds, idle_share: seconds that it computes; idle share of the step.
         live_micro_batches: the most micro-batches whose activations it holds at once, by stage.
     """
 

@@ -35,8 +35,8 @@ class ReportedNumber(NamedTuple):
         """The time as text: ``"42.1 ms ±0.3 ms (measured, n=20)"``."""
         if self.source != "measured":
             return f"{seconds_text(self.value)} ({self._interval_text(seconds_text)}{self.source})"
-        shown = measured_text(self.value, self.spread if self.num > 1 else None)
-        return f"{shown} (measured, n={self.num})"
+        text = measured_text(self.value, self.spread if self.num > 1 else None)
+        return f"{text} (measured, n={self.num})"
 
     def as_bytes(self) -> str:
         """The memory as text: ``"812 MiB (measured, the highest of 2 ranks)"``."""
@@ -76,8 +76,8 @@ def peak(row: Row) -> ReportedNumber:
     return ReportedNumber(estimate.peak_bytes, "predicted", interval=estimate.peak_bytes_interval)
 
 
-def _without_trial(corrected: float | None) -> ReportedNumber:
-    return ReportedNumber(corrected, "unknown" if corrected is None else "corrected")
+def _without_trial(value: float | None) -> ReportedNumber:
+    return ReportedNumber(value, "unknown" if value is None else "corrected")
 
 
 def is_planned(outcome: SearchOutcome) -> bool:
@@ -97,14 +97,12 @@ class CandidateLine(NamedTuple):
         number: number from 1, in the order of the report.
         key, label: key and label of the candidate.
         fate: result of the candidate; :func:`fate_text` gives it as text.
-        is_best: the candidate won.
-        is_baseline: others are compared with it.
+        is_best, is_baseline: whether it won; whether others are compared with it.
         on_front: no other candidate beats it in both time and memory.
         predicted_seconds, predicted_bytes: before any trial; ``None`` where it could not be priced.
         allocated_bytes: what tensors need of ``predicted_bytes``, as trials measure.
         seconds_interval, bytes_interval: intervals of these predictions.
-        time: best known step, in seconds.
-        memory: best known peak, in bytes.
+        time, memory: best known step in seconds, best known peak in bytes.
         speedup: the baseline's step over this one's, measured against measured or else predicted against
             predicted; ``None`` where it failed or is unknown.
         limit_share: ``memory`` as a share of the limit; ``None`` where unknown.
@@ -149,16 +147,15 @@ class CandidatesInfo(NamedTuple):
 
     def first(self, num: int | None) -> CandidatesInfo:
         """The first lines, and the baseline wherever it stands; all for ``None``."""
-        kept = self.lines if num is None else self.lines[:num]
-        baseline = tuple(line for line in self.lines[len(kept) :] if line.is_baseline)
-        return self._replace(lines=(*kept, *baseline))
+        first_lines = self.lines if num is None else self.lines[:num]
+        baseline = tuple(line for line in self.lines[len(first_lines) :] if line.is_baseline)
+        return self._replace(lines=(*first_lines, *baseline))
 
     def without_twins(self) -> CandidatesInfo:
-        """Without candidates whose predictions are those of a line before, whose reason then says what they change; where
-        neither was tried."""
+        """Without untried lines predicted as an untried one before, whose reason tells their changes."""
         first: dict[tuple[float, float], CandidateLine] = {}
         changes: dict[int, list[str]] = {}  # by the number of the line that is kept
-        kept = []
+        lines = []
         for line in self.lines:
             seconds, size = line.predicted_seconds, line.predicted_bytes
             # A twin is an untried line with the predictions of an earlier one; that one's reason names it.
@@ -167,8 +164,8 @@ class CandidatesInfo(NamedTuple):
                 if like is not line and line.fate == "untried" and not line.is_baseline:
                     changes.setdefault(like.number, []).append(_label_change(like.label, line.label))
                     continue
-            kept.append(line)
-        return self._replace(lines=tuple(_with_twins(line, changes.get(line.number, ())) for line in kept))
+            lines.append(line)
+        return self._replace(lines=tuple(_with_twins(line, changes.get(line.number, ())) for line in lines))
 
     @property
     def considered(self) -> tuple[CandidateLine, ...]:
@@ -191,11 +188,11 @@ def _with_twins(line: CandidateLine, changes: Sequence[str]) -> CandidateLine:
 def _label_change(before: str, after: str) -> str:
     # Labels are methods joined by +: "with x", "with x in place of y", or "without y".
     old, new = before.split(" + "), after.split(" + ")
-    gone = [part for part in old if part not in new]
+    removals = [part for part in old if part not in new]
     come = " + ".join(part for part in new if part not in old)
-    if not gone:
+    if not removals:
         return f"with {come}"
-    return f"with {come} in place of {' + '.join(gone)}" if come else f"without {' + '.join(gone)}"
+    return f"with {come} in place of {' + '.join(removals)}" if come else f"without {' + '.join(removals)}"
 
 
 def candidates_info(outcome: SearchOutcome) -> CandidatesInfo:
@@ -303,9 +300,8 @@ class HistoryInfo(NamedTuple):
 def history_info(outcome: SearchOutcome) -> HistoryInfo:
     """The history's data.
 
-    The best so far is by the objective of the search. What is over the limit or was disqualified is never
-    the best, and nothing is better than the winner once that was tried: of candidates that differ by no more than
-    noise, the simplest is chosen and not the shortest median.
+    The best so far is by the search's objective, within the limit and not disqualified. Nothing beats
+    the winner once tried: the simplest of candidates that differ by noise wins, not the shortest median.
     """
     points: list[HistoryPoint] = []
     winner = outcome.winner

@@ -21,15 +21,15 @@ def explain_strategy(strategy: Strategy, cluster: Cluster, registry: Registry) -
     Raises:
         StrategyError: if it cannot be used on the cluster.
     """
-    resolved = resolve(strategy, cluster, registry)
+    resolution = resolve(strategy, cluster, registry)
     # A device that the strategy does not record is not claimed.
     device = f", {strategy.requires.device}" if strategy.requires.device else ""
     lines = [f"{strategy}, on {counted(cluster.world_size, 'process', 'processes')}{device}"]
-    for item in resolved.chosen:
+    for item in resolution.chosen:
         settings = item.config.as_json()
-        shown = f" [{json.dumps(settings, ensure_ascii=False)}]" if settings else ""
-        lines.append(f"  {item.method.name}: {item.method.explain(item.config, cluster)}{shown}")
-    lines += [f"  {note.text}" for note in resolved.notes]
+        suffix = f" [{json.dumps(settings, ensure_ascii=False)}]" if settings else ""
+        lines.append(f"  {item.method.name}: {item.method.explain(item.config, cluster)}{suffix}")
+    lines += [f"  {note.text}" for note in resolution.notes]
     lines += [
         f"  {key}: {json.dumps(value, ensure_ascii=False)}" for key, value in strategy.provenance.items()
     ]
@@ -49,8 +49,8 @@ def explain_method(strategy: Strategy, name: str, cluster: Cluster, registry: Re
 
 def _method_text(strategy: Strategy, name: str, cluster: Cluster, registry: Registry) -> Iterator[str]:
     method = registry.get(name)
-    chosen = resolve(strategy, cluster, registry).chosen
-    mine = next((item for item in chosen if item.method.name == name), None)
+    choices = resolve(strategy, cluster, registry).chosen
+    mine = next((item for item in choices if item.method.name == name), None)
     if mine is not None:
         yield with_period(f"{name} is in the strategy: {method.explain(mine.config, cluster)}")
         return
@@ -59,7 +59,7 @@ def _method_text(strategy: Strategy, name: str, cluster: Cluster, registry: Regi
     absent = method.unavailable(config, cluster)
     if absent is not None:
         yield with_period(f"  Here it would be left out: {absent}")
-    reasons = [(item, clash(Chosen(method, config), item)) for item in chosen]
+    reasons = [(item, clash(Chosen(method, config), item)) for item in choices]
     for item, reason in reasons:
         if reason is not None:
             yield f"  It cannot stand together with {item.method.name}: {reason}"
@@ -71,17 +71,17 @@ def explain_search(outcome: SearchOutcome) -> tuple[str, ...]:
     """What was chosen, and for every candidate that was tried why it lost; the others are counted."""
     lines = list(verdict(outcome))
     others = [row for row in outcome.rows if row.candidate.key != outcome.best]
-    tried = [row for row in others if row.trial is not None]
-    if tried:
+    tried_rows = [row for row in others if row.trial is not None]
+    if tried_rows:
         lines.append("Tried and not chosen:")
-        lines += [f"  {row.candidate.label}: {_fate_text(row)}" for row in tried]
+        lines += [f"  {row.candidate.label}: {_fate_text(row)}" for row in tried_rows]
     rest = [row for row in others if row.trial is None]
-    shown = rest[:8]
-    if shown:
+    first_rows = rest[:8]
+    if first_rows:
         lines.append("Not chosen:" if is_planned(outcome) else "Not tried:")
-        lines += [f"  {row.candidate.label}: {_fate_text(row)}" for row in shown]
-    if len(rest) > len(shown):
-        lines.append(f"  and {len(rest) - len(shown)} more; ask for one with --why")
+        lines += [f"  {row.candidate.label}: {_fate_text(row)}" for row in first_rows]
+    if len(rest) > len(first_rows):
+        lines.append(f"  and {len(rest) - len(first_rows)} more; ask for one with --why")
     return tuple(lines)
 
 
@@ -89,7 +89,6 @@ def explain_why(outcome: SearchOutcome, name: str) -> tuple[str, ...]:
     """Why a candidate, or a method, was chosen or not.
 
     Args:
-        outcome: outcome of the search.
         name: a method's name, or a candidate's key, its number (``"#3"``) or its whole label. A name that is
             both a method and a label means the method.
 
@@ -102,8 +101,8 @@ def explain_why(outcome: SearchOutcome, name: str) -> tuple[str, ...]:
     row = _find_row(outcome, name)
     if row is not None:
         return tuple(_of_candidate(outcome, row))
-    known = [*methods, *(each.candidate.key for each in outcome.rows)]
-    hint = did_you_mean(name, known, otherwise=f"Methods: {', '.join(methods)}.")
+    names = [*methods, *(each.candidate.key for each in outcome.rows)]
+    hint = did_you_mean(name, names, otherwise=f"Methods: {', '.join(methods)}.")
     raise InputError(
         f"nothing in this search is called {name!r}.{hint} Give a candidate's key, its number (#1 to "
         f"#{len(outcome.rows)}) or its whole label."
@@ -151,24 +150,24 @@ def _of_method(outcome: SearchOutcome, name: str) -> Iterator[str]:
     having = [row for row in outcome.rows if _has_method(row, name)]
     without = [row for row in outcome.rows if not _has_method(row, name)]
     winner = outcome.winner
-    chosen = winner is not None and _has_method(winner, name)
-    yield f"{name} is {'part of what was chosen' if chosen else 'not part of what was chosen'}."
-    if chosen and winner is not None:
+    is_chosen = winner is not None and _has_method(winner, name)
+    yield f"{name} is {'part of what was chosen' if is_chosen else 'not part of what was chosen'}."
+    if is_chosen and winner is not None:
         figures = f"{seconds(winner).as_seconds()}, {peak(winner).as_bytes()}"
         yield f"  The best candidate with it is what was chosen, {winner.candidate.label}: {figures}"
     # The method is held against the other side: candidates without it if it was chosen, else with it.
-    others = without if chosen else having
+    others = without if is_chosen else having
     rival = _best_row(others, outcome)
-    preposition = "without" if chosen else "with"
+    preposition = "without" if is_chosen else "with"
     if rival is None:
         yield f"  No candidate {preposition} it could be used. {_example_text(others)}"
         return
     figures = f"{seconds(rival).as_seconds()}, {peak(rival).as_bytes()}"
     yield f"  The best candidate {preposition} it is {rival.candidate.label}: {figures}; {_fate_text(rival)}"
     yield from _compare_with_winner(outcome, rival)
-    failed = [row for row in others if row.fate in ("failed", "pruned")]
-    if failed:
-        yield f"  {len(failed)} of {len(others)} candidates {preposition} it failed or were pruned. {_example_text(failed)}"
+    failures = [row for row in others if row.fate in ("failed", "pruned")]
+    if failures:
+        yield f"  {len(failures)} of {len(others)} candidates {preposition} it failed or were pruned. {_example_text(failures)}"
 
 
 def _has_method(row: Row, name: str) -> bool:
@@ -178,8 +177,8 @@ def _has_method(row: Row, name: str) -> bool:
 def _best_row(rows: Sequence[Row], outcome: SearchOutcome) -> Row | None:
     figure = peak if outcome.settings.objective == "memory" else seconds
     usable = [row for row in rows if row.fate not in ("failed", "pruned") and figure(row).value is not None]
-    measured = [row for row in usable if figure(row).source == "measured"]
-    return min(measured or usable, key=lambda row: figure(row).value or 0.0, default=None)  # measured first
+    tried_rows = [row for row in usable if figure(row).source == "measured"]
+    return min(tried_rows or usable, key=lambda row: figure(row).value or 0.0, default=None)  # measured first
 
 
 def _example_text(rows: Sequence[Row]) -> str:

@@ -16,8 +16,7 @@ class OperatorLine(NamedTuple):
     Attributes:
         name: name of the operator, as ``aten.mm``.
         calls: calls in one step.
-        flops: floating point operations.
-        num_bytes: read and written.
+        flops, num_bytes: floating point operations; bytes read and written.
         flops_share, bytes_share: shares of the whole step.
         mostly_in: the segment that has most of it.
     """
@@ -67,19 +66,19 @@ def operators_info(
     samples = workload.global_batch / (ranks * num_micro_batches)  # of a micro-batch on one rank
     calls: Counter[str] = Counter()
     flops: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # by operator and segment
-    moved: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    traffic: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     # Costs are those of one micro-batch in one segment, forward and backward.
     for segment in trace.segments:
         times = segment.count * num_micro_batches  # segments that are alike were traced once
         for operator in segment.costs[key].operators:
             calls[operator.name] += operator.count * times
-            for table, cost in ((flops, operator.flops), (moved, operator.moved)):
+            for table, cost in ((flops, operator.flops), (traffic, operator.moved)):
                 table[operator.name][segment.name] += cost.at(samples, workload.num_tokens) * times
-    all_flops, all_bytes = (sum(sum(each.values()) for each in table.values()) for table in (flops, moved))
+    all_flops, all_bytes = (sum(sum(each.values()) for each in table.values()) for table in (flops, traffic))
     lines = []
     for name in calls:
-        of_flops, of_bytes = sum(flops[name].values()), sum(moved[name].values())
-        by_segment = flops[name] if of_flops else moved[name]  # some operators only move bytes
+        of_flops, of_bytes = sum(flops[name].values()), sum(traffic[name].values())
+        by_segment = flops[name] if of_flops else traffic[name]  # some operators only move bytes
         line = OperatorLine(
             name=name,
             calls=calls[name],

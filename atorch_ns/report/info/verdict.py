@@ -66,8 +66,7 @@ class WaterfallInfo(NamedTuple):
     """Differences between the baseline and the winner.
 
     Attributes:
-        baseline, winner: their labels.
-        baseline_seconds, winner_seconds: their steps.
+        baseline, winner, baseline_seconds, winner_seconds: their labels and steps.
         bars: the links; empty if the baseline won.
         parts: the same difference by parts of the predicted time, without unchanged parts.
     """
@@ -96,29 +95,29 @@ def waterfall_info(outcome: SearchOutcome) -> WaterfallInfo | None:
 
 def _build_bars(outcome: SearchOutcome, baseline: Row, winner: Row) -> Iterator[WaterfallBar]:
     old, new = dict(baseline.candidate.steps), dict(winner.candidate.steps)
-    changed = [name for name in {**old, **new} if old.get(name, _ABSENT) != new.get(name, _ABSENT)]
+    methods = [name for name in {**old, **new} if old.get(name, _ABSENT) != new.get(name, _ABSENT)]
     weakest = ("measured", "corrected", "predicted", "unknown")  # the weakest last
-    for (before, first), (after, second) in pairwise(_longest_chain(outcome, baseline, winner, changed)):
-        label = ", ".join(_change_text(name, old, new) for name in changed if name in after - before)
+    for (before, first), (after, second) in pairwise(_longest_chain(outcome, baseline, winner, methods)):
+        label = ", ".join(_change_text(name, old, new) for name in methods if name in after - before)
         figures = seconds(first), seconds(second)
         source = max((figure.source for figure in figures), key=weakest.index)
         yield WaterfallBar(label, figures[0].value or 0.0, figures[1].value or 0.0, source)
 
 
-def _longest_chain(outcome: SearchOutcome, baseline: Row, winner: Row, changed: list[str]) -> list[_Link]:
+def _longest_chain(outcome: SearchOutcome, baseline: Row, winner: Row, methods: list[str]) -> list[_Link]:
     """The longest chain from the baseline to the winner: the changes made up to each row, and the row."""
-    everything = frozenset(changed)
-    if len(changed) > _MOST_CHANGES:
+    everything = frozenset(methods)
+    if len(methods) > _MOST_CHANGES:
         return [(frozenset(), baseline), (everything, winner)]
     old, new = dict(baseline.candidate.steps), dict(winner.candidate.steps)
-    known = {_steps_key(row.candidate.steps): row for row in outcome.rows if seconds(row).value is not None}
+    row_of = {_steps_key(row.candidate.steps): row for row in outcome.rows if seconds(row).value is not None}
     chains: dict[frozenset[str], list[_Link]] = {frozenset(): [(frozenset(), baseline)]}  # by the changes
-    for size in range(1, len(changed) + 1):  # all subsets of a subset come before it
-        for subset in map(frozenset, combinations(changed, size)):
+    for size in range(1, len(methods) + 1):  # all subsets of a subset come before it
+        for subset in map(frozenset, combinations(methods, size)):
             # The baseline with the changes of this subset, if the search has a candidate like it.
-            applied = {name: (new if name in subset else old).get(name, _ABSENT) for name in {**old, **new}}
-            steps = [(name, config) for name, config in applied.items() if config is not _ABSENT]
-            row = winner if subset == everything else known.get(_steps_key(steps))
+            configs = {name: (new if name in subset else old).get(name, _ABSENT) for name in {**old, **new}}
+            steps = [(name, config) for name, config in configs.items() if config is not _ABSENT]
+            row = winner if subset == everything else row_of.get(_steps_key(steps))
             if row is not None:
                 below = [chain for changes, chain in chains.items() if changes < subset]
                 longest = max(below, key=lambda chain: (len(chain), _num_measured(chain)))
@@ -170,8 +169,8 @@ def verdict(outcome: SearchOutcome) -> tuple[str, ...]:
     if is_planned(outcome):
         trials = "No trial was run: every figure is a prediction"
     else:
-        resumed = f", {outcome.resumed} of them from an earlier search" if outcome.resumed else ""
-        trials = f"{counted(outcome.num_trials + outcome.resumed, 'trial')}{resumed}"
+        earlier = f", {outcome.resumed} of them from an earlier search" if outcome.resumed else ""
+        trials = f"{counted(outcome.num_trials + outcome.resumed, 'trial')}{earlier}"
     if outcome.unchecked:
         sentences.append(f"Not checked: {outcome.unchecked}. `atorch-ns verify` compares it with one process")
     sentences.append(
@@ -227,9 +226,9 @@ def _memory_sentence(winner: Row, outcome: SearchOutcome) -> str:
         return f"Peak memory {tensors} of {limit} a rank"
     most, further = max(trial.process_bytes), max(trial.further_bytes, default=0)
     more = f", and {bytes_text(further)} more are expected in a run of {LONG_RUN:,} steps" if further else ""
-    enforced = ", which the system enforced" if trial.enforced else ""
+    limit_note = ", which the system enforced" if trial.enforced else ""
     return (
-        f"Peak memory {bytes_text(most)} of {limit} a rank{enforced}: what a process takes beyond what it held before (measured"
+        f"Peak memory {bytes_text(most)} of {limit} a rank{limit_note}: what a process takes beyond what it held before (measured"
         f"{more}); tensors are {tensors} of it"
     )
 
@@ -273,8 +272,8 @@ def _certainty_sentences(outcome: SearchOutcome) -> list[str]:
         sentences.append(f"Beside tensors a rank needed {middle} ({low} to {high}, measured in {trials})")
     if outcome.lower_bound_seconds is not None:
         bound, gap = seconds_text(outcome.lower_bound_seconds), outcome.gap
-        left = "" if gap is None else f": at most {percent_text(gap)} of the step is left to gain"
-        sentences.append(f"No candidate is expected below {bound}{left} (predicted)")
+        remainder = "" if gap is None else f": at most {percent_text(gap)} of the step is left to gain"
+        sentences.append(f"No candidate is expected below {bound}{remainder} (predicted)")
     if outcome.noise:
         sentences.append(f"The noise of a median step was {percent_text(outcome.noise)} (measured)")
     return sentences

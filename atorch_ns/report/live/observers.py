@@ -46,12 +46,12 @@ class SearchView(ABC):
         self._stream = SafeStream(stream)
         self._verbose = verbose
         self._progress = Progress(clock=clock, time_limit_s=time_limit_s)
-        self._closed = False
+        self._is_closed = False
 
     def __call__(self, event: Event) -> None:
         """Shows an event; whatever goes wrong ends the showing, not the search."""
         try:
-            if not self._closed:
+            if not self._is_closed:
                 self._show(event)
         except Exception as error:
             log.debug("the search is no longer shown: %s", error_text(error))
@@ -75,7 +75,7 @@ class LineLog(SearchView):
     """One plain line an event, and one whenever nothing has happened for ten seconds.
 
     Args:
-        stream, verbose, time_limit_s, clock: arguments of :class:`SearchView`; ``verbose`` also shows what was pruned.
+        stream, verbose, time_limit_s, clock: as in :class:`SearchView`; ``verbose`` also shows pruned ones.
         every_s: longest silence.
     """
 
@@ -94,7 +94,7 @@ class LineLog(SearchView):
 
     def close(self) -> None:
         """Stops the heartbeat; no line is written afterwards."""
-        self._closed = True
+        self._is_closed = True
         self._heartbeat.stop()
 
     def _show(self, event: Event) -> None:
@@ -143,7 +143,7 @@ class LiveTable(SearchView):
 
     def close(self) -> None:
         """Stops the live table, and writes its last state."""
-        self._closed = True
+        self._is_closed = True
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -176,8 +176,7 @@ def observer_for(
 
     Args:
         stream: ``None`` for standard error, so that standard output stays the program's own.
-        verbose: show more.
-        time_limit_s: time limit of the search.
+        verbose, time_limit_s: as in :class:`SearchView`.
     """
     stream = sys.stderr if stream is None else stream
     if SafeStream(stream).isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
@@ -193,7 +192,7 @@ class SafeStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._broken = False
+        self._has_failed = False
 
     @property
     def encoding(self) -> str:
@@ -203,7 +202,7 @@ class SafeStream:
     def isatty(self) -> bool:
         """Whether the stream is a terminal."""
         try:
-            return not self._broken and self._stream.isatty()
+            return not self._has_failed and self._stream.isatty()
         except (AttributeError, ValueError):  # no file, or a closed one
             return False
 
@@ -221,11 +220,11 @@ class SafeStream:
         self._try_action(self._stream.flush)
 
     def _try_action(self, action: Callable[[], object]) -> None:
-        if not self._broken:
+        if not self._has_failed:
             try:
                 action()
             except (OSError, ValueError) as error:
-                self._broken = True
+                self._has_failed = True
                 log.debug("the search is no longer shown: %s", error_text(error))
 
 
@@ -242,30 +241,30 @@ class HeartbeatObserver:
     def __init__(self, beat: Callable[[], None], *, every_s: float = 10.0) -> None:
         self._beat = beat
         self._every_s = every_s
-        self._touched = threading.Event()
-        self._stopped = threading.Event()
+        self._touch_event = threading.Event()
+        self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
     def touch(self) -> None:
         """Restarts the wait, and starts the thread if it does not run."""
-        self._touched.set()
+        self._touch_event.set()
         if self._thread is None:
-            self._stopped.clear()
+            self._stop_event.clear()
             self._thread = threading.Thread(target=self._run, name="atorch-ns heartbeat", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
         """Ends the thread; may be called twice."""
         thread, self._thread = self._thread, None
-        self._stopped.set()
-        self._touched.set()
+        self._stop_event.set()
+        self._touch_event.set()
         if thread is not None and thread is not threading.current_thread():  # beat() may call stop()
             thread.join(timeout=1.0)
 
     def _run(self) -> None:
-        while not self._stopped.is_set():
-            self._touched.clear()
-            if self._touched.wait(self._every_s):
+        while not self._stop_event.is_set():
+            self._touch_event.clear()
+            if self._touch_event.wait(self._every_s):
                 continue
             try:
                 self._beat()

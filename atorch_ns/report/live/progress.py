@@ -131,8 +131,8 @@ def event_lines(event: Event, progress: Progress, *, verbose: bool) -> Iterator[
         case Priced():
             yield from _priced_lines(event, verbose)
         case TrialStarted():
-            expected = "" if progress.kind != "trial" else f" {predicted_text(event.candidate)}"
-            yield f"{progress.doing} …{expected}"
+            prediction = "" if progress.kind != "trial" else f" {predicted_text(event.candidate)}"
+            yield f"{progress.doing} …{prediction}"
         case TrialEnded() if progress.kind == "single":
             yield f"one process with the whole batch: {trial_text(event.outcome)}"
         case TrialEnded() if progress.kind == "probe":
@@ -149,51 +149,51 @@ def event_lines(event: Event, progress: Progress, *, verbose: bool) -> Iterator[
             yield event.text
         case Ended():
             yield from verdict(event.outcome)
-            shown = (row for row in event.outcome.rows if row.fate in ("lost", "failed"))
-            yield from (_loser_text(row) for row in shown if verbose or row.trial is not None)
+            losers = (row for row in event.outcome.rows if row.fate in ("lost", "failed"))
+            yield from (_loser_text(row) for row in losers if verbose or row.trial is not None)
 
 
 def predicted_text(candidate: Candidate) -> str:
     """The prediction: ``"predicted 42.1 ms (40.0–58.0), 812 MiB (803–820)"``."""
     if candidate.estimate is None:
         return "not priced"
-    known = candidate.estimate
-    time = interval_text(known.step_seconds, known.step_seconds_interval, seconds_text)
-    return f"predicted {time}, {interval_text(known.peak_bytes, known.peak_bytes_interval, bytes_text)}"
+    estimate = candidate.estimate
+    time = interval_text(estimate.step_seconds, estimate.step_seconds_interval, seconds_text)
+    return f"predicted {time}, {interval_text(estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text)}"
 
 
 def trial_text(outcome: TrialOutcome) -> str:
-    """The measurement, ``"42.1 ms ±0.3 ms (measured, n=12), peak 812 MiB"``, or the failure and its reason."""
+    """Measurement, ``"42.1 ms ±0.3 ms (measured, n=12), peak 812 MiB"``, or failure with its reason."""
     if not outcome.succeeded:
         where = f" on rank {outcome.rank}" if outcome.rank is not None else ""
         log = f" (log: {outcome.log})" if outcome.log else ""
         return f"{outcome.status}{where}: {outcome.reason or 'no reason given'}{log}"
     num = len(outcome.step_seconds)
-    shown = measured_text(outcome.median_seconds, outcome.noise_seconds if num > 1 else None)
+    step_text = measured_text(outcome.median_seconds, outcome.noise_seconds if num > 1 else None)
     memory = f", peak {bytes_text(max(outcome.peak_bytes))}" if outcome.peak_bytes else ""
     if outcome.process_bytes:
         memory += f" of tensors, {bytes_text(max(outcome.process_bytes))} of the process"
     early = ", stopped early" if outcome.status == "stopped early" else ""
-    return f"{shown} (measured, n={num}{early}){memory}"
+    return f"{step_text} (measured, n={num}{early}){memory}"
 
 
 def _priced_lines(event: Priced, verbose: bool) -> Iterator[str]:
     setting, candidates = event.setting, event.candidates
-    pruned = [candidate for candidate in candidates if candidate.pruned is not None]
+    pruned_candidates = [candidate for candidate in candidates if candidate.pruned is not None]
     took = f"profile {seconds_text(setting.profile_seconds)}, prices {seconds_text(setting.estimate_seconds)}"
     yield setting_text(setting)
-    yield f"{counted(len(candidates), 'candidate')}, {len(pruned)} of them pruned ({took}):"
-    kept = [candidate for candidate in candidates if candidate.pruned is None]
-    baseline = [candidate for candidate in kept if candidate.is_baseline]
-    others = [candidate for candidate in kept if not candidate.is_baseline]
-    shown = others if verbose else others[:_SHOWN]
-    for candidate in (*baseline, *shown):
+    yield f"{counted(len(candidates), 'candidate')}, {len(pruned_candidates)} of them pruned ({took}):"
+    usable = [candidate for candidate in candidates if candidate.pruned is None]
+    baseline = [candidate for candidate in usable if candidate.is_baseline]
+    others = [candidate for candidate in usable if not candidate.is_baseline]
+    visible = others if verbose else others[:_SHOWN]
+    for candidate in (*baseline, *visible):
         role = " (baseline)" if candidate.is_baseline else ""
         yield f"  {candidate.label}{role}: {predicted_text(candidate)}"
-    if len(shown) < len(others):
-        yield f"  … and {len(others) - len(shown)} more"
+    if len(visible) < len(others):
+        yield f"  … and {len(others) - len(visible)} more"
     if verbose:
-        for candidate in pruned:
+        for candidate in pruned_candidates:
             reason = candidate.pruned.reason if candidate.pruned else ""
             yield f"  pruned: {candidate.label}: {reason}"
 
@@ -206,7 +206,6 @@ def live_view(progress: Progress, num_rows: int) -> RenderableType:
     """The setting, the first candidates, and the current activity, for a rich console.
 
     Args:
-        progress: state of the search.
         num_rows: candidates shown at most.
     """
     from rich.console import Group
@@ -228,16 +227,16 @@ def _candidates_table(progress: Progress, num_rows: int) -> RenderableType:
     from rich import box
     from rich.table import Table
 
-    shown = _candidates_to_show(progress, num_rows)
-    hidden = len(progress.candidates) - len(shown)
-    pruned = sum(candidate.pruned is not None for candidate in progress.candidates.values())
-    caption = f"{hidden} more not shown, {pruned} pruned by the estimate" if hidden else None
+    visible = _candidates_to_show(progress, num_rows)
+    hidden = len(progress.candidates) - len(visible)
+    num_pruned = sum(candidate.pruned is not None for candidate in progress.candidates.values())
+    caption = f"{hidden} more not shown, {num_pruned} pruned by the estimate" if hidden else None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     table.add_column("strategy", overflow="ellipsis", no_wrap=True, ratio=1, min_width=20)
     for name in ("step predicted", "peak predicted", "step measured", "peak measured"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    for candidate in shown:
+    for candidate in visible:
         state, style = _state_and_style(progress, candidate)
         table.add_row(*_row_cells(progress, candidate), state, style=style)
     return table
@@ -245,7 +244,7 @@ def _candidates_table(progress: Progress, num_rows: int) -> RenderableType:
 
 def _row_cells(progress: Progress, candidate: Candidate) -> tuple[str, ...]:
     estimate, trial = candidate.estimate, progress.trials.get(candidate.key)
-    succeeded = trial is not None and trial.succeeded
+    has_succeeded = trial is not None and trial.succeeded
     spread = trial.noise_seconds if trial and len(trial.step_seconds) > 1 else None
     return (
         candidate.label + (" (baseline)" if candidate.is_baseline else ""),
@@ -253,8 +252,8 @@ def _row_cells(progress: Progress, candidate: Candidate) -> tuple[str, ...]:
         if estimate
         else UNKNOWN,
         interval_text(estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text) if estimate else UNKNOWN,
-        measured_text(trial.median_seconds, spread) if trial and succeeded else "",
-        bytes_text(max(trial.peak_bytes)) if trial and succeeded and trial.peak_bytes else "",
+        measured_text(trial.median_seconds, spread) if trial and has_succeeded else "",
+        bytes_text(max(trial.peak_bytes)) if trial and has_succeeded and trial.peak_bytes else "",
     )
 
 
@@ -283,6 +282,6 @@ def _candidates_to_show(progress: Progress, num_rows: int) -> list[Candidate]:
             return 2
         return 3 if candidate.pruned is None else 4
 
-    ranked = sorted(progress.candidates.values(), key=rank)[:num_rows]  # ties stay in the estimate's order
-    chosen = {candidate.key for candidate in ranked}
-    return [candidate for candidate in progress.candidates.values() if candidate.key in chosen]
+    first = sorted(progress.candidates.values(), key=rank)[:num_rows]  # ties stay in the estimate's order
+    keys = {candidate.key for candidate in first}
+    return [candidate for candidate in progress.candidates.values() if candidate.key in keys]

@@ -88,19 +88,18 @@ class Table(NamedTuple):
         """The table without a column, for tables whose rows are numbered as in one before."""
         return self._keep_columns([at for at, name in enumerate(self.columns) if name != column])
 
-    def _keep_columns(self, kept: list[int]) -> Table:
+    def _keep_columns(self, indices: list[int]) -> Table:
         return self._replace(
-            columns=tuple(self.columns[at] for at in kept),
-            rows=tuple(tuple(row[at] for at in kept) for row in self.rows),
-            words=frozenset(new for new, at in enumerate(kept) if at in self.words),
+            columns=tuple(self.columns[at] for at in indices),
+            rows=tuple(tuple(row[at] for at in indices) for row in self.rows),
+            words=frozenset(new for new, at in enumerate(indices) if at in self.words),
         )
 
 
 def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
     """The table as plain text, without colours and without spaces at the ends of lines.
 
-    What is too long is folded, never cut. A last column of sentences is put below the first column of text, so that
-    there is room.
+    Long text is folded, never cut. A last column of sentences goes below the first column of text, for room.
     """
     from rich import box
     from rich.console import Console
@@ -115,12 +114,12 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
     widths = _column_widths(
         [(name, *(row[at] for row in rows)) for at, name in enumerate(columns)], narrow, width
     )
-    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for position, name in enumerate(columns):
-        justify = "left" if position in table.words else "right"
-        drawn.add_column(name, justify=justify, overflow="fold", width=widths[position])  # type: ignore[arg-type]
+    grid = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for index, name in enumerate(columns):
+        justify = "left" if index in table.words else "right"
+        grid.add_column(name, justify=justify, overflow="fold", width=widths[index])  # type: ignore[arg-type]
     for row in rows:
-        drawn.add_row(*(Text(cell) for cell in row))  # not markup: names may hold brackets
+        grid.add_row(*(Text(cell) for cell in row))  # not markup: names may hold brackets
     stream = StringIO()
     console = Console(
         file=stream,
@@ -129,7 +128,7 @@ def as_text(table: Table, *, width: int = TEXT_WIDTH) -> str:
         force_terminal=False,
         highlight=False,
     )
-    console.print(drawn)
+    console.print(grid)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n")
 
 
@@ -141,22 +140,22 @@ def _column_widths(columns: Sequence[Sequence[str]], narrow: Set[int], room: int
     heads = [math.ceil(len(cells[0]) / 2) if at in narrow else 0 for at, cells in enumerate(columns)]
     below = [max(map(len, "\n".join(cells[1:]).split("\n"))) for cells in columns]
     widths = [width if at in narrow else min(width, _LEAST_WORDS) for at, width in enumerate(words)]
-    wanted = [
+    targets = [
         max(widths[at], heads[at], below[at]) if at in narrow else lines[at] for at in range(len(columns))
     ]
-    left = room - sum(widths) - len(columns) * _GAP
-    order = sorted(range(len(columns)), key=lambda at: (at not in narrow, wanted[at]))
+    free = room - sum(widths) - len(columns) * _GAP
+    order = sorted(range(len(columns)), key=lambda at: (at not in narrow, targets[at]))
     # Columns of numbers and short text get whole lines before long text gets more than it needs.
     for position, at in enumerate(order):
-        share = left if at in narrow else left // (len(order) - position)
-        more = max(0, min(wanted[at] - widths[at], share))
+        share = free if at in narrow else free // (len(order) - position)
+        more = max(0, min(targets[at] - widths[at], share))
         widths[at] += more
-        left -= more
+        free -= more
     # With room to spare the heads of those columns stay on one line.
     for at in order:
-        more = max(0, min(len(columns[at][0]) - widths[at], left)) if at in narrow else 0
+        more = max(0, min(len(columns[at][0]) - widths[at], free)) if at in narrow else 0
         widths[at] += more
-        left -= more
+        free -= more
     return widths
 
 
@@ -208,22 +207,22 @@ def candidates_table(info: CandidatesInfo) -> Table:
 def memory_table(info: MemoryInfo) -> Table:
     """Predicted peak in parts, the measured peak, and what is left of the limit."""
 
-    def left(bar: Bar) -> str:
+    def remainder(bar: Bar) -> str:
         over = info.over(bar)
         return f"{bytes_text(over)} over" if over > 0 else f"{bytes_text(-over)} free"
 
-    def allocated(bar: Bar) -> str:
+    def tensor_bytes(bar: Bar) -> str:
         return bytes_text(sum(bar.parts[: info.names.index("reserve")]))
 
-    def reserved(bar: Bar) -> str:
+    def reserved_bytes(bar: Bar) -> str:
         return bytes_text(sum(bar.parts[: info.names.index("outside")]))
 
     has_more = any(bar.parts[info.names.index("outside")] for bar in info.bars)
     columns: _Columns[Bar] = {
         **_part_columns(info, bytes_text),
-        **({"allocated": allocated, "reserved": reserved} if has_more else {}),
+        **({"allocated": tensor_bytes, "reserved": reserved_bytes} if has_more else {}),
         "measured": lambda bar: bytes_text(bar.measured.value) if bar.measured else UNKNOWN,
-        "of the limit": left if info.limit_bytes else lambda bar: UNKNOWN,
+        "of the limit": remainder if info.limit_bytes else lambda bar: UNKNOWN,
         "worst moment": lambda bar: bar.note,
     }
     return _build_table(info.bars, columns, {"strategy", "worst moment"})._replace(ends_in_sentences=True)
@@ -232,11 +231,11 @@ def memory_table(info: MemoryInfo) -> Table:
 def time_table(info: TimeInfo) -> Table:
     """Predicted step in parts, and the measured step."""
 
-    def measured(bar: Bar) -> str:
-        known = bar.measured
-        return _measured_seconds(known.value, known.spread, known.num) if known else UNKNOWN
+    def step_text(bar: Bar) -> str:
+        figure = bar.measured
+        return _measured_seconds(figure.value, figure.spread, figure.num) if figure else UNKNOWN
 
-    return _build_table(info.bars, {**_part_columns(info, seconds_text), "measured": measured}, {"strategy"})
+    return _build_table(info.bars, {**_part_columns(info, seconds_text), "measured": step_text}, {"strategy"})
 
 
 def _part_columns(info: MemoryInfo | TimeInfo, text: Callable[[float], str]) -> _Columns[Bar]:
@@ -256,8 +255,8 @@ def history_table(info: HistoryInfo) -> Table:
     """The trials in their order."""
 
     def best(point: HistoryPoint) -> str:
-        known = f"{seconds_text(point.best_seconds)} (trial {point.best_trial})"
-        return known if point.best_trial else UNKNOWN
+        text = f"{seconds_text(point.best_seconds)} (trial {point.best_trial})"
+        return text if point.best_trial else UNKNOWN
 
     columns: _Columns[HistoryPoint] = {
         "trial": lambda point: str(point.trial),
@@ -324,8 +323,8 @@ def parts_table(estimate: Estimate) -> Table:
         ("memory", estimate.memory, "peak", estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text),
         ("time", estimate.time, "step", estimate.step_seconds, estimate.step_seconds_interval, seconds_text),
     ):
-        used = [(part, value) for part, value in parts._asdict().items() if value]
-        rows += [(of, part, text(value), percent_text(value / total)) for part, value in used]
+        entries = [(part, value) for part, value in parts._asdict().items() if value]
+        rows += [(of, part, text(value), percent_text(value / total)) for part, value in entries]
         if of == "memory" and estimate.allocated_bytes < total:
             rows.append((of, "allocated", text(estimate.allocated_bytes), ""))
             rows.append((of, "reserved", text(estimate.reserved_bytes), ""))
@@ -361,15 +360,15 @@ def operators_table(info: OperatorsInfo) -> Table:
 def comparisons_table(comparisons: Iterable[Comparison]) -> Table:
     """Measured speeds beside the table's, and the measured speed as a share of the table's."""
 
-    def shown(value: float | None, unit: str) -> str:
+    def figure_text(value: float | None, unit: str) -> str:
         if unit == "s":
             return seconds_text(value)
         return count_text(value, unit) if unit else percent_text(value)
 
     columns: _Columns[Comparison] = {
         "figure": lambda row: row.figure,
-        "measured": lambda row: shown(row.measured, row.unit),
-        "table": lambda row: shown(row.table, row.unit),
+        "measured": lambda row: figure_text(row.measured, row.unit),
+        "table": lambda row: figure_text(row.table, row.unit),
         "of the table": lambda row: percent_text(row.share),
     }
     return _build_table(comparisons, columns, {"figure"})

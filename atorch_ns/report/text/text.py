@@ -70,19 +70,18 @@ def timeline_text(info: TimelineInfo, *, width: int = TEXT_WIDTH) -> str:
     Small letters are the passes of a rank's later stages.
 
     Args:
-        info: timeline of the step.
         width: characters of a line.
     """
     lengths = (block.end - block.start for row in info.rows for block in row.blocks)
     shortest = min((length for length in lengths if length > 0), default=1.0)
     # No more slices than are needed to show the shortest pass, and no more than there is room for.
     columns = min(max(10, width - _LABEL - _SHARE), max(1, round(info.step_seconds / shortest)))
-    shown = info.first(_ROWS)
+    rows = info.first(_ROWS)
     lines = [
         f"  rank {row.rank:<4}  {_timeline_letters(row, info.step_seconds, columns)}  {percent_text(row.idle_share)} idle"
-        for row in shown
+        for row in rows
     ]
-    hidden = len(info.rows) - len(shown)
+    hidden = len(info.rows) - len(rows)
     if hidden:
         lines.append(f"  and {counted(hidden, 'rank')} between them")
     legend = ", ".join(f"{kind} {KIND_NAMES[kind]}" for kind in info.kinds)
@@ -104,7 +103,7 @@ def _timeline_letters(row: TimelineRow, step_seconds: float, columns: int) -> st
 
 
 def report_text(
-    applied: Report | None,
+    report: Report | None,
     search: SearchOutcome | None,
     actual: ActualInfo | None,
     timeline: TimelineInfo | None = None,
@@ -114,12 +113,12 @@ def report_text(
     """The applied strategy, the search that chose it, and predicted against actual figures.
 
     Args:
-        applied, search, actual, timeline: parts of the report; ``None`` for those that it does not have.
+        report, search, actual, timeline: parts to show; ``None`` for absent ones.
         top: candidates shown at most; ``None`` for all.
     """
     parts = []
-    if applied is not None:
-        parts.append(str(applied))
+    if report is not None:
+        parts.append(str(report))
     if search is not None:
         parts.append(search_text(search, top=top))
     if timeline is not None:
@@ -133,7 +132,6 @@ def search_text(outcome: SearchOutcome, *, width: int = TEXT_WIDTH, top: int | N
     """Verdict, candidates and the tables behind them.
 
     Args:
-        outcome: outcome of the search.
         width: characters of a line.
         top: candidates shown at most; ``None`` for all. What is left out is counted.
     """
@@ -167,22 +165,22 @@ def _search_parts(outcome: SearchOutcome, width: int, top: int | None) -> Iterat
 
 
 def _candidate_parts(info: CandidatesInfo, width: int, top: int | None) -> Iterator[str]:
-    listed, usable = counted(len(info.lines), "candidate"), len(info.considered)
-    yield f"\n{listed} listed: {usable} can be used, {len(info.pruned)} pruned"
-    shown = info.without_twins().first(top)
-    yield as_text(candidates_table(shown), width=width)
-    numbers = {line.number for line in shown.lines}
+    total, usable = counted(len(info.lines), "candidate"), len(info.considered)
+    yield f"\n{total} listed: {usable} can be used, {len(info.pruned)} pruned"
+    visible = info.without_twins().first(top)
+    yield as_text(candidates_table(visible), width=width)
+    numbers = {line.number for line in visible.lines}
     hidden = [line for line in info.lines if line.number not in numbers]
     if hidden:
-        kinds = Counter(_fate_kind(line, planned=info.planned) for line in hidden)
+        kinds = Counter(_fate_kind(line, is_planned=info.planned) for line in hidden)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         yield f"  and {len(hidden)} more: {counts}"
 
 
-def _fate_kind(line: CandidateLine, *, planned: bool) -> str:
+def _fate_kind(line: CandidateLine, *, is_planned: bool) -> str:
     if line.fate == "pruned":
         return f"pruned ({line.pruned_kind})" if line.pruned_kind else "pruned"
-    return fate_text(line, planned=planned).partition(" ")[2]  # without its mark
+    return fate_text(line, planned=is_planned).partition(" ")[2]  # without its mark
 
 
 def _and_measured(bars: tuple[Bar, ...]) -> str:
@@ -193,8 +191,8 @@ def actual_lines(info: ActualInfo) -> tuple[str, ...]:
     """Predicted against actual, line by line."""
     lines = ["Predicted against actual", f"  step: {info.actual_seconds.as_seconds()} in training"]
     if info.trial_seconds.value is not None:
-        shown, error = info.trial_seconds.as_seconds(), change_text(info.trial_error)
-        lines.append(f"    the search went by {shown}: off by {error}")
+        step, error = info.trial_seconds.as_seconds(), change_text(info.trial_error)
+        lines.append(f"    the search went by {step}: off by {error}")
     if info.predicted_seconds is not None:
         lines.append(f"    the estimate alone was off by {change_text(info.time_error)}")
     if info.actual_bytes.value is not None:
@@ -211,11 +209,11 @@ def fits_text(estimate: Estimate, limit_bytes: int) -> str:
     least, most = estimate.peak_bytes_interval
     within = range_text(estimate.peak_bytes, (least, most), bytes_text)
     peak, limit = bytes_text(estimate.peak_bytes), bytes_text(limit_bytes)
-    said = f"predicted, {within}" if within else "predicted"
+    detail = f"predicted, {within}" if within else "predicted"
     if estimate.allocated_bytes < estimate.peak_bytes:
-        allocated, reserved = bytes_text(estimate.allocated_bytes), bytes_text(estimate.reserved_bytes)
-        said = f"{said}; tensors need {allocated}, for which torch reserves {reserved}"
-    summary = f"{peak} of {limit} a rank ({said})"
+        tensors, reserve = bytes_text(estimate.allocated_bytes), bytes_text(estimate.reserved_bytes)
+        detail = f"{detail}; tensors need {tensors}, for which torch reserves {reserve}"
+    summary = f"{peak} of {limit} a rank ({detail})"
     if over <= 0:
         unsure = ", but not for sure" if most > limit_bytes else ""
         return f"It fits{unsure}: {summary}, {bytes_text(-over)} free."

@@ -1,7 +1,7 @@
 """History: every trial of every search in a file, so that a killed search resumes where it stopped.
 
-The file is a :class:`~atorch_ns.search.history.journal.Journal` whose lines are JSON objects: the setting of a search,
-written once; each trial; the end of a search with what it found.
+The file is a :class:`~atorch_ns.search.history.journal.Journal` of JSON objects: the setting of searches,
+once; each trial; the end of a search with its best strategy.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ class TrialRecord:
     """One trial.
 
     Attributes:
-        key: the candidate's key.
-        label: the candidate in a few words.
+        key, label: of the candidate.
         parameters: settings of the candidate's methods, each ``"on"``.
-        task: the task of the trial.
-        outcome: the outcome of the trial.
         number: number of the trial in its study, from 0 on.
         run: number of its search in the study, from 0 on.
     """
@@ -77,8 +74,8 @@ class StudyRecord:
     @property
     def fastest(self) -> TrialRecord | None:
         """The trial with the shortest step."""
-        timed = [trial for trial in self.trials if trial.seconds is not None]
-        return min(timed, key=lambda trial: trial.seconds or 0.0, default=None)
+        successes = [trial for trial in self.trials if trial.seconds is not None]
+        return min(successes, key=lambda trial: trial.seconds or 0.0, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +98,7 @@ class HistoryLine:
 class History:
     """The trials of searches, kept in a file.
 
-    Thread-safe. A fault of the file never ends a search: it is reported once, and from then on nothing is read or
-    written. ::
+    Thread-safe. A fault of the file never ends a search: it is reported once, then the file is left alone. ::
 
         search, num_resumed = history.begin(setting, settings, candidates)
         ...
@@ -140,11 +136,11 @@ class History:
         """A search that goes on from earlier ones of its setting and is recorded here.
 
         Returns:
-            The search, and the number of trials that it takes over; 1 for the strategy that an ended one found.
+            The search, and the number of trials taken over; 1 for the strategy that an ended search found.
         """
-        known = self.known(setting.fingerprint)
-        search = Search(setting, settings, candidates, known=known, recorder=self)
-        return search, self.replay(search) or int(known is not None)
+        strategy = self.known(setting.fingerprint)
+        search = Search(setting, settings, candidates, known=strategy, recorder=self)
+        return search, self.replay(search) or int(strategy is not None)
 
     def record(
         self, setting: SearchSetting, candidate: Candidate, task: TrialTask, outcome: TrialOutcome
@@ -236,7 +232,7 @@ def read_history(path: str | PathLike[str]) -> tuple[StudyRecord, ...]:
 
 
 def tried_strategies(path: str | PathLike[str], study: str) -> list[tuple[tuple[str, Any], ...]]:
-    """The steps of the strategies that earlier searches of a setting tried, each once; none where nothing can be read."""
+    """Steps of each strategy that earlier searches of a setting tried; none where nothing can be read."""
     try:
         records = [record for record in read_history(path) if record.name == study]
     except InputError:  # reported where the history is opened

@@ -23,9 +23,6 @@ class Journal:
     """One file of lines. A writer holds a lock on the file itself, which ends with its process.
 
     A line that a killed writer left incomplete is ignored by readers and cut off by the next writer.
-
-    Args:
-        path: the file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -47,7 +47,7 @@ class Candidate:
         setup_seconds: predicted time that a trial needs beyond the usual before its first step (compilation).
         largest_batch: samples of the largest step that is predicted to fit, where that is the objective.
         largest_batch_bytes: the peak that is predicted for that step.
-        given_batch: samples of the step that the estimate and the trials are of, given with ``largest_batch``.
+        given_batch: samples of the step of the estimate and the trials, set with ``largest_batch``.
         refusal_keys: methods that declare what their refusal depends on, each with a digest of that.
         axes: sizes of the mesh's axes, the innermost first.
         precision: the steps that set dtypes, in a few words; empty for the model's own.
@@ -98,32 +98,32 @@ def named_features(candidate: Candidate) -> dict[str, str]:
     return features
 
 
-def refusal_keys(resolved: Resolved) -> tuple[tuple[str, str], ...]:
+def refusal_keys(resolution: Resolved) -> tuple[tuple[str, str], ...]:
     """A digest, per method, of everything that decides whether it refuses to be applied to this model.
 
-    That is its config, the sizes of the axes that divide the model, the methods that change the model before it,
-    and the fields of the plan that it names (:attr:`~atorch_ns.method.Method.refuses_by`). A method that names
-    none has no entry: its refusal implies nothing for other strategies.
+    These are its config, sizes of axes that divide the model, methods that change the model before it, and
+    fields of the plan in :attr:`~atorch_ns.method.Method.refuses_by`. If that is ``None``, a refusal implies
+    nothing for other strategies, and the method has no entry.
     """
     return tuple(
-        (item.method.name, _refusal_key(item, resolved))
-        for item in resolved.chosen
+        (item.method.name, _refusal_key(item, resolution))
+        for item in resolution.chosen
         if item.method.refuses_by is not None
     )
 
 
-def _refusal_key(item: Chosen, resolved: Resolved) -> str:
-    position, plan = ORDER.index(item.method.phase), resolved.plan
+def _refusal_key(item: Chosen, resolution: Resolved) -> str:
+    position, plan = ORDER.index(item.method.phase), resolution.plan
     # Methods up to its own phase, which have changed the model before it; a mesh changes no model.
     before = [
         [other.method.name, other.config.as_json()]
-        for other in resolved.chosen
+        for other in resolution.chosen
         if other.method.phase is not Phase.MESH and ORDER.index(other.method.phase) <= position
     ]
-    named = {name: repr(attrgetter(name)(plan)) for name in item.method.refuses_by or ()}
+    plan_fields = {name: repr(attrgetter(name)(plan)) for name in item.method.refuses_by or ()}
     sizes = {axis: plan.size(axis) for axis in MODEL_AXES}
-    seen: list[Any] = [item.method.name, before, sizes, repr(plan.rank_order), named]
-    return hashlib.sha256(canonical_text(seen).encode()).hexdigest()[:12]
+    parts: list[Any] = [item.method.name, before, sizes, repr(plan.rank_order), plan_fields]
+    return hashlib.sha256(canonical_text(parts).encode()).hexdigest()[:12]
 
 
 def largest_part(estimate: Estimate) -> str:
@@ -140,12 +140,7 @@ def key_of(steps: Iterable[Step]) -> str:
 
 
 def label_of(steps: Iterable[Step], *, leave_out: Iterable[str] = ()) -> str:
-    """The steps in a few words: ``"fsdp + amp_native(bfloat16)"``.
-
-    Args:
-        steps: steps of the strategy.
-        leave_out: names of methods that go without saying.
-    """
+    """The steps in a few words, without the methods ``leave_out``: ``"fsdp + amp_native(bfloat16)"``."""
     hidden = set(leave_out)
     return " + ".join(_step_label(step) for step in steps if step.name not in hidden) or "plain"
 

@@ -36,9 +36,9 @@ class MethodConstraint:
         """Whether it covers this method with this config: the keys that were written are equal."""
         if method not in self.methods:
             return False
-        wanted = self.config
-        return wanted is None or all(
-            getattr(config, key) == getattr(wanted, key) for key in wanted.model_fields_set
+        pattern = self.config
+        return pattern is None or all(
+            getattr(config, key) == getattr(pattern, key) for key in pattern.model_fields_set
         )
 
 
@@ -67,14 +67,13 @@ class Constraints:
         """Whether the method with this config is excluded."""
         return any(constraint.matches(method, config) for constraint in self.excluded)
 
-    def violation(self, chosen: Iterable[Chosen], *, to_come: Iterable[str] = ()) -> str | None:
+    def violation(self, choices: Iterable[Chosen], *, to_come: Iterable[str] = ()) -> str | None:
         """The constraint that a strategy of these methods violates, as a clause; ``None`` if none.
 
         Args:
-            chosen: the methods of the strategy.
             to_come: names of methods that may still be added.
         """
-        items = list(chosen)
+        items = list(choices)
         for item in items:
             if self.forbids(item.method.name, item.config):
                 return f"{item.method.name} is excluded"
@@ -97,7 +96,7 @@ def read_constraints(
     cluster: Cluster,
     profile: Profile | None = None,
 ) -> Constraints:
-    """Reads and checks both lists: on every rank before the model is profiled, and with the profile for the search.
+    """Reads and checks both lists, on every rank before the profile and then with it for the search.
 
     Entries are names or aliases of methods, ``(name, config)`` pairs, or groups: roles (``"precision"``) and
     phases (``"recompute"``). An excluded pair forbids only configs in which the written keys are equal.
@@ -107,18 +106,18 @@ def read_constraints(
             be used here.
     """
     problems: list[str] = []
-    wanted = _read_entries("included", included, registry, problems)
-    banned = _read_entries("excluded", excluded, registry, problems)
+    inclusions = _read_entries("included", included, registry, problems)
+    exclusions = _read_entries("excluded", excluded, registry, problems)
     if not problems:  # entries that could not be read are missing from both lists
-        problems += _find_contradictions(wanted, banned, registry)
-        problems += _find_unusable_methods(wanted, registry, cluster, profile)
+        problems += _find_contradictions(inclusions, exclusions, registry)
+        problems += _find_unusable_methods(inclusions, registry, cluster, profile)
     if problems:
         lines = problems if len(problems) == 1 else ["", *(f"  {n}. {p}" for n, p in enumerate(problems, 1))]
         raise InputError("the strategy cannot be searched for as asked: " + "\n".join(lines))
-    fixed = {
-        constraint.methods[0]: constraint.config for constraint in wanted if constraint.config is not None
+    configs = {
+        constraint.methods[0]: constraint.config for constraint in inclusions if constraint.config is not None
     }
-    return Constraints(tuple(wanted), tuple(banned), fixed)
+    return Constraints(tuple(inclusions), tuple(exclusions), configs)
 
 
 def _read_entries(
@@ -155,7 +154,10 @@ def _read_constraint(step: Step, registry: Registry) -> MethodConstraint | str:
     if step.name not in groups:
         return _unknown_name_text(step.name, registry, groups)
     if step.config is not None:
-        return f"{step.name} is a group of methods and takes no config; name one of {', '.join(groups[step.name])}."
+        return (
+            f"{step.name} is a group of methods and takes no config; "
+            f"name one of {', '.join(groups[step.name])}."
+        )
     return MethodConstraint(step.name, groups[step.name])
 
 
@@ -168,10 +170,10 @@ def _method_groups(registry: Registry) -> dict[str, tuple[str, ...]]:
 
 
 def _unknown_name_text(name: str, registry: Registry, groups: dict[str, tuple[str, ...]]) -> str:
-    known = [method.name for method in registry]
+    methods = [method.name for method in registry]
     aliases = [alias for method in registry for alias in method.aliases]
-    names = f"Methods: {', '.join(known)}; groups: {', '.join(groups)}."
-    hint = did_you_mean(name, [*known, *aliases, *groups], otherwise=names)
+    names = f"Methods: {', '.join(methods)}; groups: {', '.join(groups)}."
+    hint = did_you_mean(name, [*methods, *aliases, *groups], otherwise=names)
     return f"unknown method or group {name!r}.{hint}"
 
 
@@ -182,15 +184,15 @@ def _issue_text(issue: Any) -> str:
 
 
 def _find_contradictions(
-    wanted: list[MethodConstraint], banned: list[MethodConstraint], registry: Registry
+    inclusions: list[MethodConstraint], exclusions: list[MethodConstraint], registry: Registry
 ) -> list[str]:
     problems = [
         f"{constraint.written} is both included and excluded."
-        for constraint in wanted
-        if all(_is_banned(name, constraint.config, banned) for name in constraint.methods)
+        for constraint in inclusions
+        if all(_is_banned(name, constraint.config, exclusions) for name in constraint.methods)
     ]
     items = []
-    for constraint in wanted:
+    for constraint in inclusions:
         if len(constraint.methods) == 1:  # of a group, some method may still agree
             method = registry.get(constraint.methods[0])
             items.append((constraint.written, Chosen(method, constraint.config or method.Config())))
@@ -202,17 +204,17 @@ def _find_contradictions(
     return problems
 
 
-def _is_banned(method: str, config: MethodConfig | None, banned: list[MethodConstraint]) -> bool:
+def _is_banned(method: str, config: MethodConfig | None, exclusions: list[MethodConstraint]) -> bool:
     if config is not None:  # a ban need not name all of its keys
-        return any(constraint.matches(method, config) for constraint in banned)
-    return any(method in constraint.methods and constraint.config is None for constraint in banned)
+        return any(constraint.matches(method, config) for constraint in exclusions)
+    return any(method in constraint.methods and constraint.config is None for constraint in exclusions)
 
 
 def _find_unusable_methods(
-    wanted: list[MethodConstraint], registry: Registry, cluster: Cluster, profile: Profile | None
+    inclusions: list[MethodConstraint], registry: Registry, cluster: Cluster, profile: Profile | None
 ) -> list[str]:
     problems = []
-    for constraint in wanted:
+    for constraint in inclusions:
         if len(constraint.methods) > 1:
             continue  # of a group, one method that can be used is enough
         method = registry.get(constraint.methods[0])
@@ -229,7 +231,7 @@ def _find_unusable_methods(
 def why_not(
     method: Method[Any], config: MethodConfig, cluster: Cluster, profile: Profile | None
 ) -> str | None:
-    """Why a method with this config does nothing or is refused on this cluster; ``None`` if it can be used."""
+    """Why a method with this config has no effect or is refused on this cluster; ``None`` if it is usable."""
     if method.needs_process_group and not cluster.distributed:
         return "there is one process and no process group; start it with torchrun to use it."
     reason = method.unavailable(config, cluster)

@@ -60,9 +60,9 @@ def _idle_defaults(group: Any, conditions: Mapping[str, bool]) -> dict[str, Any]
     }
 
 
-def _canonical_axes(plan: Plan, used: set[str]) -> tuple[tuple[str, int], ...]:
+def _canonical_axes(plan: Plan, shard_axes: set[str]) -> tuple[tuple[str, int], ...]:
     axes = tuple((name, size) for name, size in plan.axes if size > 1)
-    if "zero" in used or plan.size("zero") == 1:
+    if "zero" in shard_axes or plan.size("zero") == 1:
         return axes
     # Nothing is sharded over ``zero``, so all data ranks are alike.
     others = tuple((name, size) for name, size in axes if name not in ("data", "zero"))

@@ -43,15 +43,15 @@ class Limits:
 
     def refusal(self, estimate: Estimate) -> str:
         """The message for an estimate that does not fit."""
-        needed = interval_text(estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text)
-        return f"needs {needed} of {bytes_text(self.num_bytes)} (predicted; {largest_part(estimate)})"
+        size = interval_text(estimate.peak_bytes, estimate.peak_bytes_interval, bytes_text)
+        return f"needs {size} of {bytes_text(self.num_bytes)} (predicted; {largest_part(estimate)})"
 
 
 def memory_limit(cluster: Cluster, settings: SearchSettings) -> Limits:
-    """The memory limit of one rank: as set, on a GPU its memory at most; or the device's memory less the reserve."""
+    """The memory limit of one rank: the setting (on GPUs their memory at most) or memory less a reserve."""
     if settings.memory_limit_gib is not None:
-        wanted, there = int(settings.memory_limit_gib * 2**30), cluster.rank_memory_bytes
-        return Limits(min(wanted, there) if cluster.device_type != "cpu" and there else wanted)
+        limit, memory = int(settings.memory_limit_gib * 2**30), cluster.rank_memory_bytes
+        return Limits(min(limit, memory) if cluster.device_type != "cpu" and memory else limit)
     reserve = settings.memory_reserve
     if reserve is None:
         reserve = CPU_RESERVE if cluster.device_type == "cpu" else 0.0
@@ -88,26 +88,26 @@ def select_rows(rows: PricedRows, limit: Limits) -> RowSelection:
     fastest = _first_of_each(rows, by_time[fits[by_time]])
     smallest = _first_of_each(rows, by_memory[fits[by_memory]])
     order = dict.fromkeys([*fastest, *smallest])  # a set that keeps its order
-    seen: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for row in by_time[fits[by_time]][: 20 * MAX_FITTING].tolist():
         index = int(rows.template[row])
-        seen[index] = seen.get(index, 0) + 1
-        if seen[index] <= MAX_PER_TEMPLATE:
+        counts[index] = counts.get(index, 0) + 1
+        if counts[index] <= MAX_PER_TEMPLATE:
             order.setdefault(row)
-    kept = list(order)[:MAX_FITTING]
-    placed = {int(rows.template[row]) for row in fastest}  # combinations that fit somewhere
+    best_rows = list(order)[:MAX_FITTING]
+    templates = {int(rows.template[row]) for row in fastest}  # combinations that fit somewhere
     nearest = [
         row
         for row in _first_of_each(rows, by_memory[~fits[by_memory]])
-        if int(rows.template[row]) not in placed
+        if int(rows.template[row]) not in templates
     ]
     num_fitting = int(fits.sum())
     return RowSelection(
-        fitting=tuple(kept),
+        fitting=tuple(best_rows),
         too_large=tuple(nearest[:MAX_TOO_LARGE]),
-        num_slower=num_fitting - len(kept),
+        num_slower=num_fitting - len(best_rows),
         num_too_large=len(rows) - num_fitting,
-        slowest_kept=float(rows.step_seconds[kept].max()) if kept else None,
+        slowest_kept=float(rows.step_seconds[best_rows].max()) if best_rows else None,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from typing import Any
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from atorch_ns.strategy import MODEL_AXES, AxisSize, AxisUse, Plan
 # too small each.
 PER_STAGE = 4
 
+_BATCH_AXES = ("data", "zero")  # the first of a shape, which divide the batch
 _ORDER = ("tensor", "sequence", "expert", "zero", "data", "pipeline")  # axes of meshes, from the inside out
 _USUAL = AxisUse()
 
@@ -50,7 +52,6 @@ class PricedRows:
         shapes: [N, 6] sizes of the axes, as :data:`~atorch_ns.search.space.templates.Shape` has them.
         micro_batches: [N] numbers of micro-batches.
         prices: prices of the rows; ``None`` where nothing could be priced.
-        peak_bytes, step_seconds: [N] predictions; all 0 where nothing could be priced.
         splitters: the method that splits the batch, by number of micro-batches.
         option: [N] index into ``options``.
         options: options for the axes that divide the model.
@@ -62,8 +63,6 @@ class PricedRows:
     shapes: np.ndarray
     micro_batches: np.ndarray
     prices: Prices | None
-    peak_bytes: np.ndarray
-    step_seconds: np.ndarray
     splitters: dict[int, Chosen | None]
     option: np.ndarray
     options: tuple[AxisOption, ...]
@@ -71,6 +70,16 @@ class PricedRows:
 
     def __len__(self) -> int:
         return len(self.template)
+
+    @cached_property
+    def peak_bytes(self) -> np.ndarray:
+        """[N] predictions; all 0 where nothing could be priced."""
+        return np.zeros(len(self)) if self.prices is None else self.prices.peak_bytes
+
+    @cached_property
+    def step_seconds(self) -> np.ndarray:
+        """[N] predictions; all 0 where nothing could be priced."""
+        return np.zeros(len(self)) if self.prices is None else self.prices.step_seconds
 
     def estimate(self, row: int) -> Estimate | None:
         """What a row is predicted to cost; ``None`` where nothing could be priced."""
@@ -80,11 +89,11 @@ class PricedRows:
         """The entries of a row's strategy."""
         template = self.templates[self.template[row]]
         mesh = template.group.meshes[tuple(self.shapes[row].tolist())]
-        chosen = (*self.options[self.option[row]].chosen, *template.chosen)
+        methods = (*self.options[self.option[row]].chosen, *template.chosen)
         if self.reduces_each[row]:  # the choice of the pricing becomes a setting of the strategy
             plan = template.plan.changed(sharding={"reduces_each": True})
-            chosen = tuple(_follow_plan(item, plan) for item in chosen)
-        return steps_of(chosen, mesh, self.splitters[int(self.micro_batches[row])])
+            methods = tuple(_follow_plan(item, plan) for item in methods)
+        return steps_of(methods, mesh, self.splitters[int(self.micro_batches[row])])
 
 
 def price_rows(
@@ -92,6 +101,7 @@ def price_rows(
     choices: Choices,
     profile: Profile,
     cluster: Cluster,
+    *,
     workload: Workload,
     max_micro_batches: int,
     limit_bytes: int = 0,
@@ -99,41 +109,48 @@ def price_rows(
     """All rows, priced where there are a trace and hardware figures.
 
     Where a template leaves it open, gradients are reduced after every micro-batch in rows that take more than
-    ``limit_bytes`` with whole ones; 0 for no limit. Only rows whose ranks and micro-batches divide the batch are
-    made, which may be none. The number of micro-batches goes up to ``max_micro_batches``; one that the user
-    fixed may be larger.
+    ``limit_bytes`` with whole ones; 0 for no limit. Only rows whose ranks and micro-batches divide the batch
+    are made: maybe none. There are at most ``max_micro_batches``, unless the user fixed a larger number.
     """
-    templates = template_set.distinct
-    options = axis_options(choices)
-    rows = _Rows(choices, options, profile, workload, max_micro_batches, cluster.local_world_size)
-    columns = [rows.of(index, entry) for index, entry in enumerate(templates)]
-    template, shapes, option, counts = (np.concatenate(parts) for parts in zip(*columns, strict=True))
-    peak, seconds = np.zeros(len(template)), np.zeros(len(template))
-    prices, reduces_each = None, np.zeros(len(template), dtype=bool)
-    if len(template) and profile.trace is not None and cluster.hardware is not None:
-        kinds = _Kinds.of(templates, options, profile.trace)
-        table = PlanTable(
-            kinds.plans,
-            kinds.template[template],
-            shapes[:, 0],
-            shapes[:, 1],
-            counts,
-            shapes[:, 2:],
-            kinds.use[template, option],
-            kinds.uses,
-        )
-        prices = price(table, profile, cluster, workload)
-        # Too large with whole gradients, open rows are priced anew with a reduction after every micro-batch.
-        too_large = _open_reductions(table) & (prices.peak_bytes > limit_bytes)
-        if limit_bytes and too_large.any():
-            again = price(table.take(too_large).reducing_each(), profile, cluster, workload)
-            reduces_each[too_large] = again.peak_bytes < prices.peak_bytes[too_large]
-            prices = prices.replaced(too_large, again)
-        peak, seconds = prices.peak_bytes, prices.step_seconds
-    splitters = choices.micro_batches
-    return PricedRows(
-        templates, template, shapes, counts, prices, peak, seconds, splitters, option, options, reduces_each
+    templates, options = template_set.distinct, axis_options(choices)
+    maker = _RowMaker(choices, options, profile, workload, max_micro_batches, cluster.local_world_size)
+    rows = _Rows.joined(maker.rows_of(index, template) for index, template in enumerate(templates))
+    prices, reduces_each = None, np.zeros(len(rows.template), dtype=bool)
+    if len(rows.template) and profile.trace is not None and cluster.hardware is not None:
+        table = _make_table(rows, _Kinds.of(templates, options, profile.trace))
+        price_table = partial(price, profile=profile, cluster=cluster, workload=workload)
+        prices = price_table(table)
+        if limit_bytes:
+            prices, reduces_each = _reduce_where_too_large(table, prices, limit_bytes, price_table)
+    of_rows: dict[str, Any] = {**rows._asdict(), "prices": prices, "reduces_each": reduces_each}
+    return PricedRows(**of_rows, templates=templates, options=options, splitters=choices.micro_batches)
+
+
+def _make_table(rows: _Rows, kinds: _Kinds) -> PlanTable:
+    return PlanTable(
+        templates=kinds.plans,
+        template=kinds.template[rows.template],
+        data=_sizes_along("data", rows.shapes),
+        zero=_sizes_along("zero", rows.shapes),
+        micro_batches=rows.micro_batches,
+        model=rows.shapes[:, len(_BATCH_AXES) :],
+        use=kinds.use[rows.template, rows.option],
+        uses=kinds.uses,
     )
+
+
+def _reduce_where_too_large(
+    table: PlanTable, prices: Prices, limit_bytes: int, price_table: Callable[[PlanTable], Prices]
+) -> tuple[Prices, np.ndarray]:
+    # Open rows that are too large with whole gradients are priced anew with a reduction after every
+    # micro-batch. They have the new price even where it is no lower, but the setting only where it is.
+    too_large = _open_reductions(table) & (prices.peak_bytes > limit_bytes)
+    reduces_each = np.zeros(len(table), dtype=bool)
+    if too_large.any():
+        again = price_table(table.take(too_large).reducing_each())
+        reduces_each[too_large] = again.peak_bytes < prices.peak_bytes[too_large]
+        prices = prices.replaced(too_large, again)
+    return prices, reduces_each  # [N] whether gradients are reduced after every micro-batch
 
 
 def _open_reductions(table: PlanTable) -> np.ndarray:
@@ -149,20 +166,18 @@ def _follow_plan(item: Chosen, plan: Plan) -> Chosen:
 
 
 def batch_divisors(
-    template_set: Templates, choices: Choices, profile: Profile, workload: Workload, max_micro_batches: int
+    template_set: Templates, choices: Choices, profile: Profile, workload: Workload, *, max_micro_batches: int
 ) -> list[int]:
-    """The numbers of equal parts that some row divides a global batch into: data-parallel ranks times micro-batches."""
+    """The numbers of equal parts of a global batch, data ranks times micro-batches, that rows have."""
     anything = replace(workload, global_batch=0)  # which every number divides
-    rows = _Rows(choices, axis_options(choices), profile, anything, max_micro_batches, per_node=0)
-    columns = (rows.of(index, template) for index, template in enumerate(template_set.distinct))
-    products = (_data_ranks(shapes) * counts for _, shapes, _, counts in columns)
-    return sorted({number for product in products for number in product.tolist()})
+    maker = _RowMaker(choices, axis_options(choices), profile, anything, max_micro_batches, per_node=0)
+    rows = _Rows.joined(maker.rows_of(index, entry) for index, entry in enumerate(template_set.distinct))
+    return sorted({*(_data_ranks(rows.shapes) * rows.micro_batches).tolist()})
 
 
 @dataclass(frozen=True)
 class _Kinds:
-    """Kinds of templates with the same price: those whose axes are in one order differ in sizes only."""
-
+    # Templates of a kind differ in sizes only, so they have one price at equal sizes.
     plans: tuple[Plan, ...]  # the kinds, without fields that no price depends on
     template: np.ndarray  # [templates] index into ``plans``
     uses: tuple[AxisUse, ...]  # distinct settings of the axes
@@ -198,10 +213,20 @@ def _template_axes(axes: tuple[AxisSize, ...]) -> tuple[AxisSize, ...]:
     return tuple((name, 0) for name in (_ORDER if usual else dict(axes)))
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Makes the rows of templates."""
+class _Rows(NamedTuple):
+    # Strategies without prices, as arrays of equal length.
+    template: np.ndarray  # [n] index of the template
+    shapes: np.ndarray  # [n, 6] sizes of the axes
+    option: np.ndarray  # [n] index of the option for the axes that divide the model
+    micro_batches: np.ndarray  # [n] numbers of micro-batches
 
+    @classmethod
+    def joined(cls, parts: Iterable[_Rows]) -> _Rows:
+        return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class _RowMaker:
     choices: Choices  # the alternatives of every method
     options: tuple[AxisOption, ...]  # for the axes that divide the model
     profile: Profile
@@ -214,39 +239,30 @@ class _Rows:
     possible: dict[tuple[object, ...], list[tuple[int, AxisUse]]] = field(default_factory=dict)
     axes: dict[int, frozenset[str]] = field(default_factory=dict)
 
-    def of(self, index: int, template: Template) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Columns of one template: [n] its index, [n, 6] shapes, [n] options and [n] numbers of micro-batches."""
-        axis_use = AxisUse.of(template.plan)
-        filled = self._used_axes(template.chosen)
+    def rows_of(self, index: int, template: Template) -> _Rows:
+        # The rows of one template, whose index is given: maybe none.
         none = np.zeros(0, int)
-        parts = [(np.zeros((0, 2 + len(MODEL_AXES)), int), none, none)]
-        for position, use in self._find_uses(template.group, axis_use, filled):
-            if (
-                template.plan.whole_backward
-                and _splits_backward(use.pipeline.schedule)
-                and template.group.has("pipeline")
-            ):
-                continue  # compiled blocks compute both parts of a backward pass at once
-            if use.tensor.asynchronous and template.plan.compiler != "inductor":
-                continue  # inductor alone joins products with their exchanges
-            shapes, counts = self._cached_columns(template.group, use)
-            parts.append((shapes, np.full(len(counts), position), counts))
-        shapes, option, counts = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return np.full(len(counts), index), shapes, option, counts
+        parts = [_Rows(none, np.zeros((0, len(_BATCH_AXES) + len(MODEL_AXES)), int), none, none)]
+        used_axes = self._used_axes(template.chosen)
+        for option, use in self._find_uses(template.group, AxisUse.of(template.plan), used_axes):
+            if _fits_compiler(template, use):
+                shapes, counts = self._cached_columns(template.group, use)
+                parts.append(_Rows(np.full(len(counts), index), shapes, np.full(len(counts), option), counts))
+        return _Rows.joined(parts)
 
-    def _used_axes(self, chosen: tuple[Chosen, ...]) -> frozenset[str]:
-        for item in chosen:
+    def _used_axes(self, methods: tuple[Chosen, ...]) -> frozenset[str]:
+        for item in methods:
             if id(item) not in self.axes:
                 self.axes[id(item)] = frozenset(axes_of(item))
-        return frozenset().union(*(self.axes[id(item)] for item in chosen))
+        return frozenset().union(*(self.axes[id(item)] for item in methods))
 
-    def _find_uses(self, group: MeshGroup, use: AxisUse, filled: frozenset[str]) -> list[tuple[int, AxisUse]]:
-        key = (id(group), use, filled)
+    def _find_uses(self, group: MeshGroup, use: AxisUse, axes: frozenset[str]) -> list[tuple[int, AxisUse]]:
+        key = (id(group), use, axes)
         if key not in self.possible:
             self.possible[key] = [
                 (index, option.plan.over(use))  # settings of the template come first
                 for index, option in enumerate(self.options)
-                if not option.axes & filled and all(group.has(axis) for axis in option.axes)
+                if not option.axes & axes and all(group.has(axis) for axis in option.axes)
             ]
         return self.possible[key]  # the index of each option, and the setting of the axes that results
 
@@ -259,45 +275,56 @@ class _Rows:
     def _compute_columns(self, group: MeshGroup, use: AxisUse) -> tuple[np.ndarray, np.ndarray]:
         counts, most = self._allowed_micro_batches
         meshes = np.asarray(list(group.meshes), dtype=np.int64)  # [M, 6]
-        shapes = np.repeat(meshes, len(counts), axis=0)  # every mesh with every number of micro-batches
-        micro_batches = np.tile(counts, len(meshes))
-        kept = self.workload.global_batch % (_data_ranks(shapes) * micro_batches) == 0
-        pipeline = shapes[:, 2 + MODEL_AXES.index("pipeline")]
+        # Every mesh with every number of micro-batches, of which those are left that can train.
+        shapes, micro_batches = np.repeat(meshes, len(counts), axis=0), np.tile(counts, len(meshes))
+        is_valid = self.workload.global_batch % (_data_ranks(shapes) * micro_batches) == 0
+        pipeline, tensor = _sizes_along("pipeline", shapes), _sizes_along("tensor", shapes)
         # A pipeline may have more micro-batches than the limit: its bubble shrinks with their number.
-        kept &= micro_batches <= np.maximum(most, PER_STAGE * pipeline * (pipeline > 1))
+        is_valid &= micro_batches <= np.maximum(most, PER_STAGE * pipeline * (pipeline > 1))
         if group.has("pipeline"):
-            kept &= _can_run(use, pipeline, micro_batches, len(self.profile.blocks))
+            is_valid &= _can_run(use, pipeline, micro_batches, len(self.profile.blocks))
             # With one micro-batch a pipeline takes its usual number, which is among the others.
             if len(self.choices.micro_batches) > 1:
-                kept &= micro_batches > 1
+                is_valid &= micro_batches > 1
         if use.tensor.asynchronous:  # along the innermost axis, between the devices of a node
-            kept &= self.per_node % shapes[:, 2 + MODEL_AXES.index("tensor")] == 0
+            is_valid &= self.per_node % tensor == 0
         # Ulysses gives each rank whole heads.
         if group.has("sequence") and use.sequence.exchange == "ulysses" and self.profile.trace is not None:
-            sizes = shapes[:, [2 + MODEL_AXES.index(name) for name in ("tensor", "sequence")]].prod(axis=1)
-            kept &= _divides_heads(self.profile.trace, sizes)
-        return shapes[kept], micro_batches[kept]  # [n, 6], [n]
+            is_valid &= _divides_heads(self.profile.trace, tensor * _sizes_along("sequence", shapes))
+        return shapes[is_valid], micro_batches[is_valid]  # [n, 6], [n]
 
     @cached_property
     def _allowed_micro_batches(self) -> tuple[np.ndarray, int]:
         counts = np.asarray(sorted(self.choices.micro_batches), dtype=np.int64)
         counts = counts[self.workload.global_batch % counts == 0]
-        fixed = 1 not in self.choices.micro_batches  # the user's number, which may exceed the limit
-        return counts, int(counts.max(initial=1)) if fixed else self.max_micro_batches
+        is_fixed = 1 not in self.choices.micro_batches  # the user's number, which may exceed the limit
+        return counts, int(counts.max(initial=1)) if is_fixed else self.max_micro_batches
+
+
+def _sizes_along(axis: str, shapes: np.ndarray) -> np.ndarray:
+    return shapes[:, (*_BATCH_AXES, *MODEL_AXES).index(axis)]  # [n] of [n, 6]
 
 
 def _data_ranks(shapes: np.ndarray) -> np.ndarray:
-    product: np.ndarray = shapes[:, 0] * shapes[:, 1] * shapes[:, 2 + MODEL_AXES.index("expert")]
-    return product  # [n] of [n, 6] shapes: ranks along ``expert`` see different data, too
+    data, zero, expert = (_sizes_along(axis, shapes) for axis in ("data", "zero", "expert"))
+    return np.asarray(data * zero * expert)  # ranks along ``expert`` see different data, too
+
+
+def _fits_compiler(template: Template, use: AxisUse) -> bool:
+    plan = template.plan
+    if plan.whole_backward and _splits_backward(use.pipeline.schedule) and template.group.has("pipeline"):
+        return False  # compiled blocks compute both parts of a backward pass at once
+    # Inductor alone joins products with their exchanges.
+    return plan.compiler == "inductor" or not use.tensor.asynchronous
 
 
 def axis_options(choices: Choices) -> tuple[AxisOption, ...]:
     """Every option for the axes that divide the model, the default first."""
     options = []
     for items in itertools.product(*choices.options.values()):  # ``None`` first, for the default
-        chosen = tuple(item for item in items if item is not None)
-        axes = frozenset(axis for item in chosen for axis in axes_of(item))
-        options.append(AxisOption(chosen, AxisUse.of(fold_plan(chosen)), axes))
+        methods = tuple(item for item in items if item is not None)
+        axes = frozenset(axis for item in methods for axis in axes_of(item))
+        options.append(AxisOption(methods, AxisUse.of(fold_plan(methods)), axes))
     return tuple(options)
 
 

@@ -43,8 +43,8 @@ def explore(
     cluster: Cluster,
     workload: Workload,
     registry: Registry,
-    settings: SearchSettings,
     *,
+    settings: SearchSettings,
     excluded: Sequence[Any] | None = None,
     included: Sequence[Any] | None = None,
     base: Any = None,
@@ -61,12 +61,10 @@ def explore(
         profile: profile of the model with a trace; without one, candidates have no estimate and no order.
         cluster: the cluster with hardware figures.
         workload: samples and tokens of one step.
-        registry: the methods.
-        settings: limits and objective.
-        excluded: names, aliases, ``(name, config)`` pairs or groups (roles, phases) that no strategy may contain.
+        excluded: names, aliases, ``(name, config)`` pairs or groups (roles, phases) that are not allowed.
         included: names, pairs or groups, each of which every strategy must contain.
         base: a strategy in any form, whose methods are kept and whose configs are reopened; ``None`` for any.
-        tried: strategies of earlier trials, in any form, which are candidates whatever they are predicted to cost.
+        tried: strategies of earlier trials, in any form; they are candidates, however slow by prediction.
 
     Raises:
         InputError: if the constraints contradict each other or leave nothing.
@@ -76,18 +74,16 @@ def explore(
         registry, included=included, excluded=excluded, cluster=cluster, profile=profile
     )
     explorer = _Explorer(SearchContext(profile, cluster, workload, registry, settings))
-    resolved = None if base is None else resolve(Strategy.load(base), cluster, registry, profile=profile)
-    return explorer.space(constraints, resolved, [Strategy.load(strategy) for strategy in tried])
+    resolved_base = None if base is None else resolve(Strategy.load(base), cluster, registry, profile=profile)
+    return explorer.space(constraints, resolved_base, [Strategy.load(strategy) for strategy in tried])
 
 
 class _Explorer:
-    """Makes the space from choices, templates and priced rows."""
-
     def __init__(self, context: SearchContext) -> None:
         self._context = context
         self._writer = CandidateWriter(context)
 
-    def space(self, constraints: Constraints, base: Resolved | None, tried: Sequence[Strategy] = ()) -> Space:
+    def space(self, constraints: Constraints, base: Resolved | None, past: Sequence[Strategy] = ()) -> Space:
         """The whole space, around a strategy if one is given."""
         context = self._context
         if base is not None and (against := constraints.violation(base.chosen)) is not None:
@@ -95,14 +91,14 @@ class _Explorer:
                 f"finetuning a strategy keeps its methods, but {against}. Leave that out, or search without "
                 "finetune_strategy."
             )
-        kept = None if base is None else base.strategy  # its configs are among the options
-        choices = find_choices(context.registry, context.profile, context.cluster, constraints, kept)
+        start = None if base is None else base.strategy  # its configs are among the options
+        choices = find_choices(context.registry, context.profile, context.cluster, constraints, base=start)
         only = None if base is None else {item.method.name for item in base.chosen}
         templates = find_templates(choices, context.cluster, context.registry, constraints, only=only)
         if not templates.distinct:
             raise InputError(_nothing_left(templates, choices, constraints))
         limit = memory_limit(context.cluster, context.settings)
-        rows, selected = self._price_and_select(templates, choices, limit)
+        rows, selection = self._price_and_select(templates, choices, limit)
         baseline = (
             self._base_plan(constraints) if base is None else context.resolve(base.strategy, check_model=True)
         )
@@ -110,14 +106,16 @@ class _Explorer:
             # A plain strategy that cannot divide the batch is no baseline.
             parts = baseline.plan.num_data_ranks * baseline.plan.num_micro_batches
             baseline = baseline if context.workload.global_batch % parts == 0 else None
-        candidates = self._writer.write_out(selected, rows, limit, baseline, constraints, tried)
+        candidates = self._writer.write_out(
+            selection, rows, limit, baseline, constraints=constraints, past=past
+        )
         fits = any(candidate.pruned is None for candidate in candidates)
         if not fits and constraints.excluded and base is None:
             candidates = self._with_hint(candidates, constraints, limit)
-        known = {candidate.key for candidate in candidates}
+        keys = {candidate.key for candidate in candidates}
         # Duplicates are pruned: they are there for the report.
-        candidates += [twin for twin in self._writer.duplicates(templates) if twin.key not in known]
-        notes = (*_search_notes(rows, selected, templates, choices), *self._pipeline_notes(candidates))
+        candidates += [twin for twin in self._writer.duplicates(templates) if twin.key not in keys]
+        notes = (*_search_notes(rows, selection, templates, choices), *self._pipeline_notes(candidates))
         return Space(candidates=tuple(candidates), num_priced=len(rows), notes=notes)
 
     def _price_and_select(
@@ -130,55 +128,59 @@ class _Explorer:
         is_smallest = settings.objective in ("memory", "batch")
         largest = 1 if is_smallest else limit.num_bytes
 
-        def priced(max_micro_batches: int) -> PricedRows:
+        def price_all(max_micro_batches: int) -> PricedRows:
             return price_rows(
                 templates,
                 choices,
                 context.profile,
                 context.cluster,
-                context.workload,
-                max_micro_batches,
-                largest,
+                workload=context.workload,
+                max_micro_batches=max_micro_batches,
+                limit_bytes=largest,
             )
 
-        rows = priced(settings.max_micro_batches)
+        rows = price_all(settings.max_micro_batches)
         if not len(rows):
             raise InputError(self._nothing_divides(templates, choices))
-        selected = select_rows(rows, limit)
+        selection = select_rows(rows, limit)
         is_fixed = "max_micro_batches" in settings.model_fields_set
-        if selected.fitting or is_fixed or most <= settings.max_micro_batches:
-            return rows, selected
-        rows = priced(most)  # nothing fits: with as many micro-batches as there can be
+        if selection.fitting or is_fixed or most <= settings.max_micro_batches:
+            return rows, selection
+        rows = price_all(most)  # nothing fits: with as many micro-batches as there can be
         return rows, select_rows(rows, limit)
 
     def _pipeline_notes(self, candidates: list[Candidate]) -> list[str]:
         cuts = {method.name for method in self._context.registry if "axis:pipeline" in method.provides}
-        used = {
+        names = {
             name
             for candidate in candidates
             if candidate.pruned is None
             for name, _ in candidate.steps
             if name in cuts
         }
-        return [f"where {name} is in a strategy, {train_step_only(name)}." for name in sorted(used)]
+        return [f"where {name} is in a strategy, {train_step_only(name)}." for name in sorted(names)]
 
     def _base_plan(self, constraints: Constraints) -> Resolved | None:
         # The plain strategy: required methods alone, and those that are added by default.
-        fixed = [constraint for constraint in constraints.included if len(constraint.methods) == 1]
-        steps = [(w.methods[0], w.config.as_json() if w.config is not None else None) for w in fixed]
+        singles = [constraint for constraint in constraints.included if len(constraint.methods) == 1]
+        steps = [(w.methods[0], w.config.as_json() if w.config is not None else None) for w in singles]
         try:
-            resolved = self._context.resolve(Strategy(steps), check_model=True)
+            strategy = self._context.resolve(Strategy(steps), check_model=True)
         except StrategyError:
             return None
-        axes = [axis for item in resolved.chosen for axis in axes_of(item)]
-        if any(resolved.plan.size(axis) == 1 for axis in axes):
+        axes = [axis for item in strategy.chosen for axis in axes_of(item)]
+        if any(strategy.plan.size(axis) == 1 for axis in axes):
             return None  # a required method that divides along an axis which the default mesh does not have
-        return resolved if constraints.violation(resolved.chosen) is None else None
+        return strategy if constraints.violation(strategy.chosen) is None else None
 
     def _nothing_divides(self, templates: Templates, choices: Choices) -> str:
         context = self._context
         divisors = batch_divisors(
-            templates, choices, context.profile, context.workload, context.settings.max_micro_batches
+            templates,
+            choices,
+            context.profile,
+            context.workload,
+            max_micro_batches=context.settings.max_micro_batches,
         )
         batch = context.workload.global_batch
         below = max(batch // number * number for number in divisors)  # 0 where all are larger than the batch
@@ -198,7 +200,7 @@ class _Explorer:
     def _with_hint(
         self, candidates: list[Candidate], constraints: Constraints, limit: Limits
     ) -> list[Candidate]:
-        """The candidates, with a hint at the nearest miss: the excluded method with which it would fit."""
+        # The nearest miss gets a hint: the excluded method with which it would fit.
         fitting = [
             c for c in self.space(constraints.without_exclusions(), None).candidates if c.pruned is None
         ]
@@ -215,9 +217,9 @@ class _Explorer:
         assert best.estimate is not None
         what = f"{' and '.join(new)}, excluded here," if new else f"the excluded {best.label}"
         hint = f"{what} would bring it to {bytes_text(best.estimate.peak_bytes)}"
-        pruned = replace(nearest.pruned, hint=hint)
+        verdict = replace(nearest.pruned, hint=hint)
         return [
-            replace(candidate, pruned=pruned) if candidate is nearest else candidate
+            replace(candidate, pruned=verdict) if candidate is nearest else candidate
             for candidate in candidates
         ]
 
@@ -226,36 +228,36 @@ def _nothing_left(templates: Templates, choices: Choices, constraints: Constrain
     reasons = sorted(templates.refused, key=lambda reason: -templates.refused[reason])[:3]
     reasons += [f"{name}: {reason}" for name, reason in choices.refused.items()]
     meshes = [mesh for mesh in choices.meshes if mesh is not None]
-    offered = {axis for mesh in meshes for axis, _ in mesh.method.plan(Plan(), mesh.config).axes}
+    mesh_axes = {axis for mesh in meshes for axis, _ in mesh.method.plan(Plan(), mesh.config).axes}
     divides = meshes[0].method.name if meshes else "the method of the mesh"
     groups = (*choices.kinds, *choices.options.values())
     methods = {item.method for items in groups for item in items if item is not None}
-    wanted = {name: method.default_for for method in methods if constraints.requires(name := method.name)}
+    roles = {name: method.default_for for method in methods if constraints.requires(name := method.name)}
     reasons += [
         f"{name} is included and needs an axis {axis}, which no mesh that is offered for this model, sample and cluster has; "
         f"include {divides} with one."
-        for name, role in wanted.items()
-        if role is not None and (axis := role.removeprefix("axis:")) not in offered
+        for name, role in roles.items()
+        if role is not None and (axis := role.removeprefix("axis:")) not in mesh_axes
     ]
     why = " ".join(reasons) or "what must be there and what is excluded leave nothing over."
     return f"no strategy is left to search: {why} Ask for less in included and excluded."
 
 
 def _search_notes(
-    rows: PricedRows, selected: RowSelection, templates: Templates, choices: Choices
+    rows: PricedRows, selection: RowSelection, templates: Templates, choices: Choices
 ) -> tuple[str, ...]:
     notes = [f"{name} is not searched: {reason}" for name, reason in choices.refused.items()]
-    written = len(selected.fitting) + len(selected.too_large)
-    if len(rows) > written:
+    count = len(selection.fitting) + len(selection.too_large)
+    if len(rows) > count:
         slower = (
-            f"; the {selected.num_slower} others that fit were predicted slower before any trial"
-            if selected.num_slower
+            f"; the {selection.num_slower} others that fit were predicted slower before any trial"
+            if selection.num_slower
             else ""
         )
-        if selected.slowest_kept is not None and selected.num_slower:
-            slower += f" than {seconds_text(selected.slowest_kept)}"
-        large = f", {selected.num_too_large} do not fit" if selected.num_too_large else ""
-        notes.append(f"{len(rows)} strategies were priced and the best {written} written out{slower}{large}.")
+        if selection.slowest_kept is not None and selection.num_slower:
+            slower += f" than {seconds_text(selection.slowest_kept)}"
+        large = f", {selection.num_too_large} do not fit" if selection.num_too_large else ""
+        notes.append(f"{len(rows)} strategies were priced and the best {count} written out{slower}{large}.")
     if templates.num_left_out:
         notes.append(
             f"{templates.num_left_out} combinations of methods were beyond the limit and not priced."

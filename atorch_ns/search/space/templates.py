@@ -27,7 +27,7 @@ class Choices:
         meshes: alternatives of the method that arranges the ranks; ``(None,)`` where nothing is arranged.
         micro_batches: alternatives by number of micro-batches, ``None`` for one without a method.
         refused: methods that are left out, each with the reason.
-        options: options for each axis that divides the model; ``None`` for the method that is added by default.
+        options: options for each axis that divides the model; ``None`` for the default method.
     """
 
     kinds: tuple[tuple[Chosen | None, ...], ...]
@@ -38,67 +38,71 @@ class Choices:
 
 
 def find_choices(
-    registry: Registry, profile: Profile, cluster: Cluster, constraints: Constraints, base: Strategy | None
+    registry: Registry, profile: Profile, cluster: Cluster, constraints: Constraints, *, base: Strategy | None
 ) -> Choices:
     """The alternatives of every method.
 
-    They are the method's ``options``. A config given by the user replaces them; one of the base strategy is added
-    to them, whose methods are kept, all of them and no other. The methods that arrange the ranks and split the batch
-    are recognised by what they change in a plan.
+    They are the method's ``options``, or the user's config. A base strategy adds its configs and excludes
+    other methods. Methods that arrange ranks or split the batch are recognised by what they change in a plan.
     """
     kinds: list[tuple[Chosen | None, ...]] = []
     meshes: tuple[Chosen | None, ...] = (None,)
     micro_batches: dict[int, Chosen | None] = {1: None}
-    refused: dict[str, str] = {}
+    refusals: dict[str, str] = {}
     options: dict[str, tuple[Chosen | None, ...]] = {}
     for method in registry:
         if base is not None and not any(name in base for name in (method.name, *method.aliases)):
             continue
-        configs, reason = _method_configs(method, profile, cluster, constraints, base)
+        configs, reason = _method_configs(method, profile, cluster, constraints, base=base)
         if reason is not None and (not configs or reason != EXCLUDED):
-            refused[method.name] = reason
+            refusals[method.name] = reason
         if not configs:
             continue
-        chosen = tuple(Chosen(method, config) for config in configs)
+        items = tuple(Chosen(method, config) for config in configs)
         must = constraints.requires(method.name) or base is not None
-        changed = set().union(*(_changed_fields(item) for item in chosen))  # which tells the kind of method
-        if changed and changed <= {"axes", "rank_order"}:
-            meshes = chosen
-        elif changed <= {*MODEL_AXES} and not must and len(axes := _default_model_axes(chosen)) == 1:
-            options[axes.pop()] = (None, *chosen)
-        elif changed == {"num_micro_batches"}:
-            micro_batches = {item.method.plan(Plan(), item.config).num_micro_batches: item for item in chosen}
+        changes = set().union(*(_changed_fields(item) for item in items))  # which tells the kind of method
+        if changes and changes <= {"axes", "rank_order"}:
+            meshes = items
+        elif changes <= {*MODEL_AXES} and not must and len(axes := _default_model_axes(items)) == 1:
+            options[axes.pop()] = (None, *items)
+        elif changes == {"num_micro_batches"}:
+            micro_batches = {item.method.plan(Plan(), item.config).num_micro_batches: item for item in items}
             if not must:
                 micro_batches = {1: None, **micro_batches}
         else:
-            kinds.append(chosen if must else (None, *chosen))
-    return Choices(tuple(kinds), meshes, micro_batches, refused, options)
+            kinds.append(items if must else (None, *items))
+    return Choices(tuple(kinds), meshes, micro_batches, refusals, options)
 
 
-def _default_model_axes(chosen: Sequence[Chosen]) -> set[str]:
+def _default_model_axes(items: Sequence[Chosen]) -> set[str]:
     # Axes of methods that ``resolve`` adds by default where a mesh has the axis.
-    return {axis for item in chosen if item.method.default_for is not None for axis in axes_of(item)}
+    return {axis for item in items if item.method.default_for is not None for axis in axes_of(item)}
 
 
 def _method_configs(
-    method: Method[Any], profile: Profile, cluster: Cluster, constraints: Constraints, base: Strategy | None
+    method: Method[Any],
+    profile: Profile,
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    base: Strategy | None,
 ) -> tuple[list[MethodConfig], str | None]:
-    fixed = constraints.fixed(method.name)
-    if fixed is not None:
-        offered: Sequence[MethodConfig] = [fixed]
+    user_config = constraints.fixed(method.name)
+    if user_config is not None:
+        options: Sequence[MethodConfig] = [user_config]
     else:
-        offered = [*_base_configs(method, base), *method.options(profile, cluster)]
-        if not offered and constraints.requires(method.name):
-            offered = [method.Config()]
-    kept: list[MethodConfig] = []
+        options = [*_base_configs(method, base), *method.options(profile, cluster)]
+        if not options and constraints.requires(method.name):
+            options = [method.Config()]
+    usable: list[MethodConfig] = []
     reason = None  # why the last config was left out
-    for config in offered:
+    for config in options:
         if constraints.forbids(method.name, config):
             reason = EXCLUDED
             continue
         if (
             (method.default_for is not None and config == method.Config())
-            and fixed is None
+            and user_config is None
             and not constraints.requires(method.name)
             and base is None
         ):
@@ -106,9 +110,9 @@ def _method_configs(
         problem = why_not(method, config, cluster, profile)
         if problem is not None:
             reason = problem
-        elif (here := fit_config(method, config, cluster)) not in kept:
-            kept.append(here)
-    return kept, reason
+        elif (here := fit_config(method, config, cluster)) not in usable:
+            usable.append(here)
+    return usable, reason
 
 
 def _base_configs(method: Method[Any], base: Strategy | None) -> list[MethodConfig]:
@@ -200,12 +204,12 @@ def find_templates(
     *,
     only: Collection[str] | None = None,
 ) -> Templates:
-    """Every legal combination, of the methods named by ``only`` if given; of those with the same effect the simplest."""
+    """Every legal combination, of the methods in ``only`` if given; the simplest of those with one effect."""
     combinations, left_out = _build_combinations(choices.kinds)
     combinations.sort(key=len)  # of strategies with the same effect the simplest comes first
     distinct: dict[Plan, Template] = {}
     same: list[tuple[Resolved, Template]] = []
-    refused: dict[str, int] = {}
+    refusals: dict[str, int] = {}
     to_come = {item.method.name for item in choices.micro_batches.values() if item is not None}
     # On the first group combinations are resolved, so that those with the effect of a simpler one can be
     # reported. On the others the methods that ``resolve`` would add are found once.
@@ -213,53 +217,52 @@ def find_templates(
         try:
             completion = None if number == 0 else _Completion.of(group, cluster, registry)
         except StrategyError as error:
-            refused[str(error)] = refused.get(str(error), 0) + len(combinations)
+            refusals[str(error)] = refusals.get(str(error), 0) + len(combinations)
             continue
-        known: dict[tuple[int, ...], Plan] = {}  # plans by the methods that a combination begins with
-        for chosen in combinations:
-            if not all(group.has(axis) for item in chosen for axis in axes_of(item)):
+        plans: dict[tuple[int, ...], Plan] = {}  # plans by the methods that a combination begins with
+        for combination in combinations:
+            if not all(group.has(axis) for item in combination for axis in axes_of(item)):
                 continue  # the group lacks an axis along which a method divides
-            resolved = None
+            resolution = None
             try:
                 if completion is None:
-                    resolved = resolve(Strategy(steps_of(chosen, group.first)), cluster, registry)
-                    complete = resolved.chosen
+                    resolution = resolve(Strategy(steps_of(combination, group.first)), cluster, registry)
+                    complete = resolution.chosen
                 else:
-                    complete = completion.complete(chosen)
+                    complete = completion.complete(combination)
             except StrategyError as error:
-                refused[str(error)] = refused.get(str(error), 0) + 1
+                refusals[str(error)] = refusals.get(str(error), 0) + 1
                 continue
             if constraints.violation(complete, to_come=to_come) is not None:
                 continue
             if only is not None and any(item.method.name not in only for item in complete):
                 continue  # with a method that the base strategy does not have
-            plan = _fold_plan_cached(complete, known) if resolved is None else resolved.plan
+            plan = _fold_plan_cached(complete, plans) if resolution is None else resolution.plan
             kind = _plan_kind(canonical(plan))
             if kind not in distinct:
-                distinct[kind] = Template(chosen, plan, group)
-            elif resolved is not None:
+                distinct[kind] = Template(combination, plan, group)
+            elif resolution is not None:
                 # No row to say that an axis over which nothing is sharded changes nothing.
-                same.append((resolved, distinct[kind]))
-    return Templates(tuple(distinct.values()), tuple(same), refused, left_out)
+                same.append((resolution, distinct[kind]))
+    return Templates(tuple(distinct.values()), tuple(same), refusals, left_out)
 
 
-def _fold_plan_cached(chosen: Iterable[Chosen], known: dict[tuple[int, ...], Plan]) -> Plan:
+def _fold_plan_cached(methods: Iterable[Chosen], plans: dict[tuple[int, ...], Plan]) -> Plan:
     # As ``fold_plan``, with the plans of all beginnings kept. Combinations of one group are made of the same
-    # objects, which live as long as ``known``, so identities are keys.
+    # objects, which live as long as ``plans``, so identities are keys.
     plan = Plan()
     key: tuple[int, ...] = ()
-    for item in chosen:
+    for item in methods:
         key = (*key, id(item))
-        if key not in known:
-            known[key] = item.method.plan(plan, item.config)
-        plan = known[key]
+        if key not in plans:
+            plans[key] = item.method.plan(plan, item.config)
+        plan = plans[key]
     return plan
 
 
 @dataclass(frozen=True)
 class _Completion:
-    """The methods that ``resolve`` adds on one kind of mesh. Strategies that become candidates are resolved in the end."""
-
+    # What ``resolve`` adds on one kind of mesh. Strategies that become candidates are resolved in the end.
     mesh: tuple[Chosen, ...]  # the methods that arrange the ranks
     added: tuple[Chosen, ...]  # the methods that fill the roles which the mesh leaves empty
 
@@ -277,38 +280,36 @@ class _Completion:
             tuple(item for item in alone if item.method.name not in names),
         )
 
-    def complete(self, chosen: tuple[Chosen, ...]) -> tuple[Chosen, ...]:
+    def complete(self, methods: tuple[Chosen, ...]) -> tuple[Chosen, ...]:
         """The methods of a strategy, in order.
 
         Raises:
             StrategyError: if two of them cannot stand together.
         """
-        filled = {role for item in chosen for role in item.method.roles(item.config)}
-        missing = tuple(
-            item for item in self.added if not filled.intersection(item.method.roles(item.config))
-        )
-        for item in chosen:
+        roles = {role for item in methods for role in item.method.roles(item.config)}
+        missing = tuple(item for item in self.added if not roles.intersection(item.method.roles(item.config)))
+        for item in methods:
             for other in (*self.mesh, *missing):
                 reason = clash(item, other)
                 if reason is not None:
                     names = f"{item.method.name} and {other.method.name}"
                     raise StrategyError(f"{names} cannot stand together: {reason}")
-        return ordered((*self.mesh, *missing, *chosen))
+        return ordered((*self.mesh, *missing, *methods))
 
 
 def _build_combinations(kinds: Sequence[tuple[Chosen | None, ...]]) -> tuple[list[tuple[Chosen, ...]], int]:
     combinations: list[tuple[Chosen, ...]] = [()]
     left_out = 0
     for alternatives in kinds:
-        grown = [
-            chosen if item is None else (*chosen, item)
-            for chosen in combinations
+        extensions = [
+            combination if item is None else (*combination, item)
+            for combination in combinations
             for item in alternatives
-            if item is None or all(clash(item, other) is None for other in chosen)
+            if item is None or all(clash(item, other) is None for other in combination)
         ]
-        grown.sort(key=len)  # the longest are beyond the limit
-        left_out += max(0, len(grown) - MAX_COMBINATIONS)
-        combinations = grown[:MAX_COMBINATIONS]
+        extensions.sort(key=len)  # the longest are beyond the limit
+        left_out += max(0, len(extensions) - MAX_COMBINATIONS)
+        combinations = extensions[:MAX_COMBINATIONS]
     return combinations, left_out
 
 
@@ -326,9 +327,9 @@ def mesh_groups(meshes: Iterable[Chosen | None]) -> list[MeshGroup]:
     return [MeshGroup(meshes) for meshes in groups.values()]
 
 
-def steps_of(chosen: Iterable[Chosen], *more: Chosen | None) -> list[tuple[str, object]]:
+def steps_of(methods: Iterable[Chosen], *more: Chosen | None) -> list[tuple[str, object]]:
     """The entries of a strategy of these methods."""
-    items = [item for item in (*more, *chosen) if item is not None]
+    items = [item for item in (*more, *methods) if item is not None]
     return [(item.method.name, item.config.as_json() or None) for item in items]
 
 

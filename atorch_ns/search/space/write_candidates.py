@@ -44,13 +44,13 @@ class SearchContext:
         in_order = Strategy(sorted(strategy.steps, key=lambda step: order[step.name]))
         return resolve(in_order, self.cluster, self.registry, profile=self.profile if check_model else None)
 
-    def estimates(self, resolved: list[Resolved]) -> list[Estimate | None]:
+    def estimates(self, strategies: list[Resolved]) -> list[Estimate | None]:
         """The price of each strategy; ``None`` without a trace or hardware figures."""
         if self.profile.trace is None or self.cluster.hardware is None:
-            return [None] * len(resolved)
-        table = PlanTable.of([strategy.plan for strategy in resolved])
+            return [None] * len(strategies)
+        table = PlanTable.of([strategy.plan for strategy in strategies])
         prices = price(table, self.profile, self.cluster, self.workload)
-        return [prices.estimate(row) for row in range(len(resolved))]
+        return [prices.estimate(row) for row in range(len(strategies))]
 
 
 MAX_SAME = 20  # most strategies that are reported as amounting to another
@@ -64,67 +64,68 @@ class CandidateWriter:
 
     def write_out(
         self,
-        selected: RowSelection,
+        selection: RowSelection,
         rows: PricedRows,
         limit: Limits,
         baseline: Resolved | None,
+        *,
         constraints: Constraints,
-        tried: Sequence[Strategy] = (),
+        past: Sequence[Strategy] = (),
     ) -> list[Candidate]:
-        """The selected rows as candidates, each of them once, the baseline and what was tried before among them."""
-        resolved: dict[str, tuple[Resolved, Estimate | None]] = {}
-        for row in (*selected.fitting, *selected.too_large):
+        """The selected rows as candidates, each once, with the baseline and the strategies tried before."""
+        entries: dict[str, tuple[Resolved, Estimate | None]] = {}
+        for row in (*selection.fitting, *selection.too_large):
             try:
                 entry = self._context.resolve(Strategy(rows.steps(row)))
             except StrategyError:  # a size that a method refuses on this mesh
                 continue
             if constraints.violation(entry.chosen) is None:
-                resolved.setdefault(key_of(entry.strategy.steps), (entry, rows.estimate(row)))
+                entries.setdefault(key_of(entry.strategy.steps), (entry, rows.estimate(row)))
         key = None
         if baseline is not None:  # a candidate even where many others are faster by prediction
             key = key_of(baseline.strategy.steps)
-            if key not in resolved:
-                resolved[key] = (baseline, self._context.estimates([baseline])[0])
-        for strategy in tried:
+            if key not in entries:
+                entries[key] = (baseline, self._context.estimates([baseline])[0])
+        for strategy in past:
             with contextlib.suppress(StrategyError):  # of another version, or no longer allowed
                 entry = self._context.resolve(strategy)
                 if (
-                    key_of(entry.strategy.steps) not in resolved
+                    key_of(entry.strategy.steps) not in entries
                     and constraints.violation(entry.chosen) is None
                 ):
-                    resolved[key_of(entry.strategy.steps)] = (entry, self._context.estimates([entry])[0])
+                    entries[key_of(entry.strategy.steps)] = (entry, self._context.estimates([entry])[0])
         plain = baseline and _without_sharding(baseline.plan)  # all plain strategies have this plan
-        twins = _find_equivalents({name: entry for name, (entry, _) in resolved.items()}, key)
+        twins = _find_equivalents({name: entry for name, (entry, _) in entries.items()}, key)
         candidates = []
-        for name, (entry, estimated) in resolved.items():
-            candidate = self.candidate(entry, estimated, is_baseline=name == key, limit=limit)
+        for name, (entry, estimate) in entries.items():
+            candidate = self.candidate(entry, estimate, is_baseline=name == key, limit=limit)
             if _without_sharding(entry.plan) == plain:
                 candidate = replace(candidate, is_plain=True, fits_alone=self._fits_alone(entry, limit))
             if name in twins:
-                candidate = self._same_as(candidate, resolved[twins[name]][0])
+                candidate = self._same_as(candidate, entries[twins[name]][0])
             candidates.append(candidate)
-        plans = [entry.plan for entry, _ in resolved.values()]
+        plans = [entry.plan for entry, _ in entries.values()]
         candidates = self._sort_candidates(self._with_batches(candidates, plans, limit))
         return candidates if key is not None else _mark_simplest(candidates)
 
-    def _fits_alone(self, resolved: Resolved, limit: Limits) -> bool:
+    def _fits_alone(self, resolution: Resolved, limit: Limits) -> bool:
         # In one process, methods that need several fall away.
-        context, estimated = replace(self._context, cluster=self._context.cluster.alone), None
+        context, estimate = replace(self._context, cluster=self._context.cluster.alone), None
         with contextlib.suppress(StrategyError):
-            (estimated,) = context.estimates([context.resolve(resolved.strategy)])
+            (estimate,) = context.estimates([context.resolve(resolution.strategy)])
         several = self._context.cluster.world_size > 1
-        return several and estimated is not None and limit.admits(estimated.peak_bytes)
+        return several and estimate is not None and limit.admits(estimate.peak_bytes)
 
     def duplicates(self, templates: Templates) -> list[Candidate]:
         """Candidates that amount to another, for the report."""
         candidates = []
-        for resolved, twin in templates.same[:MAX_SAME]:
-            chosen = resolve(
+        for resolution, twin in templates.same[:MAX_SAME]:
+            other = resolve(
                 Strategy(steps_of(twin.chosen, twin.group.first)),
                 self._context.cluster,
                 self._context.registry,
             )
-            candidates.append(self._same_as(self.candidate(resolved, None), chosen))
+            candidates.append(self._same_as(self.candidate(resolution, None), other))
         return candidates
 
     def _same_as(self, candidate: Candidate, other: Resolved) -> Candidate:
@@ -133,42 +134,42 @@ class CandidateWriter:
 
     def candidate(
         self,
-        resolved: Resolved,
-        estimated: Estimate | None,
+        resolution: Resolved,
+        estimate: Estimate | None,
         *,
         is_baseline: bool = False,
         limit: Limits | None = None,
     ) -> Candidate:
         """One strategy as a candidate, pruned if its predicted peak is beyond the limit."""
-        steps = resolved.strategy.steps
-        alone = [(item.method.name, item.method.plan(Plan(), item.config)) for item in resolved.chosen]
+        steps = resolution.strategy.steps
+        alone = [(item.method.name, item.method.plan(Plan(), item.config)) for item in resolution.chosen]
         # Each method alone on an empty plan tells whether it sets dtypes.
         dtypes = [name for name, plan in alone if plan.precision != Plan().precision]
         limit = limit or memory_limit(self._context.cluster, self._context.settings)
-        pruned = None
-        if estimated is not None and not limit.admits(estimated.peak_bytes):
-            pruned = Pruned(kind="memory", reason=limit.refusal(estimated))
+        verdict = None
+        if estimate is not None and not limit.admits(estimate.peak_bytes):
+            verdict = Pruned(kind="memory", reason=limit.refusal(estimate))
         return Candidate(
             key=key_of(steps),
             steps=tuple((step.name, step.config) for step in steps),
-            label=label_of(steps, leave_out=self._implied_methods(resolved)),
-            estimate=estimated,
+            label=label_of(steps, leave_out=self._implied_methods(resolution)),
+            estimate=estimate,
             is_baseline=is_baseline,
-            pruned=pruned,
-            setup_seconds=_setup_seconds(resolved, self._context.cluster),
-            refusal_keys=refusal_keys(resolved),
-            axes=resolved.plan.axes,
+            pruned=verdict,
+            setup_seconds=_setup_seconds(resolution, self._context.cluster),
+            refusal_keys=refusal_keys(resolution),
+            axes=resolution.plan.axes,
             precision=label_of(step for step in steps if step.name in dtypes) if dtypes else "",
         )
 
-    def _implied_methods(self, resolved: Resolved) -> list[str]:
+    def _implied_methods(self, resolution: Resolved) -> list[str]:
         # A mesh of data ranks alone goes without saying in a label, unless nothing else would be left.
-        left = [item for item in resolved.chosen if item.method.default_for is None]
-        plain_mesh = resolved.plan.size("data") == self._context.cluster.world_size
+        explicit = [item for item in resolution.chosen if item.method.default_for is None]
+        plain_mesh = resolution.plan.size("data") == self._context.cluster.world_size
         return [
             item.method.name
-            for item in resolved.chosen
-            if item.method.default_for == "mesh" and plain_mesh and (left or len(resolved.chosen) > 1)
+            for item in resolution.chosen
+            if item.method.default_for == "mesh" and plain_mesh and (explicit or len(resolution.chosen) > 1)
         ]
 
     def _with_batches(self, candidates: list[Candidate], plans: list[Plan], limit: Limits) -> list[Candidate]:
@@ -228,15 +229,15 @@ def _without_sharding(plan: Plan) -> Plan:
     return plan.changed(axes=axes, **{name: getattr(Plan(), name) for name in free})
 
 
-def _find_equivalents(resolved: dict[str, Resolved], baseline: str | None) -> dict[str, str]:
+def _find_equivalents(strategies: dict[str, Resolved], baseline: str | None) -> dict[str, str]:
     first: dict[Plan, str] = {}
     if baseline is not None:  # which is kept, whatever comes first
-        first[canonical(resolved[baseline].plan)] = baseline
+        first[canonical(strategies[baseline].plan)] = baseline
     twins = {}
-    for name, strategy in resolved.items():
-        kept = first.setdefault(canonical(strategy.plan), name)
-        if kept != name:
-            twins[name] = kept  # they run alike
+    for name, strategy in strategies.items():
+        first_name = first.setdefault(canonical(strategy.plan), name)
+        if first_name != name:
+            twins[name] = first_name  # they run alike
     return twins
 
 
@@ -247,8 +248,8 @@ def _mark_simplest(candidates: list[Candidate]) -> list[Candidate]:
     return [replace(candidate, is_baseline=candidate is simplest) for candidate in candidates]
 
 
-def _setup_seconds(resolved: Resolved, cluster: Cluster) -> float:
-    if not resolved.plan.compiled:
+def _setup_seconds(resolution: Resolved, cluster: Cluster) -> float:
+    if not resolution.plan.compiled:
         return 0.0
     # Compilation by inductor took 20 to 60 seconds for a block on 2 CPU cores, about 20 on GPUs.
     return 40.0 if cluster.device_type == "cpu" else 20.0

@@ -5,14 +5,14 @@ transformers is, over the tokens of a batch,
 
     E * sum over experts e of  f_e * P_e
 
-with ``f_e`` the share of the choices that fall on expert ``e`` and ``P_e`` the mean probability the router gives it.
-It is a product of two means: the mean of what ranks compute from their own tokens is not what one process
-computes. But only ``P`` has a gradient. With ``f`` taken over all ranks, each rank's ``E * sum of f_e * P_e`` is linear
-in what it has seen, and the mean over ranks, value and gradient, is the loss of the whole batch.
+``f_e`` is the share of choices that fall on expert ``e``, and ``P_e`` its mean probability from the router.
+As a product of two means, its mean over ranks is not the value of one process. But only ``P`` has a gradient.
+With ``f`` taken over all ranks, each rank's ``E * sum of f_e * P_e`` is linear in its tokens, and the mean
+over ranks, value and gradient, is the loss of the whole batch.
 
-The effect, measured: a Qwen-MoE of two layers and six experts on two ranks of four samples, five steps with a coefficient
-of 0.5. Balanced over each rank's tokens, the loss is off from one process by 4e-2 and the router by its whole
-update; balanced over all ranks, by 1e-6 and 1e-5 of the update.
+Measured on a Qwen-MoE of two layers and six experts, on two ranks of four samples, five steps with a
+coefficient of 0.5: balanced over each rank's tokens, the loss is off from one process by 4e-2 and the router
+by its whole update; balanced over all ranks, by 1e-6 and 1e-5 of the update.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _TOLERANCE = 1e-3  # relative: sums in another order differ by less
 
 
 class GlobalBalance:
-    """Replaces ``aux_loss`` in the output of a model, and its part in ``loss``, by this rank's part of the global one.
+    """Replaces a model's ``aux_loss``, and its part in ``loss``, by this rank's part of the global one.
 
-    It works for outputs that hold ``router_logits`` as well, if the model's own loss is the one above: that is
+    The output must hold ``router_logits`` too, and the model's own loss must be the one above: that is
     computed alongside and compared. Otherwise the loss stays that of each rank's tokens.
 
     Args:
@@ -49,7 +49,7 @@ class GlobalBalance:
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, demanded: bool) -> None:
         self._model = model
         self._group = group
-        self._demanded = demanded
+        self._is_strict = demanded
         self._signature = inspect.signature(model.forward)
         self._given_up = False
 
@@ -63,26 +63,26 @@ class GlobalBalance:
             return None
         mask = self._signature.bind(*args, **kwargs).arguments.get("attention_mask")
         coefficient = _model_setting(model, (_COEFFICIENT,))
-        seen = _Seen.of(logits, _model_setting(model, _TOP_K), mask)
-        counts = None if seen is None or coefficient is None else self._over_ranks(seen, loss)
-        if seen is None or counts is None:
+        terms = _Seen.of(logits, _model_setting(model, _TOP_K), mask)
+        counts = None if terms is None or coefficient is None else self._over_ranks(terms, loss)
+        if terms is None or counts is None:
             self._give_up(model)
             return None
         total = counts[-1]  # rows of all ranks
         # E * sum of f_e * P_e: f of all ranks and P of this rank, both divided by the rows of all ranks.
         # Times the number of ranks, so that the mean over ranks is the loss of the whole batch.
-        balanced = (counts[:-1] * seen.probabilities).sum() / total**2 * len(seen.counts) * self._group.size()
-        changed = {**output, "aux_loss": balanced.to(loss)}
+        aux = (counts[:-1] * terms.probabilities).sum() / total**2 * len(terms.counts) * self._group.size()
+        fields = {**output, "aux_loss": aux.to(loss)}
         if output.get("loss") is not None:
-            changed["loss"] = output["loss"] + coefficient * (balanced - loss)  # the model has added its own
-        return type(output)(**changed)
+            fields["loss"] = output["loss"] + coefficient * (aux - loss)  # the model has added its own
+        return type(output)(**fields)
 
     @torch.no_grad()
-    def _over_ranks(self, seen: _Seen, loss: torch.Tensor) -> torch.Tensor | None:
-        unknown = seen.rows.new_full((1,), float(not seen.explains(loss)))  # 1 if this loss is another one
-        sent = torch.cat([seen.counts, seen.rows.reshape(1), unknown])  # [E + 2]
-        dist.all_reduce(sent, group=self._group)
-        return None if bool(sent[-1]) else sent[:-1]  # [E + 1]; all ranks decide alike
+    def _over_ranks(self, terms: _Seen, loss: torch.Tensor) -> torch.Tensor | None:
+        unknown = terms.rows.new_full((1,), float(not terms.explains(loss)))  # 1 if this loss is another one
+        sums = torch.cat([terms.counts, terms.rows.reshape(1), unknown])  # [E + 2]
+        dist.all_reduce(sums, group=self._group)
+        return None if bool(sums[-1]) else sums[:-1]  # [E + 1]; all ranks decide alike
 
     def _give_up(self, model: nn.Module) -> None:
         self._given_up = True
@@ -90,7 +90,7 @@ class GlobalBalance:
             f"the auxiliary loss of {type(model).__name__} is not the one that can be computed over all ranks "
             "(the Switch Transformer's, from router_logits in the output), so each rank balances its own tokens"
         )
-        if self._demanded:
+        if self._is_strict:
             raise StepError(f"{reason}, but balance='global' needs all ranks. Use balance='auto'.")
         warnings.warn(f"expert_parallel: {reason}.", stacklevel=2)
 
@@ -104,7 +104,7 @@ class _Seen(NamedTuple):
 
     @classmethod
     def of(cls, logits: Any, top_k: Any, mask: Any) -> _Seen | None:
-        """The terms from the logits of each layer, ``[tokens, E]``, and the mask ``[B, T]``; ``None`` for other shapes."""
+        """Terms from each layer's logits ``[tokens, E]`` and a mask ``[B, T]``; ``None`` for other shapes."""
         if not isinstance(logits, (tuple, list)) or not logits or not isinstance(top_k, int):
             return None
         if any(not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 for tensor in logits):
@@ -117,8 +117,8 @@ class _Seen(NamedTuple):
         counts = probabilities = weight.new_zeros(logits[0].size(-1))
         for layer in logits:
             shares = layer.softmax(-1)  # [tokens, E]
-            chosen = shares.topk(top_k, dim=-1).indices  # [tokens, K]
-            counts = counts.scatter_add(0, chosen.reshape(-1), weight.repeat_interleave(top_k))
+            choices = shares.topk(top_k, dim=-1).indices  # [tokens, K]
+            counts = counts.scatter_add(0, choices.reshape(-1), weight.repeat_interleave(top_k))
             probabilities = probabilities + (shares.float() * weight[:, None]).sum(0)
         return cls(counts, probabilities, weight.sum() * len(logits))
 

@@ -1,8 +1,7 @@
-"""Tests of experts before they are divided: on a few tokens, the divided computation must give what the layer gives.
+"""Tests of experts before they are divided: on a few tokens, divided and whole results must be equal.
 
-A fused module may mix its experts, or read their number from an unexpected place. The code that calls a list of experts
-may look at the results of one before it calls the next, or read their weights itself. Either gives wrong numbers and
-no error.
+A fused module may mix its experts, or take their number from an unexpected place. Code that calls a list of
+experts may read one's results before the next call, or their weights. Both give wrong numbers, no error.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _ROWS, _TOKENS = 2, 9  # of the input that a layer is tested with
 
 @torch.no_grad()
 def why_not_dividable(experts: FoundExperts, ranks: int) -> str | None:
-    """The reason why dividing the experts would change what the module computes; ``None`` if it would not.
+    """The reason why dividing the experts would change the module's results; ``None`` if it would not.
 
-    The module is called with two choices for each of a few tokens, then with one choice at a time on the share of
-    experts that each rank would hold; the results must add up. Nothing is communicated.
+    The module is called with two choices for each of a few tokens, then with one choice at a time on each
+    rank's share of experts. The results must add up. Nothing is communicated.
 
     Args:
         experts: the module, whole and with values.
@@ -54,7 +53,7 @@ def why_not_dividable(experts: FoundExperts, ranks: int) -> str | None:
         try:
             # One choice of each token at a time: a module that mixes the choices gives another sum.
             parts = sum(
-                _by_shares(experts, ranks, tokens, index[:, k : k + 1], weights[:, k : k + 1])
+                _by_shares(experts, ranks, tokens, index[:, k : k + 1], weights=weights[:, k : k + 1])
                 for k in range(index.size(1))
             )
         except Exception as error:
@@ -70,27 +69,27 @@ def why_not_dividable(experts: FoundExperts, ranks: int) -> str | None:
     )
 
 
-def why_not_answerable(listed: ListedExperts) -> str | None:
-    """The reason why a layer's experts cannot be computed together; ``None`` if they can. Nothing is communicated."""
-    device = next(listed.layer.parameters()).device
-    with torch.enable_grad(), _eval_mode(listed.layer), buffers_and_generators_kept(listed.layer, device):
+def why_not_answerable(moe: ListedExperts) -> str | None:
+    """The reason why a layer's experts cannot be computed together, or ``None``. Nothing is communicated."""
+    device = next(moe.layer.parameters()).device
+    with torch.enable_grad(), _eval_mode(moe.layer), buffers_and_generators_kept(moe.layer, device):
         try:
-            tokens, whole = _run_whole_layer(listed)
+            tokens, whole = _run_whole_layer(moe)
         except Exception as error:  # the user's code, on an input of a guessed shape
             return f"calling it with a few tokens fails: {error_text(error)}"
         if not all(bool(torch.isfinite(tensor).all()) for tensor in whole):
             return None  # values that were never set: nothing can be compared
-        calls = ExpertCalls(str(listed))
-        intercept(listed.experts, calls)
+        calls = ExpertCalls(str(moe))
+        intercept(moe.experts, calls)
         try:
-            results = _run_passes(listed, calls, tokens)
+            results = _run_passes(moe, calls, tokens)
         except StepError as error:
             return str(error)
         except Exception as error:  # as above: on what experts have not computed
             return f"it fails when its experts are computed together: {error_text(error)}"
         finally:
             calls.end()
-            release(listed.experts)
+            release(moe.experts)
     if results is None:
         return "its code does not call them on a few tokens"
     floor = gradient_floor(whole)
@@ -152,7 +151,7 @@ def _call_experts(
 
 
 def _by_shares(
-    experts: FoundExperts, ranks: int, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    experts: FoundExperts, ranks: int, tokens: torch.Tensor, index: torch.Tensor, *, weights: torch.Tensor
 ) -> torch.Tensor:
     out, per_rank = torch.zeros_like(tokens), experts.num_experts // ranks
     for rank in range(ranks):
@@ -164,16 +163,16 @@ def _by_shares(
 
 
 @contextmanager
-def _select_experts(experts: FoundExperts, chosen: slice) -> Iterator[None]:
+def _select_experts(experts: FoundExperts, share: slice) -> Iterator[None]:
     module = experts.module
     parameters = {name: module._parameters[name] for name in experts.divided}
     try:
         for name, parameter in parameters.items():
             assert parameter is not None
-            module._parameters[name] = parameter[chosen]  # type: ignore[assignment]  # it need not be trained
+            module._parameters[name] = parameter[share]  # type: ignore[assignment]  # it need not be trained
         # Code that goes through its experts by number must see those of a share.
         for name in experts.counts:
-            setattr(module, name, chosen.stop - chosen.start)
+            setattr(module, name, share.stop - share.start)
         yield
     finally:
         module._parameters.update(parameters)
@@ -181,36 +180,36 @@ def _select_experts(experts: FoundExperts, chosen: slice) -> Iterator[None]:
             setattr(module, name, experts.num_experts)
 
 
-def _run_whole_layer(listed: ListedExperts) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    like = next(listed.experts[0].parameters())
-    widths = _by_frequency([size for parameter in listed.experts[0].parameters() for size in parameter.shape])
+def _run_whole_layer(moe: ListedExperts) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    like = next(moe.experts[0].parameters())
+    widths = _by_frequency([size for parameter in moe.experts[0].parameters() for size in parameter.shape])
     generator = torch.Generator().manual_seed(0)
     shapes = (shape for width in widths for shape in ((_ROWS, _TOKENS, width), (_ROWS * _TOKENS, width)))
     # Layers take [B, T, D] or [N, D].
     inputs = (torch.randn(shape, generator=generator).to(like).requires_grad_() for shape in shapes)
     return _first_accepted(
-        inputs, lambda sample: _results_and_gradients(_gradient_targets(listed, sample), listed.layer(sample))
+        inputs, lambda sample: _results_and_gradients(_gradient_targets(moe, sample), moe.layer(sample))
     )
 
 
-def _run_passes(listed: ListedExperts, calls: ExpertCalls, tokens: torch.Tensor) -> list[torch.Tensor] | None:
-    targets = _gradient_targets(listed, tokens)
+def _run_passes(moe: ListedExperts, calls: ExpertCalls, tokens: torch.Tensor) -> list[torch.Tensor] | None:
+    targets = _gradient_targets(moe, tokens)
     # First pass, without the layer's hooks: calls of experts are recorded and return zeros.
     calls.begin()
-    with buffers_and_generators_kept(listed.layer, tokens.device), _hide_parameters(listed):
-        listed.layer.forward(tokens)
+    with buffers_and_generators_kept(moe.layer, tokens.device), _hide_parameters(moe):
+        moe.layer.forward(tokens)
     rows = calls.rows()
     if rows is None:  # no expert was called
         return None
-    calls.answer(rows.results(listed.num_experts, lambda number, inputs: listed.experts[number](*inputs)))
-    with _hide_parameters(listed):
+    calls.answer(rows.results(moe.num_experts, lambda number, inputs: moe.experts[number](*inputs)))
+    with _hide_parameters(moe):
         # Second pass: the recorded calls return the results.
-        output = listed.layer(tokens)
+        output = moe.layer(tokens)
     return _results_and_gradients(targets, output)
 
 
-def _gradient_targets(listed: ListedExperts, tokens: torch.Tensor) -> list[torch.Tensor]:
-    return [tokens, *(parameter for parameter in listed.layer.parameters() if parameter.requires_grad)]
+def _gradient_targets(moe: ListedExperts, tokens: torch.Tensor) -> list[torch.Tensor]:
+    return [tokens, *(parameter for parameter in moe.layer.parameters() if parameter.requires_grad)]
 
 
 def _results_and_gradients(targets: list[torch.Tensor], output: Any) -> list[torch.Tensor]:
@@ -222,16 +221,16 @@ def _results_and_gradients(targets: list[torch.Tensor], output: Any) -> list[tor
 
 
 @contextmanager
-def _hide_parameters(listed: ListedExperts) -> Iterator[None]:
+def _hide_parameters(moe: ListedExperts) -> Iterator[None]:
     # NaN stands in for the experts' parameters: code that reads them outside a call would get a part of them.
-    modules = [module for expert in listed.experts for module in expert.modules()]
-    kept = [(module, dict(module._parameters)) for module in modules]
+    modules = [module for expert in moe.experts for module in expert.modules()]
+    originals = [(module, dict(module._parameters)) for module in modules]
     try:
-        for module, parameters in kept:
+        for module, parameters in originals:
             for key, parameter in parameters.items():
                 if parameter is not None:
                     module._parameters[key] = nn.Parameter(torch.full_like(parameter, float("nan")))
         yield
     finally:
-        for module, parameters in kept:
+        for module, parameters in originals:
             module._parameters.update(parameters)

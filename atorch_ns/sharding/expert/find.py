@@ -3,16 +3,15 @@
 A module holds experts that can be divided if it follows this protocol, as the mixture-of-experts models of
 transformers do:
 
-* its ``forward`` takes tokens ``[N, D]``, the indices of the experts chosen for each of them ``[N, K]``, and the
-  weights of these choices ``[N, K]``; the second argument is named after indices and the third after weights
+* its ``forward`` takes tokens ``[N, D]``, the indices of each token's experts ``[N, K]``, and the weights of
+  these choices ``[N, K]``; the second argument is named after indices and the third after weights
   (``top_k_index``, ``top_k_weights``; ``selected_experts``, ``routing_weights``; …);
 * it returns ``[N, D]``: for each token the sum over its choices of weight times the expert's output;
 * its parameters hold all experts at once, one along the first dimension: at least one is ``[E, …, …]``;
 * if it needs the number of experts, it reads an attribute of its own whose name ends in ``experts``
   (``num_experts``, ``n_routed_experts``, …).
 
-A list of experts that are modules of their own, alike and without buffers, can be divided as well, whatever the code
-of the layer that calls them on rows of its own choice.
+A list of expert modules, alike and without buffers, can be divided too, whatever code calls them on its rows.
 
 Legend: N tokens, D model, K choices a token, E experts.
 """
@@ -96,7 +95,7 @@ class ListedExperts:
 
 @dataclass(frozen=True)
 class UnfitExperts:
-    """A module that seems to hold experts, or was named as such, and the reason why they cannot be divided."""
+    """A module that seems to hold experts, or was named as such, and the reason why they stay undivided."""
 
     name: str
     module: nn.Module = field(repr=False)
@@ -111,8 +110,7 @@ def find_experts(
 ) -> tuple[list[FoundExperts | ListedExperts], list[UnfitExperts]]:
     """The modules that hold experts, and those that cannot be divided.
 
-    Args:
-        selectors: classes or names of the modules; ``None`` for those that look like experts.
+    ``selectors``: classes or names of the modules; ``None`` for those that look like experts.
     """
     if selectors is None:
         candidates = [
@@ -123,12 +121,12 @@ def find_experts(
     experts: list[FoundExperts | ListedExperts] = []
     unfit: list[UnfitExperts] = []
     for name, module in candidates:
-        listed = _is_list_of_experts(module)
-        examined = _examine_list(model, name, module) if listed else _examine_module(name, module)
-        if isinstance(examined, UnfitExperts):
-            unfit.append(examined)
+        is_list = _is_list_of_experts(module)
+        outcome = _examine_list(model, name, module) if is_list else _examine_module(name, module)
+        if isinstance(outcome, UnfitExperts):
+            unfit.append(outcome)
         else:
-            experts.append(examined)
+            experts.append(outcome)
     return experts, unfit
 
 
@@ -165,14 +163,14 @@ def _examine_module(name: str, module: nn.Module) -> FoundExperts | UnfitExperts
             f"shapes are {sorted({tuple(parameter.shape) for parameter in module.parameters()})}",
         )
     count = sizes.pop()
-    divided = tuple(name for name, parameter in parameters.items() if parameter.shape[:1] == (count,))
-    whole = tuple(name for name, _ in module.named_parameters() if name not in divided)
+    per_expert = tuple(name for name, parameter in parameters.items() if parameter.shape[:1] == (count,))
+    whole = tuple(name for name, _ in module.named_parameters() if name not in per_expert)
     counts = tuple(
         key
         for key, value in vars(module).items()
         if type(value) is int and value == count and _COUNT.search(key)
     )
-    return FoundExperts(name, module, count, divided, whole, counts, arguments)
+    return FoundExperts(name, module, count, per_expert, whole, counts, arguments)
 
 
 def _examine_list(model: nn.Module, name: str, module: nn.Module) -> ListedExperts | UnfitExperts:

@@ -1,8 +1,7 @@
 """Fused experts divided over ranks, and the route of tokens to the ranks that hold their experts and back.
 
-Each rank holds a share of the experts and computes it for the tokens of all ranks. A token goes once to each rank that
-holds one of its experts, whatever number of them that rank holds. No token is dropped, so the numbers of rows that
-ranks exchange differ from step to step: they are exchanged first.
+Each rank computes its share of the experts for the tokens of all ranks. A token goes once to each rank that
+holds any of its experts. No token is dropped, so numbers of rows vary; ranks exchange them first.
 
 Legend: N tokens of this rank, D model, K choices a token, E experts, S ranks, R rows (a token for one rank),
 P pairs (a token and one expert).
@@ -78,9 +77,9 @@ class Route:
         """
         ranks, per_rank = group.size(), num_experts // group.size()
         num_tokens, num_choices = index.shape
-        chosen = index.reshape(-1).long()  # [N K]
+        experts = index.reshape(-1).long()  # [N K]
         # [N K], the rank that holds the expert of each choice; S for a choice of none.
-        target = torch.div(chosen, per_rank, rounding_mode="floor").clamp(max=ranks)
+        target = torch.div(experts, per_rank, rounding_mode="floor").clamp(max=ranks)
         order = torch.argsort(target, stable=True)  # choices by rank; those of none come last
         target = target[order]
         tokens = torch.div(order, num_choices, rounding_mode="floor")  # [N K], the token of each choice
@@ -94,20 +93,20 @@ class Route:
         dist.all_to_all_single(arriving, counts, group=group)
         # One copy to the host, which waits for the device: exchanges need their sizes there.
         (sent_rows, sent_pairs), (received_rows, received_pairs) = torch.stack([counts, arriving]).mT.tolist()
-        kept = slice(0, sum(sent_pairs))  # without choices of none
+        valid = slice(0, sum(sent_pairs))  # without choices of none
         # [P, 2]: the place of a pair's row among those to its rank, and its expert from that rank's first on.
-        pairs = torch.stack([position[target, tokens], chosen[order] - target * per_rank], dim=1)[kept]
+        pairs = torch.stack([position[target, tokens], experts[order] - target * per_rank], dim=1)[valid]
         pairs = exchange(pairs, sent_pairs, received_pairs, group)
-        arrived = torch.tensor(received_rows, device=index.device)  # [S]
+        row_counts = torch.tensor(received_rows, device=index.device)  # [S]
         # [P'], where the rows of a pair's sender begin. Without output_size the host waits for the device.
-        first_rows = (arrived.cumsum(0) - arrived).repeat_interleave(
+        first_rows = (row_counts.cumsum(0) - row_counts).repeat_interleave(
             torch.tensor(received_pairs, device=index.device), output_size=sum(received_pairs)
         )
         return cls(
             group=group,
             num_tokens=num_tokens,
             row_tokens=goes[:ranks].nonzero()[:, 1],
-            choices=order[kept],
+            choices=order[valid],
             sent_rows=sent_rows,
             received_rows=received_rows,
             sent_pairs=sent_pairs,
@@ -119,8 +118,7 @@ class Route:
     def send(self, hidden: torch.Tensor, weights: torch.Tensor) -> Arrived:
         """Sends tokens ``[N, D]`` and weights ``[N, K]`` to the experts; collective.
 
-        On a rank to which nothing comes there is one pair of zeros, so that its experts get gradients (zeros) and
-        its part of the backward pass exists.
+        A rank to which nothing comes gets a pair of zeros, for zero gradients and a backward pass.
         """
         rows = exchange(hidden[self.row_tokens], self.sent_rows, self.received_rows, self.group)
         pair_weights = weights.reshape(-1, 1)[self.choices]
@@ -133,25 +131,20 @@ class Route:
         return Arrived(tokens, index, pair_weights)
 
     def bring_back(self, results: torch.Tensor) -> torch.Tensor:
-        """Sends the experts' results ``[P, D]`` back and adds up those of each token; collective.
-
-        Returns:
-            ``[N, D]``.
-        """
+        """Sends the experts' results ``[P, D]`` back and adds them by token, to ``[N, D]``; collective."""
         mine = results[: len(self.pair_rows)]  # without the pair of zeros of a rank to which none came
         # The results of a token are added up here first: one row for each token and rank travels back.
         rows = mine.new_zeros(sum(self.received_rows), mine.size(1)).index_add(0, self.pair_rows, mine)
         rows = exchange(rows, self.received_rows, self.sent_rows, self.group)
-        # The addition saves its indices for the backward pass. As the last operator that saves anything, it makes
-        # a recomputation, which stops there, communicate on every rank as often as the forward pass did.
+        # The addition saves its indices for the backward pass. As the last operator to save anything, it
+        # makes a recomputation, which stops there, communicate as often as the forward pass on every rank.
         return rows.new_zeros(self.num_tokens, rows.size(1)).index_add(0, self.row_tokens, rows)
 
 
 def divide_experts(experts: FoundExperts, mesh: DeviceMesh, *, equal: bool) -> None:
     """Leaves each rank its share of the experts of a module, which is called as before; collective.
 
-    Every forward pass of the module is collective from now on, and so is its backward pass. The gradients of the
-    experts are those of the mean of the ranks' losses.
+    Its forward and backward passes become collective. Gradients are those of the mean of the ranks' losses.
 
     Args:
         experts: the module; the number of ranks divides that of its experts.
@@ -205,25 +198,24 @@ class _DividedForward:
         self._under_way: list[tuple[Route, torch.Size, list[_Slot]]] = []  # a stack of running passes
 
     def attach(self) -> None:
-        """Adds the hooks."""
         before, after = torch.compiler.disable(self._send_tokens), torch.compiler.disable(self._return_tokens)
         self._module.register_forward_pre_hook(before, with_kwargs=True)
         self._module.register_forward_hook(after, always_call=True)  # also after a pass that failed
 
     def _send_tokens(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        bound = self._signature.bind(*args, **kwargs)
-        hidden, index, weights = (bound.arguments[name] for name in self._arguments)
+        binding = self._signature.bind(*args, **kwargs)
+        hidden, index, weights = (binding.arguments[name] for name in self._arguments)
         num_choices = index.size(-1)
         route = Route.find(index.reshape(-1, num_choices), self._num_experts, self._group)
-        arrived = route.send(hidden.reshape(-1, hidden.size(-1)), weights.reshape(-1, num_choices))
+        arrivals = route.send(hidden.reshape(-1, hidden.size(-1)), weights.reshape(-1, num_choices))
         places = list(self._parameter_slots(module))
         self._under_way.append((route, hidden.shape, places))
         for slot in places:
             # The code sees this rank's plain part, whose gradient is a mean over the ranks' losses.
             slot.table[slot.key] = scale_gradient(local_part(slot.parameter), 1 / self._group.size())
-        values = (arrived.tokens, arrived.index, arrived.weights)
-        bound.arguments.update(zip(self._arguments, values, strict=True))
-        return bound.args, bound.kwargs
+        values = (arrivals.tokens, arrivals.index, arrivals.weights)
+        binding.arguments.update(zip(self._arguments, values, strict=True))
+        return binding.args, binding.kwargs
 
     def _return_tokens(
         self, module: nn.Module, args: Any, output: torch.Tensor | None

@@ -1,15 +1,14 @@
 """Lists of experts that are modules of their own, divided over ranks; each rank computes a share for all.
 
-Every rank keeps 1/n of every parameter of every expert, so that names, optimizer states and checkpoints are the same
-everywhere. Before a rank computes its share of the experts, it receives the parts of their parameters by one
-all-to-all a parameter, of which each rank sends and receives 1/n of the bytes that all experts have.
+Every rank keeps 1/n of every parameter of every expert, so that names, optimizer states and checkpoints are
+the same everywhere. Before a rank computes its share of the experts, it receives their parameters by one
+all-to-all per parameter. Each rank sends and receives 1/n of the bytes that all experts have.
 
-A layer calls its experts one after the other, each on the rows that are routed to it. Rows must travel to the ranks
-that hold the experts, and one exchange an expert would make all ranks wait for one. So the layer's code runs twice: in
-the first pass the calls of its experts are recorded and return zeros; then all rows travel at once and every rank
-computes its experts; in the second pass the calls return the results. The second pass makes the same calls, since
-routing does not depend on the experts' results; gradients of rows go through the first pass, all others through the
-second.
+A layer calls its experts one after the other, each on the rows routed to it. Rows must travel to the ranks
+that hold the experts, and one exchange per expert would make all ranks wait for one. So the layer's code runs
+twice. In the first pass calls of its experts are recorded and return zeros. Then all rows travel at once and
+every rank computes its experts. In the second pass the same calls return the results, since routing does not
+depend on them. Gradients of rows go through the first pass, all others through the second.
 
 Legend: E experts, n ranks, D features of a row, R rows of this rank, P rows that arrive at it.
 """
@@ -37,22 +36,21 @@ from atorch_ns.sharding.rank_context import divide_class
 _SETTING = "_expert_calls"  # the attribute of an expert that holds its calls and its number
 
 
-def divide_expert_list(listed: ListedExperts, mesh: DeviceMesh, *, equal: bool) -> None:
+def divide_expert_list(moe: ListedExperts, mesh: DeviceMesh, *, equal: bool) -> None:
     """Leaves each rank its part of the experts' parameters; the layer is called as before; collective.
 
-    Every forward pass of the layer is collective from now on, and so is its backward pass. The gradients of the
-    experts are those of the mean of the ranks' losses; of parameters that no dimension divides, each rank has a
-    summand.
+    The layer's forward and backward passes become collective. Gradients are those of the mean of the ranks'
+    losses; of parameters that no dimension divides, each rank has a summand.
 
     Args:
-        listed: the experts; the number of ranks divides their number.
+        moe: the experts; the number of ranks divides their number.
         mesh: a one-dimensional mesh; its first rank's values are taken.
         equal: whether all ranks hold the same values, so that none need to be sent.
     """
     first = dist.get_process_group_ranks(mesh.get_group())[0]
-    for expert in listed.experts:
+    for expert in moe.experts:
         for name, parameter in list(expert.named_parameters()):
-            dim = listed.dim_of(name, mesh.size())
+            dim = moe.dim_of(name, mesh.size())
             if dim is None:  # it stays whole, and each rank has a summand of its gradient
                 if not equal:
                     dist.broadcast(parameter.data, src=first, group=mesh.get_group())
@@ -60,34 +58,33 @@ def divide_expert_list(listed: ListedExperts, mesh: DeviceMesh, *, equal: bool) 
             owner, _, key = name.rpartition(".")
             share = shard_parameter(parameter, mesh, dim, equal=equal)
             expert.get_submodule(owner)._parameters[key] = share
-    _DividedLayer(listed, mesh).attach()
+    _DividedLayer(moe, mesh).attach()
 
 
 class _DividedLayer:
     """Hooks that run the first of the two passes before each forward pass of a layer."""
 
-    def __init__(self, listed: ListedExperts, mesh: DeviceMesh) -> None:
-        self._listed = listed
+    def __init__(self, moe: ListedExperts, mesh: DeviceMesh) -> None:
+        self._moe = moe
         self._group = mesh.get_group()
-        self._calls = ExpertCalls(str(listed))
+        self._calls = ExpertCalls(str(moe))
 
     def attach(self) -> None:
-        """Adds the hooks."""
-        intercept(self._listed.experts, self._calls)
+        intercept(self._moe.experts, self._calls)
         before, after = torch.compiler.disable(self._answer_calls), torch.compiler.disable(self._end_calls)
-        self._listed.layer.register_forward_pre_hook(before, with_kwargs=True)
-        self._listed.layer.register_forward_hook(after, always_call=True)
+        self._moe.layer.register_forward_pre_hook(before, with_kwargs=True)
+        self._moe.layer.register_forward_hook(after, always_call=True)
 
     def _answer_calls(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         self._calls.begin()
-        device = next(self._listed.experts[0].parameters()).device
+        device = next(self._moe.experts[0].parameters()).device
         # First pass, without hooks, of which this is one. The second one begins with the same random states.
         with buffers_and_generators_kept(layer, device):
             layer.forward(*args, **kwargs)
         rows = self._calls.rows()
         if rows is None:
             raise StepError(
-                f"no token of this rank's batch reached {self._listed}, but the other ranks wait for some. Give every "
+                f"no token of this rank's batch reached {self._moe}, but the other ranks wait for some. Give every "
                 "rank at least one token."
             )
         self._calls.answer(self._route_rows(rows))
@@ -96,13 +93,13 @@ class _DividedLayer:
         self._calls.end()
 
     def _route_rows(self, rows: Rows) -> torch.Tensor:
-        route = Route.find(rows.experts[:, None], len(self._listed.experts), self._group)
+        route = Route.find(rows.experts[:, None], len(self._moe.experts), self._group)
         # A row has one expert, with weight 1: the layer's code weights the results itself.
-        arrived = route.send(rows.features, rows.features.new_ones(len(rows.features), 1))
-        return route.bring_back(self._compute_local_experts(arrived, rows.widths))  # [R, D]
+        arrivals = route.send(rows.features, rows.features.new_ones(len(rows.features), 1))
+        return route.bring_back(self._compute_local_experts(arrivals, rows.widths))  # [R, D]
 
-    def _compute_local_experts(self, arrived: Arrived, widths: tuple[int, ...]) -> torch.Tensor:
-        experts = self._listed.experts
+    def _compute_local_experts(self, arrivals: Arrived, widths: tuple[int, ...]) -> torch.Tensor:
+        experts = self._moe.experts
         per_rank = len(experts) // self._group.size()
         first = self._group.rank() * per_rank
         parameters = self._local_expert_parameters(per_rank)
@@ -111,13 +108,13 @@ class _DividedLayer:
             output: torch.Tensor = functional_call(experts[first + index], parameters[index], inputs)
             return output
 
-        return Rows(arrived.tokens, arrived.index[:, 0], widths).results(per_rank, compute)  # [P, D]
+        return Rows(arrivals.tokens, arrivals.index[:, 0], widths).results(per_rank, compute)  # [P, D]
 
     def _local_expert_parameters(self, per_rank: int) -> list[dict[str, torch.Tensor]]:
         # Each rank sends its part of every expert to the rank that computes it: one all-to-all a parameter.
         ranks, first = self._group.size(), self._group.rank() * per_rank
         parameters: list[dict[str, torch.Tensor]] = [{} for _ in range(per_rank)]
-        every = [dict(expert.named_parameters()) for expert in self._listed.experts]
+        every = [dict(expert.named_parameters()) for expert in self._moe.experts]
         for name, like in every[0].items():
             if isinstance(like, DTensor):
                 parts = torch.stack([of[name].to_local() for of in every])  # type: ignore[attr-defined]
@@ -148,7 +145,7 @@ class Rows:
     def results(
         self, num_experts: int, compute: Callable[[int, tuple[torch.Tensor, ...]], torch.Tensor]
     ) -> torch.Tensor:
-        """The results of ``compute(expert, arguments)`` on the rows of each expert, in the order of the rows."""
+        """The results of ``compute(expert, arguments)`` for each expert's rows, in the order of the rows."""
         order = self.experts.argsort(stable=True)  # [R]; stable: calls keep their order
         counts = torch.bincount(self.experts, minlength=num_experts).tolist()
         pieces = enumerate(self.features[order].split(counts))
@@ -169,36 +166,36 @@ class ExpertCalls:
     def __init__(self, name: str) -> None:
         self.state: Literal["compute", "record", "answer"] = "compute"
         self._name = name
-        self._recorded: list[tuple[int, torch.Size, tuple[torch.Tensor, ...]]] = []
+        self._records: list[tuple[int, torch.Size, tuple[torch.Tensor, ...]]] = []
         self._answers: list[torch.Tensor] = []
         self._next = 0  # the next call of the second pass
 
     def begin(self) -> None:
         """Starts recording calls."""
-        self.state, self._recorded, self._next = "record", [], 0
+        self.state, self._records, self._next = "record", [], 0
 
     def rows(self) -> Rows | None:
         """The recorded rows, in the order of calls; ``None`` if no expert was called."""
         self.state = "compute"  # between the passes experts are computed
-        if not self._recorded:
+        if not self._records:
             return None
-        widths = {tuple(tensor.size(-1) for tensor in inputs) for _, _, inputs in self._recorded}
+        widths = {tuple(tensor.size(-1) for tensor in inputs) for _, _, inputs in self._records}
         if len(widths) > 1:
             raise self._calls_error(
                 f"its experts are called with arguments of different widths: {sorted(widths)}"
             )
-        features = torch.cat([torch.cat(inputs, -1) for _, _, inputs in self._recorded])
-        experts = [torch.full((len(inputs[0]),), number) for number, _, inputs in self._recorded]
+        features = torch.cat([torch.cat(inputs, -1) for _, _, inputs in self._records])
+        experts = [torch.full((len(inputs[0]),), number) for number, _, inputs in self._records]
         return Rows(features, torch.cat(experts).to(features.device), widths.pop())
 
     def answer(self, results: torch.Tensor) -> None:
         """Starts answering calls with ``results`` [R, D'], in the order in which they were recorded."""
         self.state = "answer"
-        self._answers = list(results.split([len(inputs[0]) for _, _, inputs in self._recorded]))
+        self._answers = list(results.split([len(inputs[0]) for _, _, inputs in self._records]))
 
     def end(self) -> None:
         """Forgets the calls; from here on calls are computed."""
-        self.state, self._recorded, self._answers = "compute", [], []
+        self.state, self._records, self._answers = "compute", [], []
 
     def call(self, number: int, args: Sequence[Any], kwargs: Any) -> torch.Tensor:
         """Records or answers a call of one expert."""
@@ -211,10 +208,10 @@ class ExpertCalls:
         lead = args[0].shape[:-1]
         if self.state == "record":
             inputs = tuple(tensor.reshape(lead.numel(), -1) for tensor in args)  # [rows, width] each
-            self._recorded.append((number, lead, inputs))
+            self._records.append((number, lead, inputs))
             return torch.zeros_like(args[0])  # results are taken to be as wide as the first argument
         index, self._next = self._next, self._next + 1
-        if index >= len(self._recorded) or self._recorded[index][:2] != (number, lead):  # another call
+        if index >= len(self._records) or self._records[index][:2] != (number, lead):  # another call
             raise self._calls_error(
                 f"call {index + 1} of its experts differs when its code runs again: it may depend on what "
                 "experts return"
@@ -233,7 +230,6 @@ class _Intercepted:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Computes, records or answers the call."""
         calls, number = vars(self)[_SETTING]
         if calls.state == "compute":
             return type(self).whole_forward(self, *args, **kwargs)
@@ -250,6 +246,6 @@ def intercept(experts: Sequence[nn.Module], calls: ExpertCalls) -> None:
 def release(experts: Sequence[nn.Module]) -> None:
     """The inverse of :func:`intercept`."""
     for expert in experts:
-        answered: Any = type(expert)
-        expert.__class__ = answered.whole_class
+        kind: Any = type(expert)
+        expert.__class__ = kind.whole_class
         del vars(expert)[_SETTING]

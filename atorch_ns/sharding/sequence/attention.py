@@ -1,11 +1,11 @@
-"""Attention on a part of the sequence: one attention call, ``nn.MultiheadAttention`` in its terms, and Ulysses.
+"""Attention on a part of the sequence: a single call, ``nn.MultiheadAttention`` in its terms, and Ulysses.
 
-In Ulysses (Jacobs et al. 2023, DeepSpeed Ulysses) the division by positions becomes one by heads and back again. Each
-rank has all heads of its positions before, and all positions of its heads in between, where the ordinary kernel runs.
-That takes four all-to-alls a call, each of 1/n of the bytes of a query.
+Ulysses (Jacobs et al. 2023, DeepSpeed Ulysses) turns the division by positions into one by heads and back.
+Each rank has all heads of its positions outside, and all positions of its heads inside, where the ordinary
+kernel runs. That takes four all-to-alls a call, each of 1/n of the bytes of a query.
 
-Legend: B batch, H query heads, K key/value heads, T queries, S keys, D width, E head width, n ranks, L = T/n positions
-of one rank. Leading dimensions may be missing: tensors are [..., H, T, E] or [T, E].
+Legend: B batch, H query heads, K key/value heads, T queries, S keys, D width, E head width, n ranks, L = T/n
+positions of one rank. Leading dimensions may be missing: tensors are [..., H, T, E] or [T, E].
 """
 
 from __future__ import annotations
@@ -131,14 +131,14 @@ def multi_head_attention(
         it[name] if is_batched else it[name].unsqueeze(1) for name in ("query", "key", "value")
     )
     # Keys of another sequence are another tensor of another length.
-    crossed = it["key"] is not it["query"] and it["key"].size(0) != it["query"].size(0)
+    is_cross = it["key"] is not it["query"] and it["key"].size(0) != it["query"].size(0)
     heads = it["num_heads"]
     q, k, v = (_split_heads(x, heads) for x in _project_inputs(it, query, key, value))
-    causal, mask = _combine_masks(it, heads, crossed, widen)
+    causal, mask = _combine_masks(it, heads, is_cross, widen)
     # [B, H, T, E].
     mixed = attend(AttentionCall(q, k, v, mask, it["dropout_p"] if it["training"] else 0.0, causal))
-    joined = mixed.permute(2, 0, 1, 3).flatten(2)  # [T, B, D]
-    out = F.linear(joined, it["out_proj_weight"], it["out_proj_bias"])
+    features = mixed.permute(2, 0, 1, 3).flatten(2)  # [T, B, D]
+    out = F.linear(features, it["out_proj_weight"], it["out_proj_bias"])
     return (out if is_batched else out.squeeze(1)), None
 
 
@@ -155,12 +155,12 @@ def _project_inputs(
 
 
 def _split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    divided: torch.Tensor = x.unflatten(-1, (heads, -1))
-    return divided.permute(1, 2, 0, 3)  # [T, B, H, E] to [B, H, T, E]
+    per_head: torch.Tensor = x.unflatten(-1, (heads, -1))
+    return per_head.permute(1, 2, 0, 3)  # [T, B, H, E] to [B, H, T, E]
 
 
 def _combine_masks(
-    it: dict[str, Any], heads: int, crossed: bool, widen: Widen
+    it: dict[str, Any], heads: int, is_cross: bool, widen: Widen
 ) -> tuple[bool, torch.Tensor | None]:
     attention, padding = it["attn_mask"], it["key_padding_mask"]
     if it["is_causal"] and padding is None:  # as in torch, the flag stands for the mask then
@@ -168,19 +168,19 @@ def _combine_masks(
     dtype = it["query"].dtype
     summands = []  # each broadcasts to [B, H, T, S]
     if attention is not None:
-        added = widen(additive_mask(attention, dtype), crossed)
+        summand = widen(additive_mask(attention, dtype), is_cross)
         # torch takes a mask of each head as [B H, T, S].
-        summands.append(added.unflatten(0, (-1, heads)) if added.dim() == 3 else added)
+        summands.append(summand.unflatten(0, (-1, heads)) if summand.dim() == 3 else summand)
     if padding is not None:
         rows = padding if padding.dim() == 2 else padding.unsqueeze(0)
-        summands.append(widen(additive_mask(rows, dtype)[:, None, None, :], crossed))
+        summands.append(widen(additive_mask(rows, dtype)[:, None, None, :], is_cross))
     if not summands:
         return False, None
     return False, summands[0] if len(summands) == 1 else summands[0] + summands[1]
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The mask as a summand of scores. True in a Boolean mask hides, as everywhere in ``nn.MultiheadAttention``."""
+    """The mask as a summand of scores. True in a Boolean mask hides, as in ``nn.MultiheadAttention``."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
@@ -209,7 +209,7 @@ def ulysses_attention(call: AttentionCall, layout: SequenceLayout, group: Group)
             f"Ulysses divides {call.num_heads} attention heads over sequence={ranks} ranks, but they do not divide evenly. "
             f"Use a divisor of {call.num_heads} for sequence, or kind='ring'."
         )
-    key, value, grouped = _enough_heads(call, ranks)
+    key, value, is_grouped = _enough_heads(call, ranks)
     # Divided by heads: [..., H / n, T, E], all positions in order.
     whole = replace(
         call,
@@ -217,7 +217,7 @@ def ulysses_attention(call: AttentionCall, layout: SequenceLayout, group: Group)
         key=_to_heads(key, layout, group),
         value=_to_heads(value, layout, group),
         mask=None if call.mask is None else _mask_of_heads(call.mask, call.num_heads, layout, group),
-        grouped=grouped,
+        grouped=is_grouped,
     )
     # Divided by positions again, with padding where the length does not divide.
     return all_to_all(layout.by_rank(whole.run(), _POSITIONS), _POSITIONS, _HEADS, group)

@@ -1,4 +1,4 @@
-"""Calls inside a block that runs on a part of the sequence: attention, and position numbers that it makes itself.
+"""Calls inside a block on a part of the sequence: attention, and position numbers that the block makes.
 
 Position numbers are calls such as ``arange(T)``, ``table[:T]`` and ``ones(T, T)``.
 
@@ -99,8 +99,8 @@ class SeenCalls(TorchFunctionMode):
 class DividedCalls(TorchFunctionMode):
     """Makes a block that sees L of T positions compute for them what it computes when it sees all.
 
-    Attention sees the keys of all ranks. Numbers from 0 to L-1 become this rank's positions or those of all ranks,
-    and the first L rows of a table become the rows of these, where the plan says that they mean the sequence.
+    Attention sees the keys of all ranks. Where the plan says that they mean the sequence, numbers from 0 to
+    L-1 become this rank's or all ranks' positions, and the first L rows of a table become the rows of these.
 
     Attributes:
         crossed: indices of the attention calls so far whose keys are not those of the sequence.
@@ -133,7 +133,7 @@ class DividedCalls(TorchFunctionMode):
             if numbers is not None:
                 self._expect_local_length(count)
                 return with_positions(
-                    func, args, kwargs, self._layout, numbers, rows=bool(self._plan.products)
+                    func, args, kwargs, self._layout, numbers=numbers, rows=bool(self._plan.products)
                 )
         if self._plan.products:
             if (product := Product.of(func, args, kwargs)) is not None:
@@ -208,8 +208,8 @@ class DividedCalls(TorchFunctionMode):
             mask = self._layout.select(mask, -2)  # the rows of this rank's queries
         return replace(call, mask=mask).run()
 
-    def _widen_mask(self, mask: torch.Tensor, crossed: bool) -> torch.Tensor:
-        return mask if crossed else whole_mask(mask, self._layout, self._group)
+    def _widen_mask(self, mask: torch.Tensor, is_cross: bool) -> torch.Tensor:
+        return mask if is_cross else whole_mask(mask, self._layout, self._group)
 
     def _expect_local_length(self, count: int) -> None:
         if count != self._layout.local:
@@ -242,14 +242,14 @@ def with_positions(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     layout: SequenceLayout,
-    numbers: Numbers,
     *,
+    numbers: Numbers,
     rows: bool = False,
 ) -> Any:
     """The result of a call that numbers L positions, for this rank's positions or for all T.
 
-    A square is that of all positions: a mask has a row and a column for each. With ``rows``, those that are this rank's
-    own are the rows of its positions.
+    A square is that of all positions: a mask has a row and a column for each. With ``rows``, a square of this
+    rank's own has the rows of its positions.
     """
     own_square = rows and numbers == "own"  # [L, T] in place of [T, T]
     if func is torch.arange:
@@ -280,15 +280,15 @@ def triangle(
     device = args[0].device
     # [L, T]: column less row, with rows at this rank's positions.
     offsets = torch.arange(layout.length, device=device) - layout.local_positions(device)[:, None] - diagonal
-    kept = offsets <= 0 if _TRIANGLES[func] == "lower" else offsets >= 0
-    matrix: torch.Tensor = args[0].masked_fill(~kept, 0)
+    inside = offsets <= 0 if _TRIANGLES[func] == "lower" else offsets >= 0
+    matrix: torch.Tensor = args[0].masked_fill(~inside, 0)
     return matrix
 
 
 def square_view(
     func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], layout: SequenceLayout
 ) -> torch.Tensor | None:
-    """A view of a mask [..., L, T] that code takes for a square one, [..., L, L]; ``None`` for any other call."""
+    """A view of a mask [..., L, T] that code takes for square, [..., L, L]; ``None`` for any other call."""
     if func not in _VIEWS or kwargs or len(args) < 2:
         return None
     size = tuple(args[1]) if isinstance(args[1], (tuple, list)) else args[1:]

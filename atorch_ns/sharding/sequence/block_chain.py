@@ -1,8 +1,8 @@
 """Block chain: neighbouring blocks that run on parts of the sequence; between joined ones it stays divided.
 
 A block takes this rank's positions out of its whole input and gathers the result, so that embeddings, heads,
-losses and the code between blocks see whole sequences. Between joined blocks neither happens. All that a block
-needs in a recomputation is in its arguments, or was remembered in the forward pass.
+losses and the code between blocks see whole sequences. Between joined blocks neither happens. A recomputation
+needs nothing but a block's arguments and its notes of the forward pass.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from atorch_ns.torch_compat import in_backward, pipeline_unit, plain_name
 
 @dataclass
 class _Call:
-    """A running call of a block."""
-
     calls: DividedCalls
     plan: BlockPlan
     layout: SequenceLayout
@@ -52,7 +50,7 @@ _Form = frozenset[tuple[Path, int, bool]]
 
 @dataclass
 class _Known:
-    """The plans of equal blocks by what they are called with, and a copy to test until each has been called."""
+    """The plans of equal blocks by their call, and a copy to test until each has been called."""
 
     copy: nn.Module | None
     uncalled: set[int] = field(default_factory=set)
@@ -73,11 +71,11 @@ class BlockChain:
         self.blocks = tuple(blocks)
         self._kinds = tuple(kinds)
         self._settings = settings
-        self._known: dict[str, _Known] = {}
+        self._plans_by_kind: dict[str, _Known] = {}
         self._plans: dict[int, BlockPlan] = {}  # of each block's last call
         self._whole: dict[int, InputError] = {}  # blocks that run whole, and why they cannot be divided
         self._zigzag: bool | None = None  # None until a plan has decided
-        self._joined: dict[int, frozenset[Path]] = {}  # by joined block: results that it gathers
+        self._joints: dict[int, frozenset[Path]] = {}  # by joined block: results that it gathers
         self._divides_tail = False
         # The path of the hidden states that the last block has handed on, and this rank's positions of them.
         self._tail: tuple[Path, TokenPart] | None = None
@@ -91,37 +89,37 @@ class BlockChain:
     def attach(self) -> None:
         """Surrounds the forward passes of the blocks."""
         for index, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
-            if kind not in self._known:
-                copied = _test_copy(block.module)
+            if kind not in self._plans_by_kind:
+                duplicate = _test_copy(block.module)
                 if self._settings.restore_precision is not None:
-                    self._settings.restore_precision(copied)
-                self._known[kind] = _Known(copied)
-            self._known[kind].uncalled.add(index)
+                    self._settings.restore_precision(duplicate)
+                self._plans_by_kind[kind] = _Known(duplicate)
+            self._plans_by_kind[kind].uncalled.add(index)
             block.module.register_forward_pre_hook(self._make_enter_hook(index), with_kwargs=True)
             block.module.register_forward_hook(self._make_leave_hook(index), always_call=True)
 
     def join(self, places: Mapping[int, Sequence[tuple[Path, Path]]]) -> None:
-        """Makes blocks hand their results on divided; must not be called between a forward pass and its backward.
+        """Makes blocks hand on divided results; not to be called between a forward pass and its backward.
 
         Args:
-            places: blocks whose result the next one takes and nothing else sees, by index; for each, the paths of the
-                same tensors in its result and in the next one's arguments, those of the hidden states first. What is a
-                part in the one and whole in the other is gathered, and all but hidden states while that is not known.
+            places: blocks whose result the next one takes and nothing else sees, by index; for each, paths of
+                the same tensors in its result and in the next's arguments, hidden states first. A part that
+                is whole in the other is gathered, and until that is known, all but hidden states.
         """
-        self._joined, self._due = {}, None
+        self._joints, self._due = {}, None
         for block_index, links in places.items():
             if self._whole.keys() & {block_index, block_index + 1}:  # one of the two runs whole
                 continue
             following = self._plans.get(block_index + 1)
             hidden = [path for _, path in links[:1]]
-            divided: Container[Path] = hidden if following is None else following.divided
-            self._joined[block_index] = frozenset(source for source, path in links if path not in divided)
+            parts: Container[Path] = hidden if following is None else following.divided
+            self._joints[block_index] = frozenset(source for source, path in links if path not in parts)
 
     def divide_tail(self, root: nn.Module) -> None:
         """Lets the code after the last block see :class:`DividedTokens` in the place of whole hidden states.
 
-        They are made around whatever has wrapped the block when ``root`` is first called: a recomputation may run the
-        block without gradients, and a compiler would trace them.
+        They are made when ``root`` is first called, around all wrappers of the block: a recomputation may run
+        the block without gradients, and a compiler would trace them.
         """
         self._divides_tail = True
         self._when_wrapped(
@@ -129,13 +127,12 @@ class BlockChain:
         )
 
     def divide_head(self, root: nn.Module) -> None:
-        """Divides hidden states before whatever has wrapped the first block, once its plan is known: what a recomputation
-        begins from is a part then, and nothing keeps the whole."""
+        """Once planned, divides the first block's input before its wrappers: recomputation keeps a part."""
 
         def attach(outermost: nn.Module) -> None:
-            _, wrapped = pipeline_unit(outermost)
+            _, unit = pipeline_unit(outermost)
             take_in = torch.compiler.disable(self._take_in)
-            wrapped.register_forward_pre_hook(take_in, with_kwargs=True, prepend=True)
+            unit.register_forward_pre_hook(take_in, with_kwargs=True, prepend=True)
 
         self._when_wrapped(root, 0, attach)
 
@@ -154,7 +151,7 @@ class BlockChain:
     def _take_in(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         arguments, group = (args, kwargs), self._settings.group
         hidden = find_hidden(arguments, self._settings.dim)
-        plan = self._known[self._kinds[0]].plans.get(_argument_form(arguments))
+        plan = self._plans_by_kind[self._kinds[0]].plans.get(_argument_form(arguments))
         self._has_part = hidden is not None and isinstance(plan, BlockPlan) and hidden[0] in plan.divided
         # Before its first test a block must get whole hidden states.
         if hidden is None or not isinstance(plan, BlockPlan) or not self._has_part:
@@ -176,7 +173,7 @@ class BlockChain:
     @property
     def num_joined(self) -> int:
         """The number of blocks that hand their result on divided."""
-        return len(self._joined)
+        return len(self._joints)
 
     def plans(self) -> dict[str, BlockPlan]:
         """The plans in use, each by the name of the first block that has it."""
@@ -226,16 +223,16 @@ class BlockChain:
                 return None
             call.calls.check()
             # A joined block gathers only the results that the next one takes whole.
-            plan, wanted = call.plan, self._joined.get(index)
-            if wanted is not None:
+            plan, paths = call.plan, self._joints.get(index)
+            if paths is not None:
                 self._last_length = call.layout.length
                 self._lengths.update(
                     {leaf: self._last_length for path, leaf in leaves(output) if path in plan.outputs}
                 )
-                if wanted.isdisjoint(plan.outputs):
+                if paths.isdisjoint(plan.outputs):
                     return None
                 plan = replace(
-                    plan, outputs={path: plan.outputs[path] for path in wanted & plan.outputs.keys()}
+                    plan, outputs={path: plan.outputs[path] for path in paths & plan.outputs.keys()}
                 )
             elif self._divides_tail and index == len(self.blocks) - 1:
                 plan = self._without_tail(plan, call.layout, output)
@@ -270,7 +267,7 @@ class BlockChain:
                     "blocks of a chain must be called one after another, none left out (set layer dropout to 0); "
                     "name in blocks only those that are."
                 )
-            self._due = index + 1 if index in self._joined else None
+            self._due = index + 1 if index in self._joints else None
         hidden = entry[1]
         size = hidden.size(self._settings.dim)
         if self._is_first(index):
@@ -283,21 +280,21 @@ class BlockChain:
         return int(self._lengths.get(hidden, self._last_length))
 
     def _is_first(self, index: int) -> bool:
-        return index == 0 or index - 1 not in self._joined  # it takes whole hidden states
+        return index == 0 or index - 1 not in self._joints  # it takes whole hidden states
 
     def _sequence_layout(self, length: int) -> SequenceLayout:
         group = self._settings.group
         return SequenceLayout(length, group.size(), group.rank(), bool(self._zigzag))
 
     def _plan_for_call(self, index: int, arguments: Any, length: int) -> BlockPlan | None:
-        known = self._known[self._kinds[index]]
+        record = self._plans_by_kind[self._kinds[index]]
         form = _argument_form(arguments)
-        plan = known.plans.get(form)
+        plan = record.plans.get(form)
         if plan is None:
-            plan = known.plans[form] = self._find_plan(index, arguments, length)
-        known.uncalled.discard(index)
-        if not known.uncalled:
-            known.copy = None  # all equal blocks have been called: frees its memory
+            plan = record.plans[form] = self._find_plan(index, arguments, length)
+        record.uncalled.discard(index)
+        if not record.uncalled:
+            record.copy = None  # all equal blocks have been called: frees its memory
         if isinstance(plan, InputError):
             self._whole[index] = plan
             return None
@@ -305,10 +302,10 @@ class BlockChain:
         return plan
 
     def _find_plan(self, index: int, arguments: Any, length: int) -> BlockPlan | InputError:
-        known = self._known[self._kinds[index]]
-        device, copied, name = self._settings.device, known.copy, self.blocks[index].name
-        if copied is None:  # called with other tensors later, when nothing is left to test
-            likeliest = next(iter(known.plans.values()))
+        record = self._plans_by_kind[self._kinds[index]]
+        device, duplicate, name = self._settings.device, record.copy, self.blocks[index].name
+        if duplicate is None:  # called with other tensors later, when nothing is left to test
+            likeliest = next(iter(record.plans.values()))
             if isinstance(likeliest, BlockPlan) and likeliest.products:
                 raise InputError(
                     f"sequence_parallel: {name} is called with different tensors than in the first batch. It writes its "
@@ -318,12 +315,12 @@ class BlockChain:
             return likeliest
         subject = TestedBlock(
             name=name,
-            # Outside of modes that follow the tensors of this pass: a tensor with references cannot be swapped.
-            block=isolated(lambda: copied.to(device), device),
+            # Outside of modes that follow this pass's tensors: a tensor with references cannot be swapped.
+            block=isolated(lambda: duplicate.to(device), device),
             arguments=arguments,
             length=length,
             zigzag=self._zigzag,
-            may_stay_whole=self._settings.leave_whole and index not in self._joined and self._is_first(index),
+            may_stay_whole=self._settings.leave_whole and index not in self._joints and self._is_first(index),
             settings=self._settings,
         )
         outcome = find_block_plan(subject)
@@ -343,20 +340,20 @@ def _argument_form(arguments: Any) -> _Form:
 
 def _test_copy(block: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(2)
-    copied = copy.deepcopy(block)
-    if any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers())):
-        copied = copied.to_empty(device="cpu")
+    duplicate = copy.deepcopy(block)
+    if any(tensor.is_meta for tensor in (*duplicate.parameters(), *duplicate.buffers())):
+        duplicate = duplicate.to_empty(device="cpu")
         blank = True  # no values to add noise to
     else:
         blank = False
-    copied = copied.float().eval()
+    duplicate = duplicate.float().eval()
     with torch.no_grad():
         # Noise, since a block whose last weights are zero would pass any test. Without values, matrices are
         # noise around 0, and vectors are noise around 1, as norms have them.
-        for tensor in (*copied.parameters(), *(copied.buffers() if blank else ())):
+        for tensor in (*duplicate.parameters(), *(duplicate.buffers() if blank else ())):
             if tensor.is_floating_point():
                 values = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 spread = max(values.shape, default=1) ** -0.5
                 noise = torch.randn(values.shape, generator=generator).to(values) * spread
                 values.copy_(noise + float(values.dim() < 2) if blank else values + 0.2 * noise)
-    return copied
+    return duplicate

@@ -1,7 +1,7 @@
 """Chains of blocks that may hand divided hidden states to each other, found in a pass in which none does.
 
-Each block is a chain of its own at first: it gathers its results, so that the code between blocks sees them whole. Such
-a pass shows between which blocks that code does nothing, and there hidden states may stay divided.
+Each block is a chain of its own at first: it gathers its results, so that the code between blocks sees them
+whole. Such a pass shows where that code does nothing; there hidden states may stay divided.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ def find_chains(
 ) -> list[list[int]]:
     """Chains of blocks that hand their output to the next one untouched.
 
-    Inside a chain hidden states may stay divided. Code between two blocks that reads them, changes them or adds a
-    parameter (a mean over the sequence, a learned scale, ``.item()``) must see them whole, so a chain ends there.
+    Inside a chain hidden states may stay divided. Code between two blocks that reads or changes them or adds
+    a parameter (a mean, a learned scale, ``.item()``) must see them whole and ends a chain.
 
     Args:
         blocks: the blocks, in any order.
         forward: runs the model once, undivided; with the loss, where there is one.
-        shared_parameters: whether parameters of blocks may be used outside of them, because the reduction of their
-            gradients leaves unchanged what each rank computes whole, as a mean over ranks does.
+        shared_parameters: whether parameters of blocks may be used outside of them, because their gradients
+            are reduced so that whole computations stay unchanged, as by a mean over ranks.
 
     Returns:
-        Indices of ``blocks`` in the order of their calls, chain by chain. A block that is called twice is a chain of
-        its own each time; blocks that are not called are missing.
+        Indices of ``blocks`` in the order of their calls, chain by chain. A block that is called twice is a
+            chain of its own each time; blocks that are not called are missing.
 
     Raises:
-        InputError: if something outside of a block uses a value that it keeps, of which each rank would see its own
-            part; or one of its parameters, whose two gradients a sum over ranks could not tell apart, unless
-            ``shared_parameters``.
+        InputError: if something outside of a block uses a value that it keeps, of which each rank would see
+            its own part; or, without ``shared_parameters``, one of its parameters, whose two gradients a sum
+            over ranks could not tell apart.
     """
     watch = _Watch(blocks, shared_parameters)
     with call_hooks(enumerate(blocks), watch.enter, watch.leave, prepend=True, always=True), watch:
@@ -71,7 +71,7 @@ class _Watch(TorchFunctionMode):
             for index, block in enumerate(blocks)
             for name, parameter in block.named_parameters()
         }
-        self._kept = WeakTensorKeyDictionary()  # the block that computed a tensor inside
+        self._makers = WeakTensorKeyDictionary()  # the block that computed a tensor inside
         self._inputs: set[int] = set()  # ids of what the running block is called with
         self._depth = 0  # of blocks inside blocks; 0 between them
         self._calls: list[int] = []  # indices of the blocks called
@@ -92,7 +92,7 @@ class _Watch(TorchFunctionMode):
         return result
 
     def enter(self, index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """The hook before a block: notes whether it takes the previous block's output, and who else has read that."""
+        """The hook before a block: notes whether it takes the previous output, and who else has read that."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -110,15 +110,15 @@ class _Watch(TorchFunctionMode):
         self._last = {id(tensor) for tensor in tensors}
         for tensor in tensors:
             self._outputs[tensor] = len(self._calls) - 1
-            self._kept.pop(tensor, None)  # it is returned
+            self._makers.pop(tensor, None)  # it is returned
 
     def chains(self) -> list[list[int]]:
-        """The calls, separated where hidden states are not handed on untouched, or a block is called again."""
+        """The calls, split where hidden states are not handed on untouched or a block is called again."""
         segments: list[list[int]] = []
-        repeated = {index for index in self._calls if self._calls.count(index) > 1}
+        repeats = {index for index in self._calls if self._calls.count(index) > 1}
         for position, (index, continues) in enumerate(zip(self._calls, self._continues, strict=True)):
-            untouched = continues and position - 1 not in self._read
-            if segments and untouched and index not in repeated and segments[-1][-1] not in repeated:
+            is_direct = continues and position - 1 not in self._read
+            if segments and is_direct and index not in repeats and segments[-1][-1] not in repeats:
                 segments[-1].append(index)
             else:
                 segments.append([index])
@@ -133,11 +133,11 @@ class _Watch(TorchFunctionMode):
     def _record_inner_tensors(self, result: Any) -> None:
         for leaf in tensors_of(result):
             if id(leaf) not in self._inputs | self._parameters.keys():  # a function may return its argument
-                self._kept[leaf] = self._calls[-1]
+                self._makers[leaf] = self._calls[-1]
 
     def _refuse_outside_uses(self, values: Any, result: Any) -> None:
         for leaf in tensors_of(values):
-            index = self._kept.get(leaf)
+            index = self._makers.get(leaf)
             if index is not None:
                 raise InputError(
                     f"the model uses a value that {self._block_label(index)} computes and does not return, as an attribute "
@@ -160,7 +160,7 @@ class _Watch(TorchFunctionMode):
 
 Pair = tuple[int, int]
 Links = tuple[tuple[Path, Path], ...]
-"""Paths of the same tensors in a block's results and in the next one's arguments, those of the hidden states first."""
+"""Paths of the same tensors in a block's results and the next one's arguments, hidden states first."""
 
 
 def join_blocks(
@@ -178,15 +178,15 @@ def join_blocks(
         InputError: if no block that runs can be divided.
     """
     blocks = [block.module for chain in chains for block in chain.blocks]
-    links = find_links(module, blocks, settings.dim, settings.device, forward)
-    refused = [why for chain in chains for why in chain.left_whole().values()]
-    if refused and not any(chain.plans() for chain in chains):
-        raise refused[0]
-    agreed = _agree_on_pairs(links.keys(), len(blocks), settings)
+    links = find_links(module, blocks, settings.dim, settings.device, forward=forward)
+    refusals = [why for chain in chains for why in chain.left_whole().values()]
+    if refusals and not any(chain.plans() for chain in chains):
+        raise refusals[0]
+    indices = _agree_on_pairs(links.keys(), len(blocks), settings)
     first = 0  # index of the chain's first block among those of all chains
     for chain in chains:
         last = first + len(chain.blocks) - 1
-        chain.join({index - first: links[index, index + 1] for index in agreed if first <= index < last})
+        chain.join({index - first: links[index, index + 1] for index in indices if first <= index < last})
         first = last + 1
 
 
@@ -195,9 +195,10 @@ def find_links(
     blocks: Sequence[nn.Module],
     dim: int,
     device: torch.device,
+    *,
     forward: Callable[[], object],
 ) -> dict[Pair, Links]:
-    """The pairs of blocks of which the second takes the very tensor that the first returned, in training and in evaluation.
+    """Pairs of blocks whose second takes the very result of the first, in training and in evaluation.
 
     Modes, buffers and random states are afterwards as before.
 
@@ -207,35 +208,35 @@ def find_links(
         forward: runs ``module``, undivided.
     """
     separate: set[Pair] = set()
-    joined: set[Pair] = set()
-    handed: dict[Pair, Links] = {}
+    adjacent: set[Pair] = set()
+    links: dict[Pair, Links] = {}
     for training in (True, False):
         with _preserve_state(module, device), torch.no_grad():
             module.train(training)
             for norm in module.modules():
                 if isinstance(norm, BatchNorm):  # it refuses to train on a single value per channel
                     norm.eval()
-            chains, seen = _observe_chains(blocks, dim, forward)
-        handed.update(seen)
-        called = {index for chain in chains for index in chain}
-        pairs = {pair for chain in chains for pair in itertools.pairwise(chain)} & seen.keys()
-        joined |= pairs
+            chains, new_links = _observe_chains(blocks, dim, forward)
+        links.update(new_links)
+        active = {index for chain in chains for index in chain}
+        pairs = {pair for chain in chains for pair in itertools.pairwise(chain)} & new_links.keys()
+        adjacent |= pairs
         # A pair of which one is called without the other, in one of the modes, is not joined in any.
         separate |= {
             (index, index + 1)
             for index in range(len(blocks) - 1)
-            if {index, index + 1} & called and (index, index + 1) not in pairs
+            if {index, index + 1} & active and (index, index + 1) not in pairs
         }
-    return {pair: handed[pair] for pair in joined - separate}
+    return {pair: links[pair] for pair in adjacent - separate}
 
 
 def join_at_first_call(module: nn.Module, chains: Sequence[BlockChain], settings: SequenceSettings) -> None:
     """Runs :func:`join_blocks` with the first batch that ``module`` is called with."""
 
-    def before(called: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(instance: nn.Module, args: Any, kwargs: Any) -> None:
         from torch.distributed.fsdp import FSDPModule
 
-        if called is not module:  # a copy
+        if instance is not module:  # a copy
             return
         handle.remove()
         with torch.compiler.set_stance("force_eager"):  # a compiled graph would hide functions and hooks
@@ -249,7 +250,7 @@ def join_at_first_call(module: nn.Module, chains: Sequence[BlockChain], settings
 def _observe_chains(
     blocks: Sequence[nn.Module], dim: int, forward: Callable[[], object]
 ) -> tuple[list[list[int]], dict[Pair, Links]]:
-    handed: dict[Pair, Links] = {}
+    links: dict[Pair, Links] = {}
     last: tuple[int, list[tuple[Path, Any]]] = (-1, [])
 
     def entering(index: int, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -258,7 +259,7 @@ def _observe_chains(
             others = [(path, leaf) for path, leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             # Hidden states come first, then other tensors that the block before has returned.
             inputs = [hidden, *(entry for entry in others if entry[0] != hidden[0])]
-            handed[last[0], index] = tuple(
+            links[last[0], index] = tuple(
                 (source, path) for path, leaf in inputs for source, tensor in last[1] if tensor is leaf
             )
 
@@ -267,15 +268,15 @@ def _observe_chains(
         last = (index, list(leaves(output)))
 
     with call_hooks(enumerate(blocks), entering, leaving, prepend=True):
-        return find_chains(blocks, forward, shared_parameters=True), handed
+        return find_chains(blocks, forward, shared_parameters=True), links
 
 
 def _agree_on_pairs(pairs: Iterable[Pair], num_blocks: int, settings: SequenceSettings) -> list[int]:
-    joined = torch.zeros(max(num_blocks, 1), dtype=torch.int32, device=settings.device)
+    flags = torch.zeros(max(num_blocks, 1), dtype=torch.int32, device=settings.device)
     for index, following in pairs:
-        joined[index] = int(following == index + 1)
-    dist.all_reduce(joined, op=dist.ReduceOp.MIN, group=settings.group)  # 1 where every rank has found it
-    return [index for index, value in enumerate(joined.tolist()) if value]
+        flags[index] = int(following == index + 1)
+    dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=settings.group)  # 1 where every rank has found it
+    return [index for index, value in enumerate(flags.tolist()) if value]
 
 
 @contextmanager

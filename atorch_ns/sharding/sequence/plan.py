@@ -1,7 +1,7 @@
 """Plan of a block on a part of the sequence: the positions of each rank, and divided arguments and results.
 
-Inside a block, gradients are as many times those of the whole as there are ranks. A weight's gradient is then the mean
-over the ranks, which leaves unchanged what each rank computes whole: uses of the same weight outside the blocks.
+Inside a block, gradients are those of the whole times the number of ranks. A weight's gradient is then the
+mean over ranks, which leaves unchanged what each rank computes whole: uses of the weight outside the blocks.
 
 Legend: T positions of the whole sequence, n ranks, L positions of one rank.
 """
@@ -47,9 +47,9 @@ class SequenceLayout:
     def local(self) -> int:
         """L, the same on every rank."""
         pieces = self.ranks * (2 if self.zigzag else 1)
-        padded = max(math.ceil(self.length / pieces) * pieces, _LEAST_LOCAL * self.ranks)
+        total = max(math.ceil(self.length / pieces) * pieces, _LEAST_LOCAL * self.ranks)
         # A part of T positions would be taken for the whole.
-        return (padded + pieces if padded == self.ranks * self.length else padded) // self.ranks
+        return (total + pieces if total == self.ranks * self.length else total) // self.ranks
 
     @property
     def padded(self) -> int:
@@ -72,7 +72,7 @@ class SequenceLayout:
         return sum(position < self.length for position in self.positions(rank))
 
     def places(self, rank: int, device: torch.device) -> torch.Tensor:
-        """:meth:`positions`, int64 [L], made on ``device``: a copy from the host would wait for what it computes."""
+        """:meth:`positions`, int64 [L], made on ``device``: a copy from the host would wait for it."""
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self._rank_spans(rank)])
 
     def local_positions(self, device: torch.device) -> torch.Tensor:
@@ -92,7 +92,7 @@ class SequenceLayout:
         return self.in_order(gather_from(x, dim, group), dim)
 
     def in_order(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """The parts of all ranks, joined along ``dim`` rank by rank, in the order of positions without padding."""
+        """The parts of all ranks, joined along ``dim`` by rank, in the order of positions without padding."""
         if self.zigzag:
             chunks = x.chunk(2 * self.ranks, dim)
             early, late = chunks[0::2], chunks[1::2]  # pieces r rise from rank to rank, pieces 2n-1-r fall
@@ -123,10 +123,10 @@ class BlockPlan:
     """The changes to the arguments, the inner calls and the results of a block.
 
     Attributes:
-        kind: how attention sees the keys of other ranks; ``gather`` if it is written out as matrix products only.
+        kind: how attention sees other ranks' keys; ``gather`` if it is written out as matrix products only.
         divided: the dimension of each argument of which a rank gets its positions.
-        sites: the meaning of those position numbers, tables and square masks of the block that are the sequence's,
-            by their index in the order of the calls that make them.
+        sites: the meaning of the sequence's position numbers, tables and square masks, by their index in the
+            order of the calls that make them.
         crossed: indices of the attention calls that see keys that every rank has whole.
         products: the dimension of the second factor that is gathered, by the index of the matrix product.
         num_products: the number of matrix products in a call of the block.
@@ -152,10 +152,8 @@ class SequenceSettings:
         kind: how attention sees the keys of other ranks.
         balanced: whether causal ring attention divides the sequence in zigzag.
         head_share: the number of ranks that the heads of the blocks are still to be divided over.
-        restore_precision: makes all layers of a block's copy compute in the dtype of their weights, for tests; ``None``
-            where they already do.
-        leave_whole: whether a block that cannot be divided runs whole on every rank, where others are divided;
-            else it is refused.
+        restore_precision: makes a copy of a block compute in its weights' dtypes, for tests; else ``None``.
+        leave_whole: whether a block that cannot be divided runs whole on every rank; else it is refused.
     """
 
     group: dist.ProcessGroup
@@ -211,8 +209,8 @@ def find_hidden(arguments: Any, dim: int) -> tuple[Path, torch.Tensor] | None:
 def sequence_dims(tensor: torch.Tensor, length: int, dim: int, *, squares: bool = True) -> tuple[int, ...]:
     """The dimensions of an argument that are the sequence's, judged by their size.
 
-    That is ``dim``, the first dimension of a table with a row for each position, or the last two of a mask. A square
-    is a mask, or without ``squares`` a table whose width happens to be the length.
+    That is ``dim``, the first dimension of a table with a row per position, or the last two of a mask. A
+    square is a mask, or without ``squares`` a table whose width happens to be the length.
     """
     sizes = tensor.shape
     if not squares and tensor.dim() >= 2 and sizes[-1] == sizes[-2] == length:

@@ -1,9 +1,9 @@
 """Attention written out as matrix products: its keys and values are gathered from all ranks.
 
-A product of this rank's queries with the keys of all positions has this rank's rows of the scores. Whatever code does
-with them row by row is right as it stands: soft caps, sinks, biases, masks, softmax, dropout. So is their product with
-the values of all positions. Heads are not divided. All-gathers take the place of Ulysses' all-to-alls: n times their
-bytes for keys and values, little beside scores that are kept.
+A product of this rank's queries with the keys of all positions has this rank's rows of the scores. Code that
+treats these row by row is right as it is (soft caps, sinks, biases, masks, softmax, dropout), and so is their
+product with the values of all positions. Heads are not divided. All-gathers replace Ulysses' all-to-alls: n
+times their bytes for keys and values, little beside scores that are kept.
 
 Legend: T positions of the whole sequence, n ranks, L positions of this rank.
 """
@@ -36,7 +36,7 @@ class Product:
     """A matrix product.
 
     Attributes:
-        left, right: its factors, of three dimensions or more: products with single weights are none of attention's.
+        left, right: its factors, of three dimensions or more: attention has no products with single weights.
         position: of ``right`` among the arguments, or its name.
         terms: the dimensions of both factors and of the result as letters; others may lead.
     """

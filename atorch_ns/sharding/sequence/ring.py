@@ -1,18 +1,17 @@
 """Ring attention: keys and values travel from rank to rank, and each rank attends to those that it holds.
 
-Each rank keeps its queries. In n steps it sees the keys and values of all ranks, sends them on while it computes,
-and merges the results (Liu et al. 2023, Ring Attention). In the backward pass they travel once more, and their
-gradients with them.
+Each rank keeps its queries. In n steps it sees the keys and values of all ranks, sends them on while it
+computes, and merges the results (Liu et al. 2023, Ring Attention). In the backward pass gradients travel too.
 
 The softmax over all keys is a mean of the softmaxes over parts, weighted by the parts' sums of exponentials:
 with ``o_i`` and the logarithm of the sum ``l_i`` of part i, ``l = logsumexp_i l_i`` and
 ``o = sum_i exp(l_i - l) o_i``. Given ``l`` and ``o``, the gradients of each part follow independently
-(Dao 2022, FlashAttention). Parts are computed by torch's fused kernels where one returns the logarithm of the sum; a
-kernel is used once it has agreed with the formula on this device, in this dtype and for this head width.
+(Dao 2022, FlashAttention). Parts are computed by torch's fused kernels where one returns the logarithm of the
+sum, once it has agreed with the formula on this device, in this dtype and for this head width.
 
-Under a causal mask with the sequence in zigzag, a rank that holds the pieces r and 2n-1-r sees: of its own keys
-the lower triangle; of an earlier rank's keys the early half, with all its queries; of a later rank's keys both
-halves, with its late queries. So all ranks do the same work in every step, and no step needs a mask.
+Under a causal mask with the sequence in zigzag, a rank that holds the pieces r and 2n-1-r sees: of its own
+keys the lower triangle; of an earlier rank's the early half, with all queries; of a later rank's both halves,
+with its late queries. So all ranks do equal work in every step, and no step needs a mask.
 
 Legend: B batch, H heads, T queries, S keys, E head width, n ranks, L positions of one rank.
 """
@@ -47,7 +46,7 @@ def _tested_kernel(device: torch.device, dtype: torch.dtype, width: int) -> Flas
     kernel = FlashAttention(device.type)
     try:
         errors = isolated(
-            lambda: [_kernel_error(kernel, device, dtype, width, c) for c in (False, True)], device
+            lambda: [_kernel_error(kernel, device, dtype, width, causal=c) for c in (False, True)], device
         )
     except (RuntimeError, TypeError, AttributeError):  # missing in this build or device, or another signature
         return None
@@ -55,11 +54,11 @@ def _tested_kernel(device: torch.device, dtype: torch.dtype, width: int) -> Flas
 
 
 def _kernel_error(
-    kernel: FlashAttention, device: torch.device, dtype: torch.dtype, width: int, causal: bool
+    kernel: FlashAttention, device: torch.device, dtype: torch.dtype, width: int, *, causal: bool
 ) -> float:
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(1, 2, 8, width, generator=generator).to(device, dtype) for _ in range(4)]  # q k v dO
-    query, key, value, gradient = (tensor.float() for tensor in drawn)
+    draws = [torch.randn(1, 2, 8, width, generator=generator).to(device, dtype) for _ in range(4)]  # q k v dO
+    query, key, value, gradient = (tensor.float() for tensor in draws)
     scale = width**-0.5
     scores = query @ key.transpose(-1, -2) * scale
     if causal:
@@ -70,11 +69,11 @@ def _kernel_error(
     share = (gradient * out).sum(-1, keepdim=True)  # rowsum(dO * O)
     of_scores = weights * (gradient @ value.transpose(-1, -2) - share) * scale
     of_key, of_value = of_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
-    tensors = (drawn[0], drawn[1], drawn[2])
+    tensors = (draws[0], draws[1], draws[2])
     outputs = kernel.forward(*tensors, causal, scale)
-    gradients = kernel.backward(drawn[3], tensors, (out.to(dtype), lse), causal, scale)
-    expected = (out, lse, of_scores @ key, of_key, of_value)
-    pairs = zip((*outputs, *gradients), expected, strict=True)
+    gradients = kernel.backward(draws[3], tensors, (out.to(dtype), lse), causal, scale)
+    references = (out, lse, of_scores @ key, of_key, of_value)
+    pairs = zip((*outputs, *gradients), references, strict=True)
     # Python's max would pass over what is not a number.
     return float(torch.stack([(mine.float() - theirs).abs().max() for mine, theirs in pairs]).max())
 
@@ -113,7 +112,7 @@ class RingPart:
         return scores.add_(mask)
 
     def add_rows(self, of_mask: torch.Tensor, of_scores: torch.Tensor, rows: slice) -> None:
-        """Adds the gradient of some rows of scores [..., H, rows, S] to that of the mask, summed as it is broadcast."""
+        """Adds the gradient of rows of scores [..., H, rows, S] to the mask's, summed as it is broadcast."""
         target = of_mask[..., rows, :] if of_mask.dim() > 1 and of_mask.size(-2) > 1 else of_mask
         target += of_scores.sum_to_size(target.shape)
 
@@ -135,8 +134,8 @@ def attend(
     """Attention of [..., H, T, E] to [..., H, S, E].
 
     Returns:
-        The result [..., H, T, E'] and the logarithm of the sum of exponentials [..., H, T], float32: 0 and -inf
-        where a query sees no key.
+        The result [..., H, T, E'] and the logarithm of the sum of exponentials [..., H, T], float32: 0 and
+            -inf where a query sees no key.
     """
     kernel = part.kernel(query, key, value)
     if kernel is not None:
@@ -252,18 +251,13 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Ring:
-    """The settings of one ring attention call."""
-
     layout: SequenceLayout
     group: Group
     scale: float
     causal: bool  # whether queries see earlier positions only
 
     def step(self, sender: int, mask: torch.Tensor | None) -> _Step | None:
-        """The computation of this rank with the keys of ``sender``; ``None`` if it sees none of them.
-
-        ``mask`` is for this rank's queries and all keys.
-        """
+        """The work on ``sender``'s keys under ``mask`` (own queries by all keys); ``None`` if unseen."""
         layout, rank = self.layout, self.layout.rank
         real = layout.num_real(sender)
         if real == 0:  # nothing but padding
@@ -287,11 +281,10 @@ class _Ring:
         return mask.index_select(-1, self.positions(sender, real, mask.device))
 
     def positions(self, sender: int, real: int, device: torch.device) -> torch.Tensor:
-        """The first positions of a rank."""
         return self.layout.places(sender, device)[:real]
 
     def add_columns(self, of_mask: torch.Tensor, gradient: torch.Tensor, sender: int, rows: slice) -> None:
-        """Adds the gradient of the mask that the keys of ``sender`` give: [..., rows, S], or with size 1 for both."""
+        """Adds the mask's gradient from the keys of ``sender``: [..., rows, S], or with size 1 for both."""
         part = of_mask[..., rows, :] if of_mask.dim() > 1 and of_mask.size(-2) > 1 else of_mask
         if of_mask.size(-1) == 1:
             part += gradient
@@ -299,10 +292,7 @@ class _Ring:
             part.index_add_(-1, self.positions(sender, gradient.size(-1), gradient.device), gradient)
 
     def turns(self, *tensors: torch.Tensor) -> Iterator[tuple[int, tuple[torch.Tensor, ...]]]:
-        """The tensors of every rank in turn, with that rank's number, this rank's first.
-
-        The next ones travel while the caller computes with these.
-        """
+        """Every rank's number and tensors, this rank's first; the next travel while the caller computes."""
         size, rank = self.group.size(), self.group.rank()
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])  # one message for all
         lengths = [tensor.numel() for tensor in tensors]
@@ -339,8 +329,8 @@ class _RingAttention(torch.autograd.Function):
                     _repeat_heads(values[..., step.keys, :], groups),
                 )
                 more, more_lse = attend(query[..., rows, :], k, v, step.part)
-                merged, total = merge(out[..., rows, :], lse[..., rows], more, more_lse)
-                out[..., rows, :], lse[..., rows] = merged, total
+                new_out, total = merge(out[..., rows, :], lse[..., rows], more, more_lse)
+                out[..., rows, :], lse[..., rows] = new_out, total
         ctx.save_for_backward(query, key, value, mask, out, lse)
         ctx.ring, ctx.groups = ring, groups
         return out

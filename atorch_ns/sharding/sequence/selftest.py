@@ -1,8 +1,8 @@
-"""Self-test of sequence parallelism: finds the plan by which a block computes on parts what it computes whole.
+"""Self-test of sequence parallelism: finds the plan with which a block's parts give its whole result.
 
-A plan is a guess: which arguments are the sequence's, which numbers are positions. Each candidate runs a small
-input on simulated ranks in this process, and its results and gradients are compared with those of the whole block. The
-first that gives the same is used; a block for which none does cannot be divided.
+A plan is a guess: which arguments are the sequence's, which numbers are positions. Each candidate runs a
+small input on simulated ranks in this process. Its results and gradients are compared with those of the whole
+block. The first that gives the same is used; a block without one cannot be divided.
 """
 
 from __future__ import annotations
@@ -103,16 +103,16 @@ def find_block_plan(subject: TestedBlock) -> Found | InputError:
     """
     group = subject.settings.group
 
-    def agreed(action: Callable[[], T]) -> T:
+    def settle(action: Callable[[], T]) -> T:
         what = f"testing {subject.name} on parts of a sequence"
         return agree(action, what=what, distributed=True, group=group)
 
     if not subject.may_stay_whole:
-        return isolated(lambda: agreed(lambda: _try_all(subject)), subject.settings.device)
-    outcome = isolated(lambda: agreed(lambda: or_refusal(lambda: _try_all(subject))), subject.settings.device)
+        return isolated(lambda: settle(lambda: _try_all(subject)), subject.settings.device)
+    outcome = isolated(lambda: settle(lambda: or_refusal(lambda: _try_all(subject))), subject.settings.device)
     # Whole on every rank or divided on every rank: where they differ, all fail together.
     refusing = gathered(isinstance(outcome, InputError), distributed=True, group=group)
-    return agreed(lambda: _plan_of(outcome)) if any(refusing) and not all(refusing) else outcome
+    return settle(lambda: _plan_of(outcome)) if any(refusing) and not all(refusing) else outcome
 
 
 def _plan_of(outcome: Found | InputError) -> Found:
@@ -130,15 +130,15 @@ def _try_all(subject: TestedBlock) -> Found:
             "name in blocks modules without batch norms."
         )
     with InFloat32():
-        whole, seen, arguments, length = _run_whole(subject)
+        whole, calls, arguments, length = _run_whole(subject)
     best: tuple[float, str] = (float("inf"), "")  # the least error so far, and where it is
-    for plan, zigzag in candidates(subject, seen, arguments, length):
-        error, full_plan, why = _error_of(subject, plan, (length, zigzag), arguments, whole)
+    for plan, zigzag in candidates(subject, calls, arguments, length):
+        error, full_plan, why = _error_of(subject, plan, (length, zigzag), arguments, whole=whole)
         if error <= _TOLERANCE:
             return full_plan, zigzag
         if error < best[0] or not best[1]:
             best = (error, why)
-    raise InputError(_refusal_message(subject, seen, *best))
+    raise InputError(_refusal_message(subject, calls, *best))
 
 
 def _run_whole(subject: TestedBlock) -> tuple[_Outcome, SeenCalls, Any, int]:
@@ -147,12 +147,12 @@ def _run_whole(subject: TestedBlock) -> tuple[_Outcome, SeenCalls, Any, int]:
         lengths_to_test(subject), (True, False), (True, False)
     ):
         arguments = small_arguments(subject, length, squares=squares, few_rows=few_rows)
-        seen = SeenCalls(length)
+        calls = SeenCalls(length)
         try:
             call_args = copied_state(arguments)  # a run may write into a cache
-            with seen:
+            with calls:
                 output = subject.block(*call_args[0], **call_args[1])
-            return _compute_outcome(subject.block, output, arguments), seen, arguments, length
+            return _compute_outcome(subject.block, output, arguments), calls, arguments, length
         except Exception as error:  # the user's block may raise anything: a table may end, a view not fit
             failure = error if failure is None or (squares and few_rows) else failure
     # The error kept is that of few samples with squares as masks, at the last length.
@@ -170,14 +170,14 @@ def _compute_outcome(block: nn.Module, output: Any, arguments: Any) -> _Outcome:
         raise ValueError("the block returns no tensor that depends on its input")
     targets = {path_text(path): leaf for path, leaf in leaves(arguments) if _is_trained(leaf)}
     weights_of = {name: p for name, p in block.named_parameters() if p.requires_grad}
-    named = {**{f"input {name}": leaf for name, leaf in targets.items()}, **weights_of}
-    local_grads = map(local_part, gradients_of(loss, list(named.values())))  # weights may be DTensors
-    detached = map_leaves(lambda _, leaf: leaf.detach() if _is_tensor(leaf) else leaf, output)
-    return _Outcome(detached, dict(zip(named, local_grads, strict=True)))
+    variables = {**{f"input {name}": leaf for name, leaf in targets.items()}, **weights_of}
+    local_grads = map(local_part, gradients_of(loss, list(variables.values())))  # weights may be DTensors
+    values = map_leaves(lambda _, leaf: leaf.detach() if _is_tensor(leaf) else leaf, output)
+    return _Outcome(values, dict(zip(variables, local_grads, strict=True)))
 
 
 def _error_of(
-    subject: TestedBlock, plan: BlockPlan, sizes: tuple[int, bool], arguments: Any, whole: _Outcome
+    subject: TestedBlock, plan: BlockPlan, sizes: tuple[int, bool], arguments: Any, *, whole: _Outcome
 ) -> tuple[float, BlockPlan, str]:
     length, zigzag = sizes
     settings = subject.settings
@@ -186,7 +186,7 @@ def _error_of(
         layout = SequenceLayout(length, group.size(), group.rank(), zigzag)
         block = copy_to_run(subject.block)
         with InFloat32():
-            return _run_divided(block, plan, layout, copied_state(arguments), whole, group)
+            return _run_divided(block, plan, layout, copied_state(arguments), whole=whole, group=group)
 
     try:
         ranks = simulate(settings.group.size(), run, settings.device)
@@ -202,6 +202,7 @@ def _run_divided(
     plan: BlockPlan,
     layout: SequenceLayout,
     arguments: Any,
+    *,
     whole: _Outcome,
     group: SimulatedGroup,
 ) -> tuple[BlockPlan, _Outcome]:
@@ -230,11 +231,9 @@ def _divided_outputs(output: Any, whole: Any, layout: SequenceLayout) -> dict[Pa
     for path, leaf in leaves(output):
         if not _is_tensor(leaf) or path not in shapes:
             continue
-        expected = shapes[path]
+        shape = shapes[path]
         # A part is L long in exactly one dimension, where the whole result is T long.
-        differing = [
-            dim for dim, size in enumerate(leaf.shape) if dim < len(expected) and size != expected[dim]
-        ]
+        differing = [dim for dim, size in enumerate(leaf.shape) if dim < len(shape) and size != shape[dim]]
         if len(differing) == 1 and leaf.size(differing[0]) == layout.local:
             dims[path] = differing[0]
     return dims
@@ -254,19 +253,19 @@ def _compare_outcomes(whole: _Outcome, actual: _Outcome) -> tuple[float, str]:
     return errors[where], f"{where} is off by {errors[where]:.1e}"
 
 
-def _refusal_message(subject: TestedBlock, seen: SeenCalls, error: float, why: str) -> str:
+def _refusal_message(subject: TestedBlock, calls: SeenCalls, error: float, why: str) -> str:
     kind = type(subject.block).__name__
     head = (
         f"sequence_parallel cannot divide {subject.name} ({kind}) over {subject.settings.group.size()} ranks: on a small "
         f"input it does not give on parts what it gives on the whole; {why}."
     )
     convolves = any(isinstance(module, _CONVOLUTIONS) for module in subject.block.modules())
-    if seen.attentions and convolves:
+    if calls.attentions and convolves:
         return (
             f"{head} Beside its attention it has convolutions, which mix neighbouring positions, as recurrences do. Use the "
             "axes data, zero or pipeline, or name in blocks those that only attend."
         )
-    if seen.attentions:
+    if calls.attentions:
         return (
             f"{head} Its code may count positions from 0 in each part: pass position ids or rotary tables into the "
             "block, put another module in with module_replace, or name other modules in blocks."
@@ -276,7 +275,7 @@ def _refusal_message(subject: TestedBlock, seen: SeenCalls, error: float, why: s
             f"{head} It is made of convolutions, which mix neighbouring positions: there are no tokens that ranks could "
             "share. Use the axes data, zero or pipeline. If only some modules attend, name those in blocks."
         )
-    if seen.products:
+    if calls.products:
         return (
             f"{head} It writes its attention out as matrix products, and keys and values of all ranks are not all that "
             f"it needs: its code may count positions from 0 in each part. {USE_SDPA}"
@@ -298,7 +297,7 @@ def _is_trained(value: Any) -> bool:
 
 
 def candidates(
-    subject: TestedBlock, seen: SeenCalls, arguments: Any, length: int
+    subject: TestedBlock, calls: SeenCalls, arguments: Any, length: int
 ) -> Iterator[tuple[BlockPlan, bool]]:
     """Plans to try for a block, likeliest first, each with whether the sequence is in zigzag."""
     hidden = find_hidden(arguments, subject.settings.dim)
@@ -307,26 +306,26 @@ def candidates(
         division
         for squares in (True, False)
         for division in _candidate_divisions(
-            arguments, hidden, length, subject.settings.dim, squares=squares, rows=bool(seen.products)
+            arguments, hidden, length, subject.settings.dim, squares=squares, rows=bool(calls.products)
         )
     ]
-    for kind in _candidate_kinds(subject, seen):
+    for kind in _candidate_kinds(subject, calls):
         # Zigzag balances ring attention under a causal mask. Blocks tested before have decided for all.
-        preferred = (
-            kind == "ring" and subject.settings.balanced and any(call.causal for call in seen.attentions)
+        default = (
+            kind == "ring" and subject.settings.balanced and any(call.causal for call in calls.attentions)
         )
-        zigzag = preferred if subject.zigzag is None else subject.zigzag
-        for sites, divided in itertools.product(_candidate_numberings(seen), _unique_values(divisions)):
-            plan = BlockPlan(kind=kind, divided=divided, sites=sites)
-            yield replace(plan, products=seen.products, num_products=seen.num_products), zigzag
+        zigzag = default if subject.zigzag is None else subject.zigzag
+        for sites, dims in itertools.product(_candidate_numberings(calls), _unique_values(divisions)):
+            plan = BlockPlan(kind=kind, divided=dims, sites=sites)
+            yield replace(plan, products=calls.products, num_products=calls.num_products), zigzag
 
 
 def _unique_values(values: Sequence[T]) -> list[T]:
     return [value for index, value in enumerate(values) if value not in values[:index]]  # unhashable
 
 
-def _candidate_numberings(seen: SeenCalls) -> list[Mapping[int, Numbers]]:
-    sites = sorted(seen.sites)
+def _candidate_numberings(calls: SeenCalls) -> list[Mapping[int, Numbers]]:
+    sites = sorted(calls.sites)
     if not sites:
         return [{}]
     # Sites may not be of positions, or number those of this rank, or those of the whole sequence.
@@ -334,22 +333,22 @@ def _candidate_numberings(seen: SeenCalls) -> list[Mapping[int, Numbers]]:
     if 1 < len(sites) <= _MOST_SITES:
         choices: tuple[Numbers, ...] = ("own", "whole")
         same += [
-            dict(zip(sites, chosen, strict=True)) for chosen in itertools.product(choices, repeat=len(sites))
+            dict(zip(sites, choice, strict=True)) for choice in itertools.product(choices, repeat=len(sites))
         ]
     return _unique_values(same)
 
 
-def _candidate_kinds(subject: TestedBlock, seen: SeenCalls) -> tuple[AttentionKind, ...]:
-    self_calls = [call for call in seen.attentions if call.query.size(-2) == call.key.size(-2)]
+def _candidate_kinds(subject: TestedBlock, calls: SeenCalls) -> tuple[AttentionKind, ...]:
+    self_calls = [call for call in calls.attentions if call.query.size(-2) == call.key.size(-2)]
     kind = subject.settings.kind
-    if seen.products and kind != "auto":
+    if calls.products and kind != "auto":
         raise InputError(
             f"sequence_parallel: {subject.name} ({type(subject.block).__name__}) writes its attention out as matrix "
             f"products, which kind={kind!r} cannot divide. Use kind='auto', which gathers keys and values. {USE_SDPA}"
         )
     if kind != "auto":
         return (kind,)
-    if seen.products and not self_calls:
+    if calls.products and not self_calls:
         return ("gather",)  # no attention call of the sequence
     # Heads that the tensor axis is still to divide must divide by both degrees.
     ranks = subject.settings.group.size()
@@ -398,15 +397,15 @@ def lengths_to_test(subject: TestedBlock) -> list[int]:
         for path, leaf in leaves(subject.arguments)
         if isinstance(leaf, torch.Tensor) and sequence_dims(leaf, subject.length, subject.settings.dim)
     ]
-    fixed = len(others) > 1  # besides the hidden states something has the length, and can only be shortened
+    rigid = len(others) > 1  # besides the hidden states something has the length, and can only be shortened
     # A part must be unlike all sizes of weights, or a reshape by the wrong one might pass.
-    chosen = [
+    lengths = [
         local * ranks
         for local in _LOCAL_LENGTHS
-        if not any(size % local == 0 for size in sizes) and not (fixed and local * ranks > subject.length)
+        if not any(size % local == 0 for size in sizes) and not (rigid and local * ranks > subject.length)
     ]
-    short = [length for length in chosen if length <= subject.length]  # a table may have no more rows
-    return list(dict.fromkeys([*chosen[:2], *short[:2], subject.length]))
+    short = [length for length in lengths if length <= subject.length]  # a table may have no more rows
+    return list(dict.fromkeys([*lengths[:2], *short[:2], subject.length]))
 
 
 def small_arguments(subject: TestedBlock, length: int, *, squares: bool, few_rows: bool = True) -> Any:

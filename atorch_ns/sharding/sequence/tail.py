@@ -1,4 +1,4 @@
-"""Study of the code around blocks: whether it leaves hidden states alone, and treats positions alike after the last one."""
+"""Study of code around blocks: whether it leaves hidden states alone or treats positions alike."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from atorch_ns.torch_compat import plain_name
 
 
 def study_tail(
-    model: nn.Module, batch: Any, run: Run, blocks: Sequence[str], degree: int, dim: int
+    model: nn.Module, batch: Any, run: Run, blocks: Sequence[str], *, degree: int, dim: int
 ) -> LossStudy:
-    """Runs a copy of the model once with divided hidden states after its last block, without memory where possible.
+    """Runs a copy of the model with divided hidden states after its last block, without memory if possible.
 
     Args:
         model: the whole model; not changed.
@@ -39,7 +39,7 @@ def study_tail(
         study = LossStudy(batch=resized_batch(batch, sizes, at), replays=False)
         try:
             with prepare(subject, at) as (copy, small), torch.enable_grad():
-                _divide_after(copy, blocks, degree, dim, study)
+                _divide_after(copy, blocks, degree, dim, study=study)
                 study.output = run(copy.train(), small)
                 study.parameters = _used_parameter_names(copy, study)
             return study
@@ -50,15 +50,17 @@ def study_tail(
     return study
 
 
-def _divide_after(model: nn.Module, blocks: Sequence[str], degree: int, dim: int, study: LossStudy) -> None:
-    called: list[str] = []
+def _divide_after(
+    model: nn.Module, blocks: Sequence[str], degree: int, dim: int, *, study: LossStudy
+) -> None:
+    calls: list[str] = []
 
     def leaving(path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             # After the last block hidden states are in parts: no block may take them.
-            if blocks[-1] in called:
+            if blocks[-1] in calls:
                 raise InputError(f"{path} is called after {blocks[-1]}")
-            called.append(path)
+            calls.append(path)
             hidden = find_hidden(output, dim)
             if path != blocks[-1]:
                 return None
@@ -78,18 +80,17 @@ def _divide_after(model: nn.Module, blocks: Sequence[str], degree: int, dim: int
 
 
 def _used_parameter_names(model: nn.Module, study: LossStudy) -> frozenset[str] | None:
-    used = {id(tensor) for tensor in study.uses.parameters}
-    named = {plain_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-    if not used <= set(named.values()):  # a value computed from parameters was used
+    ids = {id(tensor) for tensor in study.uses.parameters}
+    ids_by_name = {plain_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    if not ids <= set(ids_by_name.values()):  # a value computed from parameters was used
         return None
-    return frozenset(name for name, parameter in named.items() if parameter in used)
+    return frozenset(name for name, parameter in ids_by_name.items() if parameter in ids)
 
 
 def study_links(
-    model: nn.Module, batch: Any, run: Run, blocks: Sequence[str], dim: int
+    model: nn.Module, batch: Any, run: Run, blocks: Sequence[str], *, dim: int
 ) -> dict[tuple[str, str], Links]:
-    """The pairs of blocks between which hidden states can stay divided, as :func:`find_links` has them, by a run of a copy of
-    the model, without memory where possible; none where it does not run.
+    """The links of :func:`find_links` in a copy of the model, without memory if possible; none if it fails.
 
     Raises:
         InputError: if something outside of a block uses a value that it keeps.
@@ -100,7 +101,9 @@ def study_links(
         try:
             with prepare(subject, at) as (copy, small):
                 modules = [copy.get_submodule(path) for path in blocks]
-                pair_links = find_links(copy, modules, dim, torch.device("cpu"), partial(run, copy, small))
+                pair_links = find_links(
+                    copy, modules, dim, torch.device("cpu"), forward=partial(run, copy, small)
+                )
             return {(blocks[source], blocks[other]): links for (source, other), links in pair_links.items()}
         except InputError:
             raise

@@ -1,18 +1,17 @@
-"""Divided tokens: tensors that look like whole samples, of which each rank holds its own positions, and losses on them.
+"""Divided tokens, which look like whole samples while each rank holds its positions, and losses on them.
 
-What treats every position alike is computed on the part: the last norm, the head, element-wise functions, sums over
-features. A cross-entropy, a sum or a mean over positions is computed for this rank's own and summed over the ranks. Anything
-else gathers whole samples first.
+Functions that treat positions alike are computed on the part: the last norm, the head, element-wise
+functions, sums over features. A cross-entropy, a sum or a mean over positions is computed for this rank's own
+and summed over ranks. Anything else gathers whole samples first.
 
-As inside a block, gradients of the part are as many times those of the whole as there are ranks: weights then get the mean
-over the ranks, which leaves unchanged what each rank computes whole.
+As inside a block, gradients of the part are those of the whole times the number of ranks: weights then get
+the mean over ranks, which leaves unchanged what each rank computes whole.
 
 Legend: B samples, T positions of the whole tensor, L positions of this rank, V classes, n ranks.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atorch_ns.sharding.collectives import Group, copy_to, reduce_from, scale_gradient
-from atorch_ns.sharding.divided_tensor import DividedTensor, LogitUses, LossCall, on_whole, whole_logits
+from atorch_ns.sharding.divided_tensor import (
+    DividedTensor,
+    LogitUses,
+    LossCall,
+    changes_in_place,
+    on_whole,
+    whole_logits,
+)
 from atorch_ns.sharding.sequence.plan import SequenceLayout
 from atorch_ns.torch_compat import tensor_without_storage
 
@@ -69,8 +75,8 @@ class TokenPart:
         layout: the positions of each rank in the whole sequence.
         group: the ranks; ``None`` to compute shapes without them: nothing is communicated.
         dim: the dimension of positions in the part.
-        merged: whether the dimensions before it have become one with it in the whole tensor, samples one after the other.
-        start, length: the positions of the sequence that the tensor has, those from ``start`` on; T is ``length``.
+        merged: whether dimensions before it are one with it in the whole tensor, samples one after the other.
+        start, length: the tensor has ``length`` (T) positions of the sequence, those from ``start`` on.
     """
 
     layout: SequenceLayout
@@ -96,10 +102,10 @@ class TokenPart:
         return dim % num_dims + (self.dim if self.merged else 0)
 
     def local_indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """[L] this rank's positions as indices of the whole tensor, and whether each is one of it and no padding."""
+        """[L] this rank's positions as indices of the whole tensor, and whether each is real, not padding."""
         places = self.layout.places(self.layout.rank, device)
-        kept = (places < self.layout.length) & (places >= self.start) & (places < self.start + self.length)
-        return (places - self.start).clamp_(0, max(0, self.length - 1)), kept  # some valid index for the rest
+        real = (places < self.layout.length) & (places >= self.start) & (places < self.start + self.length)
+        return (places - self.start).clamp_(0, max(0, self.length - 1)), real  # some valid index for the rest
 
     def mask(self, part: torch.Tensor) -> torch.Tensor:
         """Whether each position of ``part`` counts, of a shape that broadcasts to it."""
@@ -108,20 +114,20 @@ class TokenPart:
         return self.local_indices(part.device)[1].view(shape)
 
     def select(self, whole: torch.Tensor, dim: int, lead: Sequence[int]) -> torch.Tensor:
-        """This rank's positions of a whole tensor, along its dimension ``dim``; ``lead``: sizes that are merged with it."""
+        """This rank's positions of a whole tensor, along ``dim``; ``lead``: sizes that are merged with it."""
         if self.merged:
             whole = whole.unflatten(0, (*lead, self.length))
             dim = self.dim
         return whole.index_select(dim, self.local_indices(whole.device)[0])
 
     def spread(self, whole: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
-        """This rank's positions of a whole tensor's gradient: zeros for those that the tensor does not have."""
+        """This rank's positions of a whole tensor's gradient; zeros for positions that the tensor lacks."""
         part = self.select(whole, self.dim, lead)
         return part.masked_fill(~self.mask(part), 0)
 
     def enter(self, other: Any) -> Any:
-        """An argument of functions on parts: the gradient of what is computed whole becomes the whole one. That of a
-        parameter stays what this rank's positions give, for a mean over ranks once a step."""
+        """An argument of functions on parts. What is computed whole gets its whole gradient. A parameter
+        keeps that of this rank's positions, for a mean over ranks once a step."""
         if self.group is None or not isinstance(other, Tensor) or not other.requires_grad or other.is_leaf:
             return other
         return scale_gradient(copy_to(other, self.group), 1 / self.layout.ranks)
@@ -134,7 +140,7 @@ class TokenPart:
 
 
 class DividedTokens(DividedTensor):
-    """A tensor that looks like the whole […, T, …] and holds this rank's […, L, …], which may be divided logits."""
+    """A tensor that looks like the whole […, T, …] and holds this rank's […, L, …], maybe divided logits."""
 
     part_name = "a part of the positions"
     method = "sequence_parallel"
@@ -151,7 +157,7 @@ class DividedTokens(DividedTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DividedTokens(this rank's {self._part!r}, divided along {self._at.dim})"
 
-    def _gathered(self) -> torch.Tensor:
+    def _gather_whole(self) -> torch.Tensor:
         part: torch.Tensor = whole_logits(self._part)
         at = self._at
         if at.group is None:
@@ -174,37 +180,43 @@ class DividedTokens(DividedTensor):
 
     @classmethod
     def _on_parts(
-        cls, divided: DividedTokens, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls, tensor: DividedTokens, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if func is F.cross_entropy:
             return _cross_entropy(*args, **kwargs)
-        if func in _ELEMENTWISE and kwargs.get("inplace") is not True:
-            return divided._map_elements(func, args, kwargs)
-        if not args or args[0] is not divided:
+        if func not in _DROPOUT and changes_in_place(func, args, kwargs):
+            return NotImplemented
+        if func in _ELEMENTWISE:
+            return tensor._map_elements(func, args, kwargs)
+        if not args or args[0] is not tensor:
             return NotImplemented
         others = [operand for operand in (*args[1:], *kwargs.values()) if isinstance(operand, DividedTokens)]
         if func in _GATHER:
-            return divided._gather_features(*args[1:], **kwargs)
+            return tensor._gather_features(*args[1:], **kwargs)
         if others:
             return NotImplemented
         if func in _WITH_WEIGHTS or func in _MATMUL:
-            return divided._with_weights(func, args, kwargs)
+            return tensor._with_weights(func, args, kwargs)
         if func in _DROPOUT:
-            passed = inspect.signature(F.dropout).bind(*args, **kwargs)
-            passed.apply_defaults()
-            idle = not passed.arguments["training"] or passed.arguments["p"] == 0  # no rank draws numbers
-            return divided._wrap_part(divided._part.clone()) if idle else NotImplemented
+            settings = {
+                "p": 0.5,
+                "training": True,
+                **dict(zip(("p", "training"), args[1:3], strict=False)),
+                **kwargs,
+            }
+            # Then no rank draws numbers. torch.dropout has another name for the mode.
+            idle = not settings.get("train", settings["training"]) or settings["p"] == 0
+            return tensor._wrap_part(tensor._part.clone()) if idle else NotImplemented
         if func in _OVER_FEATURES:
-            return divided._run_over_dims(func, args[1:], kwargs)
+            return tensor._run_over_dims(func, args[1:], kwargs)
         if func in _VIEWS:
-            return divided._view_tokens(args[1:], kwargs)
+            return tensor._view_tokens(args[1:], kwargs)
         if func in _RESHAPED:
-            return divided._reshape_tokens(func, args[1:], kwargs)
-        return divided._index_tokens(args[1]) if func is Tensor.__getitem__ else NotImplemented
+            return tensor._reshape_tokens(func, args[1:], kwargs)
+        return tensor._index_tokens(args[1]) if func is Tensor.__getitem__ else NotImplemented
 
     def through(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The result of a function of the last dimension of each position, such as a divided layer; its logits may be divided
-        over the vocabulary too."""
+        """Applies a function of the last dimension, such as a divided layer; results may be divided by V."""
         has_features = self._at.whole_dim < self.dim() - 1
         out: torch.Tensor = self._wrap_part(function(self._part)) if has_features else function(self.whole())
         return out
@@ -214,10 +226,10 @@ class DividedTokens(DividedTensor):
 
     def _map_elements(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = [self._localise_argument(argument) for argument in args]
-        named = {name: self._localise_argument(argument) for name, argument in kwargs.items()}
-        if any(argument is NotImplemented for argument in (*parts, *named.values())):
+        keywords = {name: self._localise_argument(argument) for name, argument in kwargs.items()}
+        if any(argument is NotImplemented for argument in (*parts, *keywords.values())):
             return NotImplemented
-        out = func(*parts, **named)
+        out = func(*parts, **keywords)
         # The result must have its positions in the dimension where the part has them.
         size = self._part.size(self._at.dim)
         if not isinstance(out, Tensor) or out.dim() != self._part.dim() or out.size(self._at.dim) != size:
@@ -256,8 +268,8 @@ class DividedTokens(DividedTensor):
                 return NotImplemented
         self._note_parameters(args, kwargs)
         weights = [self._at.enter(argument) for argument in args[1:]]
-        named = {name: self._at.enter(argument) for name, argument in kwargs.items()}
-        return self._wrap_part(func(self._part, *weights, **named))
+        keywords = {name: self._at.enter(argument) for name, argument in kwargs.items()}
+        return self._wrap_part(func(self._part, *weights, **keywords))
 
     def _note_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._uses is not None:
@@ -269,22 +281,22 @@ class DividedTokens(DividedTensor):
             ]
 
     def _run_over_dims(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        named, rest = dict(kwargs), list(args)
-        dims = rest.pop(0) if rest else named.pop("dim", None)
+        keywords, rest = dict(kwargs), list(args)
+        dims = rest.pop(0) if rest else keywords.pop("dim", None)
         # norm takes its order before dims. Without dims positions are included: only sums can be added up.
         if func is Tensor.norm or func is torch.norm or (dims is None and func not in _SUMS):
             return NotImplemented
         if isinstance(dims, torch.dtype) or any(isinstance(argument, Tensor) for argument in (dims, *rest)):
             return NotImplemented
         at = self._at
-        wanted = list(range(self.dim())) if dims is None else [dims] if isinstance(dims, int) else list(dims)
-        wanted = [dim % self.dim() for dim in wanted]
-        places = [at.part_dim(dim, self.dim()) for dim in wanted]  # dimensions of the part
-        if at.whole_dim in wanted:
-            return self._sum_positions(func, wanted, rest, named) if func in _SUMS else NotImplemented
+        axes = list(range(self.dim())) if dims is None else [dims] if isinstance(dims, int) else list(dims)
+        axes = [dim % self.dim() for dim in axes]
+        places = [at.part_dim(dim, self.dim()) for dim in axes]  # dimensions of the part
+        if at.whole_dim in axes:
+            return self._sum_positions(func, axes, rest, keywords) if func in _SUMS else NotImplemented
         deviates = func in _find_functions("var std", Tensor, torch)  # whose first flag is unbiased
         flags = [argument for argument in rest if isinstance(argument, bool)][deviates:]
-        keeps = bool(named.get("keepdim", flags[0] if flags else False))
+        keeps = bool(keywords.get("keepdim", flags[0] if flags else False))
         keeps = keeps or func in _find_functions("softmax log_softmax", Tensor, torch, F)
         # The dimension of positions moves by those before it that the function removes.
         before = 0 if keeps else sum(axis < at.dim for axis in places)
@@ -292,26 +304,24 @@ class DividedTokens(DividedTensor):
             "amax amin logsumexp var std", Tensor, torch
         ):
             return NotImplemented
-        output = func(self._part, places[0] if isinstance(dims, int) else tuple(places), *rest, **named)
+        output = func(self._part, places[0] if isinstance(dims, int) else tuple(places), *rest, **keywords)
         return self._wrap_part(output, dim=at.dim - before)
 
     def _sum_positions(
-        self, func: Callable[..., Any], wanted: Sequence[int], rest: list[Any], named: dict[str, Any]
+        self, func: Callable[..., Any], axes: Sequence[int], rest: list[Any], keywords: dict[str, Any]
     ) -> Any:
         at = self._at
-        if rest or named.keys() - {"dtype", "keepdim"} or (at.merged and named.get("keepdim")):
+        if rest or keywords.keys() - {"dtype", "keepdim"} or (at.merged and keywords.get("keepdim")):
             return NotImplemented
-        dtype = named.get("dtype") or self.dtype
-        places = {at.part_dim(dim, self.dim()) for dim in wanted} | (
-            set(range(at.dim)) if at.merged else set()
-        )
+        dtype = keywords.get("dtype") or self.dtype
+        places = {at.part_dim(dim, self.dim()) for dim in axes} | (set(range(at.dim)) if at.merged else set())
         # Padding does not count. Sums of half precision are added up over ranks in fp32.
         values = self._part.masked_fill(~at.mask(self._part), 0)
         summed_in = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else None
-        summed = values.sum(tuple(sorted(places)), keepdim=bool(named.get("keepdim")), dtype=summed_in)
-        result = at.total(summed)
+        sums = values.sum(tuple(sorted(places)), keepdim=bool(keywords.get("keepdim")), dtype=summed_in)
+        result = at.total(sums)
         if func in _MEANS:
-            result = result / math.prod(self.size(dim) for dim in wanted)  # of the whole tensor
+            result = result / math.prod(self.size(dim) for dim in axes)  # of the whole tensor
         return result.to(dtype) if dtype.is_floating_point else result
 
     def _gather_features(self, dim: int, index: Any = None, **kwargs: Any) -> Any:
@@ -324,20 +334,20 @@ class DividedTokens(DividedTensor):
         return self._wrap_part(self._part.gather(at.part_dim(dim, self.dim()), local_index))
 
     def _view_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        wanted = args[0] if args else next(iter(kwargs.values()), None)
-        if not isinstance(wanted, (tuple, list)):
-            wanted = args
-        sizes = list(wanted)
+        target = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(target, (tuple, list)):
+            target = args
+        sizes = list(target)
         if not sizes or not all(isinstance(size, int) for size in sizes):
             return NotImplemented
         if -1 in sizes:
-            known = math.prod(size for size in sizes if size != -1)
-            sizes[sizes.index(-1)] = self.numel() // known if known else 0
+            product = math.prod(size for size in sizes if size != -1)
+            sizes[sizes.index(-1)] = self.numel() // product if product else 0
         at, shape = self._at, list(self._part.shape)
         # Positions stay a dimension, or merge with all before it, or the reverse. The part keeps its shape.
-        for merged in (at.merged, not at.merged):
-            if sizes == replace(at, merged=merged).whole_shape(shape):
-                return self._wrap_part(self._part.view(self._part.shape), merged=merged)
+        for is_merged in (at.merged, not at.merged):
+            if sizes == replace(at, merged=is_merged).whole_shape(shape):
+                return self._wrap_part(self._part.view(self._part.shape), merged=is_merged)
         return NotImplemented
 
     def _reshape_tokens(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -363,8 +373,8 @@ class DividedTokens(DividedTensor):
             return self._wrap_part(func(self._part, part_dim), dim=at.dim + shift)
         if name in ("transpose", "swapaxes") and len(dims) == 2 and not at.merged:
             first, other = (dim % self.dim() for dim in dims)
-            moved = {first: other, other: first}.get(at.dim, at.dim)
-            return self._wrap_part(self._part.transpose(first, other), dim=moved)
+            new_dim = {first: other, other: first}.get(at.dim, at.dim)
+            return self._wrap_part(self._part.transpose(first, other), dim=new_dim)
         return NotImplemented
 
     def _index_tokens(self, index: Any) -> Any:
@@ -387,9 +397,9 @@ class DividedTokens(DividedTensor):
         items[at.whole_dim] = slice(None)
         before = sum(isinstance(item, int) for item in items[: at.whole_dim])
         # A slice of positions leaves the part as it is, and notes which of its positions count.
-        kept = self._part[tuple([slice(None)] * (at.dim if at.merged else 0) + items)]
-        moved = {} if whole else {"start": at.start + start, "length": stop - start}
-        return self._wrap_part(kept, dim=at.dim - before, **moved)
+        part = self._part[tuple([slice(None)] * (at.dim if at.merged else 0) + items)]
+        changes = {} if whole else {"start": at.start + start, "length": stop - start}
+        return self._wrap_part(part, dim=at.dim - before, **changes)
 
 
 def _cross_entropy(
@@ -442,14 +452,14 @@ def _cross_entropy(
     if reduction == "sum":
         return loss
     # The mean is over whole samples: by all labels that count, not by those of this rank.
-    counted = target != ignore_index
+    valid = target != ignore_index
     if weight is None:
-        return loss / counted.sum()
-    return loss / weight[target.masked_fill(~counted, 0)].masked_fill(~counted, 0).sum()
+        return loss / valid.sum()
+    return loss / weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0).sum()
 
 
 class _Joined(torch.autograd.Function):
-    """A part presented as the whole, also to users' autograd functions: each rank takes its positions of the gradient."""
+    """A part presented as the whole, also to autograd functions: each rank takes its positions' gradient."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, at: TokenPart) -> torch.Tensor:

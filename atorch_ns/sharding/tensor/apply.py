@@ -1,4 +1,4 @@
-"""Applying a tensor-parallel layout: parameters, layers, attributes and inputs of a model are divided in place."""
+"""Application of a tensor-parallel layout: divides parameters, layers, attributes and inputs in place."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def divide(
     layout: Layout,
     group: TensorGroup,
     regions: Iterable[RegionSpec] = (),
+    *,
     stream: StreamSpec | None = None,
 ) -> Divided:
     """Divides the layers of ``model`` in place; collective where ``group`` has a mesh.
@@ -51,7 +52,7 @@ def divide(
         layout: must have no :func:`misfits`.
         stream: the blocks between which the sequence is divided.
     """
-    done = Divided()
+    record = Divided()
     names = names_of(model)
     modules = {plain_name(path): module for path, module in model.named_modules(remove_duplicate=False)}
     parts_made: dict[int, nn.Parameter] = {}  # by id: parts that are plain tensors have no mark
@@ -67,19 +68,19 @@ def divide(
             packing = Packing(dim, parts, group.size) if parts else None
             shard = _divide_parameter(parameter, dim, packing, group)
             parts_made[id(shard)] = shard
-            _replace_parameter(modules, names[id(parameter)], shard, dim, packing, done)
+            _replace_parameter(modules, names[id(parameter)], shard, dim, packing=packing, record=record)
         # An nn.MultiheadAttention is divided by heads; all others have a kind.
         if kind is None:
             attention_by_heads(module, group)
         else:
-            as_divided(module, kind, layer.style, group, region_of.get(path))
+            as_divided(module, kind, layer.style, group, region=region_of.get(path))
         without_fast_path(modules[path.rpartition(".")[0]])  # the parent's fast path reads whole weights
     for attribute in layout.attributes:
         _divide_attribute(modules, attribute, group.size)
     narrow_inputs(modules, layout, group.size)
     if stream is not None:
         divide_stream(modules, stream, group)
-    return done
+    return record
 
 
 def divide_parameters(model: nn.Module, dims: Mapping[str, int], group: TensorGroup) -> None:
@@ -98,8 +99,8 @@ def divide_parameters(model: nn.Module, dims: Mapping[str, int], group: TensorGr
                 names[id(parameter)],
                 _divide_parameter(parameter, dim, None, group),
                 dim,
-                None,
-                Divided(),
+                packing=None,
+                record=Divided(),
             )
 
 
@@ -108,15 +109,16 @@ def _replace_parameter(
     names: Sequence[str],
     parameter: nn.Parameter,
     dim: int,
+    *,
     packing: Packing | None,
-    done: Divided,
+    record: Divided,
 ) -> None:
     for name in names:  # tied parameters stay tied
         holder, _, key = name.rpartition(".")
         modules[holder]._parameters[key] = parameter
-        done.dims[name] = dim
+        record.dims[name] = dim
         if packing is not None:
-            done.packings[name] = packing
+            record.packings[name] = packing
 
 
 @torch.no_grad()
@@ -154,13 +156,13 @@ def _make_regions(
 ) -> dict[str, Region]:
     regions: dict[str, Region] = {}
     for spec in specs:
-        divided = stream is not None and stream.holds(spec.rows[0])
+        in_stream = stream is not None and stream.holds(spec.rows[0])
         region = Region(
             group,
             num_rows=len(spec.rows),
-            random=spec.random and not divided,  # on pieces the block does it: tensor/sequence.py
-            sequence_dim=stream.dim if stream is not None and divided else None,
-            traced=divided
+            random=spec.random and not in_stream,  # on pieces the block does it: tensor/sequence.py
+            sequence_dim=stream.dim if stream is not None and in_stream else None,
+            traced=in_stream
             and group.traced
             and stream is not None
             and stream.tight
@@ -169,11 +171,11 @@ def _make_regions(
         )
         if region.random:
             region.watch(modules[common_parent(spec.layers)])
-        if stream is not None and divided:
+        if stream is not None and in_stream:
             home = common_parent(spec.columns)
             # The input of a block stays in pieces: columns right inside the block gather for themselves.
             if not any(home == block for chain in stream.chains for block in chain):
-                gather_into(modules[home], region, group, stream, _own_gather(modules, spec))
+                gather_into(modules[home], region, group, stream, gather=_own_gather(modules, spec))
         regions.update(dict.fromkeys(spec.layers, region))
     return regions
 

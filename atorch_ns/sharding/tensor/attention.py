@@ -61,13 +61,13 @@ class DividedAttention:
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Same arguments and results as ``nn.MultiheadAttention.forward``."""
-        batched = query.dim() == 3  # else [T, D] of one sample
-        inputs = [_batch_first(self, x, batched) for x in (query, key, value)]
+        is_3d = query.dim() == 3  # else [T, D] of one sample
+        inputs = [_batch_first(self, x, is_3d) for x in (query, key, value)]
         q, k, v = _project_heads(self, [self._region.enter(x) for x in inputs])
         self._region.inside(self.training, q.device)
         causal = is_causal and key_padding_mask is None and not need_weights
         # As in torch: where only the hint counts, the mask is not looked at.
-        mask = None if causal else _combine_masks(self, key_padding_mask, attn_mask, q.shape[0], batched)
+        mask = None if causal else _combine_masks(self, key_padding_mask, attn_mask, q.shape[0], is_3d=is_3d)
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -82,14 +82,14 @@ class DividedAttention:
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias.to(out.dtype)  # once, after the sum over ranks
         if weights is not None:
-            weights = _whole_weights(self, weights, average_attn_weights, batched)
-        if not batched:
+            weights = _whole_weights(self, weights, average_attn_weights, is_3d)
+        if not is_3d:
             return out.squeeze(0), weights
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
 
-def _batch_first(module: Any, x: torch.Tensor, batched: bool) -> torch.Tensor:
-    if not batched:
+def _batch_first(module: Any, x: torch.Tensor, is_3d: bool) -> torch.Tensor:
+    if not is_3d:
         return x.unsqueeze(0)
     return x if module.batch_first else x.transpose(0, 1)
 
@@ -108,7 +108,7 @@ def _project_heads(module: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor
 
 
 def _combine_masks(
-    module: Any, padding: torch.Tensor | None, mask: torch.Tensor | None, num_samples: int, batched: bool
+    module: Any, padding: torch.Tensor | None, mask: torch.Tensor | None, num_samples: int, *, is_3d: bool
 ) -> torch.Tensor | None:
     dtype: torch.dtype = module.out_proj.weight.dtype
     total: torch.Tensor | None = None  # added to the scores: broadcasts to [B, H / n, T, S]
@@ -119,18 +119,18 @@ def _combine_masks(
             share = total.shape[1] // module._tensor_group.size
             total = total.narrow(1, module._tensor_group.rank * share, share)
     if padding is not None:
-        rows = additive_mask(padding if batched else padding.unsqueeze(0), dtype)[:, None, None, :]
+        rows = additive_mask(padding if is_3d else padding.unsqueeze(0), dtype)[:, None, None, :]
         total = rows if total is None else total + rows
     return total
 
 
-def _whole_weights(module: Any, weights: torch.Tensor, average: bool, batched: bool) -> torch.Tensor:
+def _whole_weights(module: Any, weights: torch.Tensor, average: bool, is_3d: bool) -> torch.Tensor:
     group: TensorGroup = module._tensor_group
     if average:
         weights = group.leave(weights.sum(1)) / (weights.shape[1] * group.size)  # [B, T, S], their mean
     else:
         weights = group.gather(weights, 1)  # [B, H, T, S]
-    return weights if batched else weights.squeeze(0)
+    return weights if is_3d else weights.squeeze(0)
 
 
 def without_fast_path(module: nn.Module) -> None:

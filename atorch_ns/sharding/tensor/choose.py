@@ -83,13 +83,13 @@ def choose_plan(
         sequence_dim: the dimension of the sequence, to divide it between divided layers.
         run_numerics: whether the self-test compares numbers, not shapes alone.
         device: where it computes them.
-        undivided: whether attention whose heads the degree does not divide is an error or is kept whole.
-        vocabulary: whether the embedding of the vocabulary and the head are divided, where the user gives no plan.
+        undivided: whether attention whose heads the degree does not divide is an error or stays whole.
+        vocabulary: whether the vocabulary's embedding and head are divided, where the user gives no plan.
         find_parts: whether the sizes of fused layers are found, where the user's plan fails without them.
 
     Raises:
-        InputError: if the user's plan does not fit or computes something else, or nothing can be divided, or heads
-            cannot.
+        InputError: if the user's plan does not fit or is wrong, or if no layer or not all heads can be
+        divided.
     """
     if undivided == "error":
         check_degree(model, degree)
@@ -98,11 +98,11 @@ def choose_plan(
     if plan is not None:
         _check_users(model, plan, degree, graph)
     elif source != "found":
-        plan = _own_plan(model, degree, graph, test, notes, required=source == "model")
+        plan = _own_plan(model, degree, graph, test, notes=notes, must_exist=source == "model")
     users = plan is not None and plan.where == "user"
     if plan is None:
         plan = find_tensor_plan(model, degree, graph, test)
-    plan = _with_vocabulary_as_asked(model, plan, divided=users or vocabulary)
+    plan = _with_vocabulary_as_asked(model, plan, is_divided=users or vocabulary)
     layout = plan.resolve(model)
     if not users and undivided == "error":
         check_heads(model, layout, graph, degree)
@@ -117,16 +117,16 @@ def choose_plan(
             continue
         if failure is None or users:
             break
-        plan = _drop_failed_unit(model, plan, layout, failure, degree)
+        plan = _drop_failed_unit(model, plan, layout, failure, degree=degree)
         layout = plan.resolve(model)
     plan = replace(plan, left=grouped(plan.left))
     if not layout.layers:
         raise _nothing_divided(model, degree, plan, graph)
     if failure is not None:
-        raise _make_plan_error(model, degree, graph, test, plan, failure)
+        raise _make_plan_error(model, degree, graph, test, plan=plan, failure=failure)
     stream = None
     if sequence_dim is not None:
-        stream, partial = _choose_stream(model, test, graph, layout, regions, sequence_dim)
+        stream, partial = _choose_stream(model, test, graph, layout, regions=regions, dim=sequence_dim)
         regions = [_with_uses_of_input(spec, graph, sequence_dim) for spec in regions]
     partial |= _partial_by_flow(graph, regions)
     _check_partial(graph, partial, stream)
@@ -134,11 +134,11 @@ def choose_plan(
 
 
 def _own_plan(
-    model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, notes: list[str], *, required: bool
+    model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, *, notes: list[str], must_exist: bool
 ) -> TensorPlan | None:
     plan, why = _tested_own_plan(model, degree, graph, test)
     notes += [why] if why else []
-    if plan is None and required:
+    if plan is None and must_exist:
         raise InputError(
             f"source='model', but {type(model).__name__} has no usable plan{': ' + why if why else ''}. Use "
             "source='auto' to find one."
@@ -154,13 +154,13 @@ def _tested_own_plan(
         return None, ""
     layout = plan.resolve(model)
     unfit = misfits(model, layout, degree)
-    # A head or an embedding that does not divide, or is tied to one that the plan leaves whole, can be left out.
-    kept = {
+    # A head or an embedding that does not divide, or is tied to one that stays whole, can be left out.
+    layers = {
         path: layer
         for path, layer in layout.layers.items()
         if path not in unfit or layer.style not in ("colwise_gather_output", "embedding_rowwise")
     }
-    layout = with_vocabulary(model, replace(layout, layers=kept), degree, graph)
+    layout = with_vocabulary(model, replace(layout, layers=layers), degree, graph)
     reasons = list(misfits(model, layout, degree).items())
     if not reasons:
         failure, _ = test.plan(layout, regions_in(graph, layout))
@@ -168,12 +168,12 @@ def _tested_own_plan(
     if reasons:
         path, why = reasons[0]
         return None, f"the model's own plan is not used: {path}: {why}"
-    left = {path: "the model's plan leaves it whole" for path in graph.nodes if path not in layout.layers}
-    return replace(plan_from(model, layout, left=left), where="model"), ""
+    whole = {path: "the model's plan leaves it whole" for path in graph.nodes if path not in layout.layers}
+    return replace(plan_from(model, layout, left=whole), where="model"), ""
 
 
-def _with_vocabulary_as_asked(model: nn.Module, plan: TensorPlan, *, divided: bool) -> TensorPlan:
-    if divided:
+def _with_vocabulary_as_asked(model: nn.Module, plan: TensorPlan, *, is_divided: bool) -> TensorPlan:
+    if is_divided:
         return plan
     layout = plan.resolve(model)
     ends = {
@@ -182,8 +182,8 @@ def _with_vocabulary_as_asked(model: nn.Module, plan: TensorPlan, *, divided: bo
         if layer.style in ("colwise_gather_output", "embedding_rowwise")
     }
     inner = replace(layout, layers={path: layer for path, layer in layout.layers.items() if path not in ends})
-    left = {**plan.left, **dict.fromkeys(sorted(ends), "vocabulary=False")}
-    return replace(plan_from(model, inner, left=left), where=plan.where)
+    whole = {**plan.left, **dict.fromkeys(sorted(ends), "vocabulary=False")}
+    return replace(plan_from(model, inner, left=whole), where=plan.where)
 
 
 def _with_parts(model: nn.Module, plan: TensorPlan, source: TensorPlan) -> TensorPlan:
@@ -232,7 +232,13 @@ def _nothing_divided(model: nn.Module, degree: int, plan: TensorPlan, graph: Lay
 
 
 def _make_plan_error(
-    model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest, plan: TensorPlan, failure: UnitFailure
+    model: nn.Module,
+    degree: int,
+    graph: LayerGraph,
+    test: SelfTest,
+    *,
+    plan: TensorPlan,
+    failure: UnitFailure,
 ) -> InputError:
     # A plan that passes shows what the user's plan lacks there.
     valid_plan = find_tensor_plan(model, degree, graph, test)
@@ -263,17 +269,17 @@ def _make_plan_error(
 
 
 def _drop_failed_unit(
-    model: nn.Module, plan: TensorPlan, layout: Layout, failure: UnitFailure, degree: int
+    model: nn.Module, plan: TensorPlan, layout: Layout, failure: UnitFailure, *, degree: int
 ) -> TensorPlan:
 
-    def failed(path: str) -> bool:
+    def has_failed(path: str) -> bool:
         return any(is_inside(path, unit) for unit in failure.alike)
 
     why = f"each of its unit's layers passes the test alone, and together {failure.reason}"
-    unfit = {path: why for path in layout.layers if failed(path)}
+    unfit = {path: why for path in layout.layers if has_failed(path)}
     # Layers that share a weight with one that stays whole do not fit any more: they stay whole too.
     while unfit.keys() & layout.layers.keys():
-        layout = layout.filtered(lambda path: path not in unfit and not failed(path))
+        layout = layout.filtered(lambda path: path not in unfit and not has_failed(path))
         unfit.update(misfits(model, layout, degree))
     return replace(plan_from(model, layout, left={**plan.left, **unfit}), where=plan.where)
 
@@ -289,6 +295,7 @@ def _choose_stream(
     test: SelfTest,
     graph: LayerGraph,
     layout: Layout,
+    *,
     regions: Sequence[RegionSpec],
     dim: int,
 ) -> tuple[StreamSpec, set[str]]:
@@ -296,9 +303,9 @@ def _choose_stream(
     # chains, such as a mean over the sequence or a learned scale, sees them whole.
     chains = _find_block_chains(graph, regions, dim)
     failure = UnitFailure("", "it repeats no block whose layers are all divided")  # if there are no chains
-    kept = [(path, why) for chain in chains for path in chain if (why := graph.blocks.kept.get(path))]
-    if kept:
-        path, why = kept[0]
+    leaks = [(path, why) for chain in chains for path in chain if (why := graph.blocks.kept.get(path))]
+    if leaks:
+        path, why = leaks[0]
         raise InputError(
             f"sequence=True cannot be used with {type(model).__name__}: {path} would see a piece of the sequence, "
             f"but its hidden states are used other than through its output: {why}. Return what other code needs, or set "
@@ -352,9 +359,9 @@ def _check_partial(graph: LayerGraph, partial: Iterable[str], stream: StreamSpec
 def _find_block_chains(graph: LayerGraph, regions: Iterable[RegionSpec], dim: int) -> list[tuple[str, ...]]:
     specs = list(regions)
     chains: list[list[str]] = []
-    for untouched in graph.blocks.chains:
+    for paths in graph.blocks.chains:
         before = None
-        for path in untouched:
+        for path in paths:
             holds = any(is_inside(spec.rows[0], path) for spec in specs)
             if not holds or any(spec.crosses(path) for spec in specs):
                 before = None

@@ -1,4 +1,4 @@
-"""Divisibility: what a tensor-parallel degree divides, and the errors that name the degrees that would work."""
+"""Divisibility: what a tensor-parallel degree divides, and errors that name the degrees that would work."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def _misfit_reason(module: nn.Module, layer: LayerStyle, degree: int) -> str | N
     outputs, inputs = kind.sizes(module)
     row = layer.style == "rowwise"
     # Rows divide inputs and columns outputs; of fused columns every part must divide.
-    wanted = layer.parts if layer.parts and not row else (inputs,) if row else (outputs,)
+    sizes = layer.parts if layer.parts and not row else (inputs,) if row else (outputs,)
     if layer.parts and not row and sum(layer.parts) != outputs:
         return f"its parts {list(layer.parts)} do not add up to {outputs} outputs"
-    if any(size % degree for size in wanted):
-        shown = " + ".join(map(str, wanted))
-        return f"{shown} {'inputs' if row else 'outputs'} do not divide by {degree}"
+    if any(size % degree for size in sizes):
+        text = " + ".join(map(str, sizes))
+        return f"{text} {'inputs' if row else 'outputs'} do not divide by {degree}"
     return None
 
 
@@ -110,7 +110,7 @@ def check_degree(model: nn.Module, degree: int) -> None:
 
 
 def degrees(model: nn.Module) -> list[int]:
-    """The degrees that divide the model's attention heads, and those of keys and values where one above 1 does.
+    """The degrees that divide the model's attention heads, and key/value heads where one above 1 does.
 
     Empty where the model does not say how many heads it has.
     """
@@ -121,15 +121,15 @@ def degrees(model: nn.Module) -> list[int]:
 
 
 def no_layer_divides(
-    model: nn.Module, degree: int, left: Mapping[str, str], works: Sequence[int]
+    model: nn.Module, degree: int, whole_layers: Mapping[str, str], works: Sequence[int]
 ) -> InputError:
     """The error for a model in which nothing can be divided.
 
     Args:
-        left: the reasons why layers stay whole, by path.
+        whole_layers: the reasons why layers stay whole, by path.
         works: degrees that divide some of its layers.
     """
-    reasons = first_few([f"{path}: {why}" for path, why in left.items()], 3, "; ")
+    reasons = first_few([f"{path}: {why}" for path, why in whole_layers.items()], 3, "; ")
     advice = f"Use tensor in {_format_set(works)}, " if works else ""
     return InputError(
         f"tensor={degree} divides no layer of {type(model).__name__}{f' ({reasons})' if reasons else ''}. "
@@ -164,7 +164,7 @@ def check_heads(model: nn.Module, layout: Layout, graph: LayerGraph, degree: int
 
 
 def heads_reason(model: nn.Module, spec: RegionSpec, degree: int) -> str:
-    """The reason why heads keep attention whole, and the degrees that divide them; empty where they do not."""
+    """The reason why heads keep attention whole, and degrees that divide them; empty where they do not."""
     outputs, inputs = _region_widths(model, spec)
     if len(outputs) == 1 and outputs[0] <= inputs:  # an MLP, which has no heads
         return ""
@@ -200,7 +200,6 @@ def _attention_head_counts(model: nn.Module, spec: RegionSpec, path: str) -> dic
 
 
 def _region_widths(model: nn.Module, spec: RegionSpec) -> tuple[list[int], int]:
-    """The numbers of outputs of the region's columns, and of inputs of its first row."""
     outputs = [layer_sizes(model.get_submodule(column))[0] for column in spec.columns]
     return outputs, layer_sizes(model.get_submodule(spec.rows[0]))[1]
 

@@ -48,8 +48,8 @@ class _Found:
 def find_tensor_plan(model: nn.Module, degree: int, graph: LayerGraph, test: SelfTest) -> TensorPlan:
     """A plan for ``model``, from how its layers are connected.
 
-    Regions are found in the graph, the smallest first and low-rank ones last; each gets the first layout that passes the
-    test. Then the embedding of the vocabulary and the head are divided, where that is possible.
+    Regions are found in the graph, the smallest first and low-rank ones last; each gets the first layout that
+    passes the test. Then the vocabulary's embedding and head are divided where possible.
 
     Args:
         model: the whole model; not changed.
@@ -58,21 +58,21 @@ def find_tensor_plan(model: nn.Module, degree: int, graph: LayerGraph, test: Sel
         test: decides between layouts.
     """
     draft = _Found()
-    known: dict[object, tuple[Layout | None, str]] = {}  # regions with one signature are tried once
+    results: dict[object, tuple[Layout | None, str]] = {}  # regions with one signature are tried once
     for spec in sorted(candidate_regions(graph), key=partial(_is_low_rank, model)):
         if any(path in draft.layout.layers for path in spec.layers):  # a smaller region has them
             continue
         key = signature(model, spec)
         parent = common_parent(spec.layers)
-        if key not in known:
-            layout, why = _divide_region(model, degree, graph, spec, test)
-            known[key] = (None if layout is None else layout.within(parent), why)
-        inner, why = known[key]
+        if key not in results:
+            layout, why = _divide_region(model, degree, graph, spec, test=test)
+            results[key] = (None if layout is None else layout.within(parent), why)
+        inner, why = results[key]
         if inner is None:
             draft.left = {**dict.fromkeys(spec.layers, why), **draft.left}
         else:
             draft.layout = draft.layout.joined(inner.placed(parent))
-    _divide_attention(model, degree, graph, draft, test)
+    _divide_attention(model, degree, graph, draft, test=test)
     draft.layout = with_vocabulary(model, draft.layout, degree, graph)
     draft.left = {p: why for p, why in draft.left.items() if p not in draft.layout.layers}
     _name_the_rest(model, graph, draft, degree)
@@ -93,7 +93,7 @@ def _is_low_rank(model: nn.Module, spec: RegionSpec) -> bool:
 
 
 def _divide_region(
-    model: nn.Module, degree: int, graph: LayerGraph, spec: RegionSpec, test: SelfTest
+    model: nn.Module, degree: int, graph: LayerGraph, spec: RegionSpec, *, test: SelfTest
 ) -> tuple[Layout | None, str]:
     unfit = misfits(model, layout_of(spec), degree)
     if unfit:
@@ -102,17 +102,17 @@ def _divide_region(
     home = unit_for(model, graph, common_parent(spec.layers)).path
     refusals: list[str] = []
     wrong: list[Layout] = []
-    tried: list[tuple[Layout, Verdict]] = []
-    inputs = narrowable(model, graph, home, spec.columns, degree)
+    attempts: list[tuple[Layout, Verdict]] = []
+    inputs = narrowable(model, graph, home, spec.columns, degree=degree)
     for layout in candidate_layouts(model, spec, degree, inputs):
-        if misfits(model, layout, degree) or any(_does_as(layout, *earlier) for earlier in tried):
+        if misfits(model, layout, degree) or any(_does_as(layout, *earlier) for earlier in attempts):
             continue
         verdict = test.unit(home, layout, [spec], training=bool(layout.narrow_inputs))
         if verdict.passed:
             return layout, ""
         if not verdict.whole_runs:  # it fails undivided too: no layout can be tested
             return None, verdict.reason
-        tried.append((layout, verdict))
+        attempts.append((layout, verdict))
         if verdict.runs:
             wrong.append(layout)  # shapes fit, numbers do not
         refusals.append("no layout tried gives the results of the whole" if verdict.runs else verdict.reason)
@@ -142,23 +142,23 @@ def _layer_styles(layout: Layout) -> dict[str, str]:
 
 
 def _divide_attention(
-    model: nn.Module, degree: int, graph: LayerGraph, result: _Found, test: SelfTest
+    model: nn.Module, degree: int, graph: LayerGraph, result: _Found, *, test: SelfTest
 ) -> None:
-    known: dict[object, str] = {}  # the reason against it by kind; empty: it is divided
+    reasons: dict[object, str] = {}  # the reason against it by kind; empty: it is divided
     for path, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention) or path not in graph.calls:
             continue
         layout = Layout({path: LayerStyle("heads")})
         unit = unit_for(model, graph, path.rpartition(".")[0])
         key = (type(unit.module), relative(path, unit.path), module.num_heads, module.embed_dim)
-        if key not in known:
-            known[key] = misfits(model, layout, degree).get(path, "")
-            if not known[key]:
+        if key not in reasons:
+            reasons[key] = misfits(model, layout, degree).get(path, "")
+            if not reasons[key]:
                 verdict = test.unit(unit.path, layout, [])
                 wrong = "divided by heads it does not give the results of the whole"
-                known[key] = verdict.reason and (wrong if verdict.runs else verdict.reason)
-        if known[key]:
-            result.left[path] = known[key]
+                reasons[key] = verdict.reason and (wrong if verdict.runs else verdict.reason)
+        if reasons[key]:
+            result.left[path] = reasons[key]
         else:
             result.layout = result.layout.joined(layout)
 
@@ -166,11 +166,11 @@ def _divide_attention(
 def with_vocabulary(model: nn.Module, layout: Layout, degree: int, graph: LayerGraph) -> Layout:
     """The layout that also divides the embedding of the vocabulary and the heads that end the model."""
     ends = _end_styles(model, layout, graph)
-    wanted = layout.joined(Layout(ends))
+    full = layout.joined(Layout(ends))
     # An end that is tied to one that does not fit no longer fits either.
-    while unfit := misfits(model, wanted, degree).keys() & ends.keys():
-        wanted = replace(wanted, layers={p: s for p, s in wanted.layers.items() if p not in unfit})
-    return wanted
+    while unfit := misfits(model, full, degree).keys() & ends.keys():
+        full = replace(full, layers={p: s for p, s in full.layers.items() if p not in unfit})
+    return full
 
 
 def _end_styles(model: nn.Module, layout: Layout, graph: LayerGraph) -> dict[str, LayerStyle]:
@@ -245,14 +245,11 @@ def plan_from(model: nn.Module, layout: Layout, *, left: dict[str, str] | None =
 
 
 def reshape_reason(refusals: Iterable[str], widths: Iterable[int], degree: int) -> str | None:
-    """The reason why code cannot reshape divided results, from torch's errors for the layouts that were tried.
+    """The reason why code cannot reshape divided results, from torch's errors; ``None`` if it is another.
 
     Args:
-        refusals: error messages of views, one for each layout.
+        refusals: error messages of views, one for each tested layout.
         widths: numbers of features of the undivided layers.
-
-    Returns:
-        A clause; ``None`` if the errors say something else.
     """
     cause: str | None = None
     whole = set(widths)
@@ -279,10 +276,9 @@ def reshape_reason(refusals: Iterable[str], widths: Iterable[int], degree: int) 
 
 
 def narrow_reason(wrong: Sequence[Layout]) -> str:
-    """The reason why attention that runs only with narrow inputs gives other results; empty if it runs without them.
+    """The reason why attention that runs only with narrow inputs is wrong; empty if it runs without them.
 
-    Args:
-        wrong: the layouts with which it runs, at least one.
+    ``wrong``: the layouts with which it runs, at least one.
     """
     if not all(layout.narrow_inputs for layout in wrong):
         return ""
@@ -301,10 +297,10 @@ def grouped(left: Mapping[str, str]) -> dict[str, str]:
     for path, why in left.items():
         *parents, name = path.split(".")
         digits = ".".join(part for part in parents if part.isdigit())
-        starred = ".".join("*" if part.isdigit() else part for part in parents)
+        pattern = ".".join("*" if part.isdigit() else part for part in parents)
         reason = _without_path(why, path)
-        patterns.setdefault((starred, reason), {}).setdefault(name)
-        numbers.setdefault((starred, reason, name), set()).add(digits)
+        patterns.setdefault((pattern, reason), {}).setdefault(name)
+        numbers.setdefault((pattern, reason, name), set()).add(digits)
     reasons: dict[str, str] = {}
     for (parent, reason), names in patterns.items():
         # Names with the same block numbers share one pair of braces.
@@ -314,8 +310,8 @@ def grouped(left: Mapping[str, str]) -> dict[str, str]:
         for places, members in alike.items():
             where = parent
             if len(places) == 1:  # in one block only: its number stays
-                placed = iter(next(iter(places)).split("."))
-                where = ".".join(next(placed) if part == "*" else part for part in parent.split("."))
+                indices = iter(next(iter(places)).split("."))
+                where = ".".join(next(indices) if part == "*" else part for part in parent.split("."))
             last = members[0] if len(members) == 1 else "{" + ",".join(members) + "}"
             key = ".".join(filter(None, (where, last)))
             reasons[key] = f"{reasons[key]}; {reason}" if key in reasons else reason
@@ -333,7 +329,7 @@ def open_ends(layout: Layout, graph: LayerGraph) -> str:
     """Advice for column- and row-parallel layers that lack their counterpart; empty if there are none."""
     styles = {path: layer.style for path, layer in layout.layers.items()}
     lines: list[str] = []
-    swapped: set[str] = set()
+    swaps: set[str] = set()
     for path, style in styles.items():
         node = graph.nodes.get(path)
         after = [other for other, there in graph.nodes.items() if path in there.sources]
@@ -343,8 +339,8 @@ def open_ends(layout: Layout, graph: LayerGraph) -> str:
             lines.append(
                 f"{path} is rowwise and {after[0]}, which takes its results, colwise: exchange the two"
             )
-            swapped |= {path, after[0]}
-        if node is None or path in swapped:
+            swaps |= {path, after[0]}
+        if node is None or path in swaps:
             continue
         if style == "rowwise" and not any(styles.get(source) == "colwise" for source in node.sources):
             before = ", ".join(sorted(node.sources))
@@ -361,5 +357,5 @@ def open_ends(layout: Layout, graph: LayerGraph) -> str:
                 f"{path} is colwise and nothing after it is rowwise: make {', '.join(after)} rowwise"
             )
     # Blocks are alike: one line for each kind of layer.
-    shown = list({re.sub(r"\.\d+\.", ".*.", line): line for line in reversed(lines)}.values())[::-1]
-    return "; ".join(shown[:_MOST_ENDS])
+    advice = list({re.sub(r"\.\d+\.", ".*.", line): line for line in reversed(lines)}.values())[::-1]
+    return "; ".join(advice[:_MOST_ENDS])

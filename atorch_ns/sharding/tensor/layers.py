@@ -44,8 +44,6 @@ def _not_compiled(forward: F) -> F:
 
 @dataclass
 class _Setting:
-    """The settings of a divided layer."""
-
     kind: LayerKind  # of the layer when it was whole
     group: TensorGroup
     region: Region | None  # that it begins or ends; None for embeddings and heads
@@ -58,9 +56,9 @@ def _entered_columns(layer: Any, setting: _Setting, x: torch.Tensor) -> torch.Te
     # The first column sums the gradient of the input, after other columns have added theirs.
     is_first = region is None or not region.has_entered(x)
     if is_first and x.requires_grad and torch.is_grad_enabled() and can_overlap(group, kind, x):
-        return overlapped_columns(x, weight, bias, kind, group, region)
-    entered = group.enter(x) if region is None else region.enter(x)
-    return kind.compute(layer, entered, weight, bias)
+        return overlapped_columns(x, weight, bias, kind, group=group, region=region)
+    inputs = group.enter(x) if region is None else region.enter(x)
+    return kind.compute(layer, inputs, weight, bias)
 
 
 class _Column:
@@ -78,7 +76,7 @@ class _Column:
 
 
 class _Row:
-    """Row-parallel: this rank's [..., I / n] to [..., O], summed over the ranks; the bias is added to the sum."""
+    """Row-parallel: this rank's [..., I / n] to [..., O], summed over ranks; the bias joins the sum."""
 
     _tensor: _Setting
 
@@ -101,13 +99,13 @@ class _Row:
 
 
 class RoundingLinear(Protocol):
-    """A linear layer that multiplies and exchanges in fewer bits, in a way that a compiler can take into a graph."""
+    """A linear layer that multiplies and exchanges in fewer bits, in a form that a compiler can graph."""
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[..., I] times [O, I]; ``x`` may be what :meth:`gathered` returned."""
 
     def gathered(self, x: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-        """The whole input from its pieces along ``dim``, as :func:`traced_gather`; only :meth:`product` can read it."""
+        """The whole input from its pieces along ``dim``, as :func:`traced_gather`; for :meth:`product`."""
 
     def scattered(self, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         """This rank's rows of the sum of [T B, O], as :func:`traced_scatter`."""
@@ -131,7 +129,7 @@ class _TracedColumn:
 
 
 class _TracedRow:
-    """Row-parallel, in a compiler's graphs: this rank's [B, T, I / n] to its piece of the sum, [B, T / n, O]."""
+    """Row-parallel, in compiled graphs: this rank's [B, T, I / n] to its piece of the sum, [B, T / n, O]."""
 
     _tensor: _Setting
 
@@ -209,17 +207,17 @@ _TRACED = {"colwise": _TracedColumn, "rowwise": _TracedRow}
 
 
 def as_divided(
-    module: nn.Module, kind: LayerKind, style: str, group: TensorGroup, region: Region | None
+    module: nn.Module, kind: LayerKind, style: str, group: TensorGroup, *, region: Region | None
 ) -> None:
-    """Makes ``module``, whose parameters are divided, compute in ``style``; ``kind`` is its kind when whole."""
+    """Makes ``module``, whose parameters are divided, compute in ``style``; ``kind``: its kind when whole."""
     vars(module)["_tensor"] = _Setting(kind, group, region)
     # Code may reshape by out_features or in_features: they become those of the part.
     count = {"colwise": kind.counts[0], "colwise_gather_output": kind.counts[0], "rowwise": kind.counts[1]}
     name = count.get(style)
     if name and isinstance(getattr(module, name, None), int):
         setattr(module, name, getattr(module, name) // group.size)
-    traced = region is not None and region.traced
-    divide_class(module, (_TRACED if traced else _CLASSES)[style])
+    is_traced = region is not None and region.traced
+    divide_class(module, (_TRACED if is_traced else _CLASSES)[style])
 
 
 def keep_divided(module: nn.Module) -> None:

@@ -1,9 +1,9 @@
 """Narrow inputs: attention whose code takes the width of its input for that of its results.
 
 Such code works out the size of a head from its input: ``B, T, C = x.shape``, ``q.view(B, T, H, C // H)``,
-``y.view(B, T, C)``. Divided, its results have C / n features, and so should C be. The module's code gets a stand-in
-for ``x`` with C / n features, and layers that it hands the stand-in to get ``x`` itself. All values of a stand-in are
-NaN: code that computes with them gives NaN in the self-test, never a number that is slightly wrong.
+``y.view(B, T, C)``. Divided, its results have C / n features, and so should C be. The module's code gets a
+stand-in for ``x`` with C / n features, and layers that get it from the code see ``x`` itself. A stand-in
+holds NaN: code that computes with it gives NaN in the self-test, never a slightly wrong number.
 
 Legend: B batch, T tokens, C width, H heads, n ranks.
 """
@@ -25,9 +25,9 @@ _WHOLE = "_whole_input"  # the attribute in which a stand-in holds the tensor th
 
 
 def narrowable(
-    model: nn.Module, graph: LayerGraph, path: str, columns: Iterable[str], degree: int
+    model: nn.Module, graph: LayerGraph, path: str, columns: Iterable[str], *, degree: int
 ) -> list[tuple[str, ...]]:
-    """Sets of arguments that a module's columns could get whole while its code sees a share, the largest first.
+    """Sets of arguments that columns could get whole while the module sees a share, the largest first.
 
     Args:
         path: the module's path; the graph has a call of it.
@@ -37,15 +37,15 @@ def narrowable(
     module, call = model.get_submodule(path), graph.calls[path]
     widths = {layer_sizes(model.get_submodule(column))[1] for column in columns}
     try:
-        bound = inspect.signature(module.forward).bind_partial(*call.args, **call.kwargs)
+        binding = inspect.signature(module.forward).bind_partial(*call.args, **call.kwargs)
     except (TypeError, ValueError):  # a forward that is no Python function
         return []
     head = f"{path}." if path else ""
-    named = forward_arguments(module)
+    parameters = forward_arguments(module)
     names = [
         f"{head}{name}"
-        for name, value in bound.arguments.items()
-        if name in named and _can_divide(value, degree) and value.size(-1) in widths
+        for name, value in binding.arguments.items()
+        if name in parameters and _can_divide(value, degree) and value.size(-1) in widths
     ]
     return [tuple(names), *((name,) for name in names if len(names) > 1)] if names else []
 
@@ -56,10 +56,10 @@ def narrow_inputs(modules: Mapping[str, nn.Module], layout: Layout, degree: int)
     for argument in layout.narrow_inputs:
         path, _, name = argument.rpartition(".")
         homes.setdefault(path, []).append(name)
-    divided = {id(modules[path]) for path in layout.layers}
+    layer_ids = {id(modules[path]) for path in layout.layers}
     columns = {id(modules[path]) for path, layer in layout.layers.items() if layer.style != "rowwise"}
     for path, names in homes.items():
-        _Home(path, names, degree).attach(modules[path], divided, columns)
+        _Home(path, names, degree).attach(modules[path], layer_ids, columns)
 
 
 class _Home:
@@ -72,27 +72,27 @@ class _Home:
         self._places: dict[str, int] = {}  # of these among all arguments
         self._inputs: dict[int, torch.Tensor] = {}  # by module: what it gets in place of a stand-in
 
-    def attach(self, home: nn.Module, divided: set[int], columns: set[int]) -> None:
+    def attach(self, home: nn.Module, layer_ids: set[int], columns: set[int]) -> None:
         order = list(inspect.signature(home.forward).parameters)
         self._places = {name: order.index(name) for name in self._names}
         home.register_forward_pre_hook(self._narrow_arguments, with_kwargs=True)
         for module in home.modules():
             if id(module) in columns:
                 module.register_forward_pre_hook(self._into_column)
-            elif module is not home and _stays_whole(module, divided):  # a norm of the input
+            elif module is not home and _stays_whole(module, layer_ids):  # a norm of the input
                 module.register_forward_pre_hook(self._into_other, with_kwargs=True)
                 module.register_forward_hook(self._out_of_other)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _narrow_arguments(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = list(args)
-        named = dict(kwargs)
+        keywords = dict(kwargs)
         for name, index in self._places.items():
-            if name in named:
-                named[name] = self._stand_in(named[name])
+            if name in keywords:
+                keywords[name] = self._stand_in(keywords[name])
             elif index < len(inputs):
                 inputs[index] = self._stand_in(inputs[index])
-        return tuple(inputs), named
+        return tuple(inputs), keywords
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _into_column(self, column: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -143,7 +143,7 @@ def _can_divide(value: Any, degree: int) -> bool:
     return value.size(-1) % degree == 0
 
 
-def _stays_whole(module: nn.Module, divided: set[int]) -> bool:
+def _stays_whole(module: nn.Module, layer_ids: set[int]) -> bool:
     if next(module.parameters(), None) is None:  # such as a dropout: it may compute on the stand-in
         return False
-    return not any(id(inner) in divided for inner in module.modules())
+    return not any(id(inner) in layer_ids for inner in module.modules())

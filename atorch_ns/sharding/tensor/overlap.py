@@ -1,7 +1,7 @@
 """Overlap inside divided layers: the first half of a batch is reduced while the second half is computed.
 
-Halves are along the first dimension, the first one larger where its size is odd; of a size of 1 there is one, whose
-reduction overlaps with the weight's gradient alone. Layers whose own code computes them (in fp8, say) are not cut.
+Halves are along the first dimension; the first is larger where its size is odd. A size of 1 gives one, whose
+reduction overlaps with the weight's gradient alone. Layers with their own code (fp8) are not cut.
 
 Legend: B batch, T tokens, I input features, O output features, n ranks.
 """
@@ -29,17 +29,18 @@ def overlapped_columns(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     kind: LayerKind,
+    *,
     group: TensorGroup,
     region: Region | None,
 ) -> torch.Tensor:
-    """[B, …, I] to this rank's [B, …, O / n]; the gradient of ``x`` is reduced in halves in the backward pass.
+    """[B, …, I] to this rank's [B, …, O / n]; the backward pass reduces the gradient of ``x`` in halves.
 
     Later layers of the region that take ``x`` add to its gradient first, so that it is reduced once.
     """
     out: torch.Tensor
-    out, entered = _Columns.apply(x, weight, bias, kind, group.process_group)  # type: ignore[no-untyped-call]
+    out, view = _Columns.apply(x, weight, bias, kind, group.process_group)  # type: ignore[no-untyped-call]
     if region is not None:
-        region.entered(x, entered)
+        region.entered(x, view)
     return out
 
 
@@ -56,22 +57,22 @@ class _Totals:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._begun: list[tuple[torch.Tensor, Any]] = []
+        self._pending: list[tuple[torch.Tensor, Any]] = []
 
     def begin(self, x: torch.Tensor) -> None:
         """Begins to sum ``x``, which nothing else may hold."""
         x = x.contiguous()
-        self._begun.append((x, dist.all_reduce(x, group=self._group, async_op=True)))
+        self._pending.append((x, dist.all_reduce(x, group=self._group, async_op=True)))
 
     def wait(self) -> torch.Tensor:
         """The sums, joined along the first dimension."""
-        for _, work in self._begun:
+        for _, work in self._pending:
             work.wait()
-        return torch.cat([x for x, _ in self._begun]) if len(self._begun) > 1 else self._begun[0][0]
+        return torch.cat([x for x, _ in self._pending]) if len(self._pending) > 1 else self._pending[0][0]
 
 
 class _Columns(torch.autograd.Function):
-    """A column-parallel product; its second result is ``x`` for other layers, whose gradients come with this one's."""
+    """A column-parallel product, and ``x`` for other layers, whose gradients come with this one's."""
 
     @staticmethod
     def forward(
@@ -104,8 +105,6 @@ class _Columns(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """A row-parallel product and its sum."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kind: LayerKind, group: Any) -> torch.Tensor:
         x, weight = _save_factors(ctx, kind, x, weight)

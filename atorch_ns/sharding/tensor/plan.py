@@ -173,8 +173,8 @@ class TensorPlan:
         styles: a style of :data:`STYLES` by pattern. Layers that no pattern names stay whole.
         attributes: patterns of attributes, numbers that are divided by the degree (``"h.*.attn.num_heads"``).
         parts: output sizes of the matrices fused in a layer, by pattern.
-        narrow_inputs: patterns of arguments of modules' forward (``"h.*.attn.x"``) that code sees with the width of
-            one rank, since it takes their width for that of its results.
+        narrow_inputs: patterns of arguments of ``forward`` (``"h.*.attn.x"``) that code sees with the width
+            of one rank, since it takes their width for that of its results.
         where: who made the plan.
         left: reasons why layers stay whole, by path or pattern (``"blocks.*.attn.{q,k,v,o}"``).
     """
@@ -200,10 +200,10 @@ class TensorPlan:
         for pattern, sizes in self.parts.items():
             for path in set(matching(pattern, modules)) & layers.keys():
                 layers[path] = LayerStyle(layers[path].style, tuple(sizes))
-        divided = {path: layer for path, layer in layers.items() if layer.style not in _UNDIVIDED}
+        split_layers = {path: layer for path, layer in layers.items() if layer.style not in _UNDIVIDED}
         order = {path: index for index, path in enumerate(modules)}  # that of the model
         return Layout(
-            dict(sorted(divided.items(), key=lambda item: order[item[0]])),
+            dict(sorted(split_layers.items(), key=lambda item: order[item[0]])),
             _all_matching(self.attributes, integer_paths(model) if self.attributes else []),
             _all_matching(self.narrow_inputs, argument_paths(model) if self.narrow_inputs else []),
         )
@@ -211,12 +211,12 @@ class TensorPlan:
     def unmatched(self, model: nn.Module) -> list[str]:
         """The patterns that match nothing in ``model``."""
         paths = [path for path, _ in model.named_modules() if path]
-        named = (
+        groups = (
             (dict.fromkeys((*self.styles, *self.parts)), paths),
             (self.attributes, integer_paths(model)),
             (self.narrow_inputs, argument_paths(model)),
         )
-        return [pattern for patterns, known in named for pattern in patterns if not matching(pattern, known)]
+        return [pattern for patterns, names in groups for pattern in patterns if not matching(pattern, names)]
 
     def as_config(self) -> dict[str, Any]:
         """The plan as keys of ``tensor_parallel``'s config: JSON values."""
@@ -287,7 +287,7 @@ class Layout:
         )
 
     def placed(self, parent: str) -> Layout:
-        """The inverse of :meth:`within`: the layout as the model that holds this one at ``parent`` sees it."""
+        """The inverse of :meth:`within`: the layout for the model that holds this one at ``parent``."""
         return self._rename_paths(lambda path: f"{parent}.{path}" if parent else path)
 
     def _rename_paths(self, name: Callable[[str], str]) -> Layout:
@@ -303,7 +303,7 @@ class RegionSpec:
         columns: paths of the column-parallel layers that begin it.
         rows: paths of the row-parallel layers that end it.
         random: whether random numbers are drawn inside.
-        one_input: whether the columns all take the stream that the module around them is called with, as it is.
+        one_input: whether the columns all take the stream that the module around them gets, as it is.
         one_use: whether nothing else in that module reads the stream.
     """
 
@@ -375,7 +375,7 @@ _WHOLE = {"replicated_with_grad_allreduce", "replicate", "all_reduce"}
 
 
 def model_plan(model: nn.Module) -> TensorPlan | None:
-    """The plan that a model brings along, as those of transformers do; ``None`` without one, or for unknown styles.
+    """The plan that a model brings along, as those of transformers do; ``None`` for none or unknown styles.
 
     Entries of parameters and of experts are left out: experts stay whole along the tensor axis.
     """
@@ -422,8 +422,8 @@ def is_inside(path: str, parent: str) -> bool:
 
 def matching(pattern: str, paths: Iterable[str]) -> list[str]:
     """The paths that ``pattern`` matches; if none does as a whole, those that end with it."""
-    known = list(paths)
-    return fnmatch.filter(known, pattern) or fnmatch.filter(known, f"*.{pattern}")
+    names = list(paths)
+    return fnmatch.filter(names, pattern) or fnmatch.filter(names, f"*.{pattern}")
 
 
 def _all_matching(patterns: Iterable[str], paths: list[str]) -> tuple[str, ...]:
@@ -450,8 +450,7 @@ def argument_paths(model: nn.Module) -> list[str]:
 
 
 def integers(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Path and value of integer attributes of a module and of the settings objects that it holds, and whether it is one
-    of those."""
+    """Path and value of a module's integer attributes and its settings', and whether of the latter."""
     for name, value in vars(module).items():
         if type(value) is int:  # not bool
             yield name, value, False
@@ -478,16 +477,16 @@ def is_settings(value: Any) -> bool:
 
 def with_wildcards(paths: Iterable[str], all_paths: Iterable[str]) -> list[str]:
     """``paths`` with ``*`` in place of numbers, where the pattern matches no other of ``all_paths``."""
-    left, candidates = list(paths), list(all_paths)
-    wanted, result = set(left), []
-    while left:
+    rest, candidates = list(paths), list(all_paths)
+    targets, result = set(rest), []
+    while rest:
         # It may match no path but the given ones, or others would be divided too.
         pattern = next(
-            (p for p in _star_patterns(left[0]) if set(fnmatch.filter(candidates, p)) <= wanted), left[0]
+            (p for p in _star_patterns(rest[0]) if set(fnmatch.filter(candidates, p)) <= targets), rest[0]
         )
-        matched = set(fnmatch.filter(left, pattern))
-        result.append(pattern if len(matched) > 1 else left[0])
-        left = [path for path in left if path not in matched]
+        matches = set(fnmatch.filter(rest, pattern))
+        result.append(pattern if len(matches) > 1 else rest[0])
+        rest = [path for path in rest if path not in matches]
     return result
 
 

@@ -28,9 +28,9 @@ def candidate_regions(graph: LayerGraph) -> list[RegionSpec]:
     """The regions that could be divided, smallest first, then in the order of calls; they may overlap.
 
     The results of a column-parallel layer must all flow into row-parallel layers, whose inputs must come from
-    column-parallel layers alone: the connected components of the graph from layers to the layers that take their
-    results. The residual stream of a transformer is one huge component (all layers that write to it, all that read
-    it); the small ones inside blocks exclude it.
+    column-parallel layers alone. So regions are connected components of the graph from layers to layers that
+    take their results. The residual stream of a transformer is a huge one; small ones inside blocks exclude
+    it.
     """
     order = {path: index for index, path in enumerate(graph.nodes)}
     specs = []
@@ -90,7 +90,7 @@ def layout_of(
 
 
 def signature(model: nn.Module, spec: RegionSpec) -> tuple[object, ...]:
-    """A key that is equal for regions that are divided in the same way: same code, names, sizes and numbers."""
+    """A key that is equal for regions that are divided alike: same code, names, sizes and numbers."""
     parent = common_parent(spec.layers)
     names = tuple(relative(path, parent) for path in spec.layers)
     shapes = tuple(tuple(model.get_submodule(path).weight.shape) for path in spec.layers)  # type: ignore[arg-type]
@@ -124,13 +124,13 @@ def candidate_layouts(
 ) -> Iterator[Layout]:
     """Layouts that may divide one region, the likeliest first; a test must decide between them.
 
-    Code that reshapes by the sizes it finds needs no attribute changed; code that reshapes by the number of heads
-    needs that one divided, and code that splits a fused result by widths needs those. A fused layer is
-    ``[q | k | v]`` or lies head by head, which only its results show. Code that takes the width of its input for
+    Code that reshapes by the sizes it finds needs no attribute changed; code that reshapes by the number of
+    heads needs that one divided, and code that splits a fused result by widths needs those. A fused layer is
+    ``[q | k | v]`` or lies head by head, which only its results show. Code that takes its input's width for
     that of its results must see a narrower one: ``inputs`` are sets of such arguments.
     """
     likely = _unique_sets(_likely_sets(model, spec, degree))
-    for sets in (likely, _unique_sets(_other_sets(model, spec, degree), known=likely)):
+    for sets in (likely, _unique_sets(_other_sets(model, spec, degree), earlier=likely)):
         for narrow, attributes in itertools.product(((), *inputs), sets):
             for parts in _part_choices(model, spec):
                 yield replace(layout_of(spec, parts, attributes), narrow_inputs=narrow)
@@ -168,13 +168,13 @@ def _list_splits(outputs: int, inner: int, *, alone: bool) -> list[tuple[int, ..
 
 
 def _unique_sets(
-    groups: Iterable[tuple[str, ...]], known: Iterable[tuple[str, ...]] = ()
+    groups: Iterable[tuple[str, ...]], earlier: Iterable[tuple[str, ...]] = ()
 ) -> list[tuple[str, ...]]:
-    seen = {frozenset(group) for group in known}  # their order does not matter
+    keys = {frozenset(group) for group in earlier}  # their order does not matter
     result = []
     for group in groups:
-        if frozenset(group) not in seen:
-            seen.add(frozenset(group))
+        if frozenset(group) not in keys:
+            keys.add(frozenset(group))
             result.append(group)
     return result
 
@@ -199,9 +199,9 @@ def _other_sets(model: nn.Module, spec: RegionSpec, degree: int) -> Iterator[tup
         heads, wide, others = _sorted_numbers(model, spec, numbers)
         # Few numbers first, each set with and without the likely ones.
         sets = (
-            (*likely, *chosen)
+            (*likely, *extra)
             for n in range(1, len(others) + 1)
-            for chosen in itertools.combinations(others, n)
+            for extra in itertools.combinations(others, n)
             for likely in ((), heads, (*heads, *wide), wide)
         )
         yield from itertools.islice(sets, _MOST_OTHERS)

@@ -1,8 +1,7 @@
 """Self-test of tensor parallelism: modules must compute divided by a layout what they compute whole.
 
-The divided copy of a unit must run without memory and give results of the right shapes; then both copies run on random
-values, and all outputs and gradients are compared. The divided copy runs on simulated ranks in this process, so nothing
-is communicated.
+A unit's divided copy must run without memory and give the right shapes. Then both copies run on random
+values; all outputs and gradients are compared. The divided copy runs on simulated ranks in this process.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class SelfTest:
             regions: regions of the model; those outside the unit are ignored.
             stream: blocks of the unit between which the sequence is divided.
             training: whether it must run in training as well as in evaluation.
-            may_read_values: whether numbers alone decide where the code fails on fake tensors undivided too, as a
+            may_read_values: whether numbers alone decide where undivided code fails on fake tensors too, as a
                 router's does, which looks at values.
         """
         unit = unit_for(self._model, self._graph, path)
@@ -141,7 +140,13 @@ class SelfTest:
         ]
         # Shapes first: they cost no memory, and most wrong layouts fail there.
         shapes = _run_without_memory(
-            unit, local, specs, self._degree, stream, training=training, wanted=self._shapes.get(unit.path)
+            unit,
+            local,
+            specs,
+            self._degree,
+            stream=stream,
+            training=training,
+            whole_sizes=self._shapes.get(unit.path),
         )
         if shapes.whole_runs:
             self._shapes[unit.path] = shapes.wanted
@@ -151,7 +156,10 @@ class SelfTest:
         if not self._run_numerics:
             return Verdict(reads=reads)
         try:
-            return replace(_compare_runs(unit, local, specs, stream, self._degree, self._device), reads=reads)
+            return replace(
+                _compare_runs(unit, local, specs, stream, degree=self._degree, device=self._device),
+                reads=reads,
+            )
         except Exception as error:
             if not shapes.reason:
                 raise
@@ -160,11 +168,7 @@ class SelfTest:
     def plan(
         self, layout: Layout, regions: Iterable[RegionSpec], stream: StreamSpec | None = None
     ) -> tuple[UnitFailure | None, set[str]]:
-        """Tests every distinct unit of a layout.
-
-        Returns:
-            The first unit that fails, if any, and the names of whole parameters with partial gradients.
-        """
+        """Tests distinct units: the first failure, if any, and whole parameters with partial gradients."""
         specs = list(regions)
         partial: set[str] = set()
         for alike in self._group_test_paths(layout, specs, calls=stream is not None):
@@ -184,14 +188,14 @@ class SelfTest:
         # Blocks of one kind are tested once.
         layers = [path for path, layer in layout.layers.items() if layer.style not in _OWN]
         groups: dict[object, list[str]] = {}
-        covered: set[str] = set()
+        in_blocks: set[str] = set()
         for block in repeated_blocks(self._model):
             mine = [path for path in layers if path.startswith(f"{block.name}.")]
             if not mine or block.name not in self._graph.calls:
                 continue
             if any(spec.crosses(block.name) for spec in regions):  # tested below, with other blocks
                 continue
-            covered |= set(mine)
+            in_blocks |= set(mine)
             inner = layout.within(block.name)
             shapes = tuple((name, tuple(p.shape)) for name, p in block.module.named_parameters())
             # With other arguments a block is another kind: the first one may get one tensor twice.
@@ -201,7 +205,7 @@ class SelfTest:
             groups.setdefault(key, []).append(block.name)
         places = [tuple(paths) for paths in groups.values()]
         # Layers of no block, and of regions over several blocks: tested in the module that holds them all.
-        rest = [path for path in layers if path not in covered]
+        rest = [path for path in layers if path not in in_blocks]
         if rest:
             places.append((unit_for(self._model, self._graph, common_parent(rest)).path,))
         return places
@@ -209,8 +213,6 @@ class SelfTest:
 
 @dataclass
 class _Shapes:
-    """What a run without memory shows."""
-
     reason: str = ""  # why the divided unit does not run or gives other shapes; empty if it is right
     whole_runs: bool = False  # whether the undivided one runs
     wanted: list[torch.Size] = field(default_factory=list)  # shapes of the undivided one's results
@@ -222,18 +224,18 @@ def _run_without_memory(
     layout: Layout,
     regions: Iterable[RegionSpec],
     degree: int,
-    stream: StreamSpec | None,
     *,
+    stream: StreamSpec | None,
     training: bool,
-    wanted: list[torch.Size] | None,
+    whole_sizes: list[torch.Size] | None,
 ) -> _Shapes:
     shapes = _Shapes()
     try:
         with unit.without_memory() as (module, args, kwargs):
-            if wanted is None:  # its shapes are not known from an earlier layout
-                wanted = [tensor.shape for tensor in unit.results(module(*args, **kwargs))]
-            shapes.whole_runs, shapes.wanted = True, wanted
-            divide(module, layout, TensorGroup(degree), regions, stream)
+            if whole_sizes is None:  # its shapes are not known from an earlier layout
+                whole_sizes = [tensor.shape for tensor in unit.results(module(*args, **kwargs))]
+            shapes.whole_runs, shapes.wanted = True, whole_sizes
+            divide(module, layout, TensorGroup(degree), regions, stream=stream)
             _note_reads(module, shapes.reads)
             sizes = [tensor.shape for tensor in unit.results(module(*args, **kwargs))]
             if training:
@@ -241,7 +243,7 @@ def _run_without_memory(
     except Exception as error:  # whatever its code raises
         shapes.reason = f"it fails with {error_line(error)}"
     else:
-        shapes.reason = "" if wanted == sizes else f"it gives {sizes} in place of {wanted}"
+        shapes.reason = "" if whole_sizes == sizes else f"it gives {sizes} in place of {whole_sizes}"
     return shapes
 
 
@@ -288,6 +290,7 @@ def _compare_runs(
     layout: Layout,
     regions: Sequence[RegionSpec],
     stream: StreamSpec | None,
+    *,
     degree: int,
     device: torch.device,
 ) -> Verdict:
@@ -295,12 +298,12 @@ def _compare_runs(
 
     def run(group: SimulatedGroup) -> tuple[_Run, Divided]:
         copy = copy_to_run(module)
-        done = divide(copy, layout, TensorGroup(group), regions, stream)
-        return _run_unit(unit, copy, args, kwargs), done
+        record = divide(copy, layout, TensorGroup(group), regions, stream=stream)
+        return _run_unit(unit, copy, args, kwargs), record
 
     # All copies share the memory of the weights; gradients are their own.
     reference = _run_unit(unit, copy_to_run(module), args, kwargs)
-    runs, (done, *_) = zip(*simulate(degree, run, device), strict=True)
+    runs, (record, *_) = zip(*simulate(degree, run, device), strict=True)
     floor = gradient_floor(reference.inputs)
     errors = {
         f"output {index}": max(relative_error(mine, whole) for mine in ranks)
@@ -310,7 +313,7 @@ def _compare_runs(
         f"the gradient of input {index}": max(relative_error(mine, whole, floor=floor) for mine in ranks)
         for index, (whole, *ranks) in enumerate(_by_rank(reference, runs, lambda run: run.inputs))
     }
-    partial = _compare_parameters(runs, reference, done, errors)
+    partial = _compare_parameters(runs, reference, record, errors)
     where = max(errors, key=errors.__getitem__, default="")
     error = errors.get(where, 0.0)
     reason = "" if error <= TOLERANCE else f"{where} is off by {error:.2g} of its size"
@@ -362,24 +365,24 @@ def _dense_gradient(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compare_parameters(
-    runs: Sequence[_Run], reference: _Run, done: Divided, errors: dict[str, float]
+    runs: Sequence[_Run], reference: _Run, record: Divided, errors: dict[str, float]
 ) -> tuple[str, ...]:
     partial = []
     least = gradient_floor(reference.parameters.values())
     for name, whole in reference.parameters.items():
         ranks, what = [run.parameters[name] for run in runs], f"the gradient of {name}"
-        if name in done.dims:  # divided: each rank has the gradient of its part
-            wanted = done.packings[name].pack(whole) if name in done.packings else whole  # as ranks hold it
-            pairs = zip(ranks, wanted.chunk(len(ranks), done.dims[name]), strict=True)
+        if name in record.dims:  # divided: each rank has the gradient of its part
+            target = record.packings[name].pack(whole) if name in record.packings else whole  # by rank
+            pairs = zip(ranks, target.chunk(len(ranks), record.dims[name]), strict=True)
             floor = max(least, largest(whole))
             errors[what] = max(relative_error(mine, part, floor=floor) for mine, part in pairs)
             continue
         # Each rank has a whole parameter's gradient, or a summand of it: the smaller error tells.
         total = torch.stack(ranks).sum(0)
-        summed, alone = relative_error(total, whole), max(relative_error(mine, whole) for mine in ranks)
-        if summed < alone:
+        sum_error, alone = relative_error(total, whole), max(relative_error(mine, whole) for mine in ranks)
+        if sum_error < alone:
             partial.append(name)  # each rank has a summand
-        right = [total] if summed < alone else ranks
+        right = [total] if sum_error < alone else ranks
         errors[what] = max(relative_error(mine, whole, floor=least) for mine in right)
     return tuple(partial)
 

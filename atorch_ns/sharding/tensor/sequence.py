@@ -1,11 +1,11 @@
 """Sequence parallelism between divided layers, as Megatron-LM does it.
 
-Between the regions of a block every rank holds one piece of the sequence: an all-gather leads into a region and a
-reduce-scatter out of it, in place of two all-reduces. Norms and dropouts work on pieces, so activations between
-regions take 1/n of the memory, and gradients of norms are partial sums.
+Between the regions of a block every rank holds a piece of the sequence. An all-gather leads into a region and
+a reduce-scatter out of it, in place of two all-reduces. Norms and dropouts work on pieces, so activations
+between regions take 1/n of the memory, and gradients of norms are partial sums.
 
-The stream is divided where the first block of a chain begins, and whole again where the last one ends: embeddings,
-masks, positions, heads and losses see whole sequences.
+The stream is divided where the first block of a chain begins, and whole again where the last ends:
+embeddings, masks, positions, heads and losses see whole sequences.
 
 Legend: B batch, T tokens, D model width, n ranks.
 """
@@ -30,8 +30,8 @@ class StreamSpec:
     Attributes:
         chains: paths of the blocks of each chain, in order.
         dim: the dimension of the sequence.
-        tight: whether the gather at a region's entry also sums gradients (a reduce-scatter in the backward pass).
-            Else they are summed at each column-parallel layer, which is right for any code before it.
+        tight: whether the gather at a region's entry also sums gradients (a reduce-scatter in the backward
+            pass). Else each column-parallel layer sums them, which is right for any code before it.
     """
 
     chains: tuple[tuple[str, ...], ...]
@@ -53,20 +53,19 @@ def divide_stream(modules: Mapping[str, nn.Module], spec: StreamSpec, group: Ten
 
 
 def gather_into(
-    module: nn.Module, region: Region, group: TensorGroup, spec: StreamSpec, gather: Gather | None = None
+    module: nn.Module, region: Region, group: TensorGroup, spec: StreamSpec, *, gather: Gather | None = None
 ) -> None:
-    """Gathers the sequence before ``module``, which holds the column-parallel layers of ``region``, by ``gather`` in a
-    compiler's graphs."""
+    """Gathers the sequence before ``module``, with columns of ``region``; ``gather``: in compiled graphs."""
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         def whole(x: torch.Tensor) -> torch.Tensor:
             # Columns sum the gradient then: in the backward pass this gather takes its piece alone.
             if not spec.tight:
                 return group.gather(x, spec.dim)
-            entered = group.enter_whole(x, spec.dim, gather)
+            output = group.enter_whole(x, spec.dim, gather)
             if not region.traced:
-                region.entered(entered)  # columns take it as it is
-            return entered
+                region.entered(output)  # columns take it as it is
+            return output
 
         return _on_stream(whole, args, kwargs, spec.dim)
 
@@ -143,5 +142,5 @@ def _on_stream(
     if stream is None:
         return tuple(args), dict(kwargs)
     output = function(stream)
-    named = {name: output if value is stream else value for name, value in kwargs.items()}  # all its places
-    return tuple(output if value is stream else value for value in args), named
+    options = {name: output if value is stream else value for name, value in kwargs.items()}  # all its places
+    return tuple(output if value is stream else value for value in args), options

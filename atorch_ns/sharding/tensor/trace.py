@@ -1,4 +1,4 @@
-"""Trace of a model's layers: how they are connected, from one forward pass of a copy, on fake tensors if it can be."""
+"""Trace of a model's layers: their connections in a forward pass of a copy, on fake tensors if possible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BlockTrace:
         results: the first tensor that each block returned at its first call.
         users: paths of the blocks whose code uses a parameter with gradients, by all names of the parameter;
             an empty path stands for code outside blocks.
-        kept: reasons why hidden states of a block are seen outside it though it does not return them, by path.
+        kept: reasons why a block's hidden states are seen outside though it does not return them, by path.
     """
 
     chains: list[list[str]] = field(default_factory=list)
@@ -134,7 +134,7 @@ def trace_layers(
     chains: bool = False,
     loss: Loss | None = None,
 ) -> LayerGraph:
-    """Runs a copy of ``model`` once, in training mode; the model itself and all random states stay as they are.
+    """Runs a copy of ``model`` once, in training mode; the model and all random states stay as they are.
 
     Args:
         model: the model, on any device, meta included.
@@ -145,7 +145,7 @@ def trace_layers(
 
     Raises:
         InputError: as :func:`find_chains`.
-        Exception: the model's own error on tensors without memory, if it does not run with random weights either.
+        Exception: the model's error on tensors without memory, if it fails with random weights too.
     """
     sizes = samples_and_tokens(batch)
     failure: Exception | None = None
@@ -153,7 +153,7 @@ def trace_layers(
         subject = TracedModel(model, batch, run, sizes, sizes)
         try:
             with how(subject, size) as (copy, small), torch.enable_grad():
-                return _trace_model(model, copy, small, run, loss if chains else None, chains=chains)
+                return _trace_model(model, copy, small, run, loss=loss if chains else None, chains=chains)
         # A refusal holds for every way to run.
         except InputError:
             raise
@@ -166,15 +166,15 @@ def trace_layers(
 def ways_to_run(
     sizes: tuple[int, int], multiple_of: int = 1
 ) -> list[tuple[Callable[..., AbstractContextManager[tuple[nn.Module, Any]]], tuple[int, int]]]:
-    """The ways to run a copy of a model once: ``(subject, (B, T)) -> (copy, batch)`` with (B, T), in the order to try
-    them; without memory first, the smallest first."""
+    """The ways to run a model's copy once: ``(subject, (B, T)) -> (copy, batch)`` with (B, T), in the order
+    to try them; without memory first, the smallest first."""
     tokens = -(-_NUM_TOKENS // multiple_of) * multiple_of  # rounded up
     few = (min(sizes[0], _NUM_SAMPLES), min(sizes[1], tokens))
     return [(how, size) for how in (_without_memory, _with_memory) for size in dict.fromkeys((few, sizes))]
 
 
 def _trace_model(
-    model: nn.Module, copy: nn.Module, batch: Any, run: Run, loss: Loss | None, *, chains: bool
+    model: nn.Module, copy: nn.Module, batch: Any, run: Run, *, loss: Loss | None, chains: bool
 ) -> LayerGraph:
     graph = LayerGraph()
     copy.train()
@@ -228,8 +228,8 @@ def _with_memory(subject: TracedModel, sizes: tuple[int, int]) -> Iterator[tuple
     def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
         if kind != "parameter" and not tensor.is_meta:
             return tensor.detach().to("cpu", copy=True)
-        filled = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        return filled.normal_(std=0.02) if filled.is_floating_point() else filled
+        values = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return values.normal_(std=0.02) if values.is_floating_point() else values
 
     with random_states_kept():
         torch.manual_seed(_SEED)  # all ranks look at the same values
@@ -237,7 +237,7 @@ def _with_memory(subject: TracedModel, sizes: tuple[int, int]) -> Iterator[tuple
 
 
 class _Flow(TorchDispatchMode):
-    """Follows the outputs of layers through operators, and what blocks make of their input, by their storage."""
+    """Follows outputs of layers through operators, and what blocks make of inputs, by storage."""
 
     def __init__(self, models: tuple[nn.Module, nn.Module], graph: LayerGraph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -245,7 +245,7 @@ class _Flow(TorchDispatchMode):
         self._sources: dict[int, set[str]] = {}  # by storage: the layers whose outputs flowed into it
         self._alive: list[Any] = []  # a freed storage's address could be reused
         self._active: list[str] = []  # the layers that are being called
-        self._returned: dict[int, list[tuple[str, int]]] = {}  # by storage: paths, and places in results
+        self._results: dict[int, list[tuple[str, int]]] = {}  # by storage: paths, and places in results
         self._used_elsewhere: set[str] = set()
         self._owners: dict[int, set[str]] = {}  # by storage of a parameter: the layers that have it
         self._names: dict[int, str] = {}  # of parameters outside layers, by storage
@@ -291,15 +291,15 @@ class _Flow(TorchDispatchMode):
                     self._makers[_storage_id(tensor)] = self._block
                     self._alive.append(tensor.untyped_storage())
         if sources:
-            changed = inputs[:1] if func._schema.is_mutable else []  # in place: the first argument
-            for tensor in (*tensors_of(output), *changed):
+            targets = inputs[:1] if func._schema.is_mutable else []  # in place: the first argument
+            for tensor in (*tensors_of(output), *targets):
                 self._set_sources(tensor, self.of(tensor) | sources)
         return output
 
     def note_reads(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes that code outside the modules that returned ``tensors`` reads them."""
         for tensor in tensors:
-            for path, index in self._returned.pop(_storage_id(tensor), ()):
+            for path, index in self._results.pop(_storage_id(tensor), ()):
                 self._graph.read[path].add(index)
 
     def _note_use(self, memory: int, sources: set[str]) -> None:
@@ -328,14 +328,12 @@ class _Flow(TorchDispatchMode):
                 self._graph.blocks.kept.setdefault(block, f"it updates {plain_name(name)} from them")
 
     def enter_block(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """The hook before a block."""
         if not self._block:
             self._block = path
             stream = stream_of(args, kwargs, 0)
             self._streams = set() if stream is None else {_storage_id(stream)}
 
     def leave_block(self, path: str, _: nn.Module, args: Any, output: Any) -> None:
-        """The hook after a block."""
         if self._block != path:
             return
         self._block, self._streams = "", set()
@@ -347,7 +345,6 @@ class _Flow(TorchDispatchMode):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Notes every call of every module."""
         with call_hooks(model.named_modules(), self._enter_module, self._leave_module):
             yield
         for owner in self._used_elsewhere & self._graph.nodes.keys():
@@ -364,7 +361,7 @@ class _Flow(TorchDispatchMode):
         if path not in self._graph.read:
             self._graph.read[path] = set()
             for index, tensor in enumerate(unique_tensors_of(output)):
-                self._returned.setdefault(_storage_id(tensor), []).append((path, index))
+                self._results.setdefault(_storage_id(tensor), []).append((path, index))
                 self._alive.append(tensor.untyped_storage())
         if kind_of(module) is None:
             return
@@ -385,5 +382,5 @@ def _is_random(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> b
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name in ("dropout_p", "p"):
             return bool(value)
-    named = [argument.name for argument in func._schema.arguments]
-    return bool(kwargs.get("dropout_p", 0.0 if "dropout_p" in named else 1.0))
+    names = [argument.name for argument in func._schema.arguments]
+    return bool(kwargs.get("dropout_p", 0.0 if "dropout_p" in names else 1.0))

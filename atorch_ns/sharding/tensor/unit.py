@@ -26,8 +26,8 @@ class TestedUnit:
         path: the module's path; empty for the model.
         module: the module, on any device; it is not changed.
         call: the first traced call of it.
-        read: places of the tensors among its results that the model reads: others may be those of a rank. Where it reads
-            none, all are compared.
+        read: places of the tensors among its results that the model reads: others may be a rank's own. Where
+            it reads none, all are compared.
     """
 
     path: str

@@ -58,6 +58,7 @@ def apply_to_part(
     part: torch.Tensor,
     dim: int,
     degree: int,
+    *,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Kept | None:
@@ -78,8 +79,8 @@ def apply_to_part(
     if func in _CASTS or func in _WITH_NUMBERS:  # their other operands are plain numbers
         return Kept((func(part, *args, **kwargs),), (dim,))
     if func in _VIEWS:
-        return _view_logits(part, dim, degree, args, kwargs)
-    return _reshape_logits(func, part, dim, degree, args, kwargs) if func in _SHAPES else None
+        return _view_logits(part, dim, degree, args, kwargs=kwargs)
+    return _reshape_logits(func, part, dim, degree, args=args, kwargs=kwargs) if func in _SHAPES else None
 
 
 def _index_logits(part: torch.Tensor, dim: int, index: Any) -> Kept | None:
@@ -110,20 +111,20 @@ def _dims_taken(item: Any) -> int:
 
 
 def _view_logits(
-    part: torch.Tensor, dim: int, degree: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    part: torch.Tensor, dim: int, degree: int, args: Sequence[Any], *, kwargs: Mapping[str, Any]
 ) -> Kept | None:
     if kwargs.keys() - {"shape", "size"}:  # such as view(dtype=…)
         return None
-    wanted = args[0] if args else next(iter(kwargs.values()), None)
-    sizes = list(wanted) if isinstance(wanted, (tuple, list)) else list(args)
+    shape = args[0] if args else next(iter(kwargs.values()), None)
+    sizes = list(shape) if isinstance(shape, (tuple, list)) else list(args)
     if dim != part.dim() - 1 or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
     words = part.shape[-1] * degree  # V
     if -1 in sizes:
-        known = math.prod(size for size in sizes if size != -1)
-        if not known:  # torch calls -1 ambiguous beside a size of 0
+        product = math.prod(size for size in sizes if size != -1)
+        if not product:  # torch calls -1 ambiguous beside a size of 0
             return None
-        sizes[sizes.index(-1)] = part.numel() * degree // known
+        sizes[sizes.index(-1)] = part.numel() * degree // product
     if sizes[-1] != words or math.prod(sizes) != part.numel() * degree:
         return None
     return Kept((part.reshape(*sizes[:-1], part.shape[-1]),), (len(sizes) - 1,))
@@ -134,6 +135,7 @@ def _reshape_logits(
     part: torch.Tensor,
     dim: int,
     degree: int,
+    *,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Kept | None:

@@ -1,9 +1,9 @@
 """Divided logits, of which each rank holds a part of the vocabulary, and cross-entropy computed on the parts.
 
-For cross-entropy each row needs three numbers of all ranks: the largest logit, the sum of exponentials, and the target's logit.
-``torch.distributed.tensor.parallel.loss_parallel`` computes the same on DTensors. It is not used, because it needs the
-backward pass, which belongs to the user's loop, inside its context; holds four tensors of the size of a part in the
-backward pass where two will do; and fails with class weights and ignored targets (torch 2.13).
+Per row, cross-entropy needs three numbers of all ranks: the largest logit, the sum of exponentials, and the
+target's logit. ``torch.distributed.tensor.parallel.loss_parallel`` computes the same on DTensors. It is not
+used: it needs the backward pass, which belongs to the user's loop, inside its context; it holds four tensors
+of a part's size there, not two; it fails with class weights and ignored targets (torch 2.13).
 
 Legend: B batch, T tokens, N rows, V vocabulary, n ranks.
 """
@@ -27,7 +27,7 @@ _PIECES = 8
 
 
 def cross_entropy_on_parts(
-    part: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, call: LossCall, group: Group
+    part: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, call: LossCall, *, group: Group
 ) -> torch.Tensor:
     """``torch.nn.functional.cross_entropy`` of the whole logits, the same on every rank; collective.
 
@@ -43,9 +43,9 @@ def cross_entropy_on_parts(
     """
     if call.reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{call.reduction} is not a valid value for reduction")
-    wanted = tuple(size for axis, size in enumerate(part.shape) if axis != call.dim)
-    if tuple(target.shape) != wanted:
-        raise ValueError(f"Expected target size {list(wanted)}, got {list(target.shape)}")
+    shape = tuple(size for axis, size in enumerate(part.shape) if axis != call.dim)
+    if tuple(target.shape) != shape:
+        raise ValueError(f"Expected target size {list(shape)}, got {list(target.shape)}")
     _check_targets(target, call)
     if torch.is_autocast_enabled(part.device.type):  # autocast computes cross_entropy in fp32
         part = part.float()
@@ -54,7 +54,7 @@ def cross_entropy_on_parts(
     with torch.autocast(part.device.type, enabled=False):
         losses: torch.Tensor = _OnParts.apply(rows, flat, call, group)  # type: ignore[no-untyped-call]
         loss = _reduce_losses(losses, flat, weight, call).to(part.dtype)
-    return loss.view(wanted) if call.reduction == "none" else loss
+    return loss.view(shape) if call.reduction == "none" else loss
 
 
 def _check_targets(target: torch.Tensor, call: LossCall) -> None:
@@ -69,10 +69,10 @@ def _check_targets(target: torch.Tensor, call: LossCall) -> None:
 def _reduce_losses(
     losses: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, call: LossCall
 ) -> torch.Tensor:
-    counted = target != call.ignore_index
-    weights = counted.to(losses.dtype)  # [N], 0 for ignored targets, as losses are
+    valid = target != call.ignore_index
+    weights = valid.to(losses.dtype)  # [N], 0 for ignored targets, as losses are
     if weight is not None:
-        weights = weights * weight.to(losses.dtype)[target.masked_fill(~counted, 0)]
+        weights = weights * weight.to(losses.dtype)[target.masked_fill(~valid, 0)]
         losses = losses * weights
     if call.reduction == "none":
         return losses
@@ -87,9 +87,9 @@ class _OnParts(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, target: torch.Tensor, call: LossCall, group: Group
     ) -> torch.Tensor:
-        ignored = target == call.ignore_index  # [N]
+        is_ignored = target == call.ignore_index  # [N]
         local = target - group.rank() * rows.shape[1]  # [N], the class counted from this part's first
-        inside = (local >= 0) & (local < rows.shape[1]) & ~ignored  # whether this rank has its logit
+        inside = (local >= 0) & (local < rows.shape[1]) & ~is_ignored  # whether this rank has its logit
         local = local.masked_fill(~inside, 0).unsqueeze(1)  # some valid index: masked again below
         dtype = torch.promote_types(rows.dtype, torch.float32)
         largest = maximum(rows.amax(1).to(dtype), group)  # [N], over all ranks
@@ -105,14 +105,14 @@ class _OnParts(torch.autograd.Function):
         log_sum = sums[0].log()
         ctx.call = call
         # Kept: log-probabilities, in the memory of `logs` where the dtype is the same.
-        ctx.save_for_backward(logs.sub_(log_sum.unsqueeze(1)).to(rows.dtype), local, inside, ignored)
-        return (log_sum - sums[1]).masked_fill(ignored, 0)  # [N], -log softmax at the target
+        ctx.save_for_backward(logs.sub_(log_sum.unsqueeze(1)).to(rows.dtype), local, inside, is_ignored)
+        return (log_sum - sums[1]).masked_fill(is_ignored, 0)  # [N], -log softmax at the target
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradient of a row is its probabilities less those of the target."""
-        logs, local, inside, ignored = ctx.saved_tensors
-        above = gradients[0].masked_fill(ignored, 0).to(logs.dtype)  # [N]
+        logs, local, inside, is_ignored = ctx.saved_tensors
+        above = gradients[0].masked_fill(is_ignored, 0).to(logs.dtype)  # [N]
         grad_rows = logs.exp().mul_(above.unsqueeze(1))  # [N, V / n]
         call: LossCall = ctx.call
         if call.smoothing:
@@ -125,9 +125,8 @@ class _OnParts(torch.autograd.Function):
 class DividedLogits(DividedTensor):
     """A tensor that looks like the whole logits […, V] and holds this rank's […, V / n].
 
-    Slices and views that leave the vocabulary alone, casts and products with numbers stay divided;
-    ``torch.nn.functional.cross_entropy`` is computed on the parts; anything else gathers the whole logits first, which
-    all ranks of the group must do together. Changes in place are refused.
+    Slices and views that leave the vocabulary alone, casts and products with numbers stay divided.
+    Cross-entropy of ``torch.nn.functional`` is computed on the parts. Anything else gathers the whole.
     """
 
     part_name = "a part of the vocabulary"
@@ -146,7 +145,7 @@ class DividedLogits(DividedTensor):
         logits._part, logits._dim, logits._group, logits._uses, logits._wholes = part, dim, group, uses, {}
         return logits
 
-    def _gathered(self) -> torch.Tensor:
+    def _gather_whole(self) -> torch.Tensor:
         return self._group.gather(self._part, self._dim)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -166,16 +165,16 @@ class DividedLogits(DividedTensor):
 
     @classmethod
     def _on_parts(
-        cls, divided: DividedLogits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls, tensor: DividedLogits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not args or args[0] is not divided:  # another operand is divided, or it is a keyword
+        if not args or args[0] is not tensor:  # another operand is divided, or it is a keyword
             return NotImplemented
         if func is F.cross_entropy:
-            return divided._cross_entropy(*args[1:], **kwargs)
-        kept = dispatch.apply_to_part(
-            func, divided._part, divided._dim, divided._group.size, args[1:], kwargs
+            return tensor._cross_entropy(*args[1:], **kwargs)
+        result = dispatch.apply_to_part(
+            func, tensor._part, tensor._dim, tensor._group.size, args=args[1:], kwargs=kwargs
         )
-        return NotImplemented if kept is None else kept.joined(divided._wrap_part)
+        return NotImplemented if result is None else result.joined(tensor._wrap_part)
 
     def _wrap_part(self, part: torch.Tensor, dim: int) -> DividedLogits:
         return DividedLogits.of(part, self._group, dim=dim, uses=self._uses)
@@ -196,12 +195,12 @@ class DividedLogits(DividedTensor):
             "label_smoothing": label_smoothing,
         }
         legacy = size_average is not None or reduce is not None  # deprecated arguments of torch
-        why = _needs_whole(self, target, weight, legacy, label_smoothing)
+        why = _needs_whole(self, target, weight, legacy, label_smoothing=label_smoothing)
         if why is not None:
             if legacy:
                 options |= {"size_average": size_average, "reduce": reduce}
-            gathered: torch.Tensor = on_whole(F.cross_entropy, (self, target, weight), options, why)
-            return gathered
+            loss: torch.Tensor = on_whole(F.cross_entropy, (self, target, weight), options, why)
+            return loss
         call = LossCall(
             tuple(self.shape), self._dim, ignore_index, reduction, weight is not None, label_smoothing
         )
@@ -210,7 +209,7 @@ class DividedLogits(DividedTensor):
         if self._group.process_group is None:  # a study without ranks, of shapes alone
             whole: torch.Tensor = F.cross_entropy(self.whole(), target, weight, **options)
             return whole
-        return cross_entropy_on_parts(self._part, target, weight, call, self._group.process_group)
+        return cross_entropy_on_parts(self._part, target, weight, call, group=self._group.process_group)
 
 
 class _Joined(torch.autograd.Function):
@@ -230,7 +229,7 @@ class _Joined(torch.autograd.Function):
 
 
 def _needs_whole(
-    logits: DividedLogits, target: Any, weight: Any, legacy: bool, label_smoothing: float
+    logits: DividedLogits, target: Any, weight: Any, legacy: bool, *, label_smoothing: float
 ) -> str | None:
     # A reason, or None. With smoothing torch weights the term of every class, which the parts do not compute.
     if label_smoothing and weight is not None:

@@ -1,4 +1,4 @@
-"""Outputs of models with divided logits: gathering them, and the test of a loss on parts against the whole loss."""
+"""Outputs of models with divided logits: gathering them, and a test of losses on parts."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ Loss = Callable[[Any, Any], Any]
 
 
 class LogitOutputs:
-    """Gathers the divided logits that leave a model, except inside a training step.
-
-    There the output goes to the loss function alone, so it stays divided.
-    """
+    """Gathers divided logits that leave a model, except inside a training step: only the loss gets those."""
 
     def __init__(self) -> None:
         self._in_step = False
@@ -84,7 +81,7 @@ class LossStudy:
     parameters: frozenset[str] | None = None
 
 
-def study_logits(model: nn.Module, batch: Any, run: Run, heads: Sequence[str], degree: int) -> LossStudy:
+def study_logits(model: nn.Module, batch: Any, run: Run, heads: Sequence[str], *, degree: int) -> LossStudy:
     """Runs a copy of the model once with divided logits, without memory where possible.
 
     Args:
@@ -112,20 +109,20 @@ def study_logits(model: nn.Module, batch: Any, run: Run, heads: Sequence[str], d
 def _divide_outputs(model: nn.Module, heads: Sequence[str], degree: int, uses: LogitUses) -> None:
     group = TensorGroup(degree)
 
-    def divided(module: nn.Module, args: Any, output: torch.Tensor) -> DividedLogits:
+    def divide(module: nn.Module, args: Any, output: torch.Tensor) -> DividedLogits:
         return DividedLogits.of(output.chunk(degree, -1)[0], group, uses=uses)  # only shapes count
 
     for path in heads:
-        model.get_submodule(path).register_forward_hook(divided)
+        model.get_submodule(path).register_forward_hook(divide)
 
 
 def compare_losses(
-    study: LossStudy, loss: Loss | None, degree: int, device: torch.device, uses: LogitUses
+    study: LossStudy, loss: Loss | None, degree: int, device: torch.device, *, uses: LogitUses
 ) -> float:
     """The largest error of a loss on parts and its gradients against the whole one, on simulated ranks.
 
-    The user's loss is run on the small batch and on random outputs of the model. Cross-entropies inside the model are
-    run again on random logits, if the study says so.
+    The user's loss runs on the small batch and on random outputs of the model. Cross-entropies inside the
+    model run again on random logits, if the study says so.
 
     Args:
         loss: the user's loss; ``None`` without one.
@@ -139,25 +136,25 @@ def compare_losses(
         Exception: what the loss raises.
     """
 
-    def replayed(group: SimulatedGroup) -> float:
+    def replay(group: SimulatedGroup) -> float:
         calls = study.uses.losses if study.replays else ()
         return max((_cross_entropy_error(call, TensorGroup(group), device) for call in calls), default=0.0)
 
-    errors = simulate(degree, replayed, device)
+    errors = simulate(degree, replay, device)
     if loss is not None and any(isinstance(leaf, DividedTensor) for leaf in unique_tensors_of(study.output)):
-        errors += _loss_errors(study, loss, degree, device, uses)
+        errors += _loss_errors(study, loss, degree, device, uses=uses)
     return max(errors)
 
 
 def _loss_errors(
-    study: LossStudy, loss: Loss, degree: int, device: torch.device, uses: LogitUses
+    study: LossStudy, loss: Loss, degree: int, device: torch.device, *, uses: LogitUses
 ) -> Iterator[float]:
     batch = map_tensors(lambda tensor: tensor.to(device), study.batch)
 
     def run(group: SimulatedGroup | None) -> tuple[torch.Tensor, list[torch.Tensor], list[Share]]:
         leaves: list[torch.Tensor] = []
         shares: list[Share] = []
-        output = map_tensors(_random_values(leaves, shares, group, device, uses), study.output)
+        output = map_tensors(_random_values(leaves, shares, group, device, uses=uses), study.output)
         with torch.enable_grad():
             value = loss(batch, output)
             first = value[0] if isinstance(value, (list, tuple)) and value else value
@@ -180,6 +177,7 @@ def _random_values(
     shares: list[Share],
     group: SimulatedGroup | None,
     device: torch.device,
+    *,
     uses: LogitUses,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     generator = torch.Generator().manual_seed(13)  # the same values on every rank
@@ -223,6 +221,6 @@ def _cross_entropy_error(call: LossCall, group: TensorGroup, device: torch.devic
 
     with torch.enable_grad():
         whole, mine = loss(logits), loss(DividedLogits.of(part, group, dim=call.dim))
-        (wanted,), (gradient,) = torch.autograd.grad(whole, logits), torch.autograd.grad(mine, part)
-    wanted_part = wanted.chunk(group.size, call.dim)[group.rank]
-    return max(relative_error(mine, whole), relative_error(gradient, wanted_part, floor=largest(wanted)))
+        (reference,), (gradient,) = torch.autograd.grad(whole, logits), torch.autograd.grad(mine, part)
+    wanted_part = reference.chunk(group.size, call.dim)[group.rank]
+    return max(relative_error(mine, whole), relative_error(gradient, wanted_part, floor=largest(reference)))

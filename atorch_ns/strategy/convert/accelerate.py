@@ -139,20 +139,20 @@ def _read_megatron(converter: Converter, *, processes: int | None) -> None:
     )
     if sequence and divides:
         converter.use("tensor_parallel", sequence=True)
-    _micro_batches(converter, staged="pipeline" in sizes)
+    _micro_batches(converter, has_stages="pipeline" in sizes)
     read_recomputation(converter, f"{_MEGATRON}recompute_activations")
     read_clipping(converter, f"{_MEGATRON}gradient_clipping")
     use_axes(converter, sizes, processes=processes)
     converter.carry("distributed_type", f"MEGATRON_LM → {'parallel_mode' if sizes else 'data parallelism'}")
 
 
-def _micro_batches(converter: Converter, *, staged: bool) -> None:
+def _micro_batches(converter: Converter, *, has_stages: bool) -> None:
     key, other = f"{_MEGATRON}num_micro_batches", "gradient_accumulation_steps"
     value = converter.take(key)
     if value is None:
         return
     count = converter.number(key, value)
-    if staged:
+    if has_stages:
         converter.use("pipeline_parallel", num_micro_batches=count)
         converter.carry(key, f"{value} → pipeline_parallel.num_micro_batches")
     elif count > 1:

@@ -36,9 +36,9 @@ class _PickledObject:
 class _KnownNamesUnpickler(pickle.Unpickler):
     """Resolves a short list of names; classes that the caller allows become their names, never code."""
 
-    def __init__(self, content: bytes, allowed: Collection[str]) -> None:
+    def __init__(self, content: bytes, names: Collection[str]) -> None:
         super().__init__(io.BytesIO(content))
-        self._allowed = frozenset(allowed)
+        self._class_names = frozenset(names)
 
     def find_class(self, module: str, name: str) -> Any:
         # Every name in a pickle is looked up here; only constructors of plain values come back themselves.
@@ -46,7 +46,7 @@ class _KnownNamesUnpickler(pickle.Unpickler):
             return getattr(builtins, name)  # constructors of plain values
         if (module, name) in _STRATEGY_CLASSES:
             return _PickledObject
-        if f"{module}.{name}" in self._allowed:
+        if f"{module}.{name}" in self._class_names:
             return f"{module}.{name}"  # a name, which is never resolved
         if module == "torch" and name in _DTYPES:
             return name
@@ -71,8 +71,7 @@ def convert_pickle(path: str | PathLike[str], *, classes: Collection[str] = ()) 
 
     Raises:
         InputError: if one of ``classes`` is a function, or of Python's own library.
-        StrategyFileError: if the file is missing, is not a pickle, refers to anything else, or does not
-            hold a list of methods.
+        StrategyFileError: if the file is missing, is no pickle, refers to anything else, or lists no method.
     """
     file_path = Path(path)
     for each in classes:

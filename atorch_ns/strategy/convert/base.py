@@ -1,4 +1,4 @@
-"""Converter: methods and remarks collected from another system's file, and the parts that such files share."""
+"""Converter: methods and remarks collected from another system's file, and parts that such files share."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def read_bytes(path: Path) -> bytes:
         raise StrategyFileError(f"cannot be read: {error.strerror or error}", source=str(path)) from None
 
 
-def parsed(content: bytes, name: str) -> Any:
-    """The document of the file ``name``: JSON if it begins with a bracket, with comments and trailing commas, or YAML.
+def parse_document(content: bytes, name: str) -> Any:
+    """The document ``name``: YAML, or, if it begins with a bracket, JSON with comments and trailing commas.
 
     Raises:
         StrategyFileError: if it is neither JSON nor YAML.
@@ -46,17 +46,17 @@ def parsed(content: bytes, name: str) -> Any:
         plain = _without_comments(text)
         return json.loads(plain) if plain.lstrip()[:1] in ("{", "[") else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        shown = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise StrategyFileError(
             "not readable as JSON or YAML: truncated or damaged, or with syntax beyond JSON and comments by //, # or "
-            f"/* */: {shown}",
+            f"/* */: {reason}",
             source=name,
         ) from None
 
 
 def _without_comments(text: str) -> str:
-    spaced = _STRING_OR_COMMENT.sub(lambda match: match["kept"] or " ", text)  # a space divides tokens
-    return _STRING_OR_LAST_COMMA.sub(lambda match: match["kept"] or "", spaced)
+    bare_text = _STRING_OR_COMMENT.sub(lambda match: match["kept"] or " ", text)  # a space divides tokens
+    return _STRING_OR_LAST_COMMA.sub(lambda match: match["kept"] or "", bare_text)
 
 
 class Remark(NamedTuple):
@@ -104,8 +104,8 @@ class Converter:
         document: the file's content.
         source: the system that the file belongs to.
         name: the file's path, for messages and for the folder of files that it names.
-        reasons: why a key without a remark became nothing, by a pattern of its name or of a mapping that it is in;
-            the first pattern that matches decides.
+        reasons: why a key without a remark became nothing, by a pattern of its name or of a mapping around
+            it; the first pattern that matches decides.
     """
 
     document: Mapping[str, Any]
@@ -118,7 +118,7 @@ class Converter:
     _warnings: list[str] = field(default_factory=list, init=False)
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of a key, with dots between the keys of nested mappings; the caller says what became of it.
+        """The value of a key, with dots between nested keys; the caller says what became of it.
 
         What another program fills in later, ``"auto"``, counts as not given, and is left out.
         """
@@ -138,7 +138,7 @@ class Converter:
         return value
 
     def flag(self, key: str, *, on: str, off: str) -> bool:
-        """Whether a yes-or-no key is there and says yes; it is carried as ``on`` or ``off``, with ``{}`` for its value."""
+        """Whether a key says yes, if it is there; carried as ``on`` or ``off``, with ``{}`` for its value."""
         value = self.take(key)
         if value is None:
             return False
@@ -184,15 +184,15 @@ class Converter:
 
     def has_remark(self, key: str) -> bool:
         """Whether a key, or a mapping that it is in, has a remark."""
-        remarked = {remark.key for remark in (*self._carried, *self._left_out)}
-        return any(key == each or key.startswith(f"{each}.") for each in remarked)
+        keys = {remark.key for remark in (*self._carried, *self._left_out)}
+        return any(key == each or key.startswith(f"{each}.") for each in keys)
 
     def warn(self, text: str) -> None:
         """Says what would train otherwise than the file's author may think, and what to do."""
         self._warnings.append(text)
 
     def absorb(self, other: Converter, *, prefix: str) -> None:
-        """Takes over the methods and remarks of another file that this one names; ``prefix`` marks its keys."""
+        """Takes over methods and remarks of another file that this one names; ``prefix`` marks its keys."""
         other._leave_the_rest()  # with reasons of its own system
         for method, config in other._steps.items():
             self.use(method, **config)
@@ -214,11 +214,9 @@ class Converter:
             warnings=tuple(self._warnings),
         )
 
-    def wrong(self, key: str, value: Any, accepted: str) -> StrategyFileError:
+    def wrong(self, key: str, value: Any, options: str) -> StrategyFileError:
         """The error for a value that means nothing."""
-        return StrategyFileError(
-            f"{key}={value!r} means nothing here. Accepted: {accepted}", source=self.name
-        )
+        return StrategyFileError(f"{key}={value!r} means nothing here. Accepted: {options}", source=self.name)
 
     def _leave_the_rest(self) -> None:
         for key in [key for key in _leaf_keys(self.document) if not self.has_remark(key)]:
@@ -267,13 +265,13 @@ def use_axes(converter: Converter, sizes: Mapping[str, int], *, processes: int |
     others = math.prod(size for axis, size in large.items() if axis != "data")
     if processes is not None:
         if processes % others:
-            named = ", ".join(f"{axis}={size}" for axis, size in large.items() if axis != "data")
-            raise converter.wrong("num_processes", processes, f"a multiple of {others}, required by {named}")
+            parts = ", ".join(f"{axis}={size}" for axis, size in large.items() if axis != "data")
+            raise converter.wrong("num_processes", processes, f"a multiple of {others}, required by {parts}")
         if large.get("data", 1) != processes // others:
             large["data"] = processes // others
             converter.carry("the axis data", f"{large['data']}: the ranks that are left")
     else:
-        # Named although it is 1, because an axis that is added when the job starts stands outside of all others.
+        # Named although it is 1: an axis that is added when the job starts stands outside of all others.
         large.setdefault("data", 1)
         converter.carry("the axis data", "takes the ranks that are left; it is fitted when the job starts")
     axes = [[axis, large[axis]] for axis in _AXIS_ORDER if axis in large]
@@ -367,18 +365,18 @@ def read_offload(
     Raises:
         StrategyFileError: for a device other than none, cpu and nvme.
     """
-    wanted = {}
+    targets = {}
     for part, (key, value) in devices.items():
         device = "none" if value is None else str(value).lower()
         if device not in ("none", "cpu", "nvme"):
             raise converter.wrong(key, value, "none, cpu, nvme")
         if device != "none":
-            wanted[part] = (key, device)
+            targets[part] = (key, device)
         elif value is not None:
             converter.carry(key, "none: nothing is offloaded")
     # What DeepSpeed itself does not offload in this stage is left out, with the reason.
     if method == "ddp":
-        for part, (key, device) in wanted.items():
+        for part, (key, device) in targets.items():
             least = "1" if part == "optimizer" else "3"
             converter.leave(
                 key,
@@ -386,12 +384,12 @@ def read_offload(
                 "states on the host, in fp32 or bf16",
             )
         return
-    if method != "fsdp" and "param" in wanted:
-        converter.leave(wanted.pop("param")[0], "DeepSpeed offloads parameters in stage 3 only")
-    if not wanted:
+    if method != "fsdp" and "param" in targets:
+        converter.leave(targets.pop("param")[0], "DeepSpeed offloads parameters in stage 3 only")
+    if not targets:
         return
     target = _into_host_memory(converter, method, one_process=one_process)
-    for part, (key, device) in wanted.items():
+    for part, (key, device) in targets.items():
         if device == "cpu":
             converter.carry(key, f"cpu → {target}")
         else:

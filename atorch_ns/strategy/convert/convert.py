@@ -10,7 +10,7 @@ from typing import Any, Final
 from atorch_ns.errors import InputError, StrategyFileError
 from atorch_ns.strategy.convert.accelerate import convert_accelerate
 from atorch_ns.strategy.convert.atorch_pickle import convert_pickle
-from atorch_ns.strategy.convert.base import Conversion, Remark, parsed, read_bytes
+from atorch_ns.strategy.convert.base import Conversion, Remark, parse_document, read_bytes
 from atorch_ns.strategy.convert.deepspeed import convert_deepspeed
 from atorch_ns.strategy.strategy import Strategy
 from atorch_ns.text import with_article
@@ -54,7 +54,7 @@ def convert_file(
                 "this is a pickle, which only ATorch wrote; use --from atorch", source=str(file_path)
             )
         return _as_it_is(convert_pickle(file_path, classes=classes))
-    document = parsed(content, str(file_path))
+    document = parse_document(content, str(file_path))
     system = _system_of(document, str(file_path)) if source == "auto" else source
     if system == "atorch":
         return _as_it_is(Strategy.load(file_path))
@@ -66,8 +66,8 @@ def convert_file(
 
 
 def _as_it_is(strategy: Strategy) -> Conversion:
-    carried = tuple(Remark(step.name, "as it is") for step in strategy)
-    return Conversion(strategy=strategy, source="atorch", carried=carried)
+    remarks = tuple(Remark(step.name, "as it is") for step in strategy)
+    return Conversion(strategy=strategy, source="atorch", carried=remarks)
 
 
 def _system_of(document: Any, name: str) -> str:

@@ -1,7 +1,7 @@
 """DeepSpeed converter: a JSON config, or the DeepSpeed part of an Accelerate config, as a strategy.
 
-The keys are those of DeepSpeed's configuration reference. Weights in 16 bits have fp32 masters there, so ``fp16`` and
-``bf16`` become the method of that kind, and not autocast.
+The keys are those of DeepSpeed's configuration reference. Weights in 16 bits have fp32 masters there, so
+``fp16`` and ``bf16`` become the method of that kind, and not autocast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from atorch_ns.errors import StrategyFileError
 from atorch_ns.strategy.convert.base import (
     Conversion,
     Converter,
-    parsed,
+    parse_document,
     read_accumulation,
     read_bytes,
     read_clipping,
@@ -106,15 +106,15 @@ def _use_half(converter: Converter, key: str, text: Any, dtype: str) -> None:
 def _read_precision(converter: Converter) -> None:
     for section, dtype in _PRECISIONS.items():
         key = f"{section}.enabled"
-        enabled = converter.take(key)
-        if enabled is None:
+        setting = converter.take(key)
+        if setting is None:
             continue
-        if not converter.switch(key, enabled):
+        if not converter.switch(key, setting):
             converter.carry(key, f"false: not in {dtype}")
             continue
         before = converter.config("half")
         if before is not None and before["dtype"] != dtype:
-            raise converter.wrong(key, enabled, f"false, since {before['dtype']} is enabled too")
+            raise converter.wrong(key, setting, f"false, since {before['dtype']} is enabled too")
         _use_half(converter, key, "true", dtype)
     casts = converter.take("fp16.auto_cast")
     if casts is not None:
@@ -152,10 +152,10 @@ def _read_axes(converter: Converter, processes: int | None) -> None:
 
 
 def _read_compile(converter: Converter) -> None:
-    enabled = converter.take("compile.enabled", converter.take("compile.deepcompile"))
-    if enabled is None:
+    setting = converter.take("compile.enabled", converter.take("compile.deepcompile"))
+    if setting is None:
         return
-    is_on = converter.switch("compile", enabled)
+    is_on = converter.switch("compile", setting)
     if is_on:
         backend = converter.take("compile.backend")
         converter.use("compile", **({} if backend is None else {"backend": str(backend)}))
@@ -216,7 +216,7 @@ def _accelerate_precision(converter: Converter) -> None:
 def _with_file(converter: Converter, file: str, processes: int | None) -> None:
     path = Path(converter.name).parent / file  # beside Accelerate's file
     try:
-        document = parsed(read_bytes(path), str(path))
+        document = parse_document(read_bytes(path), str(path))
     except StrategyFileError as error:
         raise StrategyFileError(
             f"{_FILE}={file!r}: {error}. That file holds the strategy; its path is relative to the folder of this one",
@@ -237,32 +237,32 @@ def _with_file(converter: Converter, file: str, processes: int | None) -> None:
 
 
 def _fill_document(converter: Converter, document: Mapping[str, Any], file: str) -> dict[str, Any]:
-    filled = copy.deepcopy(dict(document))
+    new_document = copy.deepcopy(dict(document))
     for key, names in _FILLS.items():
         for name in names:
             value = converter.take(name)
             if value is None:
                 continue
-            if _fill_key(filled, key, value):
+            if _fill_key(new_document, key, value):
                 converter.carry(name, f"fills 'auto' in {file}")
             else:
                 converter.leave(name, f"{file} decides: {key} is not 'auto' there")
     # Accelerate's mixed_precision decides where the file leaves fp16 or bf16 out, or 'auto'.
     precision = converter.take("mixed_precision")
     if precision is None:
-        return filled
+        return new_document
     text = str(precision).lower()
     fills = False
     for dtype, on in (("fp16", text == "fp16"), ("bf16", text in ("bf16", "fp8"))):
-        if dtype not in filled and on:
-            filled[dtype] = {"enabled": True}
+        if dtype not in new_document and on:
+            new_document[dtype] = {"enabled": True}
             fills = True
-        fills |= _fill_key(filled, f"{dtype}.enabled", on)
+        fills |= _fill_key(new_document, f"{dtype}.enabled", on)
     if fills:
         converter.carry("mixed_precision", f"{precision}: fills the precision in {file}")
     else:
         converter.leave("mixed_precision", f"{file} decides: its precision is not 'auto'")
-    return filled
+    return new_document
 
 
 def _fill_key(document: dict[str, Any], key: str, value: Any) -> bool:

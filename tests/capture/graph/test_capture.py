@@ -28,7 +28,9 @@ def attached(model: nn.Module, group: Any) -> DividedForward:
     def whole(graph: OperatorGraph) -> OperatorDivision:
         return division_of(OperatorPlan(), graph, 2)
 
-    forward = DividedForward(model, [block.name for block in repeated_blocks(model)], whole, group, CPU)
+    forward = DividedForward(
+        model, [block.name for block in repeated_blocks(model)], whole, group, device=CPU
+    )
     forward.attach(model)
     return forward
 

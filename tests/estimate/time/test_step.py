@@ -231,7 +231,7 @@ def test_rings_by_hand() -> None:
 
     def seconds(kind: str, size: int, within: int, num_bytes: float, count: float = 1) -> float:
         groups = Groups(np.array([size]), np.array([within]))
-        return float(collective_seconds(kind, num_bytes, groups, hardware, count)[0])
+        return float(collective_seconds(kind, num_bytes, groups, hardware, count=count)[0])
 
     assert seconds("all_gather", 4, 4, 4e8) == pytest.approx(3 * (5e-6 + 1e8 / 1e11))
     assert seconds("all_reduce", 4, 4, 4e8) == pytest.approx(6 * (5e-6 + 1e8 / 1e11))

@@ -39,7 +39,7 @@ def division(name: str, plan: OperatorPlan) -> OperatorDivision:
 
 def check(name: str, made: OperatorDivision, run: Sequence[Piece] | None = None) -> None:
     _, model, tensors = captured(name)
-    check_division(made, model, tensors, CPU, run)
+    check_division(made, model, tensors, CPU, run=run)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,28 @@ class Counted(torch.nn.Module):
         return self.out(x) * (x > 0).sum().item()
 
 
+@torch.library.custom_op("atorch_ns_tests::halves", mutates_args=())
+def halves(x: torch.Tensor) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """Both halves of the columns, with the number of rows between them."""
+    return x[..., :2].clone(), len(x), x[..., 2:].clone()
+
+
+halves.register_fake(lambda x: (x.new_empty(*x.shape[:-1], 2), x.shape[0], x.new_empty(*x.shape[:-1], 2)))
+halves.register_autograd(lambda _, first, count, second: torch.cat([first, second], -1))
+
+
+class Halves(torch.nn.Module):
+    """An operator that gives a number between two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, count, second = torch.ops.atorch_ns_tests.halves(self.out(x))
+        return first * count + second
+
+
 class Cast(torch.nn.Module):
     """An autocast region, in which results are rounded."""
 
@@ -135,7 +157,7 @@ def test_what_fp32_rounds_is_judged_in_fp64(monkeypatch: pytest.MonkeyPatch) -> 
     assert judged == [torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("kind", [Frozen, Alias, Recurrent, Complex, Counted, Cast])
+@pytest.mark.parametrize("kind", [Frozen, Alias, Recurrent, Complex, Counted, Halves, Cast])
 def test_random_plans_of_odd_operators_are_right(kind: type[torch.nn.Module]) -> None:
     model, x = kind(), torch.randn(4, 8, 4)
     shallow = capture_shallow(model, (x,), {}, device=CPU)

@@ -92,7 +92,7 @@ def divided(name: str, shallow: Shallow, plan: OperatorPlan) -> tuple[nn.Module,
     summed = first.summed
     divide = functools.partial(division_of, plan, degree=group.size, summed=summed)
     blocks = [block.name for block in repeated_blocks(model)]
-    forward = DividedForward(model, blocks, divide, group.process_group, CPU)
+    forward = DividedForward(model, blocks, divide, group.process_group, device=CPU)
     divide_parameters(
         model, {name: p.dim for name, p in first.parameters.items() if isinstance(p, Shard)}, group
     )
@@ -287,7 +287,9 @@ def test_blocks_whose_parameters_have_numbers_for_names_run() -> None:
 
         blocks = [block.name for block in repeated_blocks(own)]
         assert blocks
-        forward = DividedForward(own, blocks, lambda graph: division_of(OperatorPlan(), graph, 2), group, CPU)
+        forward = DividedForward(
+            own, blocks, lambda graph: division_of(OperatorPlan(), graph, 2), group, device=CPU
+        )
         forward.attach(own)
         return own(x).detach()
 

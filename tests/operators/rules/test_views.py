@@ -12,6 +12,7 @@ from atorch_ns.operators.rules.views import _equal_products
 from tests.operators.rules.values import confirmed, const, ids, x
 
 aten = torch.ops.aten
+_split_at = aten.tensor_split.tensor_indices_or_sections
 
 CASES = [
     (lambda: confirmed(aten.view.default, x(4, 8, 16), [4, 8, 4, 4]), "0 <- 0; 1 <- 1; 2 <- 2; P <- P"),
@@ -50,6 +51,8 @@ CASES = [
     (lambda: confirmed(aten.slice.Tensor, x(4, 8), 1, 0, 9223372036854775807), "0 <- 0; 1 <- 1; P <- P"),
     (lambda: confirmed(aten.slice.Tensor, x(4, 8), 1, -8), "0 <- 0; P <- P"),
     (lambda: confirmed(aten.narrow.default, x(4, 8), 1, 2, 4), "0 <- 0; P <- P"),
+    (lambda: confirmed(aten.narrow.Tensor, x(4, 8), 1, torch.tensor(2), 4), "0 <- 0,R; P <- P,R"),
+    (lambda: confirmed(_split_at, x(4, 8), torch.tensor([2]), 1), "0,0 <- 0,R; P,P <- P,R"),
     (lambda: confirmed(aten.unfold.default, x(4, 8), 1, 2, 2), "0 <- 0; P <- P"),
     (lambda: confirmed(aten.flip.default, x(4, 8), [1]), "0 <- 0; P <- P"),
     (lambda: confirmed(aten.roll.default, x(4, 8), [3]), "P <- P"),
@@ -62,6 +65,9 @@ CASES = [
     (lambda: confirmed(aten.repeat_interleave.self_int, x(4, 8), 2, 1), "0 <- 0; 1 <- 1; P <- P"),
     (lambda: confirmed(aten.repeat_interleave.self_int, x(4, 8), 2), "0 <- 0; P <- P"),
     (lambda: confirmed(aten.repeat_interleave.self_Tensor, x(4, 8), ids(3, 4) + 1, 0), "1 <- 1,R; P <- P,R"),
+    (lambda: confirmed(aten.repeat_interleave.self_int, x(4, 8), 2, 1, output_size=16), "0 <- 0; P <- P"),
+    (lambda: confirmed(aten.repeat_interleave.self_int, x(4, 8), 2, output_size=64), "P <- P"),
+    (lambda: confirmed(aten.repeat_interleave.Tensor, ids(3, 4)), ""),
     (lambda: confirmed(aten.zeros.default, [4, 8]), "0 <- ; 1 <- "),
     (lambda: confirmed(aten.new_full.default, const(3), [4, 8], 2.0), "0 <- R; 1 <- R"),
     (lambda: confirmed(aten.randint.low, 0, 5, [4, 8]), "0 <- ; 1 <- "),

@@ -42,7 +42,7 @@ def llama(rows: int, tokens: int, layers: int = 8) -> Shallow:
 
 def found(shallow: Shallow, degree: int = DEGREE, **given: Any) -> Solved:
     prices = OperatorPrices.on(cluster_from_spec(f"{degree}xH100-80GB"), degree, "bfloat16")
-    return solved_plan(shallow.graph, degree, prices, States(), CPU, **given)
+    return solved_plan(shallow.graph, degree, prices, States(), device=CPU, **given)
 
 
 def by_heads(one: Operator, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
@@ -83,7 +83,7 @@ def test_less_memory_costs_time_and_is_kept_to() -> None:
 def test_depth_does_not_change_the_problem() -> None:
     prices = OperatorPrices.on(cluster_from_spec("8xH100-80GB"), DEGREE, "bfloat16")
     few, many = (
-        assemble(shallow.graph, legal_rules(shallow.graph, DEGREE), prices, States(), CPU)
+        assemble(shallow.graph, legal_rules(shallow.graph, DEGREE), prices, States(), device=CPU)
         for shallow in (llama(1, 4096), llama(1, 4096, 40))
     )
     assert len(few.problem.nodes) == len(many.problem.nodes)

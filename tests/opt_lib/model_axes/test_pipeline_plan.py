@@ -21,5 +21,5 @@ def test_a_batch_that_no_number_suits_is_refused_with_remedies() -> None:
 
 def test_suggested_numbers_divide_the_batch() -> None:
     info = get_schedule("PreRecompute1F1B")
-    assert "num_micro_batches=2 or 4 or 8," in number_problem(info, 2, 1, 1, 8)
-    assert "num_micro_batches=2 or 3 or 6," in number_problem(info, 2, 1, 4, 6)
+    assert "num_micro_batches=2 or 4 or 8," in number_problem(info, 2, 1, 1, rows=8)
+    assert "num_micro_batches=2 or 3 or 6," in number_problem(info, 2, 1, 4, rows=6)

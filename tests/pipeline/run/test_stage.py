@@ -102,7 +102,7 @@ def test_a_cut_after_the_code_looked_at_values_is_refused() -> None:
         CallTracer(model, units, CPU).trace(tokens(), HowToRun())
     from atorch_ns.pipeline import trace_with_values
 
-    graph = trace_with_values(model, units, tokens(), HowToRun(loss_func=mean_loss), CPU)
+    graph = trace_with_values(model, units, tokens(), HowToRun(loss_func=mean_loss), device=CPU)
     assert graph.paths == ("embed", *(f"blocks.{n}" for n in range(4)), "head")
     refused = refused_cuts(graph)
     assert sorted(refused) == [3, 4, 5]
@@ -116,7 +116,7 @@ def test_a_real_pass_leaves_buffers_and_random_states() -> None:
 
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8)).train()
     state, rng = model[1].running_mean.clone(), torch.get_rng_state()
-    trace_with_values(model, find_units(model), torch.ones(4, 8), HowToRun(), CPU)
+    trace_with_values(model, find_units(model), torch.ones(4, 8), HowToRun(), device=CPU)
     assert torch.equal(model[1].running_mean, state)
     assert torch.equal(torch.get_rng_state(), rng)
 
@@ -125,8 +125,8 @@ def _installed(kind: type[nn.Module], cuts: list[int], rank: int) -> nn.Module:
     model = build(kind)
     units = find_units(model)
     graph = CallTracer(model, units, CPU).trace(tokens(), HowToRun(loss_func=mean_loss))
-    division = divide_parameters(model, units, graph, cuts, range(len(cuts) + 1))
-    install_stages(model, units, division, rank, StageSettings(device=CPU, model_input_format=None))
+    division = divide_parameters(model, units, graph, cuts, rank_of=range(len(cuts) + 1))
+    install_stages(model, units, division, rank, settings=StageSettings(device=CPU, model_input_format=None))
     return model
 
 
@@ -183,7 +183,12 @@ def test_a_batch_for_which_the_model_calls_other_units_is_refused() -> None:
     tracer = CallTracer(model, units, CPU)
     graph = tracer.trace(tokens(), HowToRun())
     stages = StageSet(
-        (), [3], [0, 1], graph.paths, lambda batch, *_: tracer.trace(batch, HowToRun()), lambda: 0
+        (),
+        [3],
+        [0, 1],
+        graph.paths,
+        trace=lambda batch, *_: tracer.trace(batch, HowToRun()),
+        draw_seed=lambda: 0,
     )
     stages.begin([tokens()], mean_loss)
     with pytest.raises(StepError, match=r"calls blocks\.1 where it called blocks\.0"):

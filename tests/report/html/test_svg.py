@@ -19,7 +19,7 @@ def _labels(canvas: Canvas) -> list[tuple[float, str]]:
 
 
 def test_a_label_goes_where_there_is_room_or_nowhere() -> None:
-    canvas = Canvas("it", "title", "description", 200, 100)
+    canvas = Canvas("it", "title", "description", 200, height=100)
     for _ in range(6):
         canvas.label(100, 50, "#1", rise=-6)
     places = _labels(canvas)
@@ -30,7 +30,7 @@ def test_a_label_goes_where_there_is_room_or_nowhere() -> None:
 
 
 def test_nothing_is_put_where_it_is_to_stay_free() -> None:
-    canvas = Canvas("it", "title", "description", 200, 100)
+    canvas = Canvas("it", "title", "description", 200, height=100)
     canvas.keep_free(0, 0, 200, 100)
     canvas.label(100, 50, "#1")
     assert _labels(canvas) == []

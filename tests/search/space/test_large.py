@@ -51,7 +51,7 @@ def test_seventy_billion_parameters_on_a_thousand_gpus() -> None:
     """Recomputation, states sharded over data ranks, and a model that is divided: tensor within a node with its
     residual stream divided too, or interleaved stages across nodes."""
     work = Workload(global_batch=4096, num_tokens=NUM_TOKENS)
-    found = explore(profile(), LARGE, work, load_registry(), SearchSettings())
+    found = explore(profile(), LARGE, work, load_registry(), settings=SearchSettings())
     fitting = [one for one in found.candidates if one.pruned is None]
     assert found.num_priced > 20_000
     assert fitting

@@ -47,7 +47,9 @@ def cluster(spec: str = "2xcpu") -> Cluster:
 def space(
     spec: str = "2xcpu", *, settings: dict[str, Any] | None = None, work: Workload = WORK, **more: Any
 ) -> Space:
-    return explore(profile(), cluster(spec), work, REGISTRY, SearchSettings(**settings or {}), **more)
+    return explore(
+        profile(), cluster(spec), work, REGISTRY, settings=SearchSettings(**settings or {}), **more
+    )
 
 
 def names(one: Candidate) -> set[str]:
@@ -82,13 +84,13 @@ def test_one_process_has_nothing_to_shard() -> None:
     alone = cluster_from_spec("1xcpu")
     torchrun = replace(alone, distributed=True)
     for where in (alone, torchrun):
-        found = explore(profile(), where, WORK, REGISTRY, SearchSettings())
+        found = explore(profile(), where, WORK, REGISTRY, settings=SearchSettings())
         assert not any({"fsdp", "zero1", "zero2"} & names(one) for one in free(found))
 
 
 def test_sharding_asked_for_on_one_rank_is_the_plain_strategy() -> None:
     torchrun = replace(cluster_from_spec("1xcpu"), distributed=True)
-    found = explore(profile(), torchrun, WORK, REGISTRY, SearchSettings(), included=["fsdp"])
+    found = explore(profile(), torchrun, WORK, REGISTRY, settings=SearchSettings(), included=["fsdp"])
     assert all("fsdp" in names(one) for one in found.candidates)
     baseline = next(one for one in found.candidates if one.is_baseline)
     assert names(baseline) == {"parallel_mode", "fsdp"}
@@ -236,7 +238,7 @@ def test_least_memory_is_the_objective_if_asked() -> None:
 
 def test_without_a_trace_there_are_candidates_without_figures() -> None:
     bare = replace(profile(), trace=None)
-    found = explore(bare, cluster(), WORK, REGISTRY, SearchSettings())
+    found = explore(bare, cluster(), WORK, REGISTRY, settings=SearchSettings())
     assert free(found)
     assert all(one.estimate is None for one in found.candidates)
 
@@ -394,7 +396,9 @@ def test_how_axes_are_used_is_searched() -> None:
     devices = started_at_once(
         cluster(spec)
     )  # a host that starts operators of microseconds is what limits otherwise
-    cut = free(explore(profile(), devices, work, REGISTRY, SearchSettings(), included=["axis:pipeline"]))
+    cut = free(
+        explore(profile(), devices, work, REGISTRY, settings=SearchSettings(), included=["axis:pipeline"])
+    )
     schedules = {(dict(one.steps)["pipeline_parallel"] or {}).get("schedule", "1F1B") for one in cut}
     assert {"Interleaved1F1B", "InterleavedZeroBubble"} <= schedules
     for one in cut:
@@ -446,7 +450,7 @@ def test_what_communicates_in_every_layer_stays_in_a_node() -> None:
     )
     for spec, node in (("8xH100-80GB, 2 nodes, ib400", 8), ("4xH100-80GB, 4 nodes, ib400", 4)):
         many = cluster(spec)
-        found = explore(replace(profile(), trace=wide), many, WORK, REGISTRY, SearchSettings())
+        found = explore(replace(profile(), trace=wide), many, WORK, REGISTRY, settings=SearchSettings())
         for one in found.candidates:
             sizes = list(_axes(one).items())
             inner = [size for name, size in sizes if name in ("tensor", "sequence")]
@@ -460,7 +464,7 @@ def test_gradients_are_reduced_after_each_micro_batch_where_whole_ones_do_not_fi
     assert all("reduce_each_micro_batch" not in str(one.steps) for one in roomy)
     peak = min(one.predicted_bytes or 0.0 for one in roomy)
     limit = SearchSettings(memory_limit_gib=0.94 * peak / 2**30, memory_reserve=0.0)
-    tight = explore(profile(), cluster(), WORK, REGISTRY, limit, **wanted)
+    tight = explore(profile(), cluster(), WORK, REGISTRY, settings=limit, **wanted)
     best = free(tight)[0]
     assert dict(best.steps)["fsdp"]["reduce_each_micro_batch"] is True
     assert (best.predicted_bytes or 0.0) < peak  # within the estimate's error of the limit
@@ -471,7 +475,9 @@ def test_gradients_are_reduced_after_each_micro_batch_where_whole_ones_do_not_fi
     kept = {"included": [("fsdp", {"reduce_each_micro_batch": False}), ("gradient_accumulation", 4)]}
     assert all(
         one.pruned
-        for one in explore(profile(), cluster(), WORK, REGISTRY, limit, **{**wanted, **kept}).candidates
+        for one in explore(
+            profile(), cluster(), WORK, REGISTRY, settings=limit, **{**wanted, **kept}
+        ).candidates
     )
     smallest = free(space(settings={"objective": "memory"}, **wanted))[0]
     assert dict(smallest.steps)["fsdp"]["reduce_each_micro_batch"] is True

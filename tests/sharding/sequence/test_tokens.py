@@ -109,9 +109,50 @@ def test_changes_in_place_are_refused_and_outputs_become_whole() -> None:
         tokens = DividedTokens.of(at.select(HIDDEN, 1, (B,)), at)
         with pytest.raises(StepError, match="parallel_loss=False in the config of sequence_parallel"):
             tokens.mul_(2)
+        with pytest.raises(StepError, match="relu would change, in place"):
+            F.relu(tokens, 1)  # type: ignore[arg-type]
+        with pytest.raises(StepError, match="add would change, in place"):
+            torch.add(HIDDEN, 1, out=tokens)
         whole: Tensor = whole_logits({"logits": tokens.view(-1, D)})["logits"]
         return whole
 
     for found in simulate(RANKS, work, CPU):
         assert type(found) is Tensor
         torch.testing.assert_close(found, HIDDEN.view(-1, D))
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x, out: torch.add(x, 1, out=out), (B, T, D)),
+        (lambda x, out: torch.sum(x, -1, out=out), (B, T)),
+        (lambda x, out: torch.mean(x, 1, out=out), (B, D)),
+        (lambda x, out: torch.matmul(x, TABLE.T, out=out), (B, T, V)),
+    ],
+)
+def test_a_plain_tensor_given_as_out_gets_the_whole_result(function: Loss, shape: tuple[int, ...]) -> None:
+    def work(group: SimulatedGroup) -> Tensor:
+        at = TokenPart(SequenceLayout(T, RANKS, group.rank()), group, 1, length=T)
+        out = torch.empty(shape)
+        function(DividedTokens.of(at.select(HIDDEN, 1, (B,)), at), out)
+        return out
+
+    wanted = function(HIDDEN, torch.empty(shape))
+    with torch.no_grad():
+        outs = simulate(RANKS, work, CPU)
+    for out in outs:
+        torch.testing.assert_close(out, wanted)
+
+
+def test_dropout_in_evaluation_leaves_tokens_divided_under_both_names_of_its_mode() -> None:
+    at = TokenPart(SequenceLayout(T, RANKS, 0), None, 1, length=T)
+    tokens = DividedTokens.of(at.select(HIDDEN, 1, (B,)), at)
+    for dropped in (torch.dropout(tokens, p=0.5, train=False), F.dropout(tokens, 0.5, False, True)):
+        assert type(dropped) is DividedTokens
+
+
+def test_tokens_become_whole_on_another_device() -> None:
+    at = TokenPart(SequenceLayout(T, RANKS, 0), None, 1, length=T)
+    tokens = DividedTokens.of(at.select(HIDDEN, 1, (B,)), at)
+    assert type(tokens.to("meta")) is Tensor
+    assert type(tokens.to("cpu")) is DividedTokens

@@ -38,7 +38,7 @@ GATHERED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 def _on_parts(func: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     parts = (part.contiguous() for part in WHOLE.chunk(RANKS, -1))
-    return [apply_to_part(func, part, 2, RANKS, args, {}) for part in parts]
+    return [apply_to_part(func, part, 2, RANKS, args=args, kwargs={}) for part in parts]
 
 
 @pytest.mark.parametrize("name", KEPT)
