@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 import typer
@@ -27,7 +28,7 @@ __all__ = ["app", "exit_code", "main"]
 
 app = typer.Typer(
     name="atorch-ns",
-    help="Strategies for training PyTorch models: plan and search, check and explain them.",
+    help="Finds, checks and explains strategies for training PyTorch models.",
     no_args_is_help=True,
     add_completion=False,  # main() prints errors itself
     pretty_exceptions_enable=False,
@@ -49,12 +50,22 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
 app.command("env")(doctor.env)
 app.add_typer(engine.app, name="engine")
+for _command in [
+    *app.registered_commands,
+    *strategy.app.registered_commands,
+    *engine.app.registered_commands,
+]:
+    # Typer keeps the line breaks of later paragraphs, which are wrong on a terminal of another width.
+    _paragraphs = inspect.cleandoc(_command.callback.__doc__ or "").split("\n\n") if _command.callback else []
+    _command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
 
 
 @app.callback(invoke_without_command=True)
 def _root_command(
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-    debug: bool = typer.Option(False, "--debug", help="Show the traceback of a failure. Also after a verb."),
+    debug: bool = typer.Option(
+        False, "--debug", help="Show the traceback of a failure. Also accepted after a command."
+    ),
 ) -> None:
     if version:
         from atorch_ns._version import __version__

@@ -14,18 +14,19 @@ from atorch_ns.errors import InputError
 # typer reads these for a subcommand's help, so they hold no type that needs torch.
 Model = Annotated[
     str | None,
-    typer.Option(help="The model: pkg.mod:name or file.py:name of a class or a function that builds it."),
+    typer.Option(help="Class of the model, or function that builds it, as pkg.mod:name or file.py:name."),
 ]
 Sample = Annotated[
-    str | None, typer.Option(help="One batch: pkg.mod:name of a batch, or of a function that returns one.")
+    str | None,
+    typer.Option(help="One batch, or a function that returns one, as pkg.mod:name or file.py:name."),
 ]
 Loss = Annotated[
     str | None,
     typer.Option(
-        help="The loss: pkg.mod:name of (batch, output) -> loss. Without it, the output's own loss, else its mean."
+        help="Function (batch, output) -> loss, as pkg.mod:name. Default: output.loss, else the mean of the output."
     ),
 ]
-Optimizer = Annotated[str, typer.Option(help="The optimizer's class; 'none' for none.")]
+Optimizer = Annotated[str, typer.Option(help="Class of the optimizer, or none.")]
 InputFormatOption = Annotated[
     str,
     typer.Option(
@@ -38,33 +39,30 @@ ClusterSpec = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help='What it is to run on, as "8xH100-80GB, 2 nodes, ib400", "2xcpu", or a file. '
-        "Without it, this machine as one process.",
+        help='Cluster to train on: "8xH100-80GB, 2 nodes, ib400", "2xcpu", or a file. '
+        "Default: this machine as one process.",
     ),
 ]
 Batch = Annotated[
     int | None,
-    typer.Option(help="Samples in one step over all ranks. Without it, the sample's on every rank."),
+    typer.Option(help="Samples in one step over all ranks. Default: those of the sample on every rank."),
 ]
 MemoryLimit = Annotated[
     str | None,
     typer.Option(
-        help="What one rank may use, as 70GiB. Without it, all memory of a GPU, and of a CPU nine tenths of a rank's share."
+        help="Memory of one rank, such as 70GiB. Default: all of a GPU, or 0.9 of a rank's share of the host."
     ),
 ]
 ProfileFile = Annotated[
-    Path | None, typer.Option(help="A profile saved with --save-profile, in place of --model and --sample.")
+    Path | None, typer.Option(help="Profile from --save-profile, in place of --model and --sample.")
 ]
-Objective = Annotated[str, typer.Option(help="time, memory, batch or cost.")]
-Exclude = Annotated[
-    list[str] | None, typer.Option(help="A method or group that may not be there; repeatable.")
-]
+Objective = Annotated[str, typer.Option(help="What to optimize: time, memory, batch or cost.")]
+Exclude = Annotated[list[str] | None, typer.Option(help="Method or group to leave out. Repeatable.")]
 Include = Annotated[
-    list[str] | None,
-    typer.Option(help="A method or group that must be there, or NAME=CONFIG in JSON; repeatable."),
+    list[str] | None, typer.Option(help="Method or group to use, or NAME=CONFIG in JSON. Repeatable.")
 ]
-ReportFile = Annotated[Path | None, typer.Option(help="Write the whole report here: .html, .json or .txt.")]
-STRATEGY_HELP = "A strategy file, or a strategy as JSON text or names: fsdp,amp_native."
+ReportFile = Annotated[Path | None, typer.Option(help="File for the whole report: .html, .json or .txt.")]
+STRATEGY_HELP = "Strategy: a file, JSON text, or names such as fsdp,amp_native."
 StrategyText = Annotated[str, typer.Option(help=STRATEGY_HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 

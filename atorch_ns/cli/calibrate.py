@@ -22,28 +22,25 @@ _SPARE_S: Final = 300.0  # for ranks to start, and for the least number of round
 
 def calibrate(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The file to write, YAML or JSON by suffix.")
+        Path, typer.Option("--output", "-o", help="File to write, YAML or JSON by suffix.")
     ] = Path("calibration.yaml"),
     nproc: Annotated[
         int | None,
-        typer.Option(
-            "--nproc",
-            "-n",
-            help="Ranks to measure on, on this machine. Without it, one for each GPU, or 2 on CPUs.",
-        ),
+        typer.Option("--nproc", "-n", help="Ranks on this machine. Default: one for each GPU, or 2 on CPUs."),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Seconds for the measurement.")] = 60.0,
     device: Annotated[
-        str | None, typer.Option(help="cuda or cpu: another one than is here is an error, not measured.")
+        str | None,
+        typer.Option(help="Device to measure, cuda or cpu. It is an error if this machine has none."),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure devices and links, show them beside the table's figures, and write them into a file.
+    """Measure devices and links, compare them with the table, and write a cluster file.
 
-    Products by dtype and size, attention, element-wise operators, the start of an operator; collectives by
-    size within and between nodes, and how well they hide behind computation. Searches use the file as
-    search_calibration, plan and estimate as --cluster. Started on every rank by torchrun or srun, it measures
-    between the nodes too.
+    It measures matrix products by dtype and size, attention, element-wise operators, the launch of an operator,
+    collectives by size, and how well collectives overlap with computation. Pass the file to a search as
+    search_calibration, and to plan or estimate as --cluster. Under torchrun or srun on several nodes, it
+    measures the links between nodes too.
 
     Example: atorch-ns calibrate --nproc 2 --seconds 30 --output calibration.yaml
     """

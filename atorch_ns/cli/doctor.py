@@ -21,20 +21,18 @@ _MARKS = {"pass": ("✓ pass", "green"), "warn": ("! warn", "yellow"), "fail": (
 def doctor(
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", "-n", help="Ranks that are started and must talk; 2 unless given."),
+        typer.Option("--nproc", "-n", help="Ranks to start for the check of collectives. Default: 2."),
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Where checkpoints are to be written.")] = Path(),
-    timeout: Annotated[float, typer.Option(help="Seconds that one check may take.")] = 60.0,
-    only: Annotated[
-        list[str] | None, typer.Option(help="A check's name, to run only that; repeatable.")
-    ] = None,
+    folder: Annotated[Path, typer.Option(help="Folder for checkpoints, whose disk is checked.")] = Path(),
+    timeout: Annotated[float, typer.Option(help="Time limit of one check, in seconds.")] = 60.0,
+    only: Annotated[list[str] | None, typer.Option(help="Name of a check to run alone. Repeatable.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check ports, limits, backends, packages, dtypes, collectives, disk and compiler. The exit code is 4 if
-    one fails.
+    """Check this machine: ports, limits, backends, packages, dtypes, collectives, disk, compiler. The exit code
+    is 4 if a check fails.
 
-    Each problem comes with the command that fixes it. Started by torchrun on several nodes, it looks at all
-    of them, at what is between them, and names the node that fails or is slow.
+    Each problem comes with the command that fixes it. Under torchrun on several nodes, it checks all nodes and
+    their links, and names the node that fails or is slow.
 
     Example: atorch-ns doctor --nproc 2
     """
@@ -88,7 +86,7 @@ def _print_findings(findings: Iterator[Finding], as_json: bool) -> None:
 
 
 def env(as_json: AsJson = False) -> None:
-    """Print versions, devices and limits, to be pasted into an issue. No secrets, host names or paths.
+    """Print versions, devices and limits for an issue, without secrets, host names or paths.
 
     Example: atorch-ns env
     """

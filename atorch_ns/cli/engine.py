@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-app = typer.Typer(help="Run searches for many jobs, and remember what they found.", no_args_is_help=True)
+app = typer.Typer(help="Serve searches for many jobs, and remember their results.", no_args_is_help=True)
 
 
 @app.callback()
@@ -17,23 +17,28 @@ def _engine_group() -> None:
 @app.command()
 def serve(
     history_dir: Path = typer.Option(  # noqa: B008  # how typer declares options
-        ..., help="Folder with the trials of all jobs and the jobs under way; made if it is not there."
+        ..., help="Folder for the trials of all jobs, and for unfinished jobs. Created if missing."
     ),
     host: str = typer.Option("127.0.0.1", help="Address to listen on; by default only for this machine."),
-    port: int = typer.Option(0, min=0, max=65535, help="0 for the last one used here, or any that is free."),
+    port: int = typer.Option(
+        0,
+        min=0,
+        max=65535,
+        help="Port to listen on. 0 takes the last one used with this folder, or any free one.",
+    ),
     token_file: Path | None = typer.Option(  # noqa: B008
         None,
-        help="File with the token that every job must show; one is made in the history folder if absent.",
+        help="File with the token that jobs must present. Default: one is created in the history folder.",
     ),
     tls_cert: Path | None = typer.Option(None, help="Certificate with its chain, PEM."),  # noqa: B008
     tls_key: Path | None = typer.Option(None, help="Private key of the certificate, PEM."),  # noqa: B008
     allow_plain_remote: bool = typer.Option(
         False,
         "--allow-plain-remote",
-        help="Let other machines connect without TLS, on a network that you trust.",
+        help="Let other machines connect without TLS. For trusted networks only.",
     ),
 ) -> None:
-    """Serve searches until SIGINT or SIGTERM. Started again on its folder, it goes on where it stopped.
+    """Serve searches until SIGINT or SIGTERM. After a restart on the same folder, unfinished searches continue.
 
     Prints the address on stdout once it listens; all else goes to stderr.
 

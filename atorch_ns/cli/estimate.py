@@ -37,7 +37,7 @@ def estimate(
     input_format: options.InputFormatOption = "auto",
     as_json: options.AsJson = False,
 ) -> None:
-    """Predict memory and time of one strategy, in parts. The exit code is 3 if it does not fit.
+    """Predict the memory and time of one strategy, part by part. The exit code is 3 if it does not fit.
 
     Example: atorch-ns estimate --strategy fsdp,amp_native --model train.py:build --sample train.py:sample --cluster 2xcpu
     """
@@ -83,8 +83,8 @@ def estimate_as_json(price: PricedStrategy) -> dict[str, Any]:
 
 
 def diff(
-    before: Annotated[str, typer.Argument(help="A strategy file or a report.json.")],
-    after: Annotated[str, typer.Argument(help="Another one.")],
+    before: Annotated[str, typer.Argument(help="Strategy file or report.json.")],
+    after: Annotated[str, typer.Argument(help="Strategy file or report.json to compare with.")],
     model: options.Model = None,
     sample: options.Sample = None,
     cluster: options.ClusterSpec = None,
@@ -95,7 +95,7 @@ def diff(
     input_format: options.InputFormatOption = "auto",
     as_json: options.AsJson = False,
 ) -> None:
-    """Print what differs between two strategies; with a model, also the predicted difference.
+    """Compare two strategies. With a model, also compare their predicted memory and time.
 
     The exit code is 1 if something differs.
 

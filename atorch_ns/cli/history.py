@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def history(
-    file: Annotated[Path, typer.Argument(help="The file that --history or search_history named.")],
+    file: Annotated[Path, typer.Argument(help="File named by --history or search_history.")],
     study: Annotated[
-        str | None, typer.Option(help="A study, by its name or how that begins: its trials too.")
+        str | None, typer.Option(help="Name of a search, or its first letters. Its trials are listed too.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the searches that a history holds, and the trials of one of them. The file holds JSON lines.
+    """List the searches in a history file, or the trials of one search.
 
     Example: atorch-ns history history.journal
     """

@@ -73,7 +73,7 @@ def _check_module(name: str) -> None:
 
 def launch(
     target: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="The script, and what it is given.")
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="Script and its arguments.")
     ],
     nproc: Annotated[
         str, typer.Option("--nproc", "-n", help="Processes on this node: a number, auto, cpu or gpu.")
@@ -82,33 +82,33 @@ def launch(
         str, typer.Option(help="Nodes: a number, or MIN:MAX for a group that may grow and shrink.")
     ] = "1",
     rendezvous: Annotated[
-        str | None, typer.Option(help="host:port of one node, where several nodes meet.")
+        str | None, typer.Option(help="host:port of the node where all nodes meet.")
     ] = None,
     node_rank: Annotated[
         int | None,
         typer.Option(
-            help="This node among a fixed number of nodes. Without it, they are numbered as they come."
+            help="Number of this node, if the number of nodes is fixed. Default: the order of arrival."
         ),
     ] = None,
-    max_restarts: Annotated[int, typer.Option(help="How often a group that failed is started anew.")] = 0,
+    max_restarts: Annotated[int, typer.Option(help="Restarts after a failure.")] = 0,
     threads: Annotated[
         int | None,
         typer.Option(
-            help="OMP_NUM_THREADS of a process. Without it, its share of the cores, unless it is set."
+            help="OMP_NUM_THREADS of a process. Default: the variable, else its share of the cores."
         ),
     ] = None,
     module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as in python -m.")
+        bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as in python -m.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the line on standard output, and run nothing.")
+        bool, typer.Option("--dry-run", help="Print the command line and run nothing.")
     ] = False,
 ) -> None:
-    """Run a script on several processes by torchrun, whose line is printed; plain torchrun always works too.
+    """Run a script on several processes with torchrun, and print the command. Plain torchrun works too.
 
-    Options come before the script; everything after it is the script's. Signals are passed on. The exit code
-    is that of the process that failed first, where torchrun's own is 1; a signal gives 128 and its number, as
-    130 for Ctrl-C.
+    Options come before the script. Everything after it belongs to the script. Signals are passed on. The exit
+    code is that of the process that failed first (torchrun itself returns 1). A signal gives 128 plus its
+    number, such as 130 for Ctrl-C.
 
     Example: atorch-ns launch --nproc 2 script.py
     """

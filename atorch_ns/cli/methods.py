@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(help="One method, with its config and what it composes with.")
+        str | None, typer.Argument(help="Method to describe: its config, and the methods it combines with.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the methods that a strategy may name; of one, also its config and what it may stand with.
+    """List the methods of a strategy, or describe one: its config, and the methods it combines with.
 
     Example: atorch-ns methods fsdp
     """

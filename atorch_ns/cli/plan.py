@@ -39,31 +39,31 @@ def plan(
     memory_limit: options.MemoryLimit = None,
     exclude: options.Exclude = None,
     include: options.Include = None,
-    top: Annotated[int, typer.Option(min=1, help="Candidates shown.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Candidates to show.")] = 10,
     save: Annotated[
-        Path | None, typer.Option(help="Write the first strategy here, JSON or YAML by suffix.")
+        Path | None, typer.Option(help="File for the best strategy, JSON or YAML by suffix.")
     ] = None,
     report: options.ReportFile = None,
     profile: options.ProfileFile = None,
     save_profile: Annotated[
-        Path | None, typer.Option(help="Write the profile here, to plan again without the model.")
+        Path | None, typer.Option(help="File for the profile, to plan again without the model.")
     ] = None,
     operators: Annotated[
         int | None,
         typer.Option(
             min=2,
             metavar="RANKS",
-            help="Instead a plan of operator_parallel for the sample on so many neighbouring ranks; --save writes it.",
+            help="Plan operator_parallel for the sample on RANKS ranks of one node instead; --save writes it.",
         ),
     ] = None,
     input_format: options.InputFormatOption = "auto",
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Also the operators that the best step spends its work on."),
+        typer.Option("--verbose", "-v", help="Show the operators that take the most work in the best step."),
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Rank strategies for a model on a cluster, by prediction alone. The exit code is 3 if nothing fits.
+    """Rank strategies for a model on a cluster, from predictions alone. The exit code is 3 if none fits.
 
     Example: atorch-ns plan --model train.py:build --sample train.py:sample --cluster "8xH100-80GB, 2 nodes, ib400"
     """

@@ -17,14 +17,12 @@ if TYPE_CHECKING:
 
 
 def report(
-    file: Annotated[Path, typer.Argument(help="A report.json.")],
-    html: Annotated[
-        Path | None, typer.Option(help="Write the page here: one file that needs no network.")
-    ] = None,
-    text: Annotated[Path | None, typer.Option(help="Write the whole text here.")] = None,
+    file: Annotated[Path, typer.Argument(help="File report.json.")],
+    html: Annotated[Path | None, typer.Option(help="File for the page, which needs no network.")] = None,
+    text: Annotated[Path | None, typer.Option(help="File for the whole text.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print a report, or write it as a page.
+    """Print a report, or write it as a web page.
 
     Example: atorch-ns report report.json --html report.html
     """
@@ -42,13 +40,13 @@ def report(
 
 
 def explain(
-    file: Annotated[Path, typer.Argument(help="A report.json, or a strategy file.")],
+    file: Annotated[Path, typer.Argument(help="File report.json, or a strategy file.")],
     why: Annotated[
-        str | None, typer.Option(help="A method's name, or a candidate's key, number (#3) or label.")
+        str | None, typer.Option(help="Name of a method, or key, number (#3) or label of a candidate.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say why a strategy was chosen, or why a method or a candidate was not.
+    """Explain why a strategy was chosen, or why a method or candidate was not.
 
     Example: atorch-ns explain report.json --why fsdp
     """

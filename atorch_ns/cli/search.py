@@ -18,33 +18,30 @@ def search(
     sample: options.Sample = None,
     loss: options.Loss = None,
     optimizer: options.Optimizer = "torch.optim.AdamW",
-    nproc: Annotated[int, typer.Option("--nproc", "-n", help="Ranks to search on, on this machine.")] = 2,
-    time_limit: Annotated[float, typer.Option(help="Seconds for the whole search.")] = 300.0,
-    max_trials: Annotated[
-        int | None, typer.Option(help="Trials at most. Without it, as many as it takes.")
-    ] = None,
+    nproc: Annotated[int, typer.Option("--nproc", "-n", help="Ranks on this machine.")] = 2,
+    time_limit: Annotated[float, typer.Option(help="Time limit of the search, in seconds.")] = 300.0,
+    max_trials: Annotated[int | None, typer.Option(help="Most trials. Default: no limit.")] = None,
     batch: options.Batch = None,
     objective: options.Objective = "time",
     memory_limit: options.MemoryLimit = None,
     exclude: options.Exclude = None,
     include: options.Include = None,
-    save: Annotated[
-        Path | None, typer.Option(help="Write the strategy here, JSON or YAML by suffix.")
-    ] = None,
+    save: Annotated[Path | None, typer.Option(help="File for the strategy, JSON or YAML by suffix.")] = None,
     report: options.ReportFile = None,
     history: Annotated[
-        Path | None, typer.Option(help="Append every trial to this file; a search that was ended goes on.")
+        Path | None,
+        typer.Option(help="File to append every trial to. A search that was interrupted continues from it."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
     input_format: options.InputFormatOption = "auto",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every candidate.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Search for the best strategy by short trials on local ranks. The exit code is 3 if none can be used.
+    """Search for the best strategy with short trials on this machine. The exit code is 3 if none works.
 
     Progress and the verdict go to standard error, the strategy to standard output. Logs of failed trials are
     in the folder NAME.logs beside the report, the strategy or the history. Ctrl-C ends the search with the
-    best strategy so far, or with code 130 if nothing was measured yet; a second one ends it all.
+    best strategy so far, or with code 130 if there is none yet. A second Ctrl-C ends the command at once.
 
     Example: atorch-ns search --model train.py:build --sample train.py:sample --loss train.py:loss --save strategy.json
     """

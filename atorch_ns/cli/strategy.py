@@ -16,7 +16,7 @@ app = typer.Typer(help="Show, check, compare and convert strategy files.", no_ar
 
 _SUFFIXES = (".json", ".yaml", ".yml")
 
-File = Annotated[Path, typer.Argument(help="A strategy file, JSON or YAML.")]
+File = Annotated[Path, typer.Argument(help="Strategy file, JSON or YAML.")]
 
 
 @app.command()
@@ -41,12 +41,11 @@ def show(file: File, as_json: AsJson = False) -> None:
 def validate(
     file: File,
     world_size: Annotated[
-        int | None, typer.Option(help="Number of processes. Without it, what the file records, else 1.")
+        int | None, typer.Option(help="Number of processes. Default: the number in the file, else 1.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a strategy for a number of processes; every problem is printed. The exit code is 1 if it is not
-    valid.
+    """Check a strategy for a number of processes, and print all problems. The exit code is 1 if there are any.
 
     Example: atorch-ns strategy validate strategy.json --world-size 8
     """
@@ -80,7 +79,7 @@ def validate(
 
 @app.command()
 def diff(before: File, after: File, as_json: AsJson = False) -> None:
-    """Print what differs between two strategies; the exit code is 1 if something does.
+    """Compare two strategy files. The exit code is 1 if they differ.
 
     Example: atorch-ns strategy diff old.json new.json
     """
@@ -99,26 +98,25 @@ def diff(before: File, after: File, as_json: AsJson = False) -> None:
 
 @app.command()
 def convert(
-    file: Annotated[Path, typer.Argument(help="What is to be converted.")],
-    output: Annotated[Path, typer.Argument(help="The strategy file to write, JSON or YAML by suffix.")],
+    file: Annotated[Path, typer.Argument(help="File to convert.")],
+    output: Annotated[Path, typer.Argument(help="Strategy file to write, JSON or YAML by suffix.")],
     source: Annotated[
         str,
         typer.Option(
-            "--from", help="What wrote the file: atorch, accelerate, deepspeed, or auto to find out."
+            "--from", help="System that wrote the file: atorch, accelerate, deepspeed, or auto to detect it."
         ),
     ] = "auto",
     classes: Annotated[
         list[str] | None,
         typer.Option(
-            "--class", help="Qualified name of a module class that a pickle may refer to; repeatable."
+            "--class", help="Qualified name of a module class that a pickle may refer to. Repeatable."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Convert a strategy of ATorch, a config of Accelerate or of DeepSpeed, and list what cannot be carried
-    over.
+    """Convert a strategy of ATorch, or a config of Accelerate or DeepSpeed. List settings without a counterpart.
 
-    Nothing in the file is run. What has no counterpart is listed with its reason.
+    No code in the file is run. Each setting without a counterpart is listed with its reason.
 
     Example: atorch-ns strategy convert accelerate.yaml strategy.json
     """

@@ -9,9 +9,9 @@ import typer
 
 def train(
     context: typer.Context,
-    file: Annotated[str, typer.Option("--file", "-f", metavar="CONFIG", help="A YAML file of TrainerArgs.")],
+    file: Annotated[str, typer.Option("--file", "-f", metavar="CONFIG", help="YAML file of TrainerArgs.")],
 ) -> None:
-    """Train a model as a YAML file says, with overrides as --max_train_steps 100 or --optimizer.args.lr 3e-4.
+    """Train a model from a YAML file, with overrides such as --max_train_steps 100 or --optimizer.args.lr 3e-4.
 
     On several processes: atorch-ns launch --nproc 4 --module atorch_ns.trainer -f config.yaml
 

@@ -27,26 +27,25 @@ def verify(
     model: options.Model = None,
     sample: options.Sample = None,
     loss: options.Loss = None,
-    nproc: Annotated[int, typer.Option("--nproc", "-n", help="Ranks to train on, on this machine.")] = 2,
-    steps: Annotated[int, typer.Option(help="Optimizer steps that are compared.")] = 5,
+    nproc: Annotated[int, typer.Option("--nproc", "-n", help="Ranks on this machine.")] = 2,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.")] = 5,
     input_format: options.InputFormatOption = "auto",
-    timeout: Annotated[float, typer.Option(help="Seconds after which the ranks are ended.")] = _TIMEOUT_S,
+    timeout: Annotated[float, typer.Option(help="Time limit of the ranks, in seconds.")] = _TIMEOUT_S,
     script: Annotated[
-        Path | None,
-        typer.Option(help="Compare a training script, run as it is; its own arguments come after --."),
+        Path | None, typer.Option(help="Training script to compare, unchanged. Its arguments come after --.")
     ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Parameters shown, the worst first.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Parameters to show, the worst first.")] = 10,
     as_json: options.AsJson = False,
 ) -> None:
     """Train a model under a strategy and in one process, and compare losses, gradients and parameters.
 
-    The exit code is 1 if something drifts, 2 if the model cannot be trained. The optimizer is SGD with
-    momentum, whose steps show the scale of a gradient.
+    The exit code is 1 if they differ, 2 if the model cannot be trained. The optimizer is SGD with momentum,
+    whose steps show the scale of a gradient.
 
     With --script, the script runs as it is: in one process, on the ranks, and once more in one process with
     gradients that are off by rounding. After each update of each optimizer, weights, buffers and states are
-    compared. Without --strategy it has its own.
+    compared. Without --strategy, the strategy in the script counts.
 
     Example: atorch-ns verify --strategy fsdp --model train.py:build --sample train.py:sample --loss train.py:loss
     """
